@@ -1,0 +1,40 @@
+# make demo   train AdLoCo on this Python's own standard library, and draw the report
+# make test   the tests (slow ones left out; `make test-all` has them)
+# make check  lint, format and types
+#
+# PYTHON=<interpreter> chooses the Python, VENV=<folder> where its environment lives.
+
+PYTHON ?= python3
+VENV ?= .venv
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
+INSTALLED := $(VENV)/installed-$(VERSION)
+RUN := $(VENV)/bin/python
+# The newest jax needs Python 3.12, so 3.11 has versions of its own.
+CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
+
+.PHONY: demo test test-all test-core check clean
+
+demo: $(INSTALLED)
+	$(RUN) -m adloco_jax.main --config configs/quickstart.py
+
+test: $(INSTALLED)
+	$(RUN) -m pytest -q
+
+test-all: $(INSTALLED)
+	$(RUN) -m pytest -q -m ''
+
+test-core: $(INSTALLED)
+	$(RUN) -m pytest -q tests/core_*_test.py tests/models_*_test.py tests/data_*_test.py
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(RUN)
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,59 @@
+"""AdLoCo in JAX: several trainers side by side, adaptive batches, few communications.
+
+The names below are pure functions on arrays and know no model, config, clock or file; `train` runs
+a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18182.
+"""
+
+from adloco_jax.core.base import BatchPlan, Ensemble, GradientStats, RoundMetrics
+from adloco_jax.core.batching import (
+    augmented_inner_product_test,
+    constant,
+    inner_product_test,
+    next_batch_size,
+    norm_test,
+    ramp,
+    switch_mode,
+)
+from adloco_jax.core.ensemble import init, put, reassign, take
+from adloco_jax.core.gradstats import gradient_stats, pool
+from adloco_jax.core.merge import allocate_workers, choose_merge, merge
+from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchPlan",
+    "Ensemble",
+    "GradientStats",
+    "Result",
+    "RoundMetrics",
+    "allocate_workers",
+    "augmented_inner_product_test",
+    "choose_merge",
+    "constant",
+    "gradient_stats",
+    "init",
+    "inner_product_test",
+    "inner_steps",
+    "merge",
+    "next_batch_size",
+    "norm_test",
+    "outer_step",
+    "outer_update",
+    "pool",
+    "put",
+    "ramp",
+    "reassign",
+    "start_round",
+    "switch_mode",
+    "take",
+    "train",
+]
+
+
+def __getattr__(name: str):
+    if name in ("train", "Result"):
+        from adloco_jax.run import train as run_train
+
+        return getattr(run_train, name)
+    raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")

@@ -1,0 +1,170 @@
+"""The dimension key, and the types that the modules of the core share.
+
+Dimension key, used in names, einsum strings and shape annotations alike:
+
+  M  trainers (model instances)          L  tokens of a sequence
+  R  workers, all trainers together      D  width
+  S  inner updates of a round            F  MLP width
+  A  accumulation steps of an update     H  query heads
+  T  micro-batches of a round (S * A)    G  key/value heads
+  B  sequences in a micro-batch          K  head size
+  N  layers                              V  vocabulary
+
+An array carries its axes as a suffix (`tokens_SRBL`); a pytree whose leaves have a leading
+worker axis is `params_R`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jaxtyping import PyTree
+
+LossFn: TypeAlias = Callable[[PyTree, PyTree], Array]
+"""`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`."""
+
+
+class Ensemble(struct.PyTreeNode):
+    """All trainers and all workers between two rounds; a pytree.
+
+    Trainers are known by their position in the stack, which changes at a merge.
+    """
+
+    params_M: PyTree  # [M, ...] each trainer's parameters
+    outer_state_M: PyTree  # [M, ...] each trainer's outer optimizer state
+    inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
+    owner_R: Array  # int32 [R]: position in the stack of each worker's trainer
+    round: Array  # int32 []: rounds completed
+
+    @property
+    def num_trainers(self) -> int:
+        """Trainers in the stack (static)."""
+        return jax.tree.leaves(self.params_M)[0].shape[0]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the pool (static)."""
+        return self.owner_R.shape[0]
+
+
+class Workers(struct.PyTreeNode):
+    """The workers in the middle of a round, each with its own drifting parameters; a pytree."""
+
+    params_R: PyTree  # [R, ...]
+    inner_state_R: PyTree  # [R, ...]
+    grad_sum_R: PyTree = (
+        None  # [R, ...] float32: gradients of the update under way, if accumulating
+    )
+    num_grads: Array | None = None  # int32 []: how many of them
+
+
+class RoundMetrics(struct.PyTreeNode):
+    """What one round reports."""
+
+    loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
+    pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
+
+
+class GradientStats(struct.PyTreeNode):
+    """Per-example gradient statistics at one point, as sums with their weights.
+
+    A quantity is `sum / weight`; statistics of several workers, or of several rounds, are combined
+    by adding (or averaging) sums and weights separately, see `core.gradstats.pool`. The sums are in
+    units of `scale`, those of inner products in units of `scale**2`, so that none of them under- or
+    overflows in float32 however small the gradient is; the tests only use ratios. On the host the
+    fields are NumPy float64.
+    """
+
+    scale: Array | np.ndarray  # mean squared norm of a per-example gradient
+    num_examples: Array | np.ndarray  # t
+    noise_sum: Array | np.ndarray  # sum_j n_j - t |mean|^2
+    noise_weight: Array | np.ndarray  # t - 1
+    signal_sum: Array | np.ndarray  # t^2 |mean|^2 - sum_j n_j
+    signal_weight: Array | np.ndarray  # t (t - 1)
+    ip_sum: Array | np.ndarray  # covariance sum over the last third of <g_j, mean_1> and <g_j, mean_2>
+    ip_weight: Array | np.ndarray  # size of the last third - 1; 0 without inner products
+    plugin_ip_sum: Array | np.ndarray  # sum_j (p_j - |mean|^2)^2, weight t - 1
+    plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
+
+    @property
+    def noise(self) -> Array | np.ndarray:
+        """Unbiased estimate of tr(Sigma), the gradient noise (S_hat of ALGORITHM 2)."""
+        return self.scale * (self.noise_sum / self.noise_weight)
+
+    @property
+    def signal(self) -> Array | np.ndarray:
+        """Unbiased estimate of |G|^2; may be negative."""
+        return self.scale * (self.signal_sum / self.signal_weight)
+
+
+class BatchPlan(NamedTuple):
+    """What one worker really runs for each inner update."""
+
+    micro_batch_size: int
+    num_accum_steps: int
+
+
+def owner_mean(tree_R: PyTree, owner_R: Array, num_trainers: int, weights_R: Array | None = None):
+    """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
+
+    Workers are chosen by selection, never by a zero weight, so that the non-finite worker of one
+    trainer does not poison another. A trainer whose weights are all zero takes the plain mean.
+    """
+    weights_R = jnp.ones(owner_R.shape, jnp.float32) if weights_R is None else weights_R
+
+    def one_trainer(trainer):
+        mine_R = owner_R == trainer
+        weighted_R = mine_R & (weights_R > 0)
+        any_weight = jnp.any(weighted_R)
+        mine_R = jnp.where(any_weight, weighted_R, mine_R)
+        share_R = jnp.where(mine_R, jnp.where(any_weight, weights_R, 1.0), 0.0)
+        share_R = share_R / jnp.sum(share_R)
+
+        def leaf_mean(leaf_R):
+            shape = (-1,) + (1,) * (leaf_R.ndim - 1)
+            leaf_R = leaf_R.astype(jnp.float32) * share_R.reshape(shape)
+            return jnp.sum(jnp.where(mine_R.reshape(shape), leaf_R, 0.0), axis=0)
+
+        return jax.tree.map(leaf_mean, tree_R)
+
+    return jax.vmap(one_trainer)(jnp.arange(num_trainers))
+
+
+def move_workers(
+    ensemble: Ensemble, source: np.ndarray, stays_R: Array, joined_R: Array | np.ndarray
+) -> PyTree:
+    """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
+
+    The mean is over the workers that were already there; whole numbers, such as Adam's count of
+    updates, are rounded. `source` and `joined_R` are positions in `ensemble`.
+    """
+    mean_M = owner_mean(ensemble.inner_state_R, ensemble.owner_R, ensemble.num_trainers)
+
+    def move(leaf_R, mean_leaf_M):
+        joined = mean_leaf_M[joined_R]
+        if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
+            joined = jnp.round(joined)
+        stays = stays_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1))
+        return jnp.where(stays, leaf_R[source], joined.astype(leaf_R.dtype))
+
+    return jax.tree.map(move, ensemble.inner_state_R, mean_M)
+
+
+def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
+    """Checked, distinct positions on an axis, as Python ints decided by the host.
+
+    Raises:
+      ValueError: If an index repeats or lies outside the axis.
+    """
+    chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if len(chosen) == 0 or len(set(chosen.tolist())) != len(chosen):
+        raise ValueError(
+            f"{name}: expected distinct positions, at least one; got {chosen.tolist()}"
+        )
+    if chosen.min() < 0 or chosen.max() >= size:
+        raise ValueError(f"{name}: {chosen.tolist()} out of range; the stack holds {size}")
+    return chosen

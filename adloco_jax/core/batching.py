@@ -1,0 +1,239 @@
+"""How large a batch each trainer should use: the tests, the caps, and switch mode.
+
+The three tests are functions of one signature on `GradientStats`. They use only ratios of its sums,
+on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (under `jit`, `vmap`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from adloco_jax.core.base import BatchPlan, GradientStats
+
+TestMode = Literal["unbiased", "paper"]
+Scalar: TypeAlias = Float[Array, "..."] | Float[np.ndarray, "..."] | np.floating | float
+
+SIGNAL_FLOOR = 1e-3  # of the noise: the smoothed |G|^2 is never taken to be smaller
+
+
+def norm_test(
+    stats: GradientStats,
+    *,
+    eta: float,
+    num_workers: int = 1,
+    mode: TestMode = "unbiased",
+    batch_size: int | None = None,
+) -> Scalar:
+    """Smallest batch per worker whose gradient noise passes the norm test.
+
+    Args:
+      stats: Statistics at one common point, of at least two examples; pooled over the trainer's
+        workers if there are several.
+      eta: Allowed ratio of the noise of the averaged gradient to its norm (dimensionless, > 0).
+      num_workers: Workers whose gradients are averaged: the trainer's with the trainer's scope, 1
+        with the worker's (the paper's equation).
+      mode: `unbiased` divides by the unbiased |G|^2, floored at 1e-3 of the noise. `paper` divides
+        by what the plug-in |mean|^2 would show on the trainer's own batch, so the request never
+        exceeds batch_size / eta^2 and growth stops of itself.
+      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
+        tested examples are its whole batch.
+
+    Returns:
+      Requested sequences per worker, float, not rounded, capped or kept monotone; NaN if the
+      statistics are degenerate (no noise and no signal).
+
+    Raises:
+      ValueError: If `mode` is unknown.
+
+    Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10 (without `num_workers`).
+    """
+    noise = stats.noise_sum / stats.noise_weight
+    return noise / (num_workers * eta**2 * _signal(stats, mode, num_workers, batch_size))
+
+
+def inner_product_test(
+    stats: GradientStats,
+    *,
+    vartheta: float,
+    num_workers: int = 1,
+    mode: TestMode = "unbiased",
+    batch_size: int | None = None,
+) -> Scalar:
+    """Smallest batch per worker whose gradient is a descent direction often enough.
+
+    Args:
+      stats: Statistics taken with inner products, of at least four examples per worker.
+      vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
+      num_workers: As in `norm_test`.
+      mode: As in `norm_test`; `paper` also takes the plug-in variance, which is low.
+      batch_size: As in `norm_test`.
+
+    Returns:
+      As `norm_test`.
+
+    Raises:
+      ValueError: If `mode` is unknown.
+
+    Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
+      works with the reference's scaling errors (ALGORITHM 2, "Constants").
+    """
+    signal = _signal(stats, mode, num_workers, batch_size)
+    # Divided twice rather than by the square, which would underflow.
+    return _ip_variance(stats, mode) / signal / signal / (num_workers * vartheta**2)
+
+
+def augmented_inner_product_test(
+    stats: GradientStats,
+    *,
+    vartheta: float,
+    nu: float,
+    num_workers: int = 1,
+    mode: TestMode = "unbiased",
+    batch_size: int | None = None,
+) -> Scalar:
+    """The inner-product test, and a bound on the noise orthogonal to the gradient.
+
+    In high dimension the orthogonal part is nearly all of the noise, and this test is close to the
+    norm test with eta = nu.
+
+    Args:
+      stats: As in `inner_product_test`.
+      vartheta: As in `inner_product_test`.
+      nu: Allowed ratio of the orthogonal noise to the norm of the gradient (> 0).
+      num_workers: As in `norm_test`.
+      mode: As in `inner_product_test`.
+      batch_size: As in `norm_test`.
+
+    Returns:
+      As `norm_test`: the larger of the two requests.
+
+    Raises:
+      ValueError: If `mode` is unknown.
+
+    Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
+    """
+    signal = _signal(stats, mode, num_workers, batch_size)
+    if mode == "paper":
+        orthogonal = stats.plugin_orth_sum / stats.noise_weight
+    else:
+        orthogonal = stats.noise_sum / stats.noise_weight - _ip_variance(stats, mode) / signal
+    inner_product = inner_product_test(
+        stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
+    )
+    return _maximum(inner_product, orthogonal / (num_workers * nu**2 * signal))
+
+
+def constant(*, batch_size: int) -> int:
+    """The fixed batch of DiLoCo and LocalSGD, in sequences per worker."""
+    return batch_size
+
+
+def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
+    """A declared batch schedule: what any adaptive method must beat.
+
+    Args:
+      schedule: Pairs (first round, sequences per worker), rounds increasing from 0.
+      round_index: Rounds completed.
+
+    Returns:
+      Sequences per worker of the last entry whose round has come.
+
+    Raises:
+      ValueError: If the schedule does not start at round 0 or does not increase.
+    """
+    rounds = [first for first, _ in schedule]
+    if not rounds or rounds[0] != 0 or sorted(set(rounds)) != rounds:
+        raise ValueError(f"schedule: rounds {rounds}, expected increasing whole numbers from 0")
+    return next(size for first, size in reversed(schedule) if first <= round_index)
+
+
+def next_batch_size(
+    requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
+) -> int:
+    """What a test's answer becomes after rounding, growth limit and cap.
+
+    Args:
+      requested: A test's answer; a non-finite one keeps the batch.
+      batch_size: Sequences per worker requested so far.
+      max_growth: Largest factor per test.
+      batch_cap: Largest batch ever requested.
+      monotone: Whether the batch may only grow; otherwise it may fall to 1.
+
+    Returns:
+      A whole number in [1, max(batch_size, batch_cap)].
+
+    Source: ALGORITHM 2, "Then, always"; the reference has no cap (ALGORITHM 7, defect 7).
+    """
+    if not math.isfinite(requested):
+        return batch_size
+    low = batch_size if monotone else 1
+    high = max(low, min(int(max_growth * batch_size), batch_cap))
+    return min(max(math.ceil(requested), low), high)
+
+
+def switch_mode(
+    requested_batch_size: int,
+    *,
+    max_batch_size: int,
+    multiplier: int = 2,
+    mode: Literal["threshold", "accumulate", "clip"] = "threshold",
+) -> BatchPlan:
+    """How a requested batch is run on a device that holds `max_batch_size` sequences per worker.
+
+    Just above what the device holds the batch is clipped, which keeps updates frequent; from
+    `multiplier` times that on, gradients are accumulated.
+
+    Args:
+      requested_batch_size: Sequences per worker and update, >= 1.
+      max_batch_size: Sequences per worker in one micro-batch, >= 1.
+      multiplier: n >= 1 of the paper.
+      mode: `threshold`: as above. `accumulate`: whenever it does not fit. `clip`: never accumulate.
+
+    Returns:
+      The micro-batch and the number of accumulation steps; their product covers the request, or is
+      `max_batch_size` where it was clipped.
+
+    Raises:
+      ValueError: If a number is not positive or `mode` is unknown.
+
+    Source: AdLoCo section 4.4.
+    """
+    if min(requested_batch_size, max_batch_size, multiplier) < 1:
+        raise ValueError(
+            f"requested_batch_size={requested_batch_size}, max_batch_size={max_batch_size},"
+            f" multiplier={multiplier}: expected positive whole numbers"
+        )
+    if mode not in ("threshold", "accumulate", "clip"):
+        raise ValueError(f"mode={mode!r}: expected threshold, accumulate or clip")
+    if requested_batch_size <= max_batch_size:
+        return BatchPlan(requested_batch_size, 1)
+    clipped = requested_batch_size <= multiplier * max_batch_size and mode == "threshold"
+    if clipped or mode == "clip":
+        return BatchPlan(max_batch_size, 1)
+    return BatchPlan(max_batch_size, -(-requested_batch_size // max_batch_size))
+
+
+def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None):
+    noise = stats.noise_sum / stats.noise_weight
+    signal = stats.signal_sum / stats.signal_weight
+    if mode == "unbiased":
+        return _maximum(signal, SIGNAL_FLOOR * noise)
+    if mode == "paper":
+        batch = stats.num_examples if batch_size is None else batch_size * num_workers
+        return _maximum(signal, 0.0 * signal) + noise / batch
+    raise ValueError(f"mode={mode!r}: expected unbiased or paper")
+
+
+def _ip_variance(stats: GradientStats, mode: TestMode):
+    if mode == "paper":
+        return stats.plugin_ip_sum / stats.noise_weight
+    return stats.ip_sum / stats.ip_weight
+
+
+def _maximum(a, b):
+    """The larger of two arrays of either library; without a branch, so that it traces."""
+    return a.__array_namespace__().maximum(a, b)

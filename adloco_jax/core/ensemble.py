@@ -1,0 +1,200 @@
+"""The stack of trainers and its pool of workers: making it, taking parts of it, moving workers."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import PyTree
+
+from adloco_jax.core.base import Ensemble, move_workers, positions
+
+
+def init(
+    params: PyTree,
+    *,
+    num_trainers: int,
+    num_workers: int,
+    inner_tx: optax.GradientTransformation,
+    outer_tx: optax.GradientTransformation,
+    owner_R: Sequence[int] | Array | None = None,
+) -> Ensemble:
+    """Stacks `num_trainers` trainers that all start from `params`, and a pool of workers.
+
+    For trainers with parameters of their own, replace `params_M` of the result.
+
+    Args:
+      params: Parameters of one model, any pytree of arrays.
+      num_trainers: M >= 1.
+      num_workers: R >= M, all trainers together.
+      inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
+      outer_tx: Transformation of the trainers' pseudo-gradients.
+      owner_R: Trainer position of each worker; by default as even as possible, in order.
+
+    Returns:
+      The ensemble before its first round.
+
+    Raises:
+      ValueError: If there are fewer workers than trainers, or `owner_R` names a trainer that is
+        not there or leaves one without a worker.
+
+    Source: AdLoCo algorithm 1, lines 1-3.
+    """
+    if num_trainers < 1:
+        raise ValueError(f"num_trainers={num_trainers}: expected at least 1")
+    if num_workers < num_trainers:
+        raise ValueError(
+            f"num_workers={num_workers} for num_trainers={num_trainers}: expected at least one"
+            " worker per trainer"
+        )
+    if owner_R is None:
+        owner_R = jnp.arange(num_workers) * num_trainers // num_workers
+    elif not isinstance(owner_R, jax.core.Tracer):
+        _check_owners(np.asarray(owner_R), num_trainers)
+    owner_R = jnp.asarray(owner_R, jnp.int32)
+    if owner_R.shape != (num_workers,):
+        raise ValueError(f"owner_R has shape {owner_R.shape}, expected [num_workers={num_workers}]")
+
+    def stack(tree, size):
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (size, *jnp.shape(leaf))), tree)
+
+    return Ensemble(
+        params_M=stack(params, num_trainers),
+        outer_state_M=stack(outer_tx.init(params), num_trainers),
+        inner_state_R=stack(inner_tx.init(params), num_workers),
+        owner_R=owner_R,
+        round=jnp.zeros((), jnp.int32),
+    )
+
+
+def take(
+    ensemble: Ensemble, trainers: Sequence[int], *, workers: Sequence[int] | None = None
+) -> Ensemble:
+    """The sub-ensemble of some trainers and their workers, which can run a round of its own.
+
+    Args:
+      ensemble: The whole stack.
+      trainers: Positions in the stack, distinct; their order becomes the order of the result.
+      workers: Positions of their workers. Needed under `jit`, where the owners are not known while
+        tracing, and to spare a wait for the device; by default read from `owner_R`.
+
+    Returns:
+      An ensemble of `len(trainers)` trainers whose `owner_R` is renumbered.
+
+    Raises:
+      ValueError: If a position is out of range or repeated, or `workers` is missing under `jit`.
+    """
+    chosen = positions("trainers", trainers, ensemble.num_trainers)
+    theirs = _workers_of(ensemble, chosen, workers)
+    place_M = np.full(ensemble.num_trainers, -1, np.int32)
+    place_M[chosen] = np.arange(len(chosen))
+    return Ensemble(
+        params_M=_pick(ensemble.params_M, chosen),
+        outer_state_M=_pick(ensemble.outer_state_M, chosen),
+        inner_state_R=_pick(ensemble.inner_state_R, theirs),
+        owner_R=jnp.asarray(place_M)[ensemble.owner_R[theirs]],
+        round=ensemble.round,
+    )
+
+
+def put(
+    ensemble: Ensemble,
+    trainers: Sequence[int],
+    sub: Ensemble,
+    *,
+    workers: Sequence[int] | None = None,
+) -> Ensemble:
+    """Writes back what `take` took, after a round: the inverse of `take`.
+
+    Args:
+      ensemble: The whole stack.
+      trainers: The positions given to `take`, in the same order.
+      sub: The sub-ensemble, with the trainers and workers that `take` gave it.
+      workers: As given to `take`.
+
+    Returns:
+      The whole stack with those trainers and workers replaced; the owners stay, and the round is
+      that of `sub` if it is further.
+
+    Raises:
+      ValueError: If `sub` has another number of trainers or workers than was taken.
+    """
+    chosen = positions("trainers", trainers, ensemble.num_trainers)
+    theirs = _workers_of(ensemble, chosen, workers)
+    if (sub.num_trainers, sub.num_workers) != (len(chosen), len(theirs)):
+        raise ValueError(
+            f"sub has {sub.num_trainers} trainers and {sub.num_workers} workers, expected"
+            f" {len(chosen)} and {len(theirs)}, as taken"
+        )
+
+    def write(tree, index, part):
+        return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), tree, part)
+
+    return ensemble.replace(
+        params_M=write(ensemble.params_M, chosen, sub.params_M),
+        outer_state_M=write(ensemble.outer_state_M, chosen, sub.outer_state_M),
+        inner_state_R=write(ensemble.inner_state_R, theirs, sub.inner_state_R),
+        round=jnp.maximum(ensemble.round, sub.round),
+    )
+
+
+def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
+    """Moves workers between trainers; lets workers join the pool or retire from it.
+
+    A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
+    mean inner state of the workers that were already there (whole numbers, such as Adam's count of
+    updates, are rounded), so that it does not restart or distort that trainer's optimizer.
+
+    Args:
+      ensemble: The stack.
+      owner_R: The new trainer position of each worker, by worker position; -1 retires a worker;
+        entries beyond the present pool are new workers.
+
+    Returns:
+      The stack with the new pool, the retired workers gone, the order of the others kept.
+
+    Raises:
+      ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
+        left without a worker.
+
+    Source: ALGORITHM 4; AdLoCo section 4.3 divides the workers anew after each merge.
+    """
+    owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
+    pool = ensemble.num_workers
+    if len(owners) < pool:
+        raise ValueError(f"owner_R has {len(owners)} entries for a pool of {pool} workers")
+    staying = np.flatnonzero(owners != -1)
+    new_owner = owners[owners != -1]
+    _check_owners(new_owner, ensemble.num_trainers)
+    source = np.minimum(staying, pool - 1)
+    stays_R = (ensemble.owner_R[source] == new_owner) & (staying < pool)
+    return ensemble.replace(
+        inner_state_R=move_workers(ensemble, source, stays_R, new_owner),
+        owner_R=jnp.asarray(new_owner, jnp.int32),
+    )
+
+
+def _check_owners(owners: np.ndarray, num_trainers: int) -> None:
+    missing = sorted(set(range(num_trainers)) - set(owners.tolist()))
+    strange = sorted(set(owners.tolist()) - set(range(num_trainers)))
+    if missing or strange:
+        raise ValueError(
+            f"owner_R={owners.tolist()}: expected every one of the {num_trainers} trainers at least"
+            f" once; without a worker: {missing}; unknown: {strange}"
+        )
+
+
+def _workers_of(
+    ensemble: Ensemble, trainers: np.ndarray, workers: Sequence[int] | None
+) -> np.ndarray:
+    if workers is not None:
+        return positions("workers", workers, ensemble.num_workers)
+    if isinstance(ensemble.owner_R, jax.core.Tracer):
+        raise ValueError("workers: owners are not known while tracing; pass the workers' positions")
+    return np.flatnonzero(np.isin(np.asarray(ensemble.owner_R), trainers))
+
+
+def _pick(tree: PyTree, index: np.ndarray) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[index], tree)

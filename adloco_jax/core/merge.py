@@ -1,0 +1,186 @@
+"""Merging trainers, and dividing the workers among those that remain (AdLoCo section 4.3)."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from adloco_jax.core.base import Ensemble, move_workers, positions
+
+MergePolicy = Literal["worst_with_worst", "best_with_worst"]
+
+
+def choose_merge(
+    requested_batch_sizes: Sequence[int], *, policy: MergePolicy, width: int
+) -> tuple[int, ...]:
+    """Which trainers become one.
+
+    A small requested batch means little gradient noise for the progress still to be made, so such
+    trainers gain least from staying apart.
+
+    Args:
+      requested_batch_sizes: By trainer position, sequences per worker.
+      policy: `worst_with_worst`: the `width` smallest, the largest of them represents (the paper).
+        `best_with_worst`: the largest of all represents and absorbs the smallest.
+      width: How many trainers become one, >= 2; at most all of them.
+
+    Returns:
+      Positions, the representative first, then by position; ties go to the lower position. Empty
+      when fewer than two trainers live.
+
+    Raises:
+      ValueError: If `policy` is unknown or `width` below 2.
+
+    Source: AdLoCo algorithm 2, lines 2-4.
+    """
+    if width < 2:
+        raise ValueError(f"width={width}: expected at least 2 trainers to become one")
+    smallest_first = sorted(
+        range(len(requested_batch_sizes)), key=lambda i: (requested_batch_sizes[i], i)
+    )
+    if len(smallest_first) < 2:
+        return ()
+
+    def largest(candidates):
+        return max(candidates, key=lambda i: (requested_batch_sizes[i], -i))
+
+    if policy == "worst_with_worst":
+        members = smallest_first[:width]
+        representative = largest(members)
+    elif policy == "best_with_worst":
+        representative = largest(smallest_first)
+        members = [i for i in smallest_first if i != representative][: width - 1]
+    else:
+        raise ValueError(f"policy={policy!r}: expected worst_with_worst or best_with_worst")
+    return (representative, *sorted(i for i in members if i != representative))
+
+
+def merge(
+    ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
+) -> Ensemble:
+    """Merges trainers into the first of them: one trainer fewer per absorbed member.
+
+    Parameters and the floating-point outer state (momentum) become the weighted mean of the
+    members, float32 inside. A member with a non-finite value or without a positive finite weight is
+    left out by selection; if no weight is usable the finite members count alike. The absorbed
+    trainers' workers join the representative, whose own workers keep their inner state (`reassign`
+    then moves them on). The order of the survivors is kept.
+
+    Args:
+      ensemble: The stack of M trainers.
+      members: Distinct positions, at least two, the representative first.
+      weights: One per member; the paper's are the requested batch sizes.
+
+    Returns:
+      A stack of M - len(members) + 1 trainers.
+
+    Raises:
+      ValueError: If a position repeats or is out of range, or the number of weights differs.
+
+    Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours (ALGORITHM 4).
+    """
+    chosen = positions("members", members, ensemble.num_trainers)
+    weights_n = jnp.asarray(weights, jnp.float32)
+    if len(chosen) < 2 or weights_n.shape != (len(chosen),):
+        raise ValueError(
+            f"members={chosen.tolist()} with weights of shape {weights_n.shape}: expected at least"
+            " two members and one weight for each"
+        )
+    representative, absorbed = chosen[0], chosen[1:]
+    survivors = [m for m in range(ensemble.num_trainers) if m not in absorbed]
+
+    def all_finite(leaf_M):
+        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
+            return jnp.ones(len(chosen), bool)
+        return jnp.all(jnp.isfinite(leaf_M[chosen].reshape(len(chosen), -1)), axis=1)
+
+    stacked = (ensemble.params_M, ensemble.outer_state_M)
+    finite_n = functools.reduce(
+        jnp.logical_and, [all_finite(leaf) for leaf in jax.tree.leaves(stacked)]
+    )
+    usable_n = finite_n & jnp.isfinite(weights_n) & (weights_n > 0)
+    usable_n, weights_n = (
+        jnp.where(jnp.any(usable_n), usable_n, finite_n),
+        jnp.where(jnp.any(usable_n), weights_n, 1.0),
+    )
+    share_n = jnp.where(usable_n, weights_n / jnp.max(jnp.where(usable_n, weights_n, 0.0)), 0.0)
+    share_n = share_n / jnp.sum(share_n)
+    origin = jnp.argmax(usable_n)
+
+    def merge_leaf(leaf_M):
+        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
+            return leaf_M[jnp.asarray(survivors)]
+        # From differences, so that equal members give back exactly what they were.
+        member_n = leaf_M[chosen].astype(jnp.float32)
+        base = member_n[origin][None]
+        shape = (-1,) + (1,) * (member_n.ndim - 1)
+        difference_n = jnp.where(usable_n.reshape(shape), member_n - base, 0.0)
+        mean = base[0] + jnp.sum(difference_n * share_n.reshape(shape), axis=0)
+        mean = jnp.where(jnp.any(usable_n), mean, leaf_M[representative]).astype(leaf_M.dtype)
+        return leaf_M.at[representative].set(mean)[jnp.asarray(survivors)]
+
+    params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
+    joins_R = jnp.isin(ensemble.owner_R, jnp.asarray(absorbed))
+    place_M = jnp.asarray(
+        [
+            survivors.index(representative if m in absorbed else m)
+            for m in range(ensemble.num_trainers)
+        ]
+    )
+    return ensemble.replace(
+        params_M=params_M,
+        outer_state_M=outer_state_M,
+        inner_state_R=move_workers(
+            ensemble,
+            np.arange(ensemble.num_workers),
+            ~joins_R,
+            np.full(ensemble.num_workers, representative),
+        ),
+        owner_R=place_M[ensemble.owner_R].astype(jnp.int32),
+    )
+
+
+def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
+    """Divides the pool in proportion to what each trainer asks for.
+
+    Every trainer has one worker; the rest go by largest remainder of the proportional shares of the
+    whole pool. Ties go to the lower position.
+
+    Args:
+      requested_batch_sizes: By trainer position, positive.
+      num_workers: The pool, at least one worker per trainer.
+
+    Returns:
+      Workers per trainer; their sum is exactly `num_workers`.
+
+    Raises:
+      ValueError: If the pool is too small, or a requested batch is not positive.
+
+    Source: AdLoCo section 4.3; the reference rounds and may leave a trainer without a worker
+      (ALGORITHM 7, defect 16).
+    """
+    requested = [int(b) for b in requested_batch_sizes]
+    if not requested or num_workers < len(requested):
+        raise ValueError(
+            f"num_workers={num_workers} for {len(requested)} trainers: expected one each at least"
+        )
+    if min(requested) < 1:
+        raise ValueError(f"requested_batch_sizes={requested}: expected positive whole numbers")
+    total = sum(requested)
+    # Whole-number arithmetic: shares of the pool are b * num_workers / total.
+    shares = [max(1, b * num_workers // total) for b in requested]
+
+    def shortfall(i):
+        return requested[i] * num_workers - shares[i] * total, -i
+
+    while sum(shares) < num_workers:
+        shares[max(range(len(shares)), key=shortfall)] += 1
+    while sum(shares) > num_workers:
+        above_one = [i for i in range(len(shares)) if shares[i] > 1]
+        shares[min(above_one, key=lambda i: (shortfall(i)[0], i))] -= 1
+    return tuple(shares)

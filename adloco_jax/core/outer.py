@@ -1,0 +1,238 @@
+"""One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
+
+`outer_step` is the whole round for callers with data at hand. A host loop that streams a long,
+accumulated round in pieces calls its three parts: `start_round`, `inner_steps`, `outer_update`.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Bool, Float, PyTree
+
+from adloco_jax.core.base import Ensemble, LossFn, RoundMetrics, Workers, owner_mean
+
+
+def outer_step(
+    ensemble: Ensemble,
+    batch: PyTree,
+    loss_fn: LossFn,
+    *,
+    inner_tx: optax.GradientTransformation,
+    outer_tx: optax.GradientTransformation,
+    num_accum_steps: int = 1,
+    learning_rate_SR: Float[Array, "S R"] | None = None,
+    weights_R: Float[Array, " R"] | None = None,
+) -> tuple[Ensemble, RoundMetrics]:
+    """Runs one round: S inner updates on every worker, then one outer update of every trainer.
+
+    Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
+    Buffers are not donated here.
+
+    Args:
+      ensemble: Trainers and workers before the round.
+      batch: Pytree whose leaves are [S, R, A*B, ...]: for each update and worker, the examples of
+        its A micro-batches of B, in order.
+      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean loss over B examples.
+      inner_tx: Transformation of a worker's gradients (AdamW in the paper).
+      outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
+      num_accum_steps: A >= 1; gradients of A micro-batches are averaged for one update.
+      learning_rate_SR: Factors on the updates that `inner_tx` makes, which is then built with
+        learning rate 1; None leaves them as they are.
+      weights_R: Relative weights of the workers in their trainer's mean, for instance the examples
+        each consumed; None weighs them alike.
+
+    Returns:
+      The ensemble after the round, and its metrics.
+
+    Raises:
+      ValueError: While tracing, if the leaves of `batch` do not start with [S, R, A*B].
+
+    Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
+    """
+    num_updates = _check_batch(batch, ensemble.num_workers, num_accum_steps)
+    learning_rate_TR, update_T = learning_rate_SR, None
+    if num_accum_steps > 1:
+        batch = jax.tree.map(lambda leaf: _split_micro_batches(leaf, num_accum_steps), batch)
+        update_T = (jnp.arange(num_updates * num_accum_steps) + 1) % num_accum_steps == 0
+        if learning_rate_SR is not None:
+            learning_rate_TR = jnp.repeat(learning_rate_SR, num_accum_steps, axis=0)
+    workers, loss_TR = inner_steps(
+        start_round(ensemble, accumulate=num_accum_steps > 1),
+        batch,
+        loss_fn,
+        inner_tx=inner_tx,
+        learning_rate_TR=learning_rate_TR,
+        update_T=update_T,
+    )
+    ensemble, pseudo_grad_norm_M = outer_update(
+        ensemble, workers, outer_tx=outer_tx, weights_R=weights_R
+    )
+    loss_SR = jnp.mean(loss_TR.reshape(num_updates, num_accum_steps, -1), axis=1)
+    return ensemble, RoundMetrics(loss_SR=loss_SR, pseudo_grad_norm_M=pseudo_grad_norm_M)
+
+
+def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
+    """Every worker at its trainer's parameters, with the inner state it kept.
+
+    Args:
+      ensemble: Trainers and workers between two rounds.
+      accumulate: Whether `inner_steps` will be given `update_T`: one parameter-sized float32 buffer
+        per worker more.
+
+    Returns:
+      The workers at the start of a round.
+
+    Source: AdLoCo algorithm 1, line 6.
+    """
+    params_R = jax.tree.map(lambda leaf: leaf[ensemble.owner_R], ensemble.params_M)
+    workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
+    if accumulate:
+        zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
+        workers = workers.replace(grad_sum_R=zeros_R, num_grads=jnp.zeros((), jnp.int32))
+    return workers
+
+
+def inner_steps(
+    workers: Workers,
+    batch_TRB: PyTree,
+    loss_fn: LossFn,
+    *,
+    inner_tx: optax.GradientTransformation,
+    learning_rate_TR: Float[Array, "T R"] | None = None,
+    update_T: Bool[Array, " T"] | None = None,
+) -> tuple[Workers, Float[Array, "T R"]]:
+    """Consumes T micro-batches on every worker; workers do not communicate.
+
+    Which micro-batches end an update is data, so one program serves every accumulation count, and a
+    long round may be cut anywhere into calls of equal shape.
+
+    Args:
+      workers: From `start_round` or an earlier call.
+      batch_TRB: Pytree of leaves [T, R, B, ...].
+      loss_fn: Mean loss of a micro-batch.
+      inner_tx: Transformation of a worker's gradients.
+      learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
+      update_T: True where a micro-batch completes an update, which then uses the mean of the
+        gradients since the last one, however many; None updates after each micro-batch.
+
+    Returns:
+      The workers, and the mean loss of every micro-batch.
+
+    Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
+    """
+    value_and_grad_R = jax.vmap(jax.value_and_grad(loss_fn))
+
+    def update(params_R, inner_state_R, grads_R, learning_rate_R):
+        updates_R, inner_state_R = jax.vmap(inner_tx.update)(grads_R, inner_state_R, params_R)
+        if learning_rate_R is not None:
+            updates_R = jax.tree.map(
+                lambda leaf: leaf * _per_worker(learning_rate_R, leaf), updates_R
+            )
+        return jax.vmap(optax.apply_updates)(params_R, updates_R), inner_state_R
+
+    def plain_step(workers, step):
+        batch_RB, learning_rate_R, _ = step
+        loss_R, grads_R = value_and_grad_R(workers.params_R, batch_RB)
+        params_R, inner_state_R = update(
+            workers.params_R, workers.inner_state_R, grads_R, learning_rate_R
+        )
+        return workers.replace(params_R=params_R, inner_state_R=inner_state_R), loss_R
+
+    def accumulating_step(workers, step):
+        batch_RB, learning_rate_R, ends_update = step
+        loss_R, grads_R = value_and_grad_R(workers.params_R, batch_RB)
+        workers = workers.replace(
+            grad_sum_R=jax.tree.map(jnp.add, workers.grad_sum_R, grads_R),
+            num_grads=workers.num_grads + 1,
+        )
+
+        def end_update(workers):
+            mean_R = jax.tree.map(lambda leaf: leaf / workers.num_grads, workers.grad_sum_R)
+            params_R, inner_state_R = update(
+                workers.params_R, workers.inner_state_R, mean_R, learning_rate_R
+            )
+            return Workers(
+                params_R=params_R,
+                inner_state_R=inner_state_R,
+                grad_sum_R=jax.tree.map(jnp.zeros_like, workers.grad_sum_R),
+                num_grads=jnp.zeros_like(workers.num_grads),
+            )
+
+        return lax.cond(ends_update, end_update, lambda workers: workers, workers), loss_R
+
+    step = plain_step if update_T is None else accumulating_step
+    return lax.scan(step, workers, (batch_TRB, learning_rate_TR, update_T))
+
+
+def outer_update(
+    ensemble: Ensemble,
+    workers: Workers,
+    *,
+    outer_tx: optax.GradientTransformation,
+    weights_R: Float[Array, " R"] | None = None,
+) -> tuple[Ensemble, Float[Array, " M"]]:
+    """Ends a round: the only communication between the workers of a trainer.
+
+    Args:
+      ensemble: As it was when the round began.
+      workers: The workers after their inner updates.
+      outer_tx: Transformation of the pseudo-gradient, which is the trainer's parameters minus the
+        weighted mean of its workers', formed in float32 from the workers' differences.
+      weights_R: As in `outer_step`.
+
+    Returns:
+      The ensemble after the round, and the L2 norm of each pseudo-gradient.
+
+    Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14.
+    """
+    difference_R = jax.tree.map(
+        lambda start_M, end_R: start_M[ensemble.owner_R].astype(jnp.float32) - end_R,
+        ensemble.params_M,
+        workers.params_R,
+    )
+    pseudo_grad_M = owner_mean(difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R)
+    updates_M, outer_state_M = jax.vmap(outer_tx.update)(
+        pseudo_grad_M, ensemble.outer_state_M, ensemble.params_M
+    )
+    ensemble = ensemble.replace(
+        params_M=jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M),
+        outer_state_M=outer_state_M,
+        inner_state_R=workers.inner_state_R,
+        round=ensemble.round + 1,
+    )
+    return ensemble, jax.vmap(optax.tree.norm)(pseudo_grad_M)
+
+
+def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:
+    leaves = jax.tree.leaves(batch)
+    if num_accum_steps < 1:
+        raise ValueError(f"num_accum_steps={num_accum_steps}: expected at least 1")
+    if not leaves:
+        raise ValueError("batch: expected a pytree with at least one array")
+    num_updates = leaves[0].shape[0] if leaves[0].ndim else 0
+    for leaf in leaves:
+        if leaf.ndim < 3 or leaf.shape[:2] != (num_updates, num_workers) or 0 in leaf.shape[:3]:
+            raise ValueError(
+                f"batch: a leaf has shape {leaf.shape}, expected [S, R, A*B, ...] with the same"
+                f" S >= 1 in every leaf and R={num_workers} workers"
+            )
+        if leaf.shape[2] % num_accum_steps:
+            raise ValueError(
+                f"batch: {leaf.shape[2]} examples per update do not divide into"
+                f" num_accum_steps={num_accum_steps} micro-batches"
+            )
+    return num_updates
+
+
+def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
+    """[S, R, A*B, ...] -> [S*A, R, B, ...]."""
+    num_updates, num_workers, examples = leaf.shape[:3]
+    micro = examples // num_accum_steps
+    leaf = leaf.reshape(num_updates, num_workers, num_accum_steps, micro, *leaf.shape[3:])
+    leaf = jnp.moveaxis(leaf, 2, 1)
+    return leaf.reshape(num_updates * num_accum_steps, num_workers, micro, *leaf.shape[4:])
+
+
+def _per_worker(values_R: Array, leaf_R: Array) -> Array:
+    return values_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1)).astype(leaf_R.dtype)

@@ -1,0 +1,258 @@
+"""A corpus: packed rows on the host, and the pure function from cursors to batches.
+
+Documents are laid end to end, each closed by the end-of-text token, and the stream is cut every
+L+1 tokens: no padding, no overlap. A row gives the model L inputs and the L tokens that follow
+them, so a row's last token is only ever a target and its first only ever an input.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from adloco_jax.data import packing, sources
+from adloco_jax.data.packing import Documents
+from adloco_jax.data.sampling import stream_rows, subset_size
+from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.errors import ConfigError, DataError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Packed rows, and which of them each worker stream sees when.
+
+    Attributes:
+      rows: Token ids [num_sequences, L+1], integers of any width.
+      heldout_rows: The same for held-out documents, none of which is in `rows`.
+      tokenizer: What made the ids.
+      fingerprint: SHA-256 (hex) of both arrays and of the tokenizer's own fingerprint.
+      num_documents: Documents read for training.
+      num_heldout_documents: Documents held out.
+      num_tokens: Tokens in `rows`.
+      num_dropped_tokens: Training tokens read but in no row: the tail too short for one, and
+        what lies beyond `data.num_sequences`.
+      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
+        nats per byte.
+      seed: Decides the order, not the split.
+      num_streams: Streams that each trainer's subset is dealt into.
+      subset_frac: Share of the rows each trainer draws from.
+    """
+
+    rows: np.ndarray
+    heldout_rows: np.ndarray
+    tokenizer: Tokenizer
+    fingerprint: str
+    num_documents: int
+    num_heldout_documents: int
+    num_tokens: int
+    num_dropped_tokens: int
+    tokens_per_byte: float
+    seed: int
+    num_streams: int
+    subset_frac: float
+
+    @property
+    def num_sequences(self) -> int:
+        """Training rows, from which every trainer draws its subset."""
+        return len(self.rows)
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Training row `index` as int32[L+1]."""
+        return self.rows[index].astype(np.int32)
+
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+        """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
+
+        A pure function of its arguments, the corpus and the seed: see `stream_rows`.
+        """
+        index = stream_rows(
+            self.seed,
+            trainer=trainer,
+            stream=stream,
+            start=start,
+            count=count,
+            num_rows=len(self.rows),
+            num_streams=self.num_streams,
+            subset_frac=self.subset_frac,
+        )
+        return self.rows[index].astype(np.int32)
+
+    def sample(self, max_chars: int) -> str:
+        """The first row trainer 0 trains on, decoded: one printable line, at most `max_chars`."""
+        pieces = packing.cut_at_end_of_text(self.batch(0, 0, 0, 1)[0], self.tokenizer)
+        text = "<end of text>".join(map(self.tokenizer.decode, pieces))
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def load_corpus(
+    *,
+    source: str,
+    path: str,
+    heldout_path: str,
+    text_column: str,
+    tokenizer: str,
+    sequence_length: int,
+    num_sequences: int | None,
+    heldout_frac: float,
+    subset_frac: float,
+    num_streams: int,
+    seed: int,
+    vocab_size: int,
+) -> Corpus:
+    """Reads, tokenises, splits and packs a corpus, and finds all that is wrong with it.
+
+    Without `heldout_path`, whole documents are held out, evenly along the reading order and
+    whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
+    a lone text document is cut in two instead. With `num_sequences`, reading stops soon after
+    there is enough.
+
+    Args:
+      source: `stdlib`, `text`, `jsonl` or `tokens`.
+      path: File, folder or glob; `""` for `stdlib`.
+      heldout_path: The same for held-out text, used whole; `""` to split what `path` holds.
+      text_column: Field of a JSON line that holds the text.
+      tokenizer: See `load_tokenizer`.
+      sequence_length: L; rows have L+1 tokens.
+      num_sequences: Upper limit on training rows, None for all.
+      heldout_frac: Share of the documents to hold out, in (0, 1).
+      subset_frac: Share of the rows each trainer draws from, in (0, 1].
+      num_streams: Worker streams that a trainer's subset is dealt into.
+      seed: Decides the order of the rows.
+      vocab_size: The model's; every id lies below it.
+
+    Returns:
+      The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
+      disk, memory-mapped, where `heldout_path` makes a split needless.
+
+    Raises:
+      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      DataError: If files are missing, damaged, or hold too little.
+    """
+    encoder = load_tokenizer(tokenizer)
+    if encoder.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer} has {encoder.vocab_size} ids, model.vocab_size is "
+            f"{vocab_size}: set model.vocab_size to at least {encoder.vocab_size}"
+        )
+    files, heldout_files = _find_sides(source, path, heldout_path)
+    where = f"data.path={path}" if path else f"data.source={source}"
+    heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
+    row_length = sequence_length + 1
+    max_tokens = None if num_sequences is None else num_sequences * row_length
+
+    def read(
+        files: Sequence[Path], where: str, *, heldout_frac: float = 0.0, max_tokens: int | None
+    ) -> Documents:
+        if source != "tokens":
+            return packing.encode_documents(
+                _texts(source, files, text_column),
+                encoder,
+                where=where,
+                heldout_frac=heldout_frac,
+                row_length=row_length,
+                max_tokens=max_tokens,
+            )
+        if len(files) > 1:
+            raise ConfigError(f"{where}: have {len(files)} files, data.source=tokens reads one")
+        array = sources.open_tokens(files[0], row_length=row_length)
+        if array.ndim == 2 and not heldout_files:
+            raise ConfigError(
+                f"{where}: ready-packed rows cannot be split by document, need data.heldout_path"
+            )
+        tokens = array.reshape(-1)[: max_tokens if heldout_files else None]
+        return packing.read_token_documents(tokens, encoder, where=where, vocab_size=vocab_size)
+
+    if heldout_files:
+        train = read(files, where, max_tokens=max_tokens)
+        heldout = read(heldout_files, heldout_where, max_tokens=None)
+    elif source == "text" and sum(file.stat().st_size > 0 for file in files) == 1:
+        (text,) = sources.text_documents(files)
+        parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
+        train, heldout = (packing.encode_documents([p], encoder, where=where) for p in parts)
+    else:
+        train, heldout = packing.split_documents(
+            read(files, where, heldout_frac=heldout_frac, max_tokens=max_tokens),
+            where=where,
+            heldout_frac=heldout_frac,
+            row_length=row_length,
+        )
+
+    rows = packing.pack_rows(train.tokens, row_length)[:num_sequences]
+    heldout_rows = packing.pack_rows(heldout.tokens, row_length)
+    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
+        raise DataError(
+            f"{heldout_where}: too little held-out text: have {len(heldout.tokens)} tokens, need "
+            f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
+            "more text, a larger data.heldout_frac or a smaller data.sequence_length"
+        )
+    have_rows = min(len(rows), subset_size(len(rows), subset_frac))
+    if have_rows < num_streams:
+        raise DataError(
+            f"{where}: too little text: have {have_rows} rows of {row_length} tokens for a trainer "
+            f"({len(rows)} rows in all, data.subset_frac={subset_frac}), need {num_streams}, one "
+            "per worker stream; give more text, fewer workers (ensemble.num_workers), a larger "
+            "data.subset_frac or data.num_sequences, or a smaller data.sequence_length"
+        )
+    num_heldout_bytes = packing.count_bytes(heldout, encoder)
+    if not num_heldout_bytes:
+        raise DataError(
+            f"{heldout_where}: held-out ids decode to no text; is data.tokenizer={tokenizer} the "
+            "tokenizer that made them?"
+        )
+    return Corpus(
+        rows=rows,
+        heldout_rows=heldout_rows,
+        tokenizer=encoder,
+        fingerprint=_fingerprint(encoder, rows, heldout_rows),
+        num_documents=len(train.lengths),
+        num_heldout_documents=len(heldout.lengths),
+        num_tokens=rows.size,
+        num_dropped_tokens=len(train.tokens) - rows.size,
+        tokens_per_byte=len(heldout.tokens) / num_heldout_bytes,
+        seed=seed,
+        num_streams=num_streams,
+        subset_frac=subset_frac,
+    )
+
+
+def _find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
+    """Files to train on and files held out; the latter is empty where the former are split."""
+    if source not in ("stdlib", "text", "jsonl", "tokens"):
+        raise ConfigError(f"data.source={source}: need stdlib, text, jsonl or tokens")
+    if source == "stdlib":
+        if path or heldout_path:
+            raise ConfigError(
+                f"data.source=stdlib reads the Python library itself, have "
+                f"{path or heldout_path} as path; leave data.path and data.heldout_path empty, or "
+                "set data.source=text"
+            )
+        return [], []
+    files = sources.find_files(path, key="data.path")
+    if not heldout_path:
+        return files, []
+    heldout_files = sources.find_files(heldout_path, key="data.heldout_path")
+    for file in {f.resolve() for f in files} & {f.resolve() for f in heldout_files}:
+        raise ConfigError(
+            f"data.path={path} and data.heldout_path={heldout_path} both hold {file.name}: text "
+            "that is trained on cannot be held out"
+        )
+    return files, heldout_files
+
+
+def _texts(source: str, files: Sequence[Path], text_column: str) -> Iterator[str]:
+    if source == "stdlib":
+        return sources.stdlib_documents()
+    if source == "text":
+        return sources.text_documents(files)
+    return sources.jsonl_documents(files, text_column=text_column)
+
+
+def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
+    digest = hashlib.sha256(tokenizer.fingerprint.encode())
+    for rows in arrays:
+        digest.update(f"{rows.dtype.str} {rows.shape}".encode())
+        digest.update(np.ascontiguousarray(rows).data)
+    return digest.hexdigest()

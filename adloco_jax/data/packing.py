@@ -1,0 +1,174 @@
+"""Documents to rows: tokenised, laid end to end, held out whole, cut every L+1 tokens."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.errors import DataError
+
+MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
+
+_CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which reading stops
+_CHUNK_TOKENS = 2**24  # looked at together in an array on disk
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+    """Token ids of documents end to end, each closed by the end-of-text token.
+
+    Attributes:
+      tokens: [T], integers.
+      lengths: int64[documents], tokens of each; they sum to T.
+      num_bytes: UTF-8 bytes of each, int64[documents]; None where only ids are known.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    num_bytes: np.ndarray | None
+
+
+def encode_documents(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    heldout_frac: float = 0.0,
+    row_length: int = 0,
+    max_tokens: int | None = None,
+) -> Documents:
+    """Tokenises texts, a chunk of documents at a time.
+
+    Args:
+      texts: One document each.
+      tokenizer: What makes the ids.
+      where: The key and value the texts come from, for messages.
+      heldout_frac: Share that `split_documents` will hold out.
+      row_length: L+1.
+      max_tokens: Stop soon after the training side has these many and the held-out side, if any,
+        its rows; None reads all.
+
+    Raises:
+      DataError: If there is no text.
+    """
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end_of_text = np.array([tokenizer.eot_id], np.int32)
+    min_heldout_tokens = MIN_HELDOUT_ROWS * row_length if heldout_frac else 0
+    packed, lengths, num_bytes = bytearray(), [], []
+    train_tokens = heldout_tokens = 0
+    for chunk in _chunks(texts):
+        ids = tokenizer.encode_batch(chunk)
+        closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
+        packed += closed.astype(dtype).tobytes()
+        new_lengths = np.array([len(document) + 1 for document in ids])
+        is_heldout = _is_heldout(len(lengths), len(ids), heldout_frac)
+        heldout_tokens += int(new_lengths[is_heldout].sum())
+        train_tokens += int(new_lengths[~is_heldout].sum())
+        lengths += new_lengths.tolist()
+        num_bytes += [len(text.encode()) for text in chunk]
+        if max_tokens is not None and train_tokens >= max_tokens:
+            if heldout_tokens >= min_heldout_tokens:
+                break
+    if not lengths:
+        raise DataError(f"{where}: no text in it, need at least one document that is not empty")
+    return Documents(np.frombuffer(packed, dtype), np.array(lengths), np.array(num_bytes))
+
+
+def read_token_documents(
+    tokens: np.ndarray, tokenizer: Tokenizer, *, where: str, vocab_size: int
+) -> Documents:
+    """Finds the documents of a token stream [T] and checks every id; the stream is not copied.
+
+    Raises:
+      DataError: If the stream is empty or an id is not in [0, vocab_size).
+    """
+    if not tokens.size:
+        raise DataError(f"{where}: no token in it")
+    ends = []
+    for start in range(0, tokens.size, _CHUNK_TOKENS):
+        chunk = tokens[start : start + _CHUNK_TOKENS]
+        strange = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
+        if strange.size:
+            raise DataError(
+                f"{where}: token id {chunk[strange[0]]} at position {start + strange[0]}, need ids "
+                f"from 0 to {vocab_size - 1} (model.vocab_size={vocab_size})"
+            )
+        ends.append(start + 1 + np.flatnonzero(chunk == tokenizer.eot_id))
+    all_ends = np.unique(np.concatenate([*ends, [tokens.size]]))  # the last may be unclosed
+    return Documents(tokens, np.diff(all_ends, prepend=0), None)
+
+
+def split_documents(
+    documents: Documents, *, where: str, heldout_frac: float, row_length: int
+) -> tuple[Documents, Documents]:
+    """Training and held-out documents; no document is in both.
+
+    Holds out round(heldout_frac · documents), evenly along the reading order. Where they fill
+    fewer than two rows, more are taken: the shortest that fills the gap, else the longest.
+
+    Raises:
+      DataError: If that would leave no document to train on.
+    """
+    lengths = documents.lengths
+    if len(lengths) < 2:
+        raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
+    heldout = _is_heldout(0, len(lengths), heldout_frac)
+    while (gap := MIN_HELDOUT_ROWS * row_length - int(lengths[heldout].sum())) > 0:
+        rest = np.flatnonzero(~heldout)
+        enough = rest[lengths[rest] >= gap]
+        pick = enough[lengths[enough].argmin()] if enough.size else rest[lengths[rest].argmax()]
+        heldout[pick] = True
+        if heldout.all():
+            raise DataError(
+                f"{where}: too little text: have {lengths.sum()} tokens in {len(lengths)} "
+                f"documents, need {MIN_HELDOUT_ROWS} rows of {row_length} tokens in documents held "
+                "out and more to train on; give more text or a smaller data.sequence_length"
+            )
+    return _choose(documents, ~heldout), _choose(documents, heldout)
+
+
+def pack_rows(tokens: np.ndarray, row_length: int) -> np.ndarray:
+    """Consecutive windows [N, row_length] of a token stream [T]; a tail too short is left out."""
+    num_rows = len(tokens) // row_length
+    return tokens[: num_rows * row_length].reshape(num_rows, row_length)
+
+
+def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the documents, by decoding them where only ids are known."""
+    if documents.num_bytes is not None:
+        return int(documents.num_bytes.sum())
+    pieces = cut_at_end_of_text(documents.tokens, tokenizer)
+    return sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
+
+
+def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The stretches of `tokens` between end-of-text tokens, which are left out."""
+    pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_id))
+    return [piece[piece != tokenizer.eot_id] for piece in pieces]
+
+
+def _is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
+    """Which of `count` documents from number `first` on are held out, whatever comes after."""
+    marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
+    return np.diff(marks) > 0
+
+
+def _choose(documents: Documents, mask: np.ndarray) -> Documents:
+    return Documents(
+        documents.tokens[np.repeat(mask, documents.lengths)],
+        documents.lengths[mask],
+        None if documents.num_bytes is None else documents.num_bytes[mask],
+    )
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    chunk, num_chars = [], 0
+    for text in texts:
+        chunk.append(text)
+        num_chars += len(text)
+        if num_chars >= _CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk

@@ -1,0 +1,133 @@
+"""Which row comes k-th, without state: permutations that are evaluated and never stored.
+
+Integer arithmetic only, so the order is the same on every platform and NumPy version; the golden
+values in tests/data_sampling_test.py hold it fast.
+"""
+
+import numpy as np
+
+from adloco_jax.errors import DataError
+
+_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
+_UINT64_MASK = 2**64 - 1
+_NUM_ROUNDS = 8  # four hide the structure of a large range; very small ones need a few more
+_SUBSET, _EPOCH = 1, 2  # what a key is for, so that no two uses ever share one
+
+
+def stream_rows(
+    seed: int,
+    *,
+    trainer: int,
+    stream: int,
+    start: int,
+    count: int,
+    num_rows: int,
+    num_streams: int,
+    subset_frac: float = 1.0,
+) -> np.ndarray:
+    """Row numbers `start` to `start + count - 1` of one worker stream, which never ends.
+
+    A trainer permutes all rows; the first `subset_size` positions are its random subset, and
+    stream w owns the positions congruent to w modulo `num_streams`, for good. Each epoch of a
+    stream visits its positions in a fresh order. Neither a batch size nor a round enters, so any
+    slicing gives the same sequence.
+
+    Args:
+      seed: The run's seed, any integer.
+      trainer: Permanent id of the trainer, not its place in the stack.
+      stream: Stream number in [0, num_streams).
+      start: Rows this stream has given out so far (the cursor).
+      count: Rows wanted; may exceed what the stream owns, the epochs then follow one another.
+      num_rows: Rows in the whole corpus.
+      num_streams: Streams that a trainer's subset is dealt into.
+      subset_frac: Share of the rows that a trainer draws from, in (0, 1].
+
+    Returns:
+      int64[count], each in [0, num_rows).
+
+    Raises:
+      ValueError: If `stream` is not in [0, num_streams).
+      DataError: If the subset is too small for the stream to own a row.
+
+    Source: ALGORITHM.md §1, "Data".
+    """
+    if not 0 <= stream < num_streams:
+        raise ValueError(f"stream: have {stream}, need one in [0, num_streams={num_streams})")
+    subset = subset_size(num_rows, subset_frac)
+    owned = len(range(stream, subset, num_streams))
+    if owned == 0:
+        raise DataError(
+            f"stream {stream} of {num_streams} owns no row: a trainer's subset has {subset} of "
+            f"{num_rows} rows (data.subset_frac={subset_frac}), need at least {stream + 1}; "
+            "give more text, a larger data.subset_frac or fewer workers"
+        )
+    epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), owned)
+    turn = permute(step, num_items=owned, key=_fold(_EPOCH, seed, trainer, stream, epoch))
+    position = stream + num_streams * turn
+    return permute(position, num_items=num_rows, key=_fold(_SUBSET, seed, trainer))
+
+
+def subset_size(num_rows: int, subset_frac: float) -> int:
+    """Rows in each trainer's random subset: the share rounded down, at least one."""
+    return max(1, int(subset_frac * num_rows))
+
+
+def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
+    """Images of `index` under a pseudo-random permutation of range(num_items).
+
+    A Feistel network on the smallest power of two that holds the range; what falls outside the
+    range goes through again until it falls inside (cycle walking), less than twice on average.
+    Cost and memory follow `index`, not `num_items`.
+
+    Args:
+      index: Integers in [0, num_items), any length.
+      num_items: Size of the range, 1 to 2**62.
+      key: uint64[1], or one key per entry of `index`; each key is its own permutation.
+
+    Returns:
+      int64, as long as `index`.
+
+    Raises:
+      ValueError: If an entry of `index` lies outside the range.
+
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", for cycle walking;
+    the round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). Random enough
+    for shuffling, not a cipher.
+    """
+    if index.size and not 0 <= index.min() <= index.max() < num_items:
+        raise ValueError(
+            f"index: have {index.min()} to {index.max()}, need [0, num_items={num_items})"
+        )
+    num_bits = (num_items - 1).bit_length()
+    image = _feistel(index.astype(np.uint64), num_bits, key)
+    outside = np.flatnonzero(image >= num_items)
+    while outside.size:
+        image[outside] = _feistel(image[outside], num_bits, key[outside] if key.size > 1 else key)
+        outside = outside[image[outside] >= num_items]
+    return image.astype(np.int64)
+
+
+def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
+    """One bijection of range(2**num_bits); halves of unequal width trade places every round."""
+    high, low = num_bits // 2, num_bits - num_bits // 2
+    left, right = block >> low, block & (2**low - 1)
+    for round_number in range(_NUM_ROUNDS):
+        noise = _mix(key ^ (right | round_number << 56))
+        left, right = right, left ^ (noise & (2**high - 1))
+        high, low = low, high
+    return left << low | right
+
+
+def _fold(*parts: int | np.ndarray) -> np.ndarray:
+    """A uint64 key from integers in order; an array among them gives an array of keys."""
+    key = np.zeros(1, np.uint64)  # an array throughout: it wraps silently where a scalar warns
+    for part in parts:
+        word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)
+        key = _mix((key ^ word) + _GAMMA)
+    return key
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)

@@ -1,0 +1,217 @@
+"""Tokenizers behind one small record: bytes, `tokenizer.json`, SentencePiece, Hugging Face.
+
+No special token is ever added to a text, and none is read out of it: the characters `</s>` in a
+web page stay characters, so only the packing ends a document.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from adloco_jax.errors import ConfigError, DataError
+
+_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+      vocab_size: Largest id plus one, end of text included.
+      eot_id: The id that closes a document.
+      fingerprint: SHA-256 (hex) of what decides the ids.
+      encode_batch: Texts to one int32 array of ids each, without special tokens.
+      decode: Ids to text; end of text, other special tokens and unknown ids leave no trace.
+    """
+
+    vocab_size: int
+    eot_id: int
+    fingerprint: str
+    encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Iterable[int]], str]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Loads the tokenizer that `data.tokenizer` names.
+
+    Args:
+      name: `"bytes"` (id = UTF-8 byte, end of text 256), the path of a `tokenizer.json` or of a
+        SentencePiece `.model`, a local folder in Hugging Face layout, or a hub name. What exists
+        on disk comes first; a hub tokenizer already in the cache is used without the network.
+
+    Returns:
+      The tokenizer. One from a `tokenizer.json` that has no special token at all gets
+      `<|endoftext|>` as one id more.
+
+    Raises:
+      ConfigError: If the name leads nowhere, or the tokenizer has no end-of-text token.
+      DataError: If a path does not exist or its content is damaged.
+    """
+    if not name:
+        raise ConfigError('data.tokenizer is empty: give "bytes", a path or a hub name')
+    path = Path(name).expanduser()
+    if name == "bytes":
+        return _bytes_tokenizer()
+    if path.is_dir():
+        return _folder_tokenizer(path)
+    if path.is_file():
+        if path.suffix == ".json":
+            return _json_tokenizer(path)
+        if path.suffix == ".model":
+            return _sentencepiece_tokenizer(path)
+        raise ConfigError(
+            f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
+        )
+    if not _HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
+        raise DataError(f"data.tokenizer={name}: no such file or folder")
+    return _hub_tokenizer(name)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode)
+
+
+def _json_tokenizer(path: Path) -> Tokenizer:
+    import tokenizers  # heavy, and not every run needs it
+
+    with _damage_is_a_data_error(path):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    # A file may carry the settings it was once used with; both would change the text in silence.
+    backend.no_truncation()
+    backend.no_padding()
+    specials = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
+    present = [name for name in _END_OF_TEXT_NAMES if name in backend.get_vocab()]
+    if not present and specials:
+        raise ConfigError(
+            f"data.tokenizer={path}: no end-of-text token: have special tokens "
+            f"{', '.join(specials)}, need one of {', '.join(_END_OF_TEXT_NAMES)}; a folder in "
+            "Hugging Face layout can name its own (eos_token)"
+        )
+    if not present:
+        present = [_END_OF_TEXT_NAMES[0]]
+        backend.add_special_tokens(present)
+    vocab = backend.get_vocab()
+    backend.encode_special_tokens = True  # "special" texts in a document are plain text
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    return Tokenizer(
+        max(vocab.values()) + 1,
+        vocab[present[0]],
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        encode_batch,
+        lambda ids: backend.decode([int(i) for i in ids]),
+    )
+
+
+def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    import sentencepiece
+
+    with _damage_is_a_data_error(path):
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    if processor.eos_id() < 0:
+        raise ConfigError(f"data.tokenizer={path}: no end-of-text token: need a model with </s>")
+    return Tokenizer(
+        processor.vocab_size(),
+        processor.eos_id(),
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        lambda texts: [np.array(ids, np.int32) for ids in processor.encode(list(texts))],
+        lambda ids: processor.decode([int(i) for i in ids if i < processor.vocab_size()]),
+    )
+
+
+def _folder_tokenizer(path: Path) -> Tokenizer:
+    auto = _auto_tokenizer()
+    with _damage_is_a_data_error(path):
+        tokenizer = auto.from_pretrained(str(path))
+    return _transformers_tokenizer(str(path), tokenizer)
+
+
+def _hub_tokenizer(name: str) -> Tokenizer:
+    auto = _auto_tokenizer()
+    try:
+        try:
+            tokenizer = auto.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError):  # not in the cache, or not all of it
+            tokenizer = auto.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.tokenizer={name}: no file or folder of that name here, and the Hugging Face "
+            "hub gave no tokenizer for it (wrong or private name, or no network); correct the "
+            "name, log in, or give a local path"
+        ) from error
+    return _transformers_tokenizer(name, tokenizer)
+
+
+def _auto_tokenizer() -> type:
+    # Else its import advises on standard error to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
+    eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if eot_id is None:
+        raise ConfigError(
+            f"data.tokenizer={name}: no end-of-text token: set eos_token in tokenizer_config.json"
+        )
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            padding=False,
+            truncation=False,
+            verbose=False,  # a document longer than the model's context is no mistake here
+        )
+        return [np.array(ids, np.int32) for ids in encodings["input_ids"]]
+
+    def decode(ids: Iterable[int]) -> str:
+        return tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    return Tokenizer(
+        max(tokenizer.get_vocab().values()) + 1,
+        eot_id,
+        hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
+        encode_batch,
+        decode,
+    )
+
+
+@contextlib.contextmanager
+def _damage_is_a_data_error(path: Path) -> Iterator[None]:
+    """Names the file whatever its reader raises.
+
+    Broad of need: `tokenizers` raises plain Exception, and the others a different one per fault.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
+        raise DataError(f"data.tokenizer={path}: damaged or no tokenizer ({reason})") from error

@@ -1,0 +1,29 @@
+"""Mistakes a user can mend, each with the process's exit code (docs: README, "Exit codes")."""
+
+
+class UserError(Exception):
+    """A mistake outside the program: one clear line says what, where and what to do.
+
+    The command line prints the message without a traceback and ends with `exit_code`.
+    Several faults found together are given one per line.
+    """
+
+    exit_code: int = 2
+
+
+class ConfigError(UserError):
+    """A config key, value or combination, or a command-line argument, that cannot run (exit 2)."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """Text, tokens or a tokenizer that is missing, damaged, or too little (exit 3)."""
+
+    exit_code = 3
+
+
+class DivergedError(UserError):
+    """Every trainer's loss has stopped being a number (exit 4)."""
+
+    exit_code = 4

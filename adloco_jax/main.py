@@ -1,0 +1,214 @@
+"""Train language models with AdLoCo.
+
+python -m adloco_jax.main --config configs/quickstart.py [--config.GROUP.KEY=VALUE ...]
+                          [--workdir DIR] [--plan]
+"""
+
+import difflib
+import os
+import re
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.run.config import (
+    KNOBS,
+    allowed,
+    default_config,
+    unknown_key_fault,
+    validate,
+    value_fault,
+)
+
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+
+# What a broken config file raises: it is anybody's Python, so most of the builtin errors.
+_CONFIG_FILE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: Arguments without the program's name; None takes the process's own.
+
+    Returns:
+      The exit code: 0; a user error's own, its lines then on stderr; 130 after an interrupt.
+    """
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    options = flags.FlagValues()
+    options.set_gnu_getopt(True)  # options may stand between overrides
+    name = flags.DEFINE_string(
+        "config", None, "config file, or the name of one in configs/", flag_values=options
+    )
+    workdir = flags.DEFINE_string(
+        "workdir", None, "the run's folder; by default a fresh one in runs/", flag_values=options
+    )
+    plan_only = flags.DEFINE_bool(
+        "plan", False, "say what would run, and stop", flag_values=options
+    )
+    help_only = flags.DEFINE_bool("help", False, "print this, and stop", flag_values=options)
+    try:
+        words = options(["adloco", *argv], known_only=True)[1:]
+    except (flags.Error, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if help_only.value:
+        print(_help(options))
+        return 0
+    path, config = _configure(name.value, words)
+
+    from adloco_jax.run.plan import plan  # late, so that a config error is quick
+    from adloco_jax.run.train import train
+    from adloco_jax.study import report
+
+    if plan_only.value:
+        print(plan(config))
+        return 0
+    fresh = f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    command = shlex.join(["python", "-m", "adloco_jax.main", *argv])
+    result = train(config, workdir.value or fresh, command=command)
+    print(report.closing_table(result.workdir))
+    print(f"report: {report.draw(result.workdir)}")
+    return 0
+
+
+def _help(options: flags.FlagValues) -> str:
+    lines = [(__doc__ or "").strip(), ""]
+    lines += [f"  --{name:10}{options[name].help}" for name in options]
+    lines += ["", "Keys of a config, each overridden by --config.KEY=VALUE; the last one wins:"]
+    lines += [f"  {key:32}{allowed(key)}" for key in KNOBS]
+    return "\n".join(lines)
+
+
+def _configure(name: str | None, words: Sequence[str]) -> tuple[Path, ConfigDict]:
+    """The config file's path, and its config with all overrides, checked."""
+    faults = []
+    path, config = Path(), default_config()  # to check the overrides against without a file
+    try:
+        path = _find(name)
+        config = _load(path)
+    except ConfigError as error:
+        faults.append(str(error))
+    is_loaded = not faults
+    for argument in _arguments(words):
+        faults += _override(config, argument)
+    if is_loaded:
+        try:
+            validate(config)
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return path, config
+
+
+def _find(name: str | None) -> Path:
+    """The config file, looked for from here, and beside the package as a path or a bare name."""
+    if name is None:
+        raise ConfigError("--config: missing; name a file, such as configs/quickstart.py")
+    home = Path(__file__).resolve().parents[1]
+    for path in (Path(name), home / name, home / "configs" / f"{name}.py"):
+        if os.path.isfile(path):
+            return path
+    known = ", ".join(sorted(file.stem for file in home.glob("configs/*.py"))) or "none"
+    raise ConfigError(f"--config {name}: no such file; configs beside the package: {known}")
+
+
+def _load(path: Path) -> ConfigDict:
+    """What the file's `get_config()` returns."""
+    root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
+    sys.path.insert(0, root)
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+        config = get_config() if callable(get_config) else None
+    except _CONFIG_FILE_ERRORS as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        # A locked ConfigDict lists all its fields before it names the nearest one.
+        text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
+        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
+    finally:
+        sys.path.remove(root)
+    if type(config) is not ConfigDict:
+        raise ConfigError(
+            f"{path}: needs a get_config() that returns a ConfigDict; start it from "
+            f"adloco_jax.run.config.default_config()"
+        )
+    return config
+
+
+def _arguments(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each override together with its value, each other word alone."""
+    rest = list(words)
+    while rest:
+        argument = [rest.pop(0)]
+        if _OVERRIDE.match(argument[0]) and "=" not in argument[0]:
+            if rest and not rest[0].startswith("--"):
+                argument.append(rest.pop(0))
+        yield argument
+
+
+def _override(config: ConfigDict, argument: list[str]) -> list[str]:
+    """Applies one override to the config; the faults it has instead, where it has any."""
+    override = _OVERRIDE.match(argument[0])
+    if override is None:
+        if argument[0].startswith("-"):
+            nearest = difflib.get_close_matches(
+                argument[0], ("--config", "--workdir", "--plan"), 1, 0
+            )
+            return [f"{argument[0]}: no such option; did you mean {nearest[0]}?"]
+        return [f"{argument[0]}: unexpected; write --config FILE, --config.GROUP.KEY=VALUE"]
+    key = override[1]
+    if key not in KNOBS:
+        return [unknown_key_fault(key)]
+    group, _, name = key.rpartition(".")
+    holder = config.get(group) if group else config
+    if not isinstance(holder, ConfigDict) or name not in holder:
+        return []  # a file that lacks a key: `validate` says so
+    if len(argument) == 2 and KNOBS[key].type is not bool:
+        argument = ["=".join(argument)]  # read alike by all types of field
+    # One parser per override, so that a fault in one does not hide the next.
+    parser = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=parser, sys_argv=argument)
+        extra = parser(["adloco", *argument])[1:]
+    except (flags.Error, ValueError):
+        if "=" not in argument[0]:
+            return [f"{key}: no value given; must be {allowed(key)}"]
+        return [value_fault(key, argument[0].partition("=")[2])]
+    return [f"{word}: unexpected; to set the key, write --config.{key}=VALUE" for word in extra]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The host loop and what it needs: config, controller, programs, evaluation, ledger."""

@@ -1,0 +1,407 @@
+"""What the host decides between rounds: batch sizes, groups, merges, who works for whom.
+
+Whole numbers only, from settings and the statistics of the device; no array of model size. The
+`Controller` is the host's half of a run's state: plain data that turns into a page of JSON.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from adloco_jax.core.base import BatchPlan, GradientStats
+from adloco_jax.core.batching import (
+    augmented_inner_product_test,
+    inner_product_test,
+    next_batch_size,
+    norm_test,
+    ramp,
+    switch_mode,
+)
+from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT, pool
+from adloco_jax.core.merge import allocate_workers, choose_merge
+from adloco_jax.run.config import Settings
+
+AUTO_TEST_FRAC, AUTO_TEST_MIN, AUTO_TEST_MAX = 0.04, 8, 256  # sequences per trainer; ALGORITHM 2
+
+
+@dataclass
+class Trainer:
+    """A living trainer, by its permanent id."""
+
+    id: int
+    requested_batch_size: int  # sequences per worker and update
+    updates: int = 0  # inner updates so far, per worker; drives the learning rate
+    cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
+    smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
+
+
+@dataclass
+class Controller:
+    """The host's state; trainers and workers are in the order of the ensemble's stack."""
+
+    trainers: list[Trainer]
+    owners: list[int]  # trainer position of each worker
+    streams: list[int]  # the data stream each worker reads, which is its permanent id
+    round: int = 0
+    tokens_total: int = 0
+    updates_total: int = 0
+    syncs_total: int = 0
+    bytes_total: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
+    merges: list[dict] = field(default_factory=list)
+
+    def workers_of(self, trainer: int) -> list[int]:
+        """Positions of the workers of the trainer at a position."""
+        return [w for w, owner in enumerate(self.owners) if owner == trainer]
+
+    def to_json(self) -> dict:
+        """Plain JSON data, from which `from_json` makes an equal controller."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict) -> "Controller":
+        """The inverse of `to_json`."""
+        trainers = [Trainer(**trainer) for trainer in data["trainers"]]
+        return dataclasses.replace(Controller(**data), trainers=trainers)
+
+
+class Group(NamedTuple):
+    """Trainers that share a batch plan and so run together in one program."""
+
+    trainers: tuple[int, ...]  # positions
+    workers: tuple[int, ...]  # positions of all their workers
+    plan: BatchPlan
+    num_micro_batches: int  # T, per worker
+    num_updates: int
+
+
+class Decision(NamedTuple):
+    """What one trainer's test said."""
+
+    noise: float | None
+    signal: float | None
+    test_value: float | None
+    next_batch_size: int
+    reason: str
+
+
+class Merge(NamedTuple):
+    """A merge to come, by positions; the representative first."""
+
+    members: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+def start(settings: Settings) -> Controller:
+    """The controller before the first round: workers spread as evenly as possible."""
+    ensemble, batching = settings.ensemble, settings.batching
+    first = batching.ramp[0][1] if batching.test == "ramp" else batching.initial_batch_size
+    owners = np.arange(ensemble.num_workers) * ensemble.num_trainers // ensemble.num_workers
+    return Controller(
+        trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
+        owners=owners.tolist(),
+        streams=list(range(ensemble.num_workers)),
+    )
+
+
+def plan_round(controller: Controller, settings: Settings) -> list[Group]:
+    """Groups the trainers by the batch they will really run, in order of their first member."""
+    by_plan: dict[BatchPlan, list[int]] = {}
+    for position, trainer in enumerate(controller.trainers):
+        plan = batch_plan(trainer.requested_batch_size, settings)
+        by_plan.setdefault(plan, []).append(position)
+    steps = settings.inner.steps_per_round
+    groups = []
+    for plan, trainers in by_plan.items():
+        workers = [w for w, owner in enumerate(controller.owners) if owner in trainers]
+        micro_batches, updates = steps * plan.num_accum_steps, steps
+        if settings.inner.unit == "microbatches":
+            micro_batches, updates = steps, -(-steps // plan.num_accum_steps)
+        groups.append(Group(tuple(trainers), tuple(workers), plan, micro_batches, updates))
+    return groups
+
+
+def batch_plan(requested_batch_size: int, settings: Settings) -> BatchPlan:
+    """Switch mode, then the micro-batch rounded up to its bucket."""
+    plan = switch_mode(
+        requested_batch_size,
+        max_batch_size=settings.batching.max_batch_size,
+        multiplier=settings.switch.multiplier,
+        mode=settings.switch.mode,
+    )
+    bucket = min(b for b in settings.batching.buckets if b >= plan.micro_batch_size)
+    return plan._replace(micro_batch_size=bucket)
+
+
+def update_flags(group: Group) -> np.ndarray:
+    """Bool [T]: the micro-batches that end an update; the last one always does."""
+    flags = (np.arange(group.num_micro_batches) + 1) % group.plan.num_accum_steps == 0
+    flags[-1] = True
+    return flags
+
+
+def learning_rates(controller: Controller, group: Group, settings: Settings) -> np.ndarray:
+    """Float32 [T, R of the group]: the learning rate of the update each micro-batch belongs to.
+
+    Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
+    restarts a schedule.
+    """
+    inner = settings.inner
+    effective = group.plan.micro_batch_size * group.plan.num_accum_steps
+    ratio = effective / settings.batching.initial_batch_size
+    growth = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[inner.lr_on_growth]
+    update_T = np.cumsum(update_flags(group)) - update_flags(group)
+    start_R = np.array([controller.trainers[controller.owners[w]].updates for w in group.workers])
+    count_TR = update_T[:, None] + start_R[None, :]
+    warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
+    horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
+    progress = np.clip((count_TR - inner.warmup_updates) / horizon, 0.0, 1.0)
+    decay = {
+        "constant": np.ones_like(progress),
+        "linear": 1 - progress,
+        "cosine": (1 + np.cos(np.pi * progress)) / 2,
+    }[inner.schedule]
+    return (inner.learning_rate * growth * warmup * decay).astype(np.float32)
+
+
+def test_counts(controller: Controller, groups: list[Group], settings: Settings) -> np.ndarray:
+    """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
+    counts = np.zeros(len(controller.owners), np.int32)
+    least = min_examples(settings)
+    for group in groups:
+        per_worker = group.num_micro_batches * group.plan.micro_batch_size
+        for trainer in group.trainers:
+            workers = controller.workers_of(trainer)
+            total = settings.batching.test_batch_size
+            if total is None:
+                fraction = math.ceil(AUTO_TEST_FRAC * per_worker * len(workers))
+                total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
+                total = max(total, least * len(workers))
+            share = min(total // len(workers), per_worker)
+            counts[workers] = share if share >= least else 0
+    return counts
+
+
+def min_examples(settings: Settings) -> int:
+    """Sequences a worker must test for its statistics to exist."""
+    return MIN_EXAMPLES if settings.batching.test == "norm" else MIN_EXAMPLES_INNER_PRODUCT
+
+
+def measures_gradients(settings: Settings) -> bool:
+    """Whether the batch size follows the gradients rather than a declaration."""
+    return settings.batching.test not in ("constant", "ramp")
+
+
+def observe(
+    controller: Controller,
+    settings: Settings,
+    stats_R: GradientStats | None,
+    counts_R: np.ndarray,
+) -> list[Decision]:
+    """Sets every trainer's requested batch for the next round.
+
+    Args:
+      controller: Changed in place: requested batches, smoothing, outcome counts.
+      settings: The run's settings.
+      stats_R: Each worker's statistics, NumPy float64 fields [R]; None where nothing was measured.
+      counts_R: Sequences each worker tested; 0 where its trainer's test was skipped.
+
+    Returns:
+      One decision per trainer, in stack order.
+    """
+    decisions = []
+    for position, trainer in enumerate(controller.trainers):
+        workers = controller.workers_of(position)
+        if measures_gradients(settings):
+            decision = _tested(settings, trainer, stats_R, workers, counts_R)
+        else:
+            decision = _scheduled(controller, settings, trainer)
+        trainer.requested_batch_size = decision.next_batch_size
+        controller.counts[decision.reason] = controller.counts.get(decision.reason, 0) + 1
+        decisions.append(decision)
+    return decisions
+
+
+def advance(
+    controller: Controller, groups: list[Group], *, sequence_length: int, param_bytes: int
+) -> list[dict]:
+    """Counts a round as done, and returns what each trainer spent, in stack order.
+
+    One synchronisation of a trainer with m workers moves 2 (m - 1) times its parameters in all
+    (ring all-reduce); a trainer with one worker communicates nothing (ALGORITHM 6).
+    """
+    spent: dict[int, dict] = {}
+    for group in groups:
+        sequences = group.num_micro_batches * group.plan.micro_batch_size
+        for position in group.trainers:
+            trainer, workers = controller.trainers[position], controller.workers_of(position)
+            trainer.updates += group.num_updates
+            for worker in workers:
+                stream = str(controller.streams[worker])
+                trainer.cursors[stream] = trainer.cursors.get(stream, 0) + sequences
+            spent[position] = {
+                "updates": group.num_updates,
+                "tokens": sequences * len(workers) * sequence_length,
+                "syncs": int(len(workers) > 1),
+                "bytes": 2 * (len(workers) - 1) * param_bytes,
+            }
+    controller.round += 1
+    for position in sorted(spent):
+        controller.tokens_total += spent[position]["tokens"]
+        controller.updates_total += spent[position]["updates"]
+        controller.syncs_total += spent[position]["syncs"]
+        controller.bytes_total += spent[position]["bytes"]
+    return [spent[position] for position in sorted(spent)]
+
+
+def due_merge(controller: Controller, settings: Settings) -> Merge | None:
+    """The merge at the end of this round, if one is due."""
+    merge = settings.merge
+    if merge.policy == "none" or controller.round % merge.every_rounds:
+        return None
+    requested = [trainer.requested_batch_size for trainer in controller.trainers]
+    members = choose_merge(requested, policy=merge.policy, width=merge.width)
+    return Merge(members, tuple(requested[m] for m in members)) if members else None
+
+
+def apply_merge(
+    controller: Controller, settings: Settings, merge: Merge, *, param_bytes: int
+) -> list[int]:
+    """Makes one trainer of the members and divides the workers anew.
+
+    Args:
+      controller: Changed in place.
+      settings: The run's settings.
+      merge: The members, by position.
+      param_bytes: Bytes of one trainer's parameters, moved once per absorbed trainer.
+
+    Returns:
+      The new trainer position of every worker of the old pool, -1 for a retired one: the argument
+      of `reassign` on the merged ensemble.
+    """
+    representative, absorbed = merge.members[0], merge.members[1:]
+    totals = [
+        trainer.requested_batch_size * len(controller.workers_of(position))
+        for position, trainer in enumerate(controller.trainers)
+    ]
+    totals[representative] = max(totals[m] for m in merge.members)
+    old_sizes = [len(controller.workers_of(p)) for p in range(len(controller.trainers))]
+    members = [controller.trainers[m] for m in merge.members]
+    members[0].requested_batch_size = max(t.requested_batch_size for t in members)
+    members[0].smoothing = _mean_smoothing([t.smoothing for t in members])
+
+    survivors = [p for p in range(len(controller.trainers)) if p not in absorbed]
+    controller.trainers = [controller.trainers[p] for p in survivors]
+    requested = [trainer.requested_batch_size for trainer in controller.trainers]
+    place = {old: new for new, old in enumerate(survivors)}
+    # A trainer's own workers come first, then those of the members it absorbed.
+    own = [[w for w, o in enumerate(controller.owners) if o == old] for old in survivors]
+    if settings.ensemble.allocation == "retire":
+        sizes = [len(workers) for workers in own]
+    else:
+        sizes = list(allocate_workers(requested, len(controller.owners)))
+        joined = [w for w, o in enumerate(controller.owners) if o in absorbed]
+        own[place[representative]] += joined
+    owners = [-1] * len(controller.owners)
+    for new, workers in enumerate(own):
+        for worker in workers[: sizes[new]]:
+            owners[worker] = new
+    if settings.ensemble.allocation == "demand":
+        free = [w for w, owner in enumerate(owners) if owner < 0]
+        for new, size in enumerate(sizes):
+            for _ in range(size - owners.count(new)):
+                owners[free.pop(0)] = new
+
+    if settings.merge.representative_batch == "total":
+        for new, old in enumerate(survivors):
+            if sizes[new] != old_sizes[old]:
+                share = -(-totals[old] // sizes[new])
+                controller.trainers[new].requested_batch_size = min(
+                    max(share, 1), settings.batching.batch_cap
+                )
+    controller.streams = [
+        s for s, owner in zip(controller.streams, owners, strict=True) if owner >= 0
+    ]
+    controller.owners = [owner for owner in owners if owner >= 0]
+    controller.bytes_total += param_bytes * len(absorbed)
+    return owners
+
+
+def _scheduled(controller: Controller, settings: Settings, trainer: Trainer) -> Decision:
+    batching = settings.batching
+    size = trainer.requested_batch_size
+    if batching.test == "ramp":
+        size = ramp(schedule=batching.ramp, round_index=controller.round + 1)
+    reason = "kept" if size == trainer.requested_batch_size else "schedule"
+    return Decision(None, None, None, size, reason)
+
+
+def _tested(
+    settings: Settings,
+    trainer: Trainer,
+    stats_R: GradientStats | None,
+    workers: list[int],
+    counts_R: np.ndarray,
+) -> Decision:
+    batching, size = settings.batching, trainer.requested_batch_size
+    tested = [w for w in workers if counts_R[w] > 0]
+    if stats_R is None or not tested:
+        return Decision(None, None, None, size, "skipped")
+    fields = dataclasses.asdict(stats_R)
+    stats = pool(GradientStats(**{name: values[tested] for name, values in fields.items()}))
+    noise, signal = float(stats.noise), float(stats.signal)
+    if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
+        return Decision(noise, signal, None, size, "degenerate")
+    sums = _in_true_units(stats)
+    if batching.mode == "unbiased":
+        decay = batching.smoothing
+        old = trainer.smoothing or dict.fromkeys(sums, 0.0)
+        # Both sides of a ratio carry the same bias correction 1 - decay^n, which cancels.
+        sums = {name: decay * old[name] + (1 - decay) * value for name, value in sums.items()}
+        trainer.smoothing = sums
+    smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
+    with np.errstate(all="ignore"):  # a ratio without meaning is not finite, and keeps the batch
+        value = float(_request(settings, smoothed, size, len(workers)))
+    growth = {"max_growth": batching.max_growth, "batch_cap": batching.batch_cap}
+    new = next_batch_size(value, batch_size=size, monotone=batching.monotone, **growth)
+    if not math.isfinite(value):
+        reason = "degenerate"
+    elif smoothed.signal_sum <= 0:
+        reason = "signal"
+    elif new < value:
+        reason = "capped"
+    else:
+        reason = "kept" if new == size else "grew" if new > size else "shrank"
+    return Decision(noise, signal, value, new, reason)
+
+
+def _request(settings: Settings, stats: GradientStats, batch_size: int, num_workers: int):
+    batching = settings.batching
+    shared = {
+        "num_workers": num_workers if batching.scope == "trainer" else 1,
+        "mode": batching.mode,
+        "batch_size": batch_size,
+    }
+    if batching.test == "norm":
+        return norm_test(stats, eta=batching.eta, **shared)
+    if batching.test == "inner_product":
+        return inner_product_test(stats, vartheta=batching.vartheta, **shared)
+    return augmented_inner_product_test(stats, vartheta=batching.vartheta, nu=batching.nu, **shared)
+
+
+def _in_true_units(stats: GradientStats) -> dict[str, float]:
+    """The sums with their scale multiplied in, which float64 holds."""
+    scale = float(stats.scale)
+    power = {"noise_sum": 1, "signal_sum": 1, "plugin_orth_sum": 1, "ip_sum": 2, "plugin_ip_sum": 2}
+    fields = dataclasses.asdict(stats) | {"scale": 1.0}
+    return {name: float(value) * scale ** power.get(name, 0) for name, value in fields.items()}
+
+
+def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:
+    measured = [sums for sums in members if sums]
+    if not measured:
+        return {}
+    return {name: sum(m[name] for m in measured) / len(measured) for name in measured[0]}

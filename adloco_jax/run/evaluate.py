@@ -1,0 +1,97 @@
+"""Losses on held-out text: of each trainer, of the consensus, and of a merge about to happen."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from adloco_jax.core.base import Ensemble
+from adloco_jax.core.merge import merge
+from adloco_jax.data.sampling import permute
+from adloco_jax.run.programs import Key, Programs
+
+MAX_GUARD_SEQUENCES = 32
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out rows in two disjoint parts: one decides, the other is reported."""
+
+    guard_EL: np.ndarray  # chooses the consensus and judges merges
+    report_EL: np.ndarray
+
+
+def split_heldout(rows_EL: np.ndarray, *, num_sequences: int, seed: int) -> HeldOut:
+    """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows."""
+    key = np.array([seed], np.uint64)
+    order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=key)
+    num_guard = min(MAX_GUARD_SEQUENCES, len(rows_EL) // 2)
+    chosen = order[num_guard : num_guard + num_sequences]
+    return HeldOut(rows_EL[np.sort(order[:num_guard])], rows_EL[np.sort(chosen)])
+
+
+def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray) -> float:
+    """Token-mean loss of one model over rows, nats/token; rows are weighted alike."""
+    size = programs.spec.eval_batch_size
+    program = programs[Key("evaluate")]
+    params_at, rows_at = program.input_shardings[0]
+    params = jax.device_put(params, params_at)
+    losses = []
+    for start in range(0, len(rows_EL), size):
+        rows = rows_EL[start : start + size]
+        # The last part is filled up with copies of its first row, whose losses are dropped.
+        full = np.concatenate([rows, np.repeat(rows[:1], size - len(rows), axis=0)])
+        loss_B = program(params, jax.device_put(full.astype(np.int32), rows_at))
+        losses.append((loss_B, len(rows)))
+    return float(np.mean(np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])))
+
+
+def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
+    """One trainer's parameters."""
+    return _row(ensemble.params_M, position)
+
+
+def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
+    """The parameters that `merge` would give its representative, without touching the ensemble."""
+    return _merged_params(
+        ensemble.params_M, ensemble.owner_R, members, np.asarray(weights, np.float32)
+    )
+
+
+def consensus(
+    ensemble: Ensemble, programs: Programs, guard_EL: np.ndarray, weights: tuple[float, ...]
+) -> tuple[PyTree, str]:
+    """The one model to use now, and where it comes from.
+
+    Returns:
+      Parameters, and `only`, `best` (the best trainer) or `average` (of all, weighted by requested
+      batch), whichever has the lower loss on the guard's rows.
+    """
+    if ensemble.num_trainers == 1:
+        return trainer_params(ensemble, 0), "only"
+    losses = [
+        mean_loss(programs, trainer_params(ensemble, m), guard_EL)
+        for m in range(ensemble.num_trainers)
+    ]
+    best = int(np.argmin([loss if math.isfinite(loss) else math.inf for loss in losses]))
+    average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
+    if mean_loss(programs, average, guard_EL) < losses[best]:
+        return average, "average"
+    return trainer_params(ensemble, best), "best"
+
+
+@jax.jit
+def _row(tree_M: PyTree, position: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[position], tree_M)
+
+
+@functools.partial(jax.jit, static_argnames="members")
+def _merged_params(params_M, owner_R, members, weights_n):
+    bare = Ensemble(params_M, (), (), owner_R, jnp.int32(0))
+    survivors = [m for m in range(bare.num_trainers) if m not in members[1:]]
+    merged_M = merge(bare, members, weights=weights_n).params_M
+    return _row(merged_M, survivors.index(members[0]))

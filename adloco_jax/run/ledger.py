@@ -1,0 +1,164 @@
+"""The run's record: `ledger.jsonl`, one JSON object per line, appended as things happen.
+
+Tables, figures and comparisons of runs read this file and nothing else. A killed process can
+leave at most its last line half written; readers drop that one, and a `Ledger` opened on such a
+file mends it, so that the next event starts on a line of its own.
+"""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import jax
+import numpy as np
+
+from adloco_jax.errors import DataError
+
+_DETERMINISTIC_EVENTS = frozenset({"round", "eval", "merge", "refusal"})
+
+
+class Ledger:
+    """Appends events to a JSONL file; each is on disk (in the kernel) when `write` returns."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Opens `path` for appending, creating it if need be.
+
+        Args:
+          path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
+        """
+        _mend(Path(path))
+        self._file = open(path, "a", buffering=1, encoding="utf-8")
+        self._lock = threading.Lock()  # programs are compiled, and recorded, on another thread
+
+    def write(self, event: str, **fields: object) -> None:
+        """Appends one line: `event` first, then the fields in the order given.
+
+        Scalars and arrays of NumPy and JAX become plain numbers and lists, and a number that is
+        not finite becomes null, wherever it stands. A JAX array that is still being computed
+        makes the call wait for it.
+
+        Args:
+          event: What happened, e.g. "round" or "merge".
+          **fields: Strings, numbers, booleans, None, and lists, tuples and dicts of them.
+
+        Raises:
+          TypeError: If a value has no plain JSON form; nothing is written.
+        """
+        line: dict[str, object] = {"event": event}
+        for name, value in fields.items():
+            line[name] = _plain(value, where=f"{event}.{name}")
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with self._lock:
+            self._file.write(text)
+
+    def close(self) -> None:
+        """Closes the file; further writes raise ValueError."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read(path: str | os.PathLike[str]) -> list[dict]:
+    """Reads a ledger, also one that is being written.
+
+    Args:
+      path: The ledger's file.
+
+    Returns:
+      One dict per line, in order. A last line that was cut short is left out.
+
+    Raises:
+      DataError: If the file cannot be read, or a line other than a cut last one is no event.
+    """
+    try:
+        *lines, rest = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot read the ledger ({error.strerror}); "
+            f"name the folder of a run, one that holds ledger.jsonl"
+        ) from error
+    events = []
+    for number, line in enumerate(lines, start=1):
+        event = _parse(line)
+        if event is None:
+            raise DataError(
+                f"{path}:{number}: expected a JSON object with the key 'event', found "
+                f"{line[:40]!r}; restore the file from a copy, or delete the line"
+            )
+        events.append(event)
+    last = _parse(rest)
+    return events if last is None else [*events, last]
+
+
+def deterministic_lines(events: Iterable[dict]) -> list[dict]:
+    """What two runs with one seed must have in common, for comparing them with `==`.
+
+    Args:
+      events: Ledger lines, as `read` gives them.
+
+    Returns:
+      The round, eval, merge and refusal lines in order, without the fields ending in `_s`
+      (seconds).
+    """
+    return [
+        {name: value for name, value in event.items() if not name.endswith("_s")}
+        for event in events
+        if event["event"] in _DETERMINISTIC_EVENTS
+    ]
+
+
+def _mend(path: Path) -> None:
+    """Ends the last line of an existing ledger: completes it if it is whole, else cuts it."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        rest = content[content.rfind(b"\n") + 1 :]
+        if _parse(rest) is not None:
+            file.write(b"\n")
+        elif rest:
+            file.truncate(len(content) - len(rest))
+
+
+def _parse(line: bytes) -> dict | None:
+    """The event on a line, or None if there is none."""
+    try:
+        event = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _plain(value: object, *, where: str) -> object:
+    """`value` as plain JSON; `where` names the field for the error."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        value = np.asarray(value).tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, where=where) for item in value]
+    if isinstance(value, dict):
+        return {_plain_key(k, where=where): _plain(v, where=where) for k, v in value.items()}
+    raise TypeError(
+        f"ledger field {where}: no plain JSON form for {type(value).__name__}; "
+        f"pass a string, a number, a boolean, None, or lists and dicts of them"
+    )
+
+
+def _plain_key(key: object, *, where: str) -> str:
+    """A dict's key: JSON has strings only, so a trainer's id becomes its decimal form."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int | np.integer):
+        return str(int(key))
+    raise TypeError(f"ledger field {where}: a key is a {type(key).__name__}, not a string or int")

@@ -1,0 +1,126 @@
+"""What a run is and will need, as text: the header of a run, and `--plan`."""
+
+import jax
+from jaxtyping import PyTree
+from ml_collections import ConfigDict
+
+from adloco_jax.data import Corpus
+from adloco_jax.run import controller as control
+from adloco_jax.run.build import build_model, program_spec
+from adloco_jax.run.config import Settings, validate
+from adloco_jax.run.programs import Key, Programs, Spec, needed_bytes
+
+
+def plan(config: ConfigDict) -> str:
+    """What a run would compile, hold and move, as text; nothing is trained and no data is read.
+
+    Args:
+      config: As for `train`.
+
+    Returns:
+      Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
+      programs, bytes per round, tokens to come.
+
+    Raises:
+      ConfigError: If the config cannot be used.
+    """
+    settings = validate(config)
+    init_fn, loss_fn = build_model(settings)
+    row_length = settings.data.sequence_length + 1
+    return "\n".join(_plan_lines(settings, program_spec(settings, init_fn, loss_fn, row_length)))
+
+
+def corpus_header(corpus: Corpus) -> str:
+    """The data of a run, with an excerpt decoded from what the model will see."""
+    return (
+        f"data: {corpus.num_sequences} rows of {corpus.rows.shape[1] - 1} tokens to train on,"
+        f" {len(corpus.heldout_rows)} held out; a model will see, for instance:\n"
+        + "\n".join(f"  | {line}" for line in corpus.sample(240).splitlines())
+    )
+
+
+def run_header(settings: Settings, spec: Spec) -> list[str]:
+    """The run in a few lines: model, ensemble, batches."""
+    ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
+    test = {
+        "norm": f"norm test, eta {batching.eta}",
+        "inner_product": f"inner-product test, vartheta {batching.vartheta}",
+        "augmented": f"augmented test, vartheta {batching.vartheta}, nu {batching.nu}",
+        "constant": "constant",
+        "ramp": "declared ramp",
+    }[batching.test]
+    if control.measures_gradients(settings):
+        test += f", {batching.mode}, estimator {batching.estimator}"
+    return [
+        f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
+        f" on {devices()}",
+        f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
+        f" {settings.num_rounds} rounds of {inner.steps_per_round} inner {inner.unit}"
+        f" ({inner.tx}), then {settings.outer.tx}",
+        f"batches: {test}; from {batching.initial_batch_size}, at most {batching.max_batch_size}"
+        f" per worker at once, buckets {', '.join(map(str, batching.buckets))}",
+    ]
+
+
+def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
+    ensemble, batching = settings.ensemble, settings.batching
+    num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
+    inner_bytes = _tree_bytes(jax.eval_shape(spec.inner_tx.init, spec.params))
+    outer_bytes = _tree_bytes(jax.eval_shape(spec.outer_tx.init, spec.params))
+    state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * inner_bytes
+    lines = [
+        *run_header(settings, spec),
+        f"parameters: {spec.num_params:,}, {_human(spec.param_bytes)} per trainer",
+        f"optimizer states: outer {_human(outer_bytes)} per trainer,"
+        f" inner {_human(inner_bytes)} per worker",
+        f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
+        "memory per device while a program runs, by the compiler's analysis:",
+    ]
+    shape = (num_trainers, num_workers)
+    keys = [Key("round", *shape, size) for size in batching.buckets]
+    may_accumulate = settings.switch.mode != "clip" and batching.test != "constant"
+    if may_accumulate and batching.batch_cap > batching.max_batch_size:
+        keys.append(Key("accumulate", *shape, batching.max_batch_size))
+    if control.measures_gradients(settings):
+        keys.append(Key("test", *shape))
+    keys.append(Key("evaluate"))
+    programs, peak = Programs(spec), 0
+    for key in keys:
+        needed = needed_bytes(programs[key])
+        # What stays on the device meanwhile, though the program does not take it.
+        beside = {"test": state_bytes - num_trainers * spec.param_bytes, "evaluate": state_bytes}
+        total = needed + beside.get(key.kind, 0)
+        peak = max(peak, total)
+        lines.append(f"  {str(key):32} {_human(total)}")
+    syncs = num_trainers if num_workers > num_trainers else 0
+    moved = 2 * (num_workers - num_trainers) * spec.param_bytes
+    sequences = settings.inner.steps_per_round * num_workers * (spec.row_length - 1)
+    first = batching.initial_batch_size
+    lines += [
+        f"peak: {peak} bytes ({_human(peak)})",
+        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; as many"
+        " update and test programs for each later (trainers, workers), when a bucket is first used",
+        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations",
+        f"tokens: {sequences * first:,} a round at batch {first};"
+        f" {sequences * first * settings.num_rounds:,} to"
+        f" {sequences * max(batching.batch_cap, first) * settings.num_rounds:,} in the run",
+    ]
+    return lines
+
+
+def devices() -> str:
+    """Number and kind of the devices of this process."""
+    kinds = [device.device_kind for device in jax.devices()]
+    return f"{len(kinds)} x {kinds[0]}"
+
+
+def _human(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
+
+
+def _tree_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

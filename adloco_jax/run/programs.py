@@ -1,0 +1,309 @@
+"""The compiled programs of a run: which there are, where their arrays live, what they cost.
+
+Everything that runs on the devices each round is one of four programs, compiled ahead of its first
+call and kept by key: `round` and `accumulate` per (trainers, workers, micro-batch), `test` per
+(trainers, workers), and `evaluate`. Accumulation counts are data, not keys.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from adloco_jax.core.base import Ensemble, LossFn, Workers
+from adloco_jax.core.ensemble import init
+from adloco_jax.core.gradstats import gradient_stats
+from adloco_jax.core.outer import inner_steps, outer_update, start_round
+
+GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
+MAX_TEST_CHUNK = 8
+
+
+_cache_hits: list[str] = []  # of JAX's persistent compilation cache, in this process
+
+
+def _note_cache_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _cache_hits.append(event)
+
+
+jax.monitoring.register_event_listener(_note_cache_hit)
+
+
+class Key(NamedTuple):
+    """What a program is compiled for."""
+
+    kind: Literal["round", "accumulate", "test", "evaluate"]
+    num_trainers: int = 1
+    num_workers: int = 1
+    micro_batch_size: int = 0
+
+    def __str__(self):
+        return f"{self.kind} M={self.num_trainers} R={self.num_workers} B={self.micro_batch_size}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What every program of one run shares."""
+
+    loss_fn: LossFn
+    params: PyTree  # one model's shapes and dtypes
+    inner_tx: optax.GradientTransformation
+    outer_tx: optax.GradientTransformation
+    num_micro_batches: int  # per dispatch: S
+    row_length: int  # tokens of a sequence and its last target: L + 1
+    max_test_sequences: int  # per worker
+    inner_products: bool
+    reset_inner_state: bool
+    eval_batch_size: int
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of one trainer's parameters."""
+        return sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(self.params))
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of one trainer."""
+        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
+
+
+@dataclass
+class Programs:
+    """Compiles on first use and keeps what it compiled.
+
+    `on_compile(key, seconds, hit)` is told of each; a hit came from the persistent cache.
+    """
+
+    spec: Spec
+    on_compile: Callable[[Key, float, bool], None] = lambda key, seconds, hit: None
+    compiled: dict[Key, jax.stages.Compiled] = field(default_factory=dict)
+    stall_s: float = 0.0  # waited for compilation so far
+
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+        """The program for a key, compiled now if this is its first use."""
+        if key not in self.compiled:
+            start_s, hits = time.perf_counter(), len(_cache_hits)
+            self.compiled[key] = lower(self.spec, key).compile()
+            seconds = time.perf_counter() - start_s
+            self.stall_s += seconds
+            self.on_compile(key, seconds, len(_cache_hits) > hits)
+        return self.compiled[key]
+
+
+def worker_mesh(num_workers: int, batch_size: int) -> Mesh:
+    """All devices as axes `worker` x `data` x `idle`.
+
+    Workers spread over the largest number of devices that divides them evenly; what is left shares
+    each worker's batch; a device that fits neither repeats another's work.
+    """
+    devices = np.array(jax.devices())
+    worker = math.gcd(len(devices), num_workers)
+    data = math.gcd(len(devices) // worker, batch_size)
+    return Mesh(
+        devices.reshape(worker, data, -1),
+        ("worker", "data", "idle"),
+        axis_types=(AxisType.Auto,) * 3,
+    )
+
+
+def round_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
+    """Where a round's arrays live, by role."""
+    specs = {
+        "replicated": P(),
+        "worker": P("worker"),
+        "tokens_TRBL": P(None, "worker", "data"),
+        "rate_TR": P(None, "worker"),
+    }
+    return {role: NamedSharding(mesh, spec) for role, spec in specs.items()}
+
+
+def ensemble_shardings(ensemble: Ensemble, mesh: Mesh) -> Ensemble:
+    """A tree of shardings: trainers on every device, workers' states with their worker."""
+    place = round_shardings(mesh)
+    everywhere = jax.tree.map(lambda _: place["replicated"], ensemble)
+    by_worker = jax.tree.map(lambda _: place["worker"], ensemble.inner_state_R)
+    return everywhere.replace(inner_state_R=by_worker)
+
+
+def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, mesh: Mesh) -> Ensemble:
+    """Shapes, dtypes and shardings of an ensemble, without making it."""
+    make = functools.partial(
+        init,
+        num_trainers=num_trainers,
+        num_workers=num_workers,
+        inner_tx=spec.inner_tx,
+        outer_tx=spec.outer_tx,
+    )
+    shapes = jax.eval_shape(make, spec.params)
+    return _with_shardings(shapes, ensemble_shardings(shapes, mesh))
+
+
+def buffers_spec(spec: Spec, num_workers: int, mesh: Mesh) -> tuple[PyTree, PyTree, PyTree]:
+    """Shapes of what an accumulating round carries between dispatches: params, gradients, count."""
+    place = round_shardings(mesh)
+
+    def stacked(leaf, dtype):
+        return jax.ShapeDtypeStruct((num_workers, *leaf.shape), dtype, sharding=place["worker"])
+
+    return (
+        jax.tree.map(lambda leaf: stacked(leaf, leaf.dtype), spec.params),
+        jax.tree.map(lambda leaf: stacked(leaf, jnp.float32), spec.params),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=place["replicated"]),
+    )
+
+
+def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
+    """Traces and lowers the program of a key; its `.compile()` is what costs time."""
+    builders = {
+        "round": _lower_round,
+        "accumulate": _lower_round,
+        "test": _lower_test,
+        "evaluate": _lower_evaluate,
+    }
+    return builders[key.kind](spec, key)
+
+
+def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
+    mesh = worker_mesh(key.num_workers, key.micro_batch_size)
+    place = round_shardings(mesh)
+    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, mesh)
+    steps, workers = spec.num_micro_batches, key.num_workers
+    tokens_shape = (steps, workers, key.micro_batch_size, spec.row_length)
+    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32, sharding=place["tokens_TRBL"])
+    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=place["rate_TR"])
+    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=place["replicated"])
+    switch = jax.ShapeDtypeStruct((), jnp.bool_, sharding=place["replicated"])
+
+    def begin(ensemble, accumulate):
+        if spec.reset_inner_state:
+            template = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.params)
+            fresh = spec.inner_tx.init(template)
+            ensemble = ensemble.replace(
+                inner_state_R=jax.tree.map(
+                    lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), fresh
+                )
+            )
+        return jax.lax.with_sharding_constraint(
+            start_round(ensemble, accumulate=accumulate),
+            jax.tree.map(
+                lambda leaf: place["worker"] if leaf.ndim else place["replicated"],
+                jax.eval_shape(functools.partial(start_round, accumulate=accumulate), ensemble),
+            ),
+        )
+
+    def advance(workers, tokens_TRBL, rate_TR, update_T):
+        return inner_steps(
+            workers,
+            tokens_TRBL,
+            spec.loss_fn,
+            inner_tx=spec.inner_tx,
+            learning_rate_TR=rate_TR,
+            update_T=update_T,
+        )
+
+    def plain_round(ensemble, tokens_TRBL, rate_TR):
+        workers, loss_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
+        ensemble, norm_M = outer_update(ensemble, workers, outer_tx=spec.outer_tx)
+        return ensemble, loss_TR, norm_M
+
+    def accumulating_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, is_last):
+        carried = Workers(buffers[0], ensemble.inner_state_R, buffers[1], buffers[2])
+        workers = jax.lax.cond(is_first, lambda: begin(ensemble, True), lambda: carried)
+        workers, loss_TR = advance(workers, tokens_TRBL, rate_TR, update_T)
+        ensemble, norm_M = jax.lax.cond(
+            is_last,
+            lambda: outer_update(ensemble, workers, outer_tx=spec.outer_tx),
+            lambda: (
+                ensemble.replace(inner_state_R=workers.inner_state_R),
+                jnp.zeros(key.num_trainers, jnp.float32),
+            ),
+        )
+        buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads)
+        return ensemble, buffers, loss_TR, norm_M
+
+    state = ensemble_shardings(ensemble, mesh)
+    if key.kind == "round":
+        out = (state, place["replicated"], place["replicated"])
+        jitted = jax.jit(plain_round, donate_argnums=0, out_shardings=out)
+        return jitted.lower(ensemble, tokens, rates)
+    buffers = buffers_spec(spec, workers, mesh)
+    out = (
+        state,
+        jax.tree.map(lambda leaf: leaf.sharding, buffers),
+        place["replicated"],
+        place["replicated"],
+    )
+    jitted = jax.jit(accumulating_part, donate_argnums=(0, 1), out_shardings=out)
+    return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, switch)
+
+
+def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
+    mesh = worker_mesh(key.num_workers, 1)
+    place = round_shardings(mesh)
+    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, mesh)
+    workers = key.num_workers
+    tokens = jax.ShapeDtypeStruct(
+        (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=place["worker"]
+    )
+    counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=place["worker"])
+    chunk = min(MAX_TEST_CHUNK, spec.max_test_sequences, GRADIENTS_HELD // spec.num_params)
+
+    def test(params_M, owner_R, tokens_RBL, count_R):
+        params_R = jax.tree.map(lambda leaf: leaf[owner_R], params_M)
+        params_R = jax.lax.with_sharding_constraint(params_R, place["worker"])
+
+        def one_worker(params, tokens_BL, count):
+            return gradient_stats(
+                spec.loss_fn,
+                params,
+                tokens_BL,
+                chunk_size=max(chunk, 1),
+                num_examples=count,
+                inner_products=spec.inner_products,
+            )
+
+        return jax.vmap(one_worker)(params_R, tokens_RBL, count_R)
+
+    jitted = jax.jit(test, out_shardings=place["replicated"])
+    return jitted.lower(ensemble.params_M, ensemble.owner_R, tokens, counts)
+
+
+def _lower_evaluate(spec: Spec, key: Key) -> jax.stages.Lowered:
+    mesh = worker_mesh(1, spec.eval_batch_size)
+    replicated, by_sequence = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params = _with_shardings(spec.params, jax.tree.map(lambda _: replicated, spec.params))
+    tokens_shape = (spec.eval_batch_size, spec.row_length)
+    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32, sharding=by_sequence)
+
+    def evaluate(params, tokens_BL):
+        return jax.vmap(lambda tokens_L: spec.loss_fn(params, tokens_L[None]))(tokens_BL)
+
+    return jax.jit(evaluate, out_shardings=replicated).lower(params, tokens)
+
+
+def needed_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device bytes a program holds while it runs, with its arguments: the compiler's analysis."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError(f"{jax.default_backend()}: its compiler gives no memory analysis")
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return held + memory.temp_size_in_bytes
+
+
+def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

@@ -1,0 +1,77 @@
+"""What the terminal shows while a run goes on: a bar, or plain lines where no one watches."""
+
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from typing import TextIO
+
+from tqdm import TqdmWarning
+
+with warnings.catch_warnings():  # without ipywidgets a notebook gets the text bar, and no complaint
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
+
+
+class Progress:
+    """A bar over rounds on a terminal or in a notebook; elsewhere one plain line per round."""
+
+    def __init__(self, num_rounds: int, *, every: int = 1, file: TextIO | None = None):
+        """Starts the clock and, where there is a bar, draws it.
+
+        Args:
+          num_rounds: Rounds of the whole run.
+          every: Rounds between two plain lines; the last round always has one.
+          file: Where to write; None is standard output.
+        """
+        self._file = sys.stdout if file is None else file
+        self._num_rounds = num_rounds
+        self._every = every
+        self._start_s = time.perf_counter()
+        self._bar = None
+        if self._file.isatty() or (self._file is sys.stdout and _in_notebook()):
+            self._bar = tqdm(total=num_rounds, unit="round", file=self._file, dynamic_ncols=True)
+
+    def note(self, line: str) -> None:
+        """Writes a line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._file)
+        else:
+            print(line, file=self._file, flush=True)
+
+    def round(self, index: int, fields: Mapping[str, object]) -> None:
+        """Shows a finished round.
+
+        Args:
+          index: The round's number, from 1.
+          fields: What to show beside it, in order: numbers, strings, None, or lists of numbers.
+        """
+        shown = " ".join(f"{name} {_format(value)}" for name, value in fields.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update(index - self._bar.n)
+        elif index % self._every == 0 or index == self._num_rounds:
+            elapsed_s = time.perf_counter() - self._start_s
+            eta_s = elapsed_s / index * (self._num_rounds - index)
+            self.note(f"round {index}/{self._num_rounds} {shown} eta_s {eta_s:.0f}")
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the line back to the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process: its output is no terminal, yet shows bars."""
+    return "ipykernel.zmqshell" in sys.modules  # as tqdm.auto decides
+
+
+def _format(value: object) -> str:
+    """A value without blanks inside, so that a line splits into keys and values."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    if isinstance(value, list | tuple):
+        return ",".join(_format(item) for item in value)
+    return str(value)

@@ -1,0 +1,28 @@
+"""Plain data-parallel AdamW on the quickstart's model and text: a synchronisation per update.
+
+Command:   python -m adloco_jax.main --config configs/data_parallel.py
+Hardware:  two CPU cores
+Source:    ALGORITHM 1: one inner SGD step at learning rate 1 makes the pseudo-gradient the mean
+           gradient of all workers, which the outer AdamW then takes as any optimizer would
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    """The quickstart as one trainer whose rounds are single updates; as many updates in all."""
+    config = quickstart.get_config()
+    config.ensemble.num_trainers = 1  # with all of the workers
+    config.batching.test = "constant"
+    config.merge.policy = "none"
+    config.outer.tx = "adamw"
+    config.outer.learning_rate = config.inner.learning_rate
+    config.inner.tx = "sgd"
+    config.inner.learning_rate = 1.0
+    num_steps, config.inner.steps_per_round = config.inner.steps_per_round, 1
+    config.num_rounds *= num_steps
+    config.eval.every_rounds *= num_steps
+    config.log.every_rounds *= num_steps
+    return config

@@ -1,0 +1,19 @@
+"""DiLoCo on the quickstart's model and text: one trainer, a fixed batch, nothing merges.
+
+Command:   python -m adloco_jax.main --config configs/diloco.py
+Hardware:  two CPU cores
+Source:    Douillard et al. 2023, algorithm 1 (AdamW inside, Nesterov outside)
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    """The quickstart without what AdLoCo adds to DiLoCo."""
+    config = quickstart.get_config()
+    config.ensemble.num_trainers = 1  # with all of the workers
+    config.batching.test = "constant"
+    config.merge.policy = "none"
+    return config

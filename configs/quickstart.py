@@ -1,0 +1,48 @@
+"""AdLoCo on the text of this Python's own standard library: every mechanism in one short run.
+
+Command:   python -m adloco_jax.main --config configs/quickstart.py
+Hardware:  two CPU cores; no download, no accelerator
+Model:     a Llama of 125,000 parameters that reads bytes
+Shows:     three trainers whose batches grow from 4 sequences, one merge that leaves a single
+           trainer with all three workers, and growth that goes on by accumulation
+Expected:  about a minute, half of it compilation; about 2.05 nats per byte on held-out text
+           (uniform is 5.55)
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.run.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The demonstration run; the baselines beside it start from here."""
+    config = default_config()
+    config.num_rounds = 10
+
+    config.model.width = 64
+    config.model.num_layers = 2
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
+    config.model.mlp_width = 176
+    config.model.max_length = 64  # tokens
+
+    config.data.source = "stdlib"
+    config.data.sequence_length = 64  # bytes
+    config.data.num_sequences = 40_000  # 2.6 MB of text, enough for a short run
+
+    config.ensemble.num_trainers = 3
+    config.ensemble.num_workers = 3
+
+    config.inner.steps_per_round = 30  # the paper has 200
+    config.inner.learning_rate = 1e-3  # a small model, trained from scratch
+    config.inner.weight_decay = 0.0  # too few updates for a decay to matter
+
+    config.batching.eta = 0.3  # stricter than the paper's 0.8, so that ten rounds see growth
+    config.batching.initial_batch_size = 4
+    config.batching.max_batch_size = 8  # small, so that accumulation is soon needed
+    config.batching.buckets = (4, 8)  # two sizes to compile for
+    config.batching.max_growth = 2
+    config.batching.batch_cap = 32  # four accumulation steps
+
+    config.merge.width = 3  # all trainers at once; the paper merges two
+    return config

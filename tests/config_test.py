@@ -1,0 +1,381 @@
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+from typing import get_args
+
+import ml_collections
+import pytest
+
+from adloco_jax.errors import ConfigError
+from adloco_jax.run import config as run_config
+from adloco_jax.run.config import KNOBS, default_config, validate
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get_args(knob.type)}]
+# Written out once more, so that a range in the schema cannot lose its lower end unseen.
+ZERO_IS_ALLOWED = {
+    "seed",
+    "model.loss_chunk",
+    "inner.warmup_updates",
+    "inner.weight_decay",
+    "inner.beta1",
+    "inner.beta2",
+    "outer.momentum",
+    "outer.weight_decay",
+    "batching.smoothing",
+    "merge.max_barrier",
+}
+ONE_IS_REFUSED = {
+    "model.vocab_size",
+    "model.norm_eps",
+    "data.heldout_frac",
+    "inner.beta1",
+    "inner.beta2",
+    "outer.momentum",
+    "batching.smoothing",
+    "batching.test_batch_size",
+    "merge.width",
+}
+
+
+def changed(**values) -> dict:
+    """The default config as plain dicts, with changes; `inner__tx` stands for inner.tx."""
+    config = default_config().to_dict()
+    for key, value in values.items():
+        put(config, key.replace("__", "."), value)
+    return config
+
+
+def put(config, key: str, value) -> None:
+    group, _, name = key.rpartition(".")
+    (config[group] if group else config)[name] = value
+
+
+def faults(config) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    return str(caught.value).split("\n")
+
+
+def load(name: str, monkeypatch) -> ml_collections.ConfigDict:
+    monkeypatch.syspath_prepend(str(CONFIGS.parent))
+    return runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]()
+
+
+def flat(config) -> dict:
+    return {key: run_config._flatten(config)[0][key] for key in KNOBS}
+
+
+# --- Defaults -------------------------------------------------------------------------------
+
+
+def test_default_config_is_locked_and_complete():
+    config = default_config()
+    assert config.is_locked and all(config[group].is_locked for group in ("model", "log"))
+    assert config.inner.clip_norm is None and config.inner.get_type("clip_norm") is float
+    assert config.data.num_sequences is None and config.data.get_type("num_sequences") is int
+    assert config.batching.test_batch_size == "auto"
+    assert flat(config).keys() == KNOBS.keys()
+    with pytest.raises(AttributeError):
+        config.inner.learning_rat = 1.0
+
+
+def test_settings_are_plain_values():
+    settings = validate(default_config())
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        members = dataclasses.asdict(value).values() if dataclasses.is_dataclass(value) else [value]
+        assert {type(member) for member in members} <= {int, float, str, bool, tuple, type(None)}
+    assert settings.inner.clip_norm is None and settings.batching.test_batch_size is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.seed = 1
+
+
+def test_whole_numbers_will_do_for_floats_and_become_floats():
+    learning_rate = validate(changed(inner__learning_rate=1)).inner.learning_rate
+    assert type(learning_rate) is float and learning_rate == 1.0
+
+
+@pytest.mark.parametrize("value, expected", [("auto", None), (16, 16), ("16", 16), (2, 2)])
+def test_test_batch_size_is_auto_or_a_number_or_its_text(value, expected):
+    config = default_config()
+    config.batching.test_batch_size = value
+    assert validate(config).batching.test_batch_size == expected
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "Auto", "1", "2.0", "-2", " 16", "1_6", 2.0, True, "9" * 5000]
+)
+def test_test_batch_size_refuses_the_rest(value):
+    (line,) = faults(changed(batching__test_batch_size=value))
+    assert line.startswith("batching.test_batch_size = ")
+
+
+@pytest.mark.parametrize(
+    "max_batch_size, expected",
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (24, (1, 2, 3, 4, 6, 8, 12, 16, 24)),
+        (20, (1, 2, 3, 4, 6, 8, 12, 16, 20)),
+    ],
+)
+def test_default_buckets_are_powers_of_two_and_midpoints_up_to_the_largest(
+    max_batch_size, expected
+):
+    assert validate(changed(batching__max_batch_size=max_batch_size)).batching.buckets == expected
+
+
+def test_given_buckets_are_sorted():
+    config = changed(batching__max_batch_size=8, batching__buckets=(8, 2, 8))
+    assert validate(config).batching.buckets == (2, 8)
+
+
+# --- One key at a time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_unknown_key_is_refused_and_its_neighbour_named(key):
+    config = default_config().to_dict()
+    put(config, f"{key}z", 1)
+    assert faults(config) == [f"{key}z: no such key; did you mean {key}?"]
+
+
+def test_key_of_another_group_is_found():
+    assert faults(changed(learning_rate=1.0)) == [
+        "learning_rate: no such key; did you mean inner.learning_rate or outer.learning_rate?"
+    ]
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_missing_key_is_named(key):
+    config = default_config().to_dict()
+    group, _, name = key.rpartition(".")
+    del (config[group] if group else config)[name]
+    (line,) = faults(config)
+    assert line.startswith(f"{key}: missing")
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_wrong_types_are_refused(key):
+    knob = KNOBS[key]
+    types = {knob.type, *get_args(knob.type)}
+    wrong = [object(), [1], {"a": 1}, ml_collections.ConfigDict({"a": 1}), b"x"]
+    wrong += [] if knob.metadata["default"] is None else [None]
+    wrong += [] if bool in types else [True]
+    wrong += [] if knob.metadata["default"] == "auto" else ["x\ny"] if str not in types else [5]
+    wrong += [] if {int, float} & types else [5, 1.5]
+    wrong += [1.5] if int in types and float not in types else []
+    for value in wrong:
+        config = default_config().to_dict()
+        put(config, key, value)
+        (line,) = faults(config)
+        assert line.startswith(f"{key} = ") and "must be" in line
+
+
+@pytest.mark.parametrize("key", NUMERIC)
+def test_senseless_numbers_are_refused(key):
+    refused = [-1, -1.0, float("nan"), float("inf"), float("-inf"), 2**63, 10**400]
+    refused += [] if key in ZERO_IS_ALLOWED else [0, 0.0]
+    refused += [1, 1.0] if key in ONE_IS_REFUSED else []
+    for value in refused:
+        config = default_config().to_dict()
+        put(config, key, value)
+        (line,) = faults(config)
+        assert line.startswith(f"{key} = ")
+
+
+@pytest.mark.parametrize("key", sorted(ZERO_IS_ALLOWED))
+def test_zero_is_allowed_where_it_means_something(key):
+    config = default_config().to_dict()
+    put(config, key, 0)
+    assert flat(dataclasses.asdict(validate(config)))[key] == 0
+
+
+@pytest.mark.parametrize("key", ["batching.buckets", "batching.ramp"])
+@pytest.mark.parametrize("bad", [-1, 1.5, float("nan"), 2**63, True, "1", None, [1]])
+def test_members_of_tuples_are_checked(key, bad):
+    config = default_config().to_dict()
+    put(config, key, (bad, 16) if key == "batching.buckets" else ((0, 1), (3, bad)))
+    assert any(line.startswith(f"{key} = ") for line in faults(config))
+
+
+@pytest.mark.parametrize("group", ["model", "batching", "log"])
+@pytest.mark.parametrize("value", [5, None, [1], "x"])
+def test_a_group_must_be_a_group(group, value):
+    (line,) = faults(changed(**{group: value}))
+    assert line.startswith(f"{group} = {value!r}: must be a group")
+
+
+@pytest.mark.parametrize("config", [None, 5, "configs/quickstart.py", [1]])
+def test_a_config_must_be_a_config(config):
+    (line,) = faults(config)
+    assert line.startswith(f"config = {config!r}")
+
+
+def test_lists_from_json_are_refused_in_a_line():
+    config = json.loads(default_config().to_json())
+    assert [line.split(" = ")[0] for line in faults(config)] == [
+        "batching.buckets",
+        "batching.ramp",
+    ]
+
+
+# --- Contradictions -------------------------------------------------------------------------
+
+CONTRADICTIONS = {
+    "heads": dict(model__width=66),
+    "head size": dict(model__width=60),  # 60 / 4 is odd
+    "kv heads": dict(model__num_kv_heads=3),
+    "context": dict(data__sequence_length=513),
+    "bytes": dict(model__vocab_size=256),
+    "no tokenizer": dict(data__tokenizer=""),
+    "no path": dict(data__source="jsonl"),
+    "path of stdlib": dict(data__path="x.txt"),
+    "held-out path of stdlib": dict(data__heldout_path="x.txt"),
+    "column": dict(data__source="jsonl", data__path="x", data__text_column=""),
+    "workers": dict(ensemble__num_workers=3),
+    "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
+    "inner decay": dict(inner__tx="sgd"),
+    "outer decay": dict(outer__weight_decay=0.1),
+    "first batch above the device's": dict(batching__initial_batch_size=17),
+    "first batch above the cap": dict(batching__initial_batch_size=3, batching__batch_cap=2),
+    "thirds": dict(batching__test="augmented", batching__test_batch_size=3),
+    "bucket missing": dict(batching__buckets=(4, 8)),
+    "bucket above": dict(batching__buckets=(16, 32)),
+    "no ramp": dict(batching__test="ramp"),
+    "ramp unused": dict(batching__ramp=((0, 1),)),
+    "ramp from round 1": dict(batching__test="ramp", batching__ramp=((1, 1), (2, 2))),
+    "ramp's rounds": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 2), (2, 3))),
+    "ramp's first batch": dict(batching__test="ramp", batching__ramp=((0, 2),)),
+    "ramp above the cap": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 1025))),
+    "ramp falls": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 3), (4, 2))),
+}
+
+
+@pytest.mark.parametrize("values", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_contradiction_is_one_line_that_names_its_keys(values):
+    (line,) = faults(changed(**values))
+    keys = {key.replace("__", ".") for key in values}
+    assert any(f"{key} = " in line for key in keys) and ";" in line
+
+
+def test_every_rule_has_a_contradiction():
+    lines = {line for values in CONTRADICTIONS.values() for line in faults(changed(**values))}
+    assert all(any(line.endswith(need) for line in lines) for _, _, need in run_config._RULES)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(data__source="text", data__path="x.txt", data__heldout_path="y.txt"),
+        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 1024))),
+        dict(
+            batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 2)), batching__monotone=False
+        ),
+        dict(inner__tx="sgd", inner__weight_decay=0, outer__tx="adamw", outer__weight_decay=0.1),
+        dict(model__vocab_size=256, data__tokenizer="tokenizer.json"),
+        dict(ensemble__num_trainers=1, ensemble__num_workers=1),
+        dict(batching__initial_batch_size=16),
+        dict(data__sequence_length=512),
+    ],
+    ids=str,
+)
+def test_what_is_no_contradiction_passes(values):
+    validate(changed(**values))
+
+
+def test_all_faults_are_told_at_once_in_one_line_each():
+    config = changed(
+        num_rounds=0,
+        inner__tx="adam",
+        inner__learning_rate=float("nan"),
+        merge__evry_rounds=2,
+        model__num_kv_heads=3,
+        batching__initial_batch_size=2000,
+    )
+    del config["seed"]
+    lines = faults(config)
+    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == [
+        "batching.initial_batch_size",  # above what a device holds
+        "batching.initial_batch_size",  # and above the cap
+        "inner.learning_rate",
+        "inner.tx",
+        "merge.evry_rounds",
+        "model.num_kv_heads",
+        "num_rounds",
+        "seed",
+    ]
+
+
+# --- The configs that ship ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid_and_locked(path, monkeypatch):
+    config = load(path.stem, monkeypatch)
+    assert config.is_locked
+    if path.stem == "microllama":
+        assert {line.split(" = ")[0] for line in faults(config)} == {
+            "data.tokenizer",
+            "data.source",
+        }
+        config.data.path, config.data.tokenizer = "c4/*.json.gz", "tokenizer.json"
+    validate(config)
+
+
+def test_microllama_is_the_real_one_with_the_papers_numbers(monkeypatch):
+    config = load("microllama", monkeypatch)
+    config.data.path, config.data.tokenizer = "c4/*.json.gz", "tokenizer.json"
+    settings = validate(config)
+    model = settings.model
+    assert (model.vocab_size, model.width, model.num_layers) == (32_000, 1024, 12)
+    assert (model.num_heads, model.num_kv_heads, model.mlp_width) == (16, 4, 5632)
+    assert (model.max_length, model.norm_eps, model.rope_theta) == (2048, 1e-5, 10_000)
+    head_size = model.width // model.num_heads
+    attention = 2 * model.width * head_size * (model.num_heads + model.num_kv_heads)
+    layer = attention + 3 * model.width * model.mlp_width + 2 * model.width
+    embeddings = 2 * model.vocab_size * model.width
+    assert embeddings + model.num_layers * layer + model.width == 304_636_928
+    assert (settings.num_rounds, settings.inner.steps_per_round) == (20, 200)
+    assert (settings.inner.learning_rate, settings.inner.weight_decay) == (2e-5, 0.1)
+    assert (settings.outer.tx, settings.outer.learning_rate) == ("sgd", 0.5)
+    assert (settings.ensemble.num_trainers, settings.ensemble.num_workers) == (4, 16)
+    assert (settings.batching.initial_batch_size, settings.batching.eta) == (1, 0.8)
+    assert (settings.merge.every_rounds, settings.switch.multiplier) == (3, 2)
+
+
+FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
+
+
+@pytest.mark.parametrize(
+    "name, keys",
+    [
+        ("diloco", FEWER),
+        (
+            "local_sgd",
+            FEWER | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"},
+        ),
+        (
+            "data_parallel",
+            FEWER
+            | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
+            | {"inner.steps_per_round", "num_rounds", "eval.every_rounds", "log.every_rounds"},
+        ),
+    ],
+)
+def test_baselines_differ_from_the_quickstart_by_these_keys_only(name, keys, monkeypatch):
+    quickstart, baseline = (flat(load(which, monkeypatch)) for which in ("quickstart", name))
+    assert {key for key in KNOBS if quickstart[key] != baseline[key]} == keys
+
+
+def test_baselines_make_as_many_updates_as_the_quickstart(monkeypatch):
+    configs = [load(path.stem, monkeypatch) for path in CONFIGS.glob("*.py")]
+    updates = {
+        config.num_rounds * config.inner.steps_per_round
+        for config in configs
+        if config.data.source == "stdlib"
+    }
+    assert len(updates) == 1

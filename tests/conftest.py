@@ -1,0 +1,43 @@
+"""What every test runs under: eight emulated CPU devices, strict shapes, checked annotations."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# Through jax's own settings, not the environment: a command line under test starts with one device.
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
+# tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
+CHECKED = ["core.batching", "core.ensemble", "core.gradstats", "core.merge", "core.outer", "models"]
+jaxtyping.install_import_hook(
+    [f"adloco_jax.{module}" for module in CHECKED],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
+
+# No deadline: the first example of a property may compile. Reproducible: the same examples always.
+hypothesis.settings.register_profile("adloco", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("adloco")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of prepared real text; tests that want it are skipped without it."""
+    if "ADLOCO_DATA_DIR" not in os.environ:
+        pytest.skip("ADLOCO_DATA_DIR is not set: no prepared text on this machine")
+    return Path(os.environ["ADLOCO_DATA_DIR"])
+
+
+@pytest.fixture
+def unchecked():
+    """Annotations are not checked, as for a user: the functions' own errors come to light."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

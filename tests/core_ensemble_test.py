@@ -1,0 +1,258 @@
+"""Making the stack, taking parts of it and putting them back, moving workers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from adloco_jax import init, outer_step, put, reassign, take
+from adloco_jax.core.base import Ensemble
+
+ADAMW = optax.adamw(0.1)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def ensemble_of(num_trainers, owner_R):
+    """Trainers and workers that all differ."""
+    ensemble = init(
+        {"w": jnp.zeros((2, 3))},
+        num_trainers=num_trainers,
+        num_workers=len(owner_R),
+        inner_tx=ADAMW,
+        outer_tx=NESTEROV,
+        owner_R=owner_R,
+    )
+    rng = np.random.default_rng(0)
+
+    def filled(leaf):
+        if leaf.dtype == jnp.int32:
+            return jnp.asarray(rng.permutation(100)[: len(leaf)], jnp.int32)
+        return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+
+    return ensemble.replace(
+        params_M=jax.tree.map(filled, ensemble.params_M),
+        outer_state_M=jax.tree.map(filled, ensemble.outer_state_M),
+        inner_state_R=jax.tree.map(filled, ensemble.inner_state_R),
+    )
+
+
+def rows(tree, *positions):
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(positions)], tree)
+
+
+def assert_equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+# --- Making it
+
+
+def test_all_trainers_and_workers_start_alike():
+    params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(2.0)}
+    ensemble = init(params, num_trainers=2, num_workers=3, inner_tx=ADAMW, outer_tx=NESTEROV)
+    assert (ensemble.num_trainers, ensemble.num_workers, int(ensemble.round)) == (2, 3, 0)
+    for m in range(2):
+        assert_equal(jax.tree.map(lambda leaf, m=m: leaf[m], ensemble.params_M), params)
+        one = jax.tree.map(lambda leaf, m=m: leaf[m], ensemble.outer_state_M)
+        assert_equal(one, NESTEROV.init(params))
+    for r in range(3):
+        one = jax.tree.map(lambda leaf, r=r: leaf[r], ensemble.inner_state_R)
+        assert_equal(one, ADAMW.init(params))
+
+
+@pytest.mark.parametrize(
+    ("num_trainers", "num_workers", "owners"),
+    [(1, 3, [0, 0, 0]), (3, 3, [0, 1, 2]), (3, 4, [0, 0, 1, 2]), (2, 5, [0, 0, 0, 1, 1])],
+)
+def test_workers_are_spread_as_evenly_as_possible(num_trainers, num_workers, owners):
+    arguments = {"num_trainers": num_trainers, "num_workers": num_workers}
+    ensemble = init(jnp.zeros(2), **arguments, inner_tx=ADAMW, outer_tx=NESTEROV)
+    assert ensemble.owner_R.tolist() == owners and ensemble.owner_R.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_owners_may_be_given(jit):
+    def make(owner_R):
+        return init(
+            jnp.zeros(2),
+            num_trainers=2,
+            num_workers=3,
+            inner_tx=ADAMW,
+            outer_tx=NESTEROV,
+            owner_R=owner_R,
+        )
+
+    ensemble = (jax.jit(make) if jit else make)(jnp.array([1, 0, 1]))
+    assert ensemble.owner_R.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_trainers", "num_workers", "owner_R", "words"),
+    [
+        (0, 1, None, "num_trainers=0: expected at least 1"),
+        (3, 2, None, "num_workers=2 for num_trainers=3: expected at least one worker per trainer"),
+        (2, 3, [0, 1], r"owner_R has shape \(2,\), expected \[num_workers=3\]"),
+        (2, 3, [0, 0, 0], r"owner_R=.*without a worker: \[1\]"),
+        (2, 3, [0, 1, 2], r"owner_R=.*unknown: \[2\]"),
+        (2, 3, [0, 1, -1], r"owner_R=.*unknown: \[-1\]"),
+    ],
+)
+def test_impossible_ensembles_are_refused(num_trainers, num_workers, owner_R, words):
+    with pytest.raises(ValueError, match=words):
+        init(
+            jnp.zeros(2),
+            num_trainers=num_trainers,
+            num_workers=num_workers,
+            inner_tx=ADAMW,
+            outer_tx=NESTEROV,
+            owner_R=owner_R,
+        )
+
+
+def test_defect_16_no_trainer_is_left_without_a_worker():
+    ensemble = ensemble_of(3, [0, 1, 1, 2])
+    with pytest.raises(ValueError, match=r"without a worker: \[0\]"):
+        reassign(ensemble, [2, 1, 1, 2])
+
+
+# --- Parts of it
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_take_and_put_round_trip(jit):
+    whole = ensemble_of(4, [3, 1, 0, 2, 1])
+    # The pool of trainers 2 and 1, in that order, is workers 1, 3 and 4.
+    call_take, call_put = (
+        functools.partial(take, trainers=(2, 1)),
+        functools.partial(put, trainers=(2, 1)),
+    )
+    if jit:
+        call_take = jax.jit(functools.partial(call_take, workers=(1, 3, 4)))
+        call_put = jax.jit(functools.partial(call_put, workers=(1, 3, 4)))
+    sub = call_take(whole)
+    assert sub.owner_R.tolist() == [1, 0, 1]
+    assert_equal(sub.params_M, rows(whole.params_M, 2, 1))
+    assert_equal(sub.outer_state_M, rows(whole.outer_state_M, 2, 1))
+    assert_equal(sub.inner_state_R, rows(whole.inner_state_R, 1, 3, 4))
+    assert_equal(call_put(whole, sub=sub), whole)
+    changed = jax.tree.map(lambda leaf: leaf + 1, sub).replace(owner_R=sub.owner_R)
+    after = call_put(whole, sub=changed)
+    assert int(after.round) == 1
+    assert_equal(after.owner_R, whole.owner_R)
+    assert_equal(rows(after.params_M, 2, 1), rows(changed.params_M, 0, 1))
+    assert_equal(rows(after.params_M, 0, 3), rows(whole.params_M, 0, 3))
+    assert_equal(rows(after.outer_state_M, 2, 1), rows(changed.outer_state_M, 0, 1))
+    assert_equal(rows(after.inner_state_R, 1, 3, 4), rows(changed.inner_state_R, 0, 1, 2))
+    assert_equal(rows(after.inner_state_R, 0, 2), rows(whole.inner_state_R, 0, 2))
+
+
+def test_run_in_groups_is_one_run():
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", batch["x"], params["w"]) - 1.0))
+
+    step = jax.jit(
+        lambda ensemble, batch: outer_step(
+            ensemble, batch, loss_fn, inner_tx=ADAMW, outer_tx=NESTEROV
+        )
+    )
+    whole = grouped = ensemble_of(3, [0, 1, 2, 1])
+    for seed in range(2):
+        x = np.random.default_rng(seed).normal(size=(2, 4, 3, 2)).astype(np.float32)
+        whole, metrics = step(whole, {"x": x})
+        start = grouped
+        for trainers, workers in [((2, 0), (0, 2)), ((1,), (1, 3))]:
+            sub = take(start, trainers, workers=workers)
+            sub, sub_metrics = step(sub, {"x": x[:, list(workers)]})
+            grouped = put(grouped, trainers, sub, workers=workers)
+            np.testing.assert_allclose(
+                sub_metrics.loss_SR, np.asarray(metrics.loss_SR)[:, list(workers)], rtol=1e-6
+            )
+    assert int(grouped.round) == 2
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), grouped, whole
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainers", "words"),
+    [
+        ((), "trainers: expected distinct positions, at least one"),
+        ((1, 1), "trainers: expected distinct positions"),
+        ((0, 3), "trainers: .0, 3. out of range; the stack holds 3"),
+    ],
+)
+def test_impossible_parts_are_refused(trainers, words):
+    ensemble = ensemble_of(3, [0, 1, 2])
+    with pytest.raises(ValueError, match=words):
+        take(ensemble, trainers)
+    with pytest.raises(ValueError, match=words):
+        put(ensemble, trainers, ensemble)
+
+
+def test_owners_unknown_while_tracing_ask_for_the_workers():
+    with pytest.raises(ValueError, match="workers: owners are not known while tracing"):
+        jax.eval_shape(lambda e: take(e, (0,)), ensemble_of(2, [0, 1]))
+
+
+def test_put_refuses_another_size_than_was_taken():
+    whole = ensemble_of(3, [0, 1, 2, 2])
+    with pytest.raises(ValueError, match="sub has 2 trainers and 2 workers, expected 2 and 3"):
+        put(whole, (1, 2), take(whole, (0, 1)))
+
+
+# --- Moving workers
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_workers_stay_move_retire_and_join(jit):
+    whole = ensemble_of(3, [0, 0, 1, 1, 2])
+    call = jax.jit(reassign, static_argnums=1) if jit else reassign
+    #      stays, moves to 1, retires, moves to 2, stays; a new one joins 0, another 1
+    moved = call(whole, (0, 1, -1, 2, 2, 0, 1))
+    assert moved.owner_R.tolist() == [0, 1, 2, 2, 0, 1] and moved.owner_R.dtype == jnp.int32
+    before, after = whole.inner_state_R, moved.inner_state_R
+    assert_equal(rows(after, 0, 3), rows(before, 0, 4))  # kept
+
+    def mean_of(*workers):
+        """Of those who were there when the workers moved, whether or not they stay."""
+
+        def mean(leaf):
+            value = np.float64(leaf).mean(axis=0, keepdims=True)
+            return np.round(value) if leaf.dtype == np.int32 else value
+
+        return jax.tree.map(mean, rows(before, *workers))
+
+    for joined, there in [(1, (2, 3)), (2, (4,)), (4, (0, 1)), (5, (2, 3))]:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+            rows(after, joined),
+            mean_of(*there),
+        )
+    assert after[0].count.dtype == jnp.int32
+    assert_equal(moved.params_M, whole.params_M)
+    assert_equal(moved.outer_state_M, whole.outer_state_M)
+    assert isinstance(moved, Ensemble) and int(moved.round) == int(whole.round)
+
+
+def test_unmoved_workers_change_nothing():
+    whole = ensemble_of(2, [1, 0, 1])
+    assert_equal(reassign(whole, [1, 0, 1]), whole)
+
+
+@pytest.mark.parametrize(
+    ("owner_R", "words"),
+    [
+        ([0, 1], "owner_R has 2 entries for a pool of 3 workers"),
+        ([0, 1, 2], r"owner_R=.*unknown: \[2\]"),
+        ([0, 1, -2], r"owner_R=.*unknown: \[-2\]"),
+        ([0, -1, -1], r"without a worker: \[1\]"),
+        ([-1, -1, -1], r"without a worker: \[0, 1\]"),
+    ],
+)
+def test_impossible_moves_are_refused(owner_R, words):
+    with pytest.raises(ValueError, match=words):
+        reassign(ensemble_of(2, [0, 1, 1]), owner_R)

@@ -1,0 +1,249 @@
+"""Who merges, how workers are divided, and the merge itself: laws, broken members, the oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adloco_jax import allocate_workers, choose_merge, init, merge
+
+ADAMW = optax.adamw(0.1)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+BATCHES = st.lists(st.integers(1, 40), min_size=1, max_size=7)
+
+
+# --- Who merges
+
+
+@pytest.mark.parametrize(
+    ("batches", "policy", "width", "members"),
+    [
+        ([8, 2, 4, 16], "worst_with_worst", 2, (2, 1)),
+        ([8, 2, 4, 16], "worst_with_worst", 3, (0, 1, 2)),
+        ([8, 2, 4, 16], "best_with_worst", 2, (3, 1)),
+        ([8, 2, 4, 16], "best_with_worst", 3, (3, 1, 2)),
+        ([4, 4, 4], "worst_with_worst", 2, (0, 1)),  # ties: the lower position, also to represent
+        ([4, 4, 4], "best_with_worst", 2, (0, 1)),
+        ([9, 3, 5, 5], "worst_with_worst", 2, (2, 1)),
+        ([9, 3, 9, 3], "best_with_worst", 2, (0, 1)),
+        ([2, 6], "worst_with_worst", 5, (1, 0)),  # at most all of them
+        ([5], "worst_with_worst", 2, ()),
+        ([], "best_with_worst", 2, ()),
+    ],
+)
+def test_choice_of_members(batches, policy, width, members):
+    assert choose_merge(batches, policy=policy, width=width) == members
+
+
+@given(BATCHES, st.sampled_from(["worst_with_worst", "best_with_worst"]), st.integers(2, 5))
+def test_choice_agrees_with_the_oracle(batches, policy, width):
+    members = choose_merge(batches, policy=policy, width=width)
+    assert list(members) == oracle.merge_members(batches, policy=policy, width=width)
+
+
+def test_choice_refuses_what_it_does_not_know(unchecked):
+    with pytest.raises(ValueError, match="width=1: expected at least 2"):
+        choose_merge([1, 2], policy="worst_with_worst", width=1)
+    with pytest.raises(ValueError, match="policy='best': expected worst_with_worst or"):
+        choose_merge([1, 2], policy="best", width=2)
+
+
+# --- Who works for whom
+
+
+@pytest.mark.parametrize(
+    ("batches", "num_workers", "workers"),
+    [
+        ([4, 4], 4, (2, 2)),
+        ([12, 4], 4, (3, 1)),
+        ([100, 1, 1], 4, (2, 1, 1)),  # at least one each
+        ([5, 5, 5], 4, (2, 1, 1)),  # ties to the lower position
+        ([5, 5, 5], 5, (2, 2, 1)),
+        ([5, 5, 1, 1, 1], 6, (2, 1, 1, 1, 1)),  # likewise where the minimum is paid for
+        ([7], 3, (3,)),
+        ([1, 2, 3], 3, (1, 1, 1)),
+    ],
+)
+def test_workers_by_largest_remainder(batches, num_workers, workers):
+    assert allocate_workers(batches, num_workers) == workers
+
+
+@given(BATCHES, st.integers(0, 30))
+def test_allocation_is_exact_leaves_nobody_out_and_agrees_with_fractions(batches, spare):
+    num_workers = len(batches) + spare
+    workers = allocate_workers(batches, num_workers)
+    assert sum(workers) == num_workers and min(workers) >= 1
+    assert list(workers) == oracle.allocated(batches, num_workers)
+    by_batch = sorted(zip(batches, workers, strict=True))
+    assert [w for _, w in by_batch] == sorted(workers)  # who asks for more never gets less
+
+
+def test_defect_16_rounding_leaves_no_trainer_without_a_worker():
+    # Shares of 3.97, 0.01 and 0.01 would round to 4, 0 and 0.
+    assert allocate_workers([400, 1, 1], 4) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("batches", "num_workers", "words"),
+    [
+        ([4, 4, 4], 2, "num_workers=2 for 3 trainers"),
+        ([], 2, "num_workers=2 for 0 trainers"),
+        ([4, 0], 2, "requested_batch_sizes=.4, 0.: expected positive"),
+    ],
+)
+def test_impossible_allocations_are_refused(batches, num_workers, words):
+    with pytest.raises(ValueError, match=words):
+        allocate_workers(batches, num_workers)
+
+
+# --- The merge
+
+
+def ensemble_of(num_trainers, owner_R, *, equal=False, outer_tx=NESTEROV):
+    """Trainers and workers that differ everywhere, except their Adam counts by trainer."""
+    ensemble = init(
+        {"w": jnp.zeros((2, 3)), "deep": {"b": jnp.zeros(())}},
+        num_trainers=num_trainers,
+        num_workers=len(owner_R),
+        inner_tx=ADAMW,
+        outer_tx=outer_tx,
+        owner_R=owner_R,
+    )
+    rng = np.random.default_rng(0)
+
+    def filled(leaf):
+        if leaf.dtype == jnp.int32:
+            by_position = np.arange(num_trainers) if len(leaf) == num_trainers else owner_R
+            return jnp.asarray(10 * np.asarray(by_position), jnp.int32)
+        value = rng.normal(size=leaf.shape).astype(np.float32)
+        return jnp.asarray(np.broadcast_to(value[:1], leaf.shape) if equal else value)
+
+    return ensemble.replace(
+        params_M=jax.tree.map(filled, ensemble.params_M),
+        outer_state_M=jax.tree.map(filled, ensemble.outer_state_M),
+        inner_state_R=jax.tree.map(filled, ensemble.inner_state_R),
+    )
+
+
+def rows(tree, *positions):
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(positions)], tree)
+
+
+def assert_close(actual, expected, **tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, **({"rtol": 1e-6, "atol": 1e-7} | tolerance))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_merge_is_the_weighted_mean_and_keeps_the_order_of_the_others(jit):
+    ensemble = ensemble_of(4, [0, 1, 2, 3, 3])
+    call = jax.jit(merge, static_argnames="members") if jit else merge
+    merged = call(ensemble, members=(2, 0, 3), weights=jnp.array([6.0, 1.0, 3.0]))
+    assert merged.num_trainers == 2
+    for before, after in [
+        (ensemble.params_M, merged.params_M),
+        (ensemble.outer_state_M, merged.outer_state_M),
+    ]:
+        assert_close(rows(after, 0), rows(before, 1), rtol=0, atol=0)
+        mean = jax.tree.map(
+            lambda leaf: (6.0 * leaf[2:3] + leaf[0:1] + 3.0 * leaf[3:4]) / 10.0,
+            rows(before, 0, 1, 2, 3),
+        )
+        assert_close(rows(after, 1), mean)
+
+
+def test_merge_moves_the_absorbed_workers_to_the_representative():
+    ensemble = ensemble_of(4, [0, 1, 2, 3, 2])
+    merged = merge(ensemble, (2, 0), weights=(1, 1))
+    assert merged.owner_R.tolist() == [1, 0, 1, 2, 1] and merged.owner_R.dtype == jnp.int32
+    # The others and the representative's own keep their state; who joins takes their mean.
+    assert_close(
+        rows(merged.inner_state_R, 1, 2, 3, 4),
+        rows(ensemble.inner_state_R, 1, 2, 3, 4),
+        rtol=0,
+        atol=0,
+    )
+    own = rows(ensemble.inner_state_R, 2, 4)
+    assert_close(
+        rows(merged.inner_state_R, 0), jax.tree.map(lambda leaf: leaf.mean(0, keepdims=True), own)
+    )
+    assert merged.inner_state_R[0].count.tolist() == [20, 10, 20, 30, 20]
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (0.1, 0.7), (1e-20, 1e20)])
+def test_merging_equal_trainers_is_exactly_the_identity(weights):
+    ensemble = ensemble_of(3, [0, 1, 2], equal=True)
+    merged = merge(ensemble, (1, 2), weights=weights)
+    assert_close(merged.params_M, rows(ensemble.params_M, 0, 1), rtol=0, atol=0)
+    assert_close(merged.outer_state_M, rows(ensemble.outer_state_M, 0, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["params_M", "outer_state_M"])
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_member_that_is_not_finite_is_left_out(broken, where, member):
+    ensemble = ensemble_of(3, [0, 1, 2])
+    sick = jax.tree.map(lambda leaf: leaf.at[member].set(broken), getattr(ensemble, where))
+    members, weights = (1, 0, 2), {0: 2.0, 1: 5.0, 2: 3.0}
+    merged = merge(
+        ensemble.replace(**{where: sick}), members, weights=[weights[m] for m in members]
+    )
+    a, b = [m for m in range(3) if m != member]
+    share = weights[a] / (weights[a] + weights[b])
+    mean = jax.tree.map(
+        lambda leaf: share * leaf[a : a + 1] + (1 - share) * leaf[b : b + 1],
+        rows(ensemble.params_M, 0, 1, 2),
+    )
+    assert_close(merged.params_M, mean)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(merged.outer_state_M))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
+def test_member_without_a_usable_weight_is_left_out(weight):
+    ensemble = ensemble_of(3, [0, 1, 2])
+    merged = merge(ensemble, (0, 1, 2), weights=(3.0, weight, 1.0))
+    mean = jax.tree.map(
+        lambda leaf: 0.75 * leaf[:1] + 0.25 * leaf[2:], rows(ensemble.params_M, 0, 1, 2)
+    )
+    assert_close(merged.params_M, mean)
+
+
+def test_without_any_usable_weight_finite_members_count_alike():
+    ensemble = ensemble_of(3, [0, 1, 2])
+    sick = jax.tree.map(lambda leaf: leaf.at[0].set(np.nan), ensemble.params_M)
+    merged = merge(ensemble.replace(params_M=sick), (0, 1, 2), weights=(0.0, 0.0, np.nan))
+    mean = jax.tree.map(lambda leaf: (leaf[1:2] + leaf[2:]) / 2, rows(ensemble.params_M, 0, 1, 2))
+    assert_close(merged.params_M, mean)
+
+
+def test_without_any_finite_member_the_representative_stays_as_it_is():
+    ensemble = ensemble_of(2, [0, 1])
+    sick = dict(ensemble.params_M, w=ensemble.params_M["w"].at[:, 0, 0].set(np.nan))
+    merged = merge(ensemble.replace(params_M=sick), (1, 0), weights=(1.0, 1.0))
+    np.testing.assert_array_equal(merged.params_M["w"], sick["w"][1:])
+    assert_close(merged.params_M["deep"], rows(ensemble.params_M["deep"], 1), rtol=0, atol=0)
+
+
+def test_whole_numbers_in_the_outer_state_are_the_representatives_own():
+    merged = merge(ensemble_of(3, [0, 1, 2], outer_tx=ADAMW), (2, 0), weights=(1, 1))
+    assert merged.outer_state_M[0].count.tolist() == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("members", "weights", "words"),
+    [
+        ((0,), (1.0,), "members=.0.*expected at least two members"),
+        ((0, 1), (1.0,), "weights of shape .1,.*one weight for each"),
+        ((0, 0), (1.0, 1.0), "members: expected distinct positions"),
+        ((0, 3), (1.0, 1.0), "members: .0, 3. out of range; the stack holds 3"),
+        ((-1, 0), (1.0, 1.0), "members: .-1, 0. out of range"),
+    ],
+)
+def test_impossible_merges_are_refused_while_tracing(members, weights, words):
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(lambda e: merge(e, members, weights=weights), ensemble_of(3, [0, 1, 2]))

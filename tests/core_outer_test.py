@@ -1,0 +1,572 @@
+"""One round: the laws, the written-out oracle, shapes, sharding and the compiled loop."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adloco_jax import init, inner_steps, outer_step, outer_update, start_round
+from adloco_jax.core.base import Ensemble
+
+ADAMW = optax.adamw(0.05, weight_decay=0.1)
+SGD = optax.sgd(0.1)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+PLAIN = optax.sgd(1.0)  # the outer step that takes the workers' mean as it is
+
+
+def params_of(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.normal(size=(3, 2)).astype(np.float32),
+        "b": rng.normal(size=2).astype(np.float32),
+        "scale": np.float32(0.7 + 0.1 * seed),
+    }
+
+
+def loss_fn(params, batch):
+    output = jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) * params["scale"]
+    return jnp.mean(jnp.square(output - batch["y"]))
+
+
+grad_fn = jax.jit(jax.grad(loss_fn))
+
+
+def batch_of(*shape, seed=1):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(*shape, 3)).astype(np.float32),
+        "y": rng.normal(size=(*shape, 2)).astype(np.float32),
+    }
+
+
+def at(tree, *index):
+    """`leaf[index]` of every leaf, as NumPy: no program is compiled for the slices of a test."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], tree)
+
+
+@functools.cache
+def step_of(inner_tx, outer_tx, *, jit=True, num_accum_steps=1):
+    def step(ensemble, batch, **kwargs):
+        return outer_step(
+            ensemble,
+            batch,
+            loss_fn,
+            inner_tx=inner_tx,
+            outer_tx=outer_tx,
+            num_accum_steps=num_accum_steps,
+            **kwargs,
+        )
+
+    return jax.jit(step) if jit else step
+
+
+@functools.cache
+def inner_steps_of(inner_tx):
+    return jax.jit(
+        lambda workers, batch, **kwargs: inner_steps(
+            workers, batch, loss_fn, inner_tx=inner_tx, **kwargs
+        )
+    )
+
+
+def plain_updates(tx, params, batches):
+    """The optimizer on its own; `batches` one after the other."""
+    state = tx.init(params)
+    for batch in batches:
+        updates, state = jax.jit(tx.update)(grad_fn(params, batch), state, params)
+        params = at(optax.apply_updates(params, updates))
+    return params, state
+
+
+def assert_close(actual, expected, *, rtol=1e-6, atol=1e-6):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
+
+
+def assert_equal(actual, expected):
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
+def different_trainers(num_trainers, owner_R, inner_tx=ADAMW, outer_tx=NESTEROV):
+    ensemble = init(
+        params_of(),
+        num_trainers=num_trainers,
+        num_workers=len(owner_R),
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+        owner_R=owner_R,
+    )
+    each = [params_of(seed) for seed in range(num_trainers)]
+    return ensemble.replace(params_M=jax.tree.map(lambda *ms: jnp.asarray(np.stack(ms)), *each))
+
+
+# --- Laws
+
+
+@pytest.mark.parametrize(
+    ("inner_tx", "num_updates", "jit"), [(SGD, 1, False), (SGD, 5, True), (ADAMW, 5, True)]
+)
+def test_single_worker_outer_lr_one_is_the_inner_optimizer_alone(inner_tx, num_updates, jit):
+    ensemble = different_trainers(2, [1, 0], inner_tx, PLAIN)
+    batch = batch_of(num_updates, 2, 4)
+    after, _ = step_of(inner_tx, PLAIN, jit=jit)(ensemble, batch)
+    for worker, trainer in enumerate([1, 0]):
+        batches = [at(batch, s, worker) for s in range(num_updates)]
+        params, state = plain_updates(inner_tx, params_of(trainer), batches)
+        assert_close(at(after.params_M, trainer), params, rtol=3e-7, atol=3e-7)
+        assert_close(at(after.inner_state_R, worker), state, rtol=3e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("outer_tx", "num_accum_steps"), [(PLAIN, 1), (NESTEROV, 2)])
+def test_zero_inner_learning_rate_gives_a_pseudo_gradient_of_exactly_zero(
+    outer_tx, num_accum_steps
+):
+    ensemble = different_trainers(2, [0, 0, 1], ADAMW, outer_tx)
+    step = step_of(ADAMW, outer_tx, num_accum_steps=num_accum_steps)
+    rates = jnp.zeros((3, 3))
+    after, metrics = step(ensemble, batch_of(3, 3, 4), learning_rate_SR=rates)
+    assert_equal(after.params_M, ensemble.params_M)
+    assert_equal(metrics.pseudo_grad_norm_M, jnp.zeros(2))
+
+
+def test_order_of_workers_changes_nothing():
+    order = np.array([3, 0, 4, 2, 1])
+    step = step_of(ADAMW, NESTEROV)
+    first, _ = step(different_trainers(2, [0, 0, 1, 1, 0]), batch_of(3, 5, 4))
+    shuffled = first.replace(
+        owner_R=jnp.asarray(at(first.owner_R, order)),
+        inner_state_R=jax.tree.map(jnp.asarray, at(first.inner_state_R, order)),
+    )
+    batch = batch_of(3, 5, 4, seed=2)
+    plain, plain_metrics = step(first, batch)
+    moved, moved_metrics = step(shuffled, at(batch, slice(None), order))
+    assert_close(moved.params_M, plain.params_M)
+    assert_close(moved.outer_state_M, plain.outer_state_M)
+    assert_close(moved.inner_state_R, at(plain.inner_state_R, order), atol=1e-7)
+    assert_close(moved_metrics.loss_SR, at(plain_metrics.loss_SR, slice(None), order))
+
+
+@pytest.mark.parametrize(("inner_tx", "num_accum_steps"), [(SGD, 6), (ADAMW, 2), (ADAMW, 3)])
+def test_accumulated_micro_batches_are_one_large_batch(inner_tx, num_accum_steps):
+    ensemble = different_trainers(2, [0, 1, 1], inner_tx)
+    batch = batch_of(3, 3, 6)
+    whole = step_of(inner_tx, NESTEROV)(ensemble, batch)
+    split = step_of(inner_tx, NESTEROV, num_accum_steps=num_accum_steps)(ensemble, batch)
+    assert_close(split, whole)
+
+
+def test_data_parallel_form_is_adamw_on_the_union_batch():
+    # Inner SGD with lr 1 and one step: the pseudo-gradient is the gradient of the union batch.
+    inner_tx, outer_tx = optax.sgd(1.0), optax.adamw(0.05, weight_decay=0.1)
+    ensemble = init(
+        params_of(), num_trainers=1, num_workers=4, inner_tx=inner_tx, outer_tx=outer_tx
+    )
+    batches = [batch_of(1, 4, 3, seed=seed) for seed in range(5)]
+    for batch in batches:
+        ensemble, _ = step_of(inner_tx, outer_tx)(ensemble, batch)
+    unions = [jax.tree.map(lambda leaf: leaf.reshape(12, -1), batch) for batch in batches]
+    params, _ = plain_updates(outer_tx, params_of(), unions)
+    assert_close(at(ensemble.params_M, 0), params)
+
+
+@pytest.mark.parametrize(("owner_R", "num_accum_steps"), [([0, 0], 2), ([0, 0, 1, 2, 0], 1)])
+def test_stacked_trainers_are_a_loop_over_them(owner_R, num_accum_steps):
+    num_trainers = max(owner_R) + 1
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    batches = [batch_of(2, len(owner_R), 4, seed=seed) for seed in (1, 2)]
+    together = different_trainers(num_trainers, owner_R)
+    for batch in batches:
+        together, metrics = step(together, batch)
+    for m in range(num_trainers):
+        mine = np.flatnonzero(np.array(owner_R) == m)
+        alone = init(
+            params_of(m), num_trainers=1, num_workers=len(mine), inner_tx=ADAMW, outer_tx=NESTEROV
+        )
+        for batch in batches:
+            alone, alone_metrics = step(alone, at(batch, slice(None), mine))
+        assert_close(at(together.params_M, m), at(alone.params_M, 0))
+        assert_close(at(metrics.loss_SR, slice(None), mine), alone_metrics.loss_SR)
+        assert_close(at(metrics.pseudo_grad_norm_M, m), at(alone_metrics.pseudo_grad_norm_M, 0))
+
+
+# --- The written-out algorithm
+
+
+@pytest.mark.parametrize(("num_accum_steps", "outer"), [(1, "adamw"), (3, "nesterov")])
+def test_several_rounds_agree_with_the_oracle(num_accum_steps, outer):
+    vocab, micro, num_updates, owners = 5, 2, 3, [0, 0, 1]
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(vocab, vocab))
+    inner_tx = optax.adamw(0.03, weight_decay=0.2)
+    outer_tx = NESTEROV if outer == "nesterov" else optax.adamw(0.3, weight_decay=0.05)
+    ensemble = init(
+        {"w": jnp.asarray(table, jnp.float32)},
+        num_trainers=2,
+        num_workers=3,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+        owner_R=owners,
+    )
+
+    def bigram_loss(params, tokens):
+        logits = params["w"][tokens[:, :-1]]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    def step(ensemble, tokens):
+        return outer_step(
+            ensemble,
+            tokens,
+            bigram_loss,
+            inner_tx=inner_tx,
+            outer_tx=outer_tx,
+            num_accum_steps=num_accum_steps,
+        )
+
+    step = jax.jit(step)
+    params = [table.copy(), table.copy()]
+    velocity = [np.zeros_like(table) if outer == "nesterov" else oracle.adamw_start(table)] * 2
+    inner = [oracle.adamw_start(table) for _ in owners]
+    for _ in range(3):
+        tokens = rng.integers(0, vocab, size=(num_updates, 3, num_accum_steps * micro, 5))
+        ensemble, metrics = step(ensemble, jnp.asarray(tokens, jnp.int32))
+        ends, loss_SR = [], np.zeros((num_updates, 3))
+        for r, owner in enumerate(owners):
+            end = params[owner]
+            for s in range(num_updates):
+                loss_SR[s, r], grad = oracle.batch_loss_and_grad(end, tokens[s, r])
+                end, inner[r] = oracle.adamw(end, grad, inner[r], 0.03, weight_decay=0.2)
+            ends.append(end)
+        norms = []
+        for m, mean in enumerate([(ends[0] + ends[1]) / 2, ends[2]]):
+            pseudo_grad = params[m] - mean
+            norms.append(np.linalg.norm(pseudo_grad))
+            if outer == "nesterov":
+                update = oracle.nesterov(params[m], pseudo_grad, velocity[m], 0.7, momentum=0.9)
+            else:
+                update = oracle.adamw(params[m], pseudo_grad, velocity[m], 0.3, weight_decay=0.05)
+            params[m], velocity[m] = update
+        np.testing.assert_allclose(metrics.loss_SR, loss_SR, rtol=1e-5)
+        np.testing.assert_allclose(metrics.pseudo_grad_norm_M, norms, rtol=1e-5)
+        np.testing.assert_allclose(ensemble.params_M["w"], np.stack(params), rtol=1e-5, atol=1e-5)
+    assert ensemble.round == 3
+
+
+def test_learning_rates_as_data_are_the_inner_optimizers_own():
+    ensemble, batch = different_trainers(2, [0, 0, 1]), batch_of(3, 3, 4)
+    expected, _ = step_of(ADAMW, NESTEROV, num_accum_steps=2)(ensemble, batch)
+    of_one = step_of(optax.adamw(1.0, weight_decay=0.1), NESTEROV, num_accum_steps=2)
+    actual, _ = of_one(ensemble, batch, learning_rate_SR=jnp.full((3, 3), 0.05))
+    assert_close(actual.params_M, expected.params_M)
+
+
+def test_each_worker_and_each_update_has_its_own_learning_rate():
+    ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 3)
+    rates = np.array([[0.1, 0.0], [0.02, 0.3]], np.float32)
+    step = step_of(optax.sgd(1.0), PLAIN)
+    after, _ = step(ensemble, batch, learning_rate_SR=jnp.asarray(rates))
+    ends = []
+    for r in range(2):
+        params = params_of()
+        for s in range(2):
+            grads = grad_fn(params, at(batch, s, r))
+            params = jax.tree.map(
+                lambda p, g, rate=rates[s, r]: p - rate * np.asarray(g), params, grads
+            )
+        ends.append(params)
+    assert_close(at(after.params_M, 0), jax.tree.map(lambda a, b: (a + b) / 2, *ends))
+
+
+def test_metrics_are_the_losses_before_each_update_and_the_norm_of_the_pseudo_gradient():
+    ensemble, batch = different_trainers(2, [1, 0, 1], SGD, PLAIN), batch_of(2, 3, 4)
+    after, metrics = step_of(SGD, PLAIN)(ensemble, batch)
+    assert metrics.loss_SR.shape == (2, 3)
+    for r, m in enumerate([1, 0, 1]):
+        first = loss_fn(params_of(m), at(batch, 0, r))
+        np.testing.assert_allclose(metrics.loss_SR[0, r], first, rtol=1e-6)
+    for m in range(2):
+        leaves = zip(
+            jax.tree.leaves(params_of(m)), jax.tree.leaves(at(after.params_M, m)), strict=True
+        )
+        norm = np.sqrt(sum(np.sum((before - end) ** 2) for before, end in leaves))
+        np.testing.assert_allclose(metrics.pseudo_grad_norm_M[m], norm, rtol=1e-5)
+
+
+# --- Weights, and workers that broke
+
+
+def outer_move(num_trainers, owner_R, drift_R, weights_R):
+    """How far each trainer's `b` moves when its workers went `drift_R` away from it: [M]."""
+    ensemble = different_trainers(num_trainers, owner_R, SGD, PLAIN)
+    workers = start_round(ensemble)
+    drift_R = np.asarray(drift_R, np.float32)
+    params_R = dict(workers.params_R, b=np.asarray(workers.params_R["b"]) + drift_R[:, None])
+    after, _ = jax.jit(functools.partial(outer_update, outer_tx=PLAIN))(
+        ensemble, workers.replace(params_R=params_R), weights_R=jnp.asarray(weights_R, jnp.float32)
+    )
+    return np.asarray(after.params_M["b"] - ensemble.params_M["b"])[:, 0]
+
+
+def test_weights_are_relative_within_a_trainer():
+    moved_M = outer_move(2, [0, 1, 0, 1], [1, 5, 4, 9], [1, 300, 2, 100])
+    np.testing.assert_allclose(moved_M, [3.0, 6.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_worker_of_zero_weight_is_left_out_even_if_it_is_not_finite(broken):
+    moved_M = outer_move(1, [0, 0, 0], [1, broken, 3], [1, 0, 1])
+    np.testing.assert_allclose(moved_M, [2.0], rtol=1e-6)
+
+
+def test_trainer_without_a_positive_weight_takes_the_plain_mean():
+    moved_M = outer_move(2, [0, 0, 1], [1, 3, 5], [0, 0, 1])
+    np.testing.assert_allclose(moved_M, [2.0, 5.0], rtol=1e-6)
+
+
+def test_broken_worker_does_not_poison_another_trainer():
+    ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 3)
+    expected, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
+    batch["x"][:, 3] = np.nan
+    after, metrics = step_of(ADAMW, NESTEROV)(ensemble, batch)
+    assert np.isfinite(metrics.pseudo_grad_norm_M).tolist() == [True, False, True]
+    for m in (0, 2):
+        assert_close(at(after.params_M, m), at(expected.params_M, m))
+
+
+# --- Accumulation as data
+
+
+def flags(*pattern):
+    return jnp.asarray(pattern, bool)
+
+
+@pytest.mark.parametrize(("num_accum_steps", "pieces"), [(2, 1), (2, 3), (3, 2)])
+def test_update_flags_as_data_are_the_static_accumulation_count(num_accum_steps, pieces):
+    # Cut into calls of equal shape; a window may straddle a cut.
+    ensemble = different_trainers(2, [0, 1, 1])
+    num_updates, micro = 5 if pieces == 1 else 6, 2
+    batch = batch_of(num_updates, 3, num_accum_steps * micro)
+    rates = np.linspace(0.1, 1.0, num_updates * 3, dtype=np.float32).reshape(num_updates, 3)
+    expected, expected_metrics = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)(
+        ensemble, batch, learning_rate_SR=jnp.asarray(rates)
+    )
+    micro_batches = [
+        at(batch, s, slice(None), slice(a * micro, (a + 1) * micro))
+        for s in range(num_updates)
+        for a in range(num_accum_steps)
+    ]
+    batch_TRB = jax.tree.map(lambda *leaves: np.stack(leaves), *micro_batches)
+    update_T = np.tile(np.arange(num_accum_steps) == num_accum_steps - 1, num_updates)
+    rate_TR = np.repeat(rates, num_accum_steps, axis=0)
+    workers, losses = start_round(ensemble, accumulate=True), []
+    for part in np.split(np.arange(num_updates * num_accum_steps), pieces):
+        workers, loss_TR = inner_steps_of(ADAMW)(
+            workers,
+            at(batch_TRB, part),
+            learning_rate_TR=jnp.asarray(rate_TR[part]),
+            update_T=jnp.asarray(update_T[part]),
+        )
+        losses.append(loss_TR)
+    actual, norm_M = outer_update(ensemble, workers, outer_tx=NESTEROV)
+    assert_close(actual, expected)
+    assert_close(norm_M, expected_metrics.pseudo_grad_norm_M)
+    loss_SR = np.concatenate(losses).reshape(num_updates, num_accum_steps, 3).mean(axis=1)
+    assert_close(loss_SR, expected_metrics.loss_SR)
+
+
+def test_one_program_serves_every_accumulation_count():
+    traces = []
+
+    def counted_loss(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    steps = jax.jit(
+        lambda workers, batch, update_T: inner_steps(
+            workers, batch, counted_loss, inner_tx=SGD, update_T=update_T
+        )
+    )
+    workers = start_round(different_trainers(1, [0, 0], SGD), accumulate=True)
+    steps(workers, batch_of(6, 2, 3), flags(0, 1, 0, 1, 0, 1))
+    first = len(traces)
+    for pattern in [(0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 0, 1)]:
+        steps(workers, batch_of(6, 2, 3), flags(*pattern))
+    assert len(traces) == first
+
+
+def test_micro_batches_after_the_last_update_change_nothing():
+    workers = start_round(different_trainers(1, [0, 0]), accumulate=True)
+    batch = batch_of(4, 2, 3)
+    padded, _ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(0, 1, 0, 0))
+    whole, _ = inner_steps_of(ADAMW)(workers, at(batch, slice(2)), update_T=flags(0, 1))
+    assert_close(padded.params_R, whole.params_R, rtol=3e-7, atol=1e-7)
+    assert_close(padded.inner_state_R, whole.inner_state_R, rtol=1e-6, atol=1e-8)
+
+
+def test_windows_of_one_micro_batch_are_plain_updates():
+    ensemble, batch = different_trainers(2, [0, 1]), batch_of(3, 2, 4)
+    plain, _ = inner_steps_of(ADAMW)(start_round(ensemble), batch)
+    workers = start_round(ensemble, accumulate=True)
+    flagged, _ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(1, 1, 1))
+    assert_close(flagged.params_R, plain.params_R, rtol=3e-7, atol=1e-7)
+    assert_close(flagged.inner_state_R, plain.inner_state_R, rtol=1e-6, atol=1e-8)
+
+
+# --- Defects of the reference (ALGORITHM 7)
+
+
+def test_defect_02_accumulation_does_not_multiply_the_batch():
+    batch = batch_of(2, 1, 12)
+    step = step_of(ADAMW, PLAIN, num_accum_steps=4)
+    after, _ = step(different_trainers(1, [0], ADAMW, PLAIN), batch)
+    assert after.inner_state_R[0].count.tolist() == [2]  # of 12 examples: not 8 of 3, nor of 48
+    params, _ = plain_updates(ADAMW, params_of(), [at(batch, s, 0) for s in range(2)])
+    assert_close(at(after.params_M, 0), params)
+
+
+def test_defect_04_last_short_window_is_a_full_mean():
+    # Five micro-batches in windows of two: the last update is the plain gradient of the fifth.
+    batch = batch_of(5, 2, 3)
+    workers, _ = inner_steps_of(SGD)(
+        start_round(different_trainers(1, [0, 0], SGD), accumulate=True),
+        batch,
+        update_T=flags(0, 1, 0, 1, 1),
+    )
+    for r in range(2):
+        windows = [
+            jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), at(batch, window, r))
+            for window in (slice(0, 2), slice(2, 4), slice(4, 5))
+        ]
+        params, _ = plain_updates(SGD, params_of(), windows)
+        assert_close(at(workers.params_R, r), params)
+
+
+def test_defect_10_inner_state_is_kept_and_outer_momentum_present():
+    step = step_of(ADAMW, NESTEROV)
+    start = different_trainers(1, [0, 0])
+    once, _ = step(start, batch_of(3, 2, 4))
+    twice, _ = step(once, batch_of(3, 2, 4, seed=2))
+    assert twice.inner_state_R[0].count.tolist() == [6, 6]
+    reset, _ = step(once.replace(inner_state_R=start.inner_state_R), batch_of(3, 2, 4, seed=2))
+    assert not np.allclose(reset.params_M["w"], twice.params_M["w"], atol=1e-3)
+    # With nothing learned in a round, momentum alone still moves the trainer.
+    frozen, _ = step(once, batch_of(3, 2, 4), learning_rate_SR=jnp.zeros((3, 2)))
+    coasting = once.params_M["w"] - 0.7 * 0.9 * 0.9 * once.outer_state_M[0].trace["w"]
+    assert_close(frozen.params_M["w"], coasting)
+
+
+# --- Transforms, shapes, programs
+
+
+def test_vmap_over_ensembles_is_a_loop_over_them():
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=2)
+    ensembles = [different_trainers(2, owners) for owners in ([0, 1, 1], [1, 0, 0])]
+    batches = [batch_of(2, 3, 4, seed=seed) for seed in (5, 6)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *zip(ensembles, batches, strict=True))
+    together = jax.vmap(step)(*stacked)
+    for i in range(2):
+        assert_close(at(together, i), step(ensembles[i], batches[i]))
+
+
+def test_repeated_shapes_compile_once():
+    step = jax.jit(step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=2))
+    ensemble = different_trainers(2, [0, 1, 1])
+    for seed in range(3):
+        ensemble, _ = step(ensemble, batch_of(2, 3, 4, seed=seed))
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_accum_steps", "words"),
+    [
+        ((2, 4, 6), 1, ["batch", "(2, 4, 6, 3)", "R=3"]),
+        ((2, 3, 6), 4, ["batch", "6 examples", "num_accum_steps=4"]),
+        ((2, 3, 6), 0, ["num_accum_steps=0", "at least 1"]),
+        ((0, 3, 6), 1, ["batch", "S >= 1"]),
+        ((2, 3, 0), 1, ["batch", "(2, 3, 0, 3)"]),
+        ((3,), 1, ["batch", "(3, 3)"]),
+    ],
+)
+def test_wrong_shapes_are_named_while_tracing(shape, num_accum_steps, words):
+    step = step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=num_accum_steps)
+    batch = {"x": jax.ShapeDtypeStruct((*shape, 3), jnp.float32)}
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(step, different_trainers(2, [0, 1, 1]), batch)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_leaves_that_disagree_and_empty_batches_are_refused():
+    step, ensemble = step_of(ADAMW, NESTEROV, jit=False), different_trainers(1, [0])
+    with pytest.raises(ValueError, match="batch: expected a pytree"):
+        step(ensemble, {})
+    with pytest.raises(ValueError, match="batch: a leaf has shape"):
+        step(ensemble, {"x": jnp.zeros((2, 1, 3, 3)), "y": jnp.zeros((1, 1, 3, 2))})
+
+
+def worker_mesh():
+    return jax.make_mesh((8,), ("worker",), axis_types=(AxisType.Auto,))
+
+
+def sharded_arguments(mesh, ensemble, batch):
+    by_worker = NamedSharding(mesh, P("worker"))
+    whole = NamedSharding(mesh, P())
+    placed = Ensemble(
+        params_M=jax.device_put(ensemble.params_M, whole),
+        outer_state_M=jax.device_put(ensemble.outer_state_M, whole),
+        inner_state_R=jax.device_put(ensemble.inner_state_R, by_worker),
+        owner_R=jax.device_put(ensemble.owner_R, whole),
+        round=jax.device_put(ensemble.round, whole),
+    )
+    return placed, jax.device_put(batch, NamedSharding(mesh, P(None, "worker")))
+
+
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds(num_accum_steps):
+    ensemble = different_trainers(3, [0, 0, 0, 1, 1, 2, 2, 2])
+    batch = batch_of(3, 8, 4)
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    expected = step(ensemble, batch)
+    compiled = step.lower(*sharded_arguments(worker_mesh(), ensemble, batch)).compile()
+    actual = compiled(*sharded_arguments(worker_mesh(), ensemble, batch))
+    assert_close(jax.device_get(actual), jax.device_get(expected))
+    inside, outside = collectives(compiled.as_text())
+    assert outside, "the outer update of a sharded round must communicate: the reading is broken"
+    assert not inside, inside
+
+
+def collectives(hlo):
+    """Lines of an HLO text that communicate: inside the while loops, and outside of them."""
+    computations = {}
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            lines = computations.setdefault(header[1], [])
+        elif computations:
+            lines.append(line)
+
+    def called(line):
+        names = re.findall(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.\-]+)", line)
+        for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
+            names += re.findall(r"[\w.\-]+", branches)
+        return names
+
+    every_line = [line for lines in computations.values() for line in lines]
+    waiting = [name for line in every_line if " while(" in line for name in called(line)]
+    assert waiting, "no loop found: the reading of the program is broken"
+    looped = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in looped:
+            looped.add(name)
+            waiting += [other for line in computations[name] for other in called(line)]
+    found = {True: [], False: []}
+    operation = r" (all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)[\w\-]*\("
+    for name, lines in computations.items():
+        found[name in looped] += [line for line in lines if re.search(operation, line)]
+    return found[True], found[False]

@@ -1,0 +1,208 @@
+import gzip
+import json
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adloco_jax.data import sources
+from adloco_jax.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def shared_data():
+    if "ADLOCO_DATA_DIR" not in os.environ:
+        pytest.skip("ADLOCO_DATA_DIR is not set: no C4 shards to read")
+    return Path(os.environ["ADLOCO_DATA_DIR"])
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def jsonl(*paths, text_column="text"):
+    return list(sources.jsonl_documents(paths, text_column=text_column))
+
+
+def test_a_file_a_folder_and_a_glob_name_their_files_in_order(tmp_path):
+    for name in ("b.txt", "a.txt", "deep/c.txt", "d.md"):
+        write(tmp_path / name, name)
+
+    def names(path):
+        found = sources.find_files(str(path), key="data.path")
+        return [file.relative_to(tmp_path).as_posix() for file in found]
+
+    assert names(tmp_path / "d.md") == ["d.md"]
+    assert names(tmp_path) == ["a.txt", "b.txt", "d.md", "deep/c.txt"]
+    assert names(tmp_path / "*.txt") == ["a.txt", "b.txt"]
+    assert names(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "deep/c.txt"]
+
+
+def test_an_existing_file_is_not_read_as_a_glob(tmp_path):
+    write(tmp_path / "a1", "other")
+    file = write(tmp_path / "a[1]", "this")
+    assert sources.find_files(str(file), key="data.path") == [file]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("gone.txt", "no such file or folder"),
+        ("*.gz", "no file matches"),
+        ("folder", "an empty folder"),
+    ],
+)
+def test_a_path_without_files_is_a_data_error(tmp_path, path, message):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=message) as error:
+        sources.find_files(str(tmp_path / path), key="data.heldout_path")
+    assert str(error.value).startswith(f"data.heldout_path={tmp_path / path}")
+
+
+def test_an_empty_path_is_a_config_error():
+    with pytest.raises(ConfigError, match="data.path is empty"):
+        sources.find_files("", key="data.path")
+
+
+def test_stdlib_is_the_librarys_own_sources_and_topics_without_tests():
+    documents = list(sources.stdlib_documents())
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "json" / "__init__.py").read_text() in documents
+    assert any(document.startswith('The "assert" statement') for document in documents)
+    assert not any("class TestCase(unittest.TestCase)" in document for document in documents)
+    assert not any(
+        document.startswith("# system configuration generated") for document in documents
+    )
+    assert sum(map(len, documents)) > 5_000_000
+    assert documents == list(sources.stdlib_documents())
+
+
+def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
+    files = [
+        write(tmp_path / "a", "one\r\ntwo"),
+        write(tmp_path / "b", ""),
+        write(tmp_path / "c", "ü"),
+    ]
+    assert list(sources.text_documents(files)) == ["one\r\ntwo", "ü"]
+
+
+def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
+    file = write(tmp_path / "latin.txt", b"abc\n\xfcber")
+    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 at byte 4"):
+        list(sources.text_documents([file]))
+
+
+def test_jsonl_reads_lines_in_order_plain_and_compressed(tmp_path):
+    lines = '{"text": "one", "url": 1}\n\n{"text": ""}\n{"text": "zwei \\u00fc"}'
+    plain = write(tmp_path / "a.jsonl", lines)
+    compressed = write(tmp_path / "b.json.gz", gzip.compress(lines.encode()))
+    assert jsonl(plain, compressed) == ["one", "zwei ü"] * 2
+
+
+def test_c4_shards(shared_data):
+    shards = sources.find_files(str(shared_data / "c4" / "c4-train.*.json.gz"), key="data.path")
+    documents = jsonl(*shards)
+    assert len(documents) == 1000
+    assert sum(map(len, documents)) == 2_016_641
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', r"not one JSON object per line"),
+        (b'["text"]', r"have a JSON list, need an object"),
+        (b'{"content": "x", "id": 3}', r"no field 'text' \(data.text_column\), have content, id"),
+        (b'{"text": null}', r"'text' must be a string, have null"),
+        (b'{"text": 7}', r"'text' must be a string, have 7"),
+        (b'{"text": "\xff"}', r"not UTF-8 at byte 10 of the line"),
+        (b'{"text": "\\ud800"}', r"'text' is not Unicode text"),
+    ],
+)
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.json.gz"])
+def test_a_bad_json_line_names_file_and_line(tmp_path, name, line, message):
+    content = b'{"text": "fine"}\n' + line + b"\n"
+    file = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=rf"{name}:2: {message}"):
+        jsonl(file)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.99])
+def test_a_truncated_gzip_names_the_file(tmp_path, keep):
+    text = np.random.default_rng(0).integers(0, 10**9, 1000).astype(str)
+    whole = gzip.compress("\n".join(json.dumps({"text": t}) for t in text).encode())
+    file = write(tmp_path / "cut.json.gz", whole[: int(keep * len(whole))])
+    with pytest.raises(DataError, match=r"cut\.json\.gz: damaged after line \d+ \(Compressed file"):
+        jsonl(file)
+
+
+def test_what_is_no_gzip_and_what_is_no_json_names_the_file(tmp_path):
+    with pytest.raises(DataError, match=r"a\.json\.gz: damaged after line 0 \(Not a gzipped file"):
+        jsonl(write(tmp_path / "a.json.gz", '{"text": "plain"}'))
+    with pytest.raises(DataError, match=r"README\.md: data.source=jsonl reads .jsonl and .json"):
+        jsonl(write(tmp_path / "README.md", "about"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz"])
+def test_an_empty_jsonl_shard_is_a_data_error(tmp_path, name):
+    file = write(tmp_path / name, gzip.compress(b"") if name.endswith(".gz") else b"")
+    with pytest.raises(DataError, match=f"{name}: empty"):
+        jsonl(file)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_tokens_are_memory_mapped_as_stored(tmp_path, shape):
+    stored = np.arange(12, dtype=np.uint16).reshape(shape)
+    np.save(tmp_path / "t.npy", stored)
+    tokens = sources.open_tokens(tmp_path / "t.npy", row_length=4)
+    assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
+    np.testing.assert_array_equal(tokens, stored)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(8, np.float32), "token ids are integers, have float32"),
+        (np.zeros((2, 5), np.int32), r"rows of 5 tokens, need 4 \(data.sequence_length 3"),
+        (np.zeros((2, 2, 4), np.int32), "have 3 dimensions"),
+        (np.array([{}]), "no readable, whole .npy"),
+    ],
+)
+def test_an_array_of_another_kind_is_a_data_error(tmp_path, array, message):
+    np.save(tmp_path / "t.npy", array, allow_pickle=True)
+    with pytest.raises(DataError, match=rf"t\.npy: {message}"):
+        sources.open_tokens(tmp_path / "t.npy", row_length=4)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200])
+def test_a_truncated_array_is_a_data_error(tmp_path, keep):
+    np.save(tmp_path / "t.npy", np.arange(1000))
+    write(tmp_path / "t.npy", (tmp_path / "t.npy").read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"t\.npy: no readable, whole .npy array"):
+        sources.open_tokens(tmp_path / "t.npy", row_length=4)
+
+
+def test_a_lone_document_is_cut_at_the_blank_line_nearest_to_the_held_out_share():
+    text = "".join(f"paragraph {i}\nline two\n\n" for i in range(100))
+    head, tail = sources.cut_in_two(text, where="data.path=x", heldout_frac=0.1)
+    assert head + tail == text
+    assert head.endswith("line two\n\n") and tail.startswith("paragraph")
+    blank_lines = [match.end() for match in re.finditer("\n\n", text)]
+    assert len(head) == min(blank_lines, key=lambda end: abs(end - 0.9 * len(text)))
+
+
+def test_a_blank_line_far_from_the_held_out_share_gives_way_to_a_newline():
+    text = "Title\n\n" + "a line of verse\n" * 100
+    head, tail = sources.cut_in_two(text, where="data.path=x", heldout_frac=0.2)
+    assert head + tail == text
+    assert head.endswith("verse\n") and tail.startswith("a line")
+    assert len(tail) / len(text) == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_lone_document_on_one_line_cannot_be_cut():
+    with pytest.raises(DataError, match="data.path=x: the only document has no line break"):
+        sources.cut_in_two("one line only\n", where="data.path=x", heldout_frac=0.5)

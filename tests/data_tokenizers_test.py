@@ -1,0 +1,194 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from adloco_jax.data import load_tokenizer
+from adloco_jax.errors import ConfigError, DataError
+
+TEXTS = [
+    "Hello, world.\n\n  Indented — ünïcode 日本語 🙂\t.",
+    "",
+    "</s> and <|endoftext|> are text",
+]
+
+
+@pytest.fixture
+def shared_tokenizers():
+    if "ADLOCO_DATA_DIR" not in os.environ:
+        pytest.skip("ADLOCO_DATA_DIR is not set: no tokenizer files to read")
+    return Path(os.environ["ADLOCO_DATA_DIR"]) / "tokenizers"
+
+
+def byte_level_tokenizer(*special_tokens):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(special_tokens),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world, hello there"], trainer)
+    return tokenizer
+
+
+def save_folder(tokenizer, folder, **special_tokens):
+    """A folder in Hugging Face layout, as `save_pretrained` writes it."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens})
+    )
+    return str(folder)
+
+
+def assert_round_trip(tokenizer, texts=TEXTS):
+    ids = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(i) for i in ids] == texts
+    for array in ids:
+        assert array.dtype == np.int32 and array.ndim == 1
+        assert tokenizer.eot_id not in array
+        assert array.max(initial=0) < tokenizer.vocab_size
+    assert 0 <= tokenizer.eot_id < tokenizer.vocab_size
+    assert tokenizer.decode([tokenizer.eot_id, *ids[0], tokenizer.vocab_size + 5]) == texts[0]
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (257, 256)
+    assert tokenizer.encode_batch(["aé"])[0].tolist() == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+    assert_round_trip(tokenizer)
+
+
+def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    byte_level_tokenizer("<pad>", "</s>").save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eot_id == 1
+    assert_round_trip(tokenizer)
+
+
+def test_tokenizer_json_without_special_tokens_gets_an_end_of_text(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    plain = byte_level_tokenizer()
+    plain.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eot_id == plain.get_vocab_size() == tokenizer.vocab_size - 1
+    assert_round_trip(tokenizer)
+
+
+def test_tokenizer_json_with_unknown_special_tokens_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    byte_level_tokenizer("<pad>", "<finis>").save(str(path))
+    with pytest.raises(ConfigError, match=r"<pad>, <finis>.*need one of .*</s>"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("kind", ["json", "folder"])
+def test_defect_12_truncation_and_padding_saved_with_a_tokenizer_are_off(tmp_path, kind):
+    """The reference trains on padding; a tokenizer.json can ask for it, and cut texts short."""
+    tokenizer = byte_level_tokenizer("</s>")
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64, pad_id=0, pad_token="</s>")
+    folder = save_folder(tokenizer, tmp_path / "saved", eos_token="</s>")
+    loaded = load_tokenizer(folder if kind == "folder" else f"{folder}/tokenizer.json")
+    assert_round_trip(loaded)
+
+
+def test_post_processor_adds_no_special_tokens(tmp_path):
+    tokenizer = byte_level_tokenizer("<s>", "</s>")
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    folder = save_folder(tokenizer, tmp_path / "saved", eos_token="</s>", bos_token="<s>")
+    for name in (folder, f"{folder}/tokenizer.json"):
+        ids = load_tokenizer(name).encode_batch(["hello"])[0]
+        assert not {0, 1} & set(ids.tolist())
+
+
+def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
+    folder = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "hf", eos_token="<finis>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eot_id == 0
+    assert_round_trip(tokenizer)
+
+
+def test_hugging_face_folder_without_eos_token_is_refused(tmp_path):
+    folder = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "hf")
+    with pytest.raises(ConfigError, match="no end-of-text token: set eos_token"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "vocab_size", "eot_id", "lossless"),
+    [
+        ("torchtune_tokenizer_2000.json", 2001, 2000, True),
+        ("mistral-v1.model", 32000, 2, True),
+        ("torchtune_m_2000.model", 2000, 2, False),  # normalises spaces, knows few characters
+    ],
+)
+def test_published_tokenizers(shared_tokenizers, file, vocab_size, eot_id, lossless):
+    tokenizer = load_tokenizer(str(shared_tokenizers / file))
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (vocab_size, eot_id)
+    assert_round_trip(tokenizer, TEXTS if lossless else ["the quick brown fox", ""])
+
+
+def test_published_sentencepiece_model_as_a_folder(shared_tokenizers, tmp_path):
+    (tmp_path / "tokenizer.model").symlink_to(shared_tokenizers / "mistral-v1.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (32000, 2)
+    assert_round_trip(tokenizer)
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    one = save_folder(byte_level_tokenizer("</s>"), tmp_path / "one", eos_token="</s>")
+    same = save_folder(byte_level_tokenizer("</s>"), tmp_path / "same", eos_token="</s>")
+    other = save_folder(byte_level_tokenizer("</s>", "<s>"), tmp_path / "other", eos_token="</s>")
+    for suffix in ("", "/tokenizer.json"):
+        prints = [load_tokenizer(folder + suffix).fingerprint for folder in (one, same, other)]
+        assert prints[0] == prints[1] != prints[2]
+        assert len(prints[0]) == 64
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/tokenizer", "./here", "a/b/c", "lost.json", "x/y.model"]
+)
+def test_a_path_that_does_not_exist_is_a_data_error(name):
+    with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
+        load_tokenizer(name)
+
+
+def test_an_unreachable_hub_name_is_a_config_error(monkeypatch):
+    hub_constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer("no-such-owner/no-such-name")
+    assert "data.tokenizer=no-such-owner/no-such-name" in str(error.value)
+    assert "\n" not in str(error.value) and "Repo id" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "folder"])
+@pytest.mark.parametrize("content", ["", '{"version": ', '{"unrelated": 1}'])
+def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path, file, content):
+    path = tmp_path / file
+    if file == "folder":
+        path.mkdir()
+    (path / "tokenizer.json" if file == "folder" else path).write_text(content)
+    with pytest.raises(DataError, match=f"{file}: damaged or no tokenizer") as error:
+        load_tokenizer(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
+    (tmp_path / "vocab.txt").write_text("a")
+    with pytest.raises(ConfigError, match="must be a tokenizer.json or a SentencePiece"):
+        load_tokenizer(str(tmp_path / "vocab.txt"))
+    with pytest.raises(ConfigError, match="data.tokenizer is empty"):
+        load_tokenizer("")

@@ -1,0 +1,291 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adloco_jax import main as cli
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.config import KNOBS, validate
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """A fresh working folder that is not the checkout."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def configured(*overrides: str, config: str = "quickstart"):
+    return cli._configure(config, overrides)[1]
+
+
+def refused(capsys, *argv: str) -> list[str]:
+    """The lines on stderr of a command that must end with 2 and leave nothing behind."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and os.listdir() == []
+    return err.splitlines()
+
+
+# --- Overrides that work --------------------------------------------------------------------
+
+
+def test_overrides_reach_the_config():
+    config = configured(
+        "--config.num_rounds=3",
+        "--config.inner.learning_rate",
+        "1e-4",
+        "--config.inner.clip_norm=1",
+        "--config.data.num_sequences=100",
+        "--config.model.remat",
+        "--noconfig.batching.monotone",
+        "--config.batching.test_batch_size",
+        "16",
+        "--config.batching.test=ramp",
+        "--config.batching.ramp=((0, 4), (3, 8))",
+        "--config.batching.buckets=(2,4)",
+        "--config.batching.buckets=8",
+        "--config.inner.tx=sgd",
+        "--config.inner.tx=adamw",
+    )
+    settings = validate(config)
+    assert settings.num_rounds == 3 and settings.inner.learning_rate == 1e-4
+    assert settings.inner.clip_norm == 1.0 and settings.data.num_sequences == 100
+    assert settings.model.remat is True and settings.batching.monotone is False
+    assert settings.batching.test_batch_size == 16
+    assert settings.batching.ramp == ((0, 4), (3, 8))
+    assert settings.batching.buckets == (8,)  # the last one wins
+    assert settings.inner.tx == "adamw"
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_key_can_be_overridden_by_its_own_value(key):
+    group, _, name = key.rpartition(".")
+    before = configured()
+    value = (before[group] if group else before)[name]
+    value = {"inner.clip_norm": 1.0, "data.num_sequences": 100, "merge.max_barrier": 0.5}.get(
+        key, value
+    )
+    after = configured(f"--config.{key}={value}")
+    assert (after[group] if group else after)[name] == value
+
+
+@pytest.mark.parametrize(
+    "name", ["diloco", "configs/diloco.py", str(ROOT / "configs" / "diloco.py")]
+)
+def test_config_is_found_from_any_folder(name):
+    assert configured(config=name).merge.policy == "none"
+
+
+def test_a_config_beside_the_command_comes_before_the_shipped_one(elsewhere):
+    (elsewhere / "configs").mkdir()
+    (elsewhere / "configs" / "diloco.py").write_text(
+        "from adloco_jax.run.config import default_config as get_config"
+    )
+    assert configured(config="configs/diloco.py").merge.policy == "worst_with_worst"
+
+
+def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypatch):
+    (elsewhere / "experiments").mkdir()
+    (elsewhere / "experiments" / "base.py").write_text("raise AssertionError('not a neighbour')")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    (folder / "base.py").write_text(
+        "from adloco_jax.run.config import default_config\n"
+        "def get_config():\n    return default_config()\n"
+    )
+    (folder / "wide.py").write_text(
+        "from experiments import base\n"
+        "def get_config():\n    c = base.get_config()\n    c.model.width = 128\n    return c\n"
+    )
+    path_before = list(sys.path)
+    assert configured(config=str(folder / "wide.py")).model.width == 128
+    assert sys.path == path_before
+
+
+def test_help_names_every_key(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {key} " in out for key in KNOBS) and "--workdir" in out
+
+
+# --- Overrides and files that do not --------------------------------------------------------
+
+
+def test_all_bad_overrides_are_listed_at_once(capsys):
+    lines = refused(
+        capsys,
+        "--config.inner.learning_rat=3",
+        "--config.inner.learning_rate",
+        "-1",
+        "--config.num_rounds=1e3",
+        "--config.model.remat",
+        "yes",
+        "--config.inner=3",
+        "--config.batching.buckets[0]=3",
+        "--noconfig.inner.tx",
+        "--config.batching.smoothing",
+        "--confg=3",
+        "stray",
+        "--config.inner.clip_norm=nan",
+        "--config.outer.tx=adam",
+        "--config.model.width=66",
+        "--config.batching.ramp={[1]}",
+        "--config=quickstart",
+    )
+    starts = [
+        "inner.learning_rat: no such key; did you mean inner.learning_rate?",
+        "num_rounds = '1e3': must be a whole number",
+        "yes: unexpected",
+        "inner: no such key",
+        "batching.buckets[0]: no such key; did you mean batching.buckets?",
+        "inner.tx: no value given",
+        "batching.smoothing: no value given",
+        "--confg=3: no such option; did you mean --config?",
+        "stray: unexpected",
+        "batching.ramp = '{[1]}': must be a tuple",
+        "inner.learning_rate = -1.0: must be a number in (0, 100]",
+        "inner.clip_norm = nan",
+        "outer.tx = 'adam': must be 'nesterov' or",
+        "model.num_heads = 4, model.width = 66: ",
+    ]
+    assert len(lines) == len(starts)
+    for start in starts:
+        assert any(line.startswith(start) for line in lines), start
+
+
+@pytest.mark.parametrize(
+    "argv, start",
+    [
+        ([], "--config: missing"),
+        (["configs/quickstart.py"], "--config: missing"),
+        (["--config"], "Missing value for flag --config"),
+        (["--config", "nowhere.py"], "--config nowhere.py: no such file"),
+        (["--config", "."], "--config .: no such file"),
+        (["--config", "x" * 5000], "--config xxx"),
+        (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
+        (["--config=quickstart", "--noplan=1"], "--noplan=1 does not take"),
+        (["--config=quickstart", "--workdir"], "Missing value for flag --workdir"),
+        (["--config=microllama"], "data.tokenizer = ''"),
+    ],
+)
+def test_bad_command_is_refused(capsys, argv, start):
+    assert refused(capsys, *argv)[0].startswith(start)
+
+
+def test_overrides_are_checked_though_the_file_is_missing(capsys):
+    lines = refused(capsys, "--config=nowhere.py", "--config.inner.txx=sgd")
+    assert len(lines) == 2 and lines[1].startswith("inner.txx: no such key; did you mean inner.tx?")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("def get_config(:", "SyntaxError"),
+        ("import nowhere_to_be_found", "line 1: ModuleNotFoundError"),
+        ("def get_config():\n    return undefined", "line 2: NameError"),
+        ("def get_config(needed):\n    return needed", "TypeError"),
+        ("x = 1", "needs a get_config()"),
+        ("def get_config():\n    pass", "needs a get_config()"),
+        ("def get_config():\n    return {}", "needs a get_config()"),
+        ("\0", "null bytes"),
+        ("", "needs a get_config()"),
+        (
+            "from adloco_jax.run.config import default_config\n"
+            "def get_config():\n    c = default_config()\n    c.inner.txx = 1\n    return c",
+            'line 4: AttributeError: \'Key "txx" does not exist and cannot be added since the '
+            'config is locked. Did you mean "tx"',
+        ),
+        (
+            "from adloco_jax.run.config import default_config\n"
+            "def get_config():\n    c = default_config()\n    c.num_rounds = '3'\n    return c",
+            "line 4: TypeError",
+        ),
+        ("from ml_collections import ConfigDict as get_config", "seed: missing"),
+    ],
+)
+def test_broken_config_file_is_refused(capsys, tmp_path, text, expected):
+    (tmp_path / "mine.py").write_text(text)
+    lines = refused(capsys, f"--config={tmp_path / 'mine.py'}", "--config.seed=1")
+    assert expected in "\n".join(lines)
+    assert len(lines) == (len(KNOBS) if "missing" in expected else 1)
+
+
+@pytest.mark.parametrize("error, code", [(ConfigError, 2), (DataError, 3)])
+def test_user_errors_end_with_their_own_code(capsys, monkeypatch, error, code):
+    def fail(argv):
+        raise error("one clear line")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main([]) == code
+    assert capsys.readouterr().err == "one clear line\n"
+
+
+def test_interrupt_ends_with_130_and_one_line(capsys, monkeypatch):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_our_own_mistakes_are_not_hidden(monkeypatch):
+    def fail(argv):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([])
+
+
+# --- As a process ---------------------------------------------------------------------------
+
+# D7 of the reliability matrix: twenty values out of range in one command.
+OUT_OF_RANGE = {
+    "num_rounds": "0",
+    "model.num_layers": "-1",
+    "model.norm_eps": "0",
+    "data.heldout_frac": "1",
+    "data.subset_frac": "1.5",
+    "ensemble.num_trainers": "0",
+    "inner.steps_per_round": "0",
+    "inner.learning_rate": "-1",
+    "inner.warmup_updates": "-1",
+    "inner.weight_decay": "inf",
+    "inner.beta2": "1.0",
+    "outer.learning_rate": "nan",
+    "outer.momentum": "1",
+    "batching.eta": "0",
+    "batching.initial_batch_size": "0",
+    "batching.max_batch_size": "9223372036854775808",
+    "switch.multiplier": "0",
+    "merge.every_rounds": "0",
+    "merge.width": "1",
+    "merge.max_barrier": "-0.1",
+}
+
+
+@pytest.mark.parametrize("values", [OUT_OF_RANGE, {"inner.learning_rat": "1", "seed": "x"}])
+def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere, values):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "adloco_jax.main", "--config=configs/quickstart.py"]
+    done = subprocess.run(
+        [*command, *(f"--config.{key}={value}" for key, value in values.items())],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(values)
+    assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []

@@ -1,0 +1,477 @@
+"""A slow, obvious AdLoCo in float64: the algorithm a second time, to test the package against.
+
+Shares no code with the package. The model is a table of bigram logits, whose gradient is written by
+hand. Section numbers are those of ALGORITHM.md.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+
+# --- The model: next-token logits are the row of a table W[V, V] that the present token chooses.
+
+
+def sequence_loss(table, tokens):
+    """Mean cross-entropy of one sequence of L + 1 tokens, in nats per token."""
+    loss = 0.0
+    for present, following in zip(tokens[:-1], tokens[1:], strict=True):
+        logits = table[present]
+        loss += np.log(np.sum(np.exp(logits - logits.max()))) + logits.max() - logits[following]
+    return loss / (len(tokens) - 1)
+
+
+def sequence_grad(table, tokens):
+    """Gradient of `sequence_loss`: softmax minus one-hot, in the row of the present token."""
+    grad = np.zeros_like(table)
+    for present, following in zip(tokens[:-1], tokens[1:], strict=True):
+        exps = np.exp(table[present] - table[present].max())
+        grad[present] += exps / exps.sum()
+        grad[present, following] -= 1.0
+    return grad / (len(tokens) - 1)
+
+
+def batch_loss_and_grad(table, rows):
+    losses = [sequence_loss(table, row) for row in rows]
+    grads = [sequence_grad(table, row) for row in rows]
+    return sum(losses) / len(rows), sum(grads) / len(rows)
+
+
+# --- Optimizers: each takes (params, grad, state, learning rate) and returns (params, state).
+
+
+def adamw(params, grad, state, learning_rate, *, weight_decay, b1=0.9, b2=0.999, eps=1e-8):
+    """Loshchilov & Hutter 2019 in optax's form; `state` is (count, first moment, second moment)."""
+    count, mu, nu = state
+    count = count + 1
+    mu = b1 * mu + (1 - b1) * grad
+    nu = b2 * nu + (1 - b2) * grad**2
+    mu_hat = mu / (1 - b1**count)
+    nu_hat = nu / (1 - b2**count)
+    step = mu_hat / (np.sqrt(nu_hat) + eps) + weight_decay * params
+    return params - learning_rate * step, (count, mu, nu)
+
+
+def adamw_start(params):
+    return 0, np.zeros_like(params), np.zeros_like(params)
+
+
+def sgd(params, grad, state, learning_rate):
+    return params - learning_rate * grad, state
+
+
+def nesterov(params, grad, velocity, learning_rate, *, momentum):
+    """Nesterov momentum in the form of optax and PyTorch."""
+    velocity = momentum * velocity + grad
+    return params - learning_rate * (grad + momentum * velocity), velocity
+
+
+# --- Batch-size tests (section 2). Statistics are plain dicts of sums and their weights.
+
+
+def gradient_sums(grads):
+    """Sums over the per-example gradients [t, ...] that one worker tested."""
+    t = len(grads)
+    grads = [np.asarray(g, np.float64).ravel() for g in grads]
+    mean = sum(grads) / t
+    n = [g @ g for g in grads]
+    p = [g @ mean for g in grads]
+    mean2 = mean @ mean
+    sums = {
+        "examples": t,
+        "noise": sum(n) - t * mean2,
+        "noise_weight": t - 1,
+        "signal": t**2 * mean2 - sum(n),
+        "signal_weight": t * (t - 1),
+        "plugin_ip": sum((p_j - mean2) ** 2 for p_j in p),
+        "plugin_orth": sum(n) - sum(p_j**2 for p_j in p) / mean2,
+        "ip": 0.0,
+        "ip_weight": 0,
+    }
+    third = t // 3
+    if t >= 4:
+        mean_1 = sum(grads[:third]) / third
+        mean_2 = sum(grads[third : 2 * third]) / third
+        last = grads[2 * third :]
+        a = [g @ mean_1 for g in last]
+        b = [g @ mean_2 for g in last]
+        a_mean, b_mean = sum(a) / len(last), sum(b) / len(last)
+        sums["ip"] = sum((x - a_mean) * (y - b_mean) for x, y in zip(a, b, strict=True))
+        sums["ip_weight"] = len(last) - 1
+    return sums
+
+
+def pooled(sums_of_workers):
+    return {name: sum(sums[name] for sums in sums_of_workers) for name in sums_of_workers[0]}
+
+
+def averaged(old, new, decay=0.9):
+    """Numerators and denominators apart; the bias correction of both is the same and cancels."""
+    if not old:
+        old = dict.fromkeys(new, 0.0)
+    return {name: decay * old[name] + (1 - decay) * new[name] for name in new}
+
+
+def signal_used(sums, mode, total_batch):
+    """The |G|^2 that the tests divide by."""
+    noise = sums["noise"] / sums["noise_weight"]
+    signal = sums["signal"] / sums["signal_weight"]
+    if mode == "paper":
+        return max(signal, 0.0) + noise / total_batch
+    return max(signal, 1e-3 * noise)
+
+
+def norm_request(sums, *, eta, workers, mode, total_batch=None):
+    noise = sums["noise"] / sums["noise_weight"]
+    return noise / (workers * eta**2 * signal_used(sums, mode, total_batch))
+
+
+def inner_product_request(sums, *, vartheta, workers, mode, total_batch=None):
+    signal = signal_used(sums, mode, total_batch)
+    return ip_variance(sums, mode) / (workers * vartheta**2 * signal**2)
+
+
+def augmented_request(sums, *, vartheta, nu, workers, mode, total_batch=None):
+    signal = signal_used(sums, mode, total_batch)
+    if mode == "paper":
+        orthogonal = sums["plugin_orth"] / sums["noise_weight"]
+    else:
+        noise = sums["noise"] / sums["noise_weight"]
+        orthogonal = noise - ip_variance(sums, mode) / signal
+    return max(
+        inner_product_request(
+            sums, vartheta=vartheta, workers=workers, mode=mode, total_batch=total_batch
+        ),
+        orthogonal / (workers * nu**2 * signal),
+    )
+
+
+def ip_variance(sums, mode):
+    if mode == "paper":
+        return sums["plugin_ip"] / sums["noise_weight"]
+    return sums["ip"] / sums["ip_weight"]
+
+
+def limited(request, *, batch, max_growth, cap, monotone=True):
+    """Rounded up, never above the growth limit or the cap, never falling if monotone."""
+    if not math.isfinite(request):
+        return batch
+    new = math.ceil(request)
+    new = min(new, max_growth * batch, cap)
+    if monotone:
+        new = max(new, batch)
+    return max(new, 1)
+
+
+# --- Switch mode (section 3), merge choice and allocation (section 4).
+
+
+def planned(batch, *, max_batch, multiplier, mode, buckets):
+    """(micro-batch, accumulation steps)."""
+    if batch <= max_batch:
+        micro, accum = batch, 1
+    elif mode == "clip" or (mode == "threshold" and batch <= multiplier * max_batch):
+        micro, accum = max_batch, 1
+    else:
+        micro, accum = max_batch, math.ceil(batch / max_batch)
+    while micro not in buckets:
+        micro += 1
+    return micro, accum
+
+
+def merge_members(batches, *, policy, width):
+    """Positions, the representative first."""
+    if len(batches) < 2:
+        return []
+    ascending = sorted(range(len(batches)), key=lambda i: batches[i])  # stable: ties by position
+    if policy == "worst_with_worst":
+        candidates = ascending[:width]
+        top = max(batches[i] for i in candidates)
+        representative = min(i for i in candidates if batches[i] == top)
+        absorbed = [i for i in candidates if i != representative]
+    else:
+        representative = min(i for i in ascending if batches[i] == max(batches))
+        absorbed = [i for i in ascending if i != representative][: width - 1]
+    return [representative, *sorted(absorbed)]
+
+
+def allocated(batches, workers):
+    """Largest remainder with at least one worker each; ties favour the lower position."""
+    shares = [Fraction(b * workers, sum(batches)) for b in batches]
+    counts = [max(1, math.floor(share)) for share in shares]
+    while sum(counts) < workers:
+        gaps = [share - count for share, count in zip(shares, counts, strict=True)]
+        counts[gaps.index(max(gaps))] += 1
+    while sum(counts) > workers:
+        gaps = [share - count for share, count in zip(shares, counts, strict=True)]
+        least = min(gap for gap, count in zip(gaps, counts, strict=True) if count > 1)
+        last = max(i for i, gap in enumerate(gaps) if gap == least and counts[i] > 1)
+        counts[last] -= 1
+    return counts
+
+
+# --- A whole run.
+
+
+@dataclass
+class Trainer:
+    id: int
+    params: np.ndarray
+    outer_state: object
+    batch: int
+    updates: int = 0
+    sums: dict = field(default_factory=dict)
+    cursors: dict = field(default_factory=dict)  # sequences read, by stream
+
+
+@dataclass
+class Worker:
+    stream: int
+    trainer: int  # its trainer's id
+    inner_state: object
+
+
+def run_oracle(settings, *, batch, table):
+    """Plays a run.
+
+    Args:
+      settings: Anything with the fields of a run's settings, by group; this model has no use for
+        the groups `model`, `data`, `eval` and `log`.
+      batch: `batch(trainer_id, stream, start, count)` gives token rows [count, L + 1].
+      table: Initial parameters [V, V].
+
+    Returns:
+      `rounds`: a dict per round and trainer alive in it; `merges`: a dict per merge; `trainers` and
+      `workers`: as they are at the end, in order.
+    """
+    s = settings
+    table = np.asarray(table, np.float64)
+    outer_start = adamw_start(table) if s.outer.tx == "adamw" else np.zeros_like(table)
+    inner_start = adamw_start(table) if s.inner.tx == "adamw" else None
+    trainers = [
+        Trainer(i, table.copy(), copy.deepcopy(outer_start), s.batching.initial_batch_size)
+        for i in range(s.ensemble.num_trainers)
+    ]
+    workers = [
+        Worker(w, w * len(trainers) // s.ensemble.num_workers, copy.deepcopy(inner_start))
+        for w in range(s.ensemble.num_workers)
+    ]
+    rounds, merges = [], []
+    for round_number in range(1, s.num_rounds + 1):
+        for trainer in trainers:
+            mine = [worker for worker in workers if worker.trainer == trainer.id]
+            rounds.append({"round": round_number, **play_round(s, trainer, mine, batch)})
+        if s.merge.policy != "none" and round_number % s.merge.every_rounds == 0:
+            batches = [trainer.batch for trainer in trainers]
+            members = merge_members(batches, policy=s.merge.policy, width=s.merge.width)
+            if members:
+                merged = merge_trainers(s, trainers, workers, [trainers[i] for i in members])
+                merges.append({"round": round_number, **merged})
+    return SimpleNamespace(rounds=rounds, merges=merges, trainers=trainers, workers=workers)
+
+
+def play_round(s, trainer, workers, batch):
+    """One round of one trainer, changed in place; returns what it did."""
+    micro, accum = planned(
+        trainer.batch,
+        max_batch=s.batching.max_batch_size,
+        multiplier=s.switch.multiplier,
+        mode=s.switch.mode,
+        buckets=s.batching.buckets,
+    )
+    per_update = micro * accum
+    num_updates = s.inner.steps_per_round
+    # What each worker reads in this round, all its updates one after the other.
+    rows = []
+    for worker in workers:
+        start = trainer.cursors.get(worker.stream, 0)
+        rows.append(batch(trainer.id, worker.stream, start, num_updates * per_update))
+        trainer.cursors[worker.stream] = start + num_updates * per_update
+
+    request, next_batch, sums = tested(s, trainer, rows)
+
+    # Inner updates, each worker for itself.
+    ends, losses, rates = [], [], []
+    for worker, worker_rows in zip(workers, rows, strict=True):
+        params = trainer.params.copy()
+        for update in range(num_updates):
+            grad_sum, loss_sum = np.zeros_like(params), 0.0
+            for step in range(accum):
+                first = update * per_update + step * micro
+                loss, grad = batch_loss_and_grad(params, worker_rows[first : first + micro])
+                grad_sum += grad
+                loss_sum += loss
+            rate = learning_rate(s, trainer.updates + update)
+            rates.append(rate)
+            if s.inner.tx == "adamw":
+                params, worker.inner_state = adamw(
+                    params,
+                    grad_sum / accum,
+                    worker.inner_state,
+                    rate,
+                    weight_decay=s.inner.weight_decay,
+                    b1=s.inner.beta1,
+                    b2=s.inner.beta2,
+                )
+            else:
+                params, _ = sgd(params, grad_sum / accum, None, rate)
+            losses.append(loss_sum / accum)
+        ends.append(params)
+
+    # Outer update: the only time the workers meet.
+    pseudo_grad = trainer.params - sum(ends) / len(ends)
+    if s.outer.tx == "nesterov":
+        trainer.params, trainer.outer_state = nesterov(
+            trainer.params,
+            pseudo_grad,
+            trainer.outer_state,
+            s.outer.learning_rate,
+            momentum=s.outer.momentum,
+        )
+    elif s.outer.tx == "adamw":
+        trainer.params, trainer.outer_state = adamw(
+            trainer.params,
+            pseudo_grad,
+            trainer.outer_state,
+            s.outer.learning_rate,
+            weight_decay=s.outer.weight_decay,
+        )
+    else:
+        trainer.params, _ = sgd(trainer.params, pseudo_grad, None, s.outer.learning_rate)
+    played = {
+        "trainer": trainer.id,
+        "workers": len(workers),
+        "requested": trainer.batch,
+        "micro": micro,
+        "accum": accum,
+        "loss": sum(losses) / len(losses),
+        "rates": rates,
+        "test_value": request,
+        "noise": None if sums is None else sums["noise"] / sums["noise_weight"],
+        "signal": None if sums is None else sums["signal"] / sums["signal_weight"],
+    }
+    trainer.updates += num_updates
+    trainer.batch = next_batch
+    return played
+
+
+def tested(s, trainer, rows):
+    """The trainer's test on the first rows of its round: (request, next batch, its sums)."""
+    b = s.batching
+    least = 2 if b.test == "norm" else 4
+    sequences = sum(len(worker_rows) for worker_rows in rows)
+    total = b.test_batch_size
+    if total is None:
+        total = min(max(math.ceil(Fraction(4, 100) * sequences), 8), 256)
+        total = max(total, least * len(rows))
+    per_worker = min(total, sequences) // len(rows)
+    if per_worker < least:
+        return None, trainer.batch, None
+    sums = pooled(
+        [
+            gradient_sums([sequence_grad(trainer.params, row) for row in worker_rows[:per_worker]])
+            for worker_rows in rows
+        ]
+    )
+    used = sums
+    if b.mode == "unbiased":
+        used = trainer.sums = averaged(trainer.sums, sums, b.smoothing)
+    workers = len(rows) if b.scope == "trainer" else 1
+    common = {"workers": workers, "mode": b.mode, "total_batch": trainer.batch * workers}
+    if b.test == "norm":
+        request = norm_request(used, eta=b.eta, **common)
+    elif b.test == "inner_product":
+        request = inner_product_request(used, vartheta=b.vartheta, **common)
+    else:
+        request = augmented_request(used, vartheta=b.vartheta, nu=b.nu, **common)
+    limits = {"max_growth": b.max_growth, "cap": b.batch_cap, "monotone": b.monotone}
+    return request, limited(request, batch=trainer.batch, **limits), sums
+
+
+def learning_rate(s, update):
+    """By the trainer's own count of updates; only the schedules this file's tests use."""
+    warmup = s.inner.warmup_updates
+    factor = (update + 1) / warmup if update < warmup else 1.0
+    if s.inner.schedule == "cosine":
+        span = s.num_rounds * s.inner.steps_per_round - warmup
+        through = min(max(update - warmup, 0) / span, 1.0)
+        factor *= (1 + math.cos(math.pi * through)) / 2
+    return s.inner.learning_rate * factor
+
+
+def merge_trainers(s, trainers, workers, members):
+    """Makes one trainer of the members, the first; `trainers` and `workers` change in place."""
+    representative, absorbed = members[0], members[1:]
+    weights = [member.batch for member in members]
+    total = sum(weights)
+
+    def mean(arrays):
+        return sum(w * array for w, array in zip(weights, arrays, strict=True)) / total
+
+    representative.params = mean([member.params for member in members])
+    if s.outer.tx == "nesterov":
+        representative.outer_state = mean([member.outer_state for member in members])
+    elif s.outer.tx == "adamw":
+        count = representative.outer_state[0]
+        moments = [mean([m.outer_state[k] for m in members]) for k in (1, 2)]
+        representative.outer_state = (count, *moments)
+    measured = [member.sums for member in members if member.sums]
+    if measured:
+        representative.sums = {
+            name: sum(sums[name] for sums in measured) / len(measured) for name in measured[0]
+        }
+
+    counts_before = {t.id: sum(w.trainer == t.id for w in workers) for t in trainers}
+    total_batches = {t.id: t.batch * counts_before[t.id] for t in trainers}
+    total_batches[representative.id] = max(total_batches[member.id] for member in members)
+    representative.batch = max(weights)
+    for trainer in absorbed:
+        trainers.remove(trainer)
+
+    # Who works for whom now: pool positions; a trainer's own workers come before those it absorbed.
+    absorbed_ids = [trainer.id for trainer in absorbed]
+    before = [worker.trainer for worker in workers]
+    own = {t.id: [w for w in range(len(workers)) if before[w] == t.id] for t in trainers}
+    orphans = [w for w in range(len(workers)) if before[w] in absorbed_ids]
+    mean_state = {i: mean_inner_state(s, [workers[w] for w in own[i]]) for i in own}
+    after = [None] * len(workers)
+    if s.ensemble.allocation == "retire":
+        counts = [len(own[t.id]) for t in trainers]
+    else:
+        counts = allocated([t.batch for t in trainers], len(workers))
+        own[representative.id] += orphans
+    for trainer, count in zip(trainers, counts, strict=True):
+        for w in own[trainer.id][:count]:
+            after[w] = trainer.id
+    free = [w for w in range(len(workers)) if after[w] is None]
+    for trainer, count in zip(trainers, counts, strict=True):
+        while after.count(trainer.id) < count:
+            after[free.pop(0)] = trainer.id
+    for w, worker in enumerate(workers):
+        worker.trainer = after[w]
+        if after[w] not in (before[w], None):  # joined: starts from the mean of those already there
+            worker.inner_state = copy.deepcopy(mean_state[after[w]])
+    workers[:] = [worker for worker in workers if worker.trainer is not None]
+    if s.merge.representative_batch == "total":
+        for trainer, count in zip(trainers, counts, strict=True):
+            if count != counts_before[trainer.id]:
+                share = math.ceil(Fraction(total_batches[trainer.id], count))
+                trainer.batch = min(share, s.batching.batch_cap)
+    return {
+        "members": [member.id for member in members],
+        "into": representative.id,
+        "weights": weights,
+        "owners": [worker.trainer for worker in workers],
+        "params": representative.params.copy(),
+    }
+
+
+def mean_inner_state(s, workers):
+    if s.inner.tx != "adamw":
+        return None
+    states = [worker.inner_state for worker in workers]
+    count = round(sum(state[0] for state in states) / len(states))
+    return count, *(sum(state[k] for state in states) / len(states) for k in (1, 2))

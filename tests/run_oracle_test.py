@@ -1,0 +1,196 @@
+"""The whole runner against the written-out algorithm, round by round."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracle import run_oracle
+
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.ledger import read
+from adloco_jax.run.train import fit
+
+VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of a random Markov chain; every trainer and stream reads them from a place of its own."""
+
+    rows: np.ndarray
+    fingerprint: str = "table"
+    tokens_per_byte: None = None
+
+    @property
+    def heldout_rows(self):
+        return self.rows[:16]
+
+    def batch(self, trainer, stream, start, count):
+        first = 101 * trainer + 307 * stream + start
+        return self.rows[(first + np.arange(count)) % len(self.rows)]
+
+
+def corpus():
+    rng = np.random.default_rng(3)
+    chain = rng.dirichlet(np.full(VOCAB, 0.7), size=VOCAB)
+    rows = np.zeros((NUM_ROWS, LENGTH + 1), np.int32)
+    rows[:, 0] = rng.integers(0, VOCAB, NUM_ROWS)
+    for place in range(LENGTH):
+        draw = rng.random(NUM_ROWS)[:, None]
+        rows[:, place + 1] = (
+            (chain[rows[:, place]].cumsum(axis=1) < draw).sum(axis=1).clip(max=VOCAB - 1)
+        )
+    return Table(rows)
+
+
+def bigram_loss(params, tokens):
+    logits = params["w"][tokens[:, :-1]]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def settings_of(**groups):
+    config = default_config()
+    common = {
+        "num_rounds": 8,
+        "ensemble": {"num_trainers": 3, "num_workers": 4},
+        "inner": {"steps_per_round": 3, "learning_rate": 0.05},
+        "batching": {
+            "initial_batch_size": 2,
+            "max_batch_size": 4,
+            "buckets": (2, 4),
+            "batch_cap": 15,
+            "max_growth": 3,
+        },
+        "eval": {"every_rounds": 100},
+    }
+    for overrides in (common, groups):
+        for group, values in overrides.items():
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    config[group][name] = value
+            else:
+                config[group] = values
+    return validate(config)
+
+
+CASES = {
+    # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
+    "defaults": settings_of(
+        num_rounds=7,
+        batching={"eta": 0.8},
+        merge={"every_rounds": 4},
+    ),
+    "paper": settings_of(
+        inner={"warmup_updates": 5, "schedule": "cosine"},
+        outer={"tx": "sgd", "learning_rate": 0.5},
+        batching={"test": "augmented", "mode": "paper", "vartheta": 0.5, "nu": 0.5},
+        merge={"policy": "best_with_worst", "every_rounds": 3},
+    ),
+    "inner_product": settings_of(
+        inner={"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
+        outer={"tx": "adamw", "learning_rate": 0.05, "weight_decay": 0.1},
+        batching={
+            "test": "inner_product",
+            "scope": "worker",
+            "vartheta": 0.7,
+            "monotone": False,
+            "test_batch_size": 14,
+            "smoothing": 0.5,
+        },
+        switch={"mode": "accumulate"},
+        merge={"width": 3, "every_rounds": 5, "representative_batch": "total"},
+    ),
+    "retire": settings_of(
+        num_rounds=4,
+        batching={"eta": 0.5},
+        switch={"mode": "clip"},
+        merge={"every_rounds": 2},
+        ensemble={"allocation": "retire"},
+    ),
+}
+
+
+def table_start():
+    return 0.3 * np.random.default_rng(1).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runner_plays_the_algorithm(name, tmp_path):
+    settings = CASES[name]
+    expected = run_oracle(settings, batch=corpus().batch, table=table_start())
+    for played in expected.rounds:
+        value = played["test_value"]
+        assert value is None or abs(value - round(value)) > 1e-3, (
+            "no test of rounding: change a seed"
+        )
+
+    result = fit(
+        settings,
+        corpus=corpus(),
+        init_fn=lambda key: {"w": jnp.asarray(table_start())},
+        loss_fn=bigram_loss,
+        workdir=tmp_path / "run",
+    )
+    events = list(read(tmp_path / "run" / "ledger.jsonl"))
+    lines = [event for event in events if event["event"] == "round"]
+    decided = {
+        "round": "round",
+        "trainer": "trainer",
+        "workers": "workers",
+        "requested_batch_size": "requested",
+        "micro_batch_size": "micro",
+        "num_accum_steps": "accum",
+    }
+    assert [[line[key] for key in decided] for line in lines] == [
+        [played[key] for key in decided.values()] for played in expected.rounds
+    ]
+    for line, played in zip(lines, expected.rounds, strict=True):
+        np.testing.assert_allclose(line["train_loss"], played["loss"], rtol=1e-5)
+        np.testing.assert_allclose(line["learning_rate"], played["rates"][-1], rtol=1e-6)
+        if played["test_value"] is not None:
+            np.testing.assert_allclose(line["noise"], played["noise"], rtol=1e-4)
+            np.testing.assert_allclose(line["signal"], played["signal"], rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(line["test_value"], played["test_value"], rtol=1e-3)
+
+    merges = [event for event in events if event["event"] == "merge"]
+    assert [[m[key] for key in ("round", "members", "into", "weights")] for m in merges] == [
+        [m[key] for key in ("round", "members", "into", "weights")] for m in expected.merges
+    ]
+    controller = result.controller
+    assert [t.id for t in controller.trainers] == [t.id for t in expected.trainers]
+    assert [t.requested_batch_size for t in controller.trainers] == [
+        t.batch for t in expected.trainers
+    ]
+    assert [t.updates for t in controller.trainers] == [t.updates for t in expected.trainers]
+    assert [{int(s): c for s, c in t.cursors.items()} for t in controller.trainers] == [
+        t.cursors for t in expected.trainers
+    ]
+    by_id = {trainer.id: place for place, trainer in enumerate(controller.trainers)}
+    assert controller.owners == [by_id[worker.trainer] for worker in expected.workers]
+    assert controller.streams == [worker.stream for worker in expected.workers]
+    assert result.ensemble.owner_R.tolist() == controller.owners
+    np.testing.assert_allclose(
+        result.ensemble.params_M["w"],
+        np.stack([t.params for t in expected.trainers]),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_the_cases_cover_what_they_are_for():
+    """Growth, rounding up to a bucket, clipping, accumulation, unequal pools, workers that move."""
+    plans, merges, pools = set(), 0, set()
+    for name, settings in CASES.items():
+        run = run_oracle(settings, batch=corpus().batch, table=table_start())
+        merges += len(run.merges)
+        assert len(run.merges) >= 1 and len({r["requested"] for r in run.rounds}) >= 3, name
+        plans |= {(r["requested"], r["micro"], r["accum"]) for r in run.rounds}
+        for r in {r["round"] for r in run.rounds}:
+            pools.add(tuple(p["workers"] for p in run.rounds if p["round"] == r))
+    assert any(micro > requested for requested, micro, _ in plans)
+    assert any(micro * accum < requested for requested, micro, accum in plans)
+    assert any(accum > 1 for _, _, accum in plans)
+    assert len(pools) >= 4 and merges >= 5
