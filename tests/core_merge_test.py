@@ -203,6 +203,21 @@ def test_member_that_is_not_finite_is_left_out(broken, where, member):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(merged.outer_state_M))
 
 
+def test_broken_representative_does_not_hand_on_its_inner_state():
+    ensemble = ensemble_of(3, [0, 1, 2, 1])
+    sick = ensemble.replace(
+        params_M=jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), ensemble.params_M),
+        inner_state_R=jax.tree.map(
+            lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.at[1].set(np.nan),
+            ensemble.inner_state_R,
+        ),
+    )
+    merged = merge(sick, (1, 2), weights=(3.0, 1.0))
+    assert_close(rows(merged.params_M, 1), rows(ensemble.params_M, 2))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(merged.inner_state_R))
+    assert_close(rows(merged.inner_state_R, 0, 2), rows(ensemble.inner_state_R, 0, 2))
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
 def test_member_without_a_usable_weight_is_left_out(weight):
     ensemble = ensemble_of(3, [0, 1, 2])

@@ -483,6 +483,26 @@ def test_repeated_shapes_compile_once():
     assert step._cache_size() == 1
 
 
+def test_weakly_typed_parameters_compile_once_too():
+    step = jax.jit(step_of(ADAMW, NESTEROV, jit=False))
+    params = dict(params_of(), scale=0.7)
+    ensemble = init(params, num_trainers=1, num_workers=1, inner_tx=ADAMW, outer_tx=NESTEROV)
+    for _ in range(2):
+        ensemble, _ = step(ensemble, batch_of(2, 1, 4))
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_low_precision_parameters_keep_every_dtype(num_accum_steps):
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params_of())
+    ensemble = init(params, num_trainers=1, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
+    step = step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=num_accum_steps)
+    after, _ = jax.eval_shape(step, ensemble, batch_of(2, 2, 4))
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(
+        lambda leaf: leaf.dtype, ensemble
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "num_accum_steps", "words"),
     [
@@ -500,6 +520,17 @@ def test_wrong_shapes_are_named_while_tracing(shape, num_accum_steps, words):
     with pytest.raises(ValueError) as error:
         jax.eval_shape(step, different_trainers(2, [0, 1, 1]), batch)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape"),
+    [("weights_R", (2,)), ("learning_rate_SR", (3, 3)), ("learning_rate_SR", (2, 1))],
+)
+def test_wrong_rates_and_weights_are_named_while_tracing(argument, shape, unchecked):
+    step = step_of(ADAMW, NESTEROV, jit=False)
+    wrong = {argument: jax.ShapeDtypeStruct(shape, jnp.float32)}
+    with pytest.raises(ValueError, match=argument):
+        jax.eval_shape(step, different_trainers(2, [0, 1, 1]), batch_of(2, 3, 4), **wrong)
 
 
 def test_leaves_that_disagree_and_empty_batches_are_refused():

@@ -256,6 +256,14 @@ def test_bfloat16_compute_keeps_parameters_logits_and_gradients_float32():
     np.testing.assert_allclose(loss, step_of(exact)(params, tokens)[0], rtol=0.02)
 
 
+def test_norms_softmax_and_loss_stay_float32_under_bfloat16():
+    model = Llama(**SIZES, dtype="bfloat16")
+    program = str(jax.make_jaxpr(next_token_loss(model))(make_params(model), make_tokens()))
+    for operation in ("rsqrt", "square", "exp", "log", "reduce_max", "reduce_sum", "div"):
+        dtypes = set(re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program))
+        assert dtypes == {"f32"}, operation
+
+
 @pytest.mark.parametrize("chunk", [1, 2])  # The second leaves a remainder.
 def test_chunked_losses_and_gradients_equal_the_whole(chunk):
     model = Llama(**SIZES)

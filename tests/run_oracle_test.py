@@ -2,13 +2,16 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import run_oracle
 
+from adloco_jax.run import controller as control
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.train import fit
@@ -18,7 +21,7 @@ VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of a random Markov chain; every trainer and stream reads them from a place of its own."""
+    """Rows of a random Markov chain; each trainer and stream reads from a place of its own."""
 
     rows: np.ndarray
     fingerprint: str = "table"
@@ -84,12 +87,14 @@ CASES = {
         merge={"every_rounds": 4},
     ),
     "paper": settings_of(
+        num_rounds=6,
         inner={"warmup_updates": 5, "schedule": "cosine"},
         outer={"tx": "sgd", "learning_rate": 0.5},
         batching={"test": "augmented", "mode": "paper", "vartheta": 0.5, "nu": 0.5},
         merge={"policy": "best_with_worst", "every_rounds": 3},
     ),
     "inner_product": settings_of(
+        num_rounds=6,
         inner={"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
         outer={"tx": "adamw", "learning_rate": 0.05, "weight_decay": 0.1},
         batching={
@@ -194,3 +199,60 @@ def test_the_cases_cover_what_they_are_for():
     assert any(micro * accum < requested for requested, micro, accum in plans)
     assert any(accum > 1 for _, _, accum in plans)
     assert len(pools) >= 4 and merges >= 5
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=2, max_size=9),
+    st.lists(st.integers(1, 30), min_size=5, max_size=5),
+    st.sampled_from(["worst_with_worst", "best_with_worst"]),
+    st.integers(2, 4),
+    st.sampled_from(["demand", "retire"]),
+    st.sampled_from(["max", "total"]),
+)
+def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, allocation, batch):
+    ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
+    owners, batches = [ids.index(owner) for owner in owners], batches[: len(ids)]
+    base = CASES["defaults"]
+    settings = dataclasses.replace(
+        base,
+        ensemble=dataclasses.replace(base.ensemble, allocation=allocation),
+        merge=dataclasses.replace(
+            base.merge, policy=policy, width=width, every_rounds=1, representative_batch=batch
+        ),
+    )
+    # Who asks for least has not been tested yet, and has no sums to average.
+    sums = [
+        {"noise_sum": float(b), "noise_weight": 1.0} if b > min(batches) else {} for b in batches
+    ]
+    controller = control.Controller(
+        trainers=[
+            control.Trainer(10 + m, b, smoothing=dict(sums[m])) for m, b in enumerate(batches)
+        ],
+        owners=list(owners),
+        streams=[100 + w for w in range(len(owners))],
+        round=1,
+    )
+    trainers = [
+        oracle.Trainer(10 + m, np.zeros(1), np.zeros(1), b, sums=dict(sums[m]))
+        for m, b in enumerate(batches)
+    ]
+    workers = [
+        oracle.Worker(100 + w, 10 + m, (0, np.zeros(1), np.zeros(1))) for w, m in enumerate(owners)
+    ]
+    due = control.due_merge(controller, settings)
+    if due is None:
+        assert len(ids) == 1
+        return
+    members = oracle.merge_members(batches, policy=policy, width=width)
+    assert (list(due.members), list(due.weights)) == (members, [batches[m] for m in members])
+    moved = control.apply_merge(controller, settings, due, param_bytes=0)
+    oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
+
+    assert [(t.id, t.requested_batch_size, t.smoothing) for t in controller.trainers] == [
+        (t.id, t.batch, t.sums) for t in trainers
+    ]
+    place = {trainer.id: position for position, trainer in enumerate(trainers)}
+    assert controller.streams == [worker.stream for worker in workers]
+    assert controller.owners == [place[worker.trainer] for worker in workers]
+    assert [owner for owner in moved if owner >= 0] == controller.owners
+    assert len(moved) == len(owners)

@@ -85,7 +85,7 @@ class GradientStats(struct.PyTreeNode):
     noise_weight: Array | np.ndarray  # t - 1
     signal_sum: Array | np.ndarray  # t^2 |mean|^2 - sum_j n_j
     signal_weight: Array | np.ndarray  # t (t - 1)
-    ip_sum: Array | np.ndarray  # covariance sum over the last third of <g_j, mean_1> and <g_j, mean_2>
+    ip_sum: Array | np.ndarray  # over the last third, <g_j, mean_1> against <g_j, mean_2>
     ip_weight: Array | np.ndarray  # size of the last third - 1; 0 without inner products
     plugin_ip_sum: Array | np.ndarray  # sum_j (p_j - |mean|^2)^2, weight t - 1
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1

@@ -24,8 +24,8 @@ def project(
 ) -> Float[Array, "B L F"]:
     """Multiplies the vector at every position by one matrix.
 
-    The leading axes are flattened first: on a CPU, XLA takes a weight gradient over two contracted
-    axes up to 1.6 times slower than over one.
+    The leading axes are flattened first: XLA contracts two axes slowly on a CPU, where weight
+    gradients over [B, L] made a whole training step 1.2 to 1.4 times as long.
 
     Args:
       x_BLD: Activations.

@@ -1,0 +1,248 @@
+"""What the host decides: groups, test shares, learning rates, batches, who works for whom."""
+
+import json
+
+import numpy as np
+import pytest
+from toy import settings_of
+
+from adloco_jax.core.base import BatchPlan, GradientStats
+from adloco_jax.run import controller as control
+from adloco_jax.run.controller import Controller, Merge, Trainer
+
+
+def a_controller(batches=(4, 4, 4), owners=(0, 0, 1, 2)):
+    trainers = [Trainer(id=i, requested_batch_size=b) for i, b in enumerate(batches)]
+    return Controller(trainers, list(owners), streams=list(range(len(owners))))
+
+
+def stats(noise, signal, *, workers, examples=4):
+    """Every worker saw the same noise and signal."""
+    weight, full = examples - 1.0, examples * (examples - 1.0)
+    fields = dict.fromkeys(GradientStats.__dataclass_fields__, 0.0) | {
+        "scale": 1.0,
+        "num_examples": float(examples),
+        "noise_sum": noise * weight,
+        "noise_weight": weight,
+        "signal_sum": signal * full,
+        "signal_weight": full,
+    }
+    return GradientStats(**{name: np.full(workers, value) for name, value in fields.items()})
+
+
+def observed(settings, controller, noise, signal, counts=4):
+    workers = len(controller.owners)
+    counts_R = np.full(workers, counts, np.int32)
+    return control.observe(controller, settings, stats(noise, signal, workers=workers), counts_R)
+
+
+def test_a_controller_survives_json():
+    controller = a_controller()
+    controller.trainers[1].cursors["2"] = 7
+    controller.trainers[1].smoothing = {"noise_sum": 0.1}
+    text = json.dumps(controller.to_json())
+    assert Controller.from_json(json.loads(text)) == controller
+
+
+def test_trainers_with_one_plan_share_a_group_with_all_their_workers():
+    settings = settings_of(
+        batching={"max_batch_size": 8, "buckets": (4, 8), "initial_batch_size": 4}
+    )
+    groups = control.plan_round(a_controller(batches=(3, 20, 4)), settings)
+    assert [(g.trainers, g.workers, g.plan) for g in groups] == [
+        ((0, 2), (0, 1, 3), BatchPlan(4, 1)),
+        ((1,), (2,), BatchPlan(8, 3)),
+    ]
+    assert [g.num_micro_batches for g in groups] == [3, 9]
+
+
+def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
+    settings = settings_of(
+        batching={"max_batch_size": 2, "buckets": (2,)},
+        inner={"unit": "microbatches", "steps_per_round": 7},
+    )
+    (group,) = control.plan_round(a_controller(batches=(6,), owners=(0,)), settings)
+    assert (group.num_micro_batches, group.num_updates) == (7, 3)
+    assert control.update_flags(group).tolist() == [False, False, True] * 2 + [True]
+
+
+def test_learning_rate_follows_the_trainers_own_updates():
+    settings = settings_of(
+        num_rounds=10,
+        inner={
+            "steps_per_round": 4,
+            "learning_rate": 1.0,
+            "warmup_updates": 4,
+            "schedule": "linear",
+        },
+    )
+    controller = a_controller()
+    controller.trainers[1].updates = 22
+    (group,) = control.plan_round(controller, settings)
+    rate_TR = control.learning_rates(controller, group, settings)
+    np.testing.assert_allclose(rate_TR[:, 0], [0.25, 0.5, 0.75, 1.0])
+    np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_learning_rate_on_growth_follows_the_effective_batch(rule, factor):
+    settings = settings_of(
+        inner={"learning_rate": 0.1, "lr_on_growth": rule},
+        batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
+    )
+    controller = a_controller(batches=(7,), owners=(0,))  # its bucket holds 8
+    (group,) = control.plan_round(controller, settings)
+    rate_TR = control.learning_rates(controller, group, settings)
+    np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("owners", "micro_batches", "counts"),
+    [
+        ((0,), 50, [8]),  # 4 % of 200
+        ((0,), 500, [80]),
+        ((0,), 5000, [256]),
+        ((0,), 1, [4]),  # the whole round
+        ((0, 0, 0), 50, [8, 8, 8]),  # 4 % of 600
+        ((0,) * 6, 2, [2] * 6),  # at least two per worker
+    ],
+)
+def test_auto_test_batch_is_4_percent_within_8_and_256(owners, micro_batches, counts):
+    settings = settings_of(
+        inner={"steps_per_round": micro_batches}, batching={"initial_batch_size": 4}
+    )
+    controller = a_controller(batches=(4,), owners=owners)
+    groups = control.plan_round(controller, settings)
+    assert control.test_counts(controller, groups, settings).tolist() == counts
+
+
+def test_a_round_too_short_for_a_test_skips_it_and_says_so():
+    settings = settings_of(inner={"steps_per_round": 1}, batching={"initial_batch_size": 1})
+    controller = a_controller(batches=(1,), owners=(0,))
+    counts = control.test_counts(controller, control.plan_round(controller, settings), settings)
+    (decision,) = control.observe(controller, settings, None, counts)
+    assert decision.reason == "skipped" and decision.next_batch_size == 1
+    assert controller.counts == {"skipped": 1}
+
+
+def test_growth_is_asked_for_per_worker_of_the_trainer():
+    settings = settings_of(batching={"eta": 1.0, "max_growth": 100, "batch_cap": 99})
+    decisions = observed(settings, a_controller(), noise=32.0, signal=1.0)
+    assert [d.next_batch_size for d in decisions] == [16, 32, 32]  # two workers, one, one
+    scope = settings_of(
+        batching={"eta": 1.0, "max_growth": 100, "batch_cap": 99, "scope": "worker"}
+    )
+    decisions = observed(scope, a_controller(), noise=32.0, signal=1.0)
+    assert [d.next_batch_size for d in decisions] == [32, 32, 32]
+
+
+def test_smoothing_averages_numerators_and_denominators_apart():
+    settings = settings_of(batching={"eta": 1.0, "max_growth": 1000, "smoothing": 0.9})
+    controller = a_controller(batches=(1,), owners=(0,))
+    observed(settings, controller, noise=10.0, signal=1.0)
+    (decision,) = observed(settings, controller, noise=90.0, signal=4.0)
+    noise = (0.9 * 10 + 90) / 1.9
+    signal = (0.9 * 1 + 4) / 1.9
+    assert decision.test_value == pytest.approx(noise / signal, rel=1e-12)
+    assert (decision.noise, decision.signal) == (90.0, 4.0)  # as measured, not smoothed
+
+
+@pytest.mark.parametrize(
+    ("noise", "signal", "reason", "batch"),
+    [
+        (0.0, 1.0, "degenerate", 4),  # identical gradients
+        (0.0, 0.0, "degenerate", 4),
+        (float("nan"), 1.0, "degenerate", 4),
+        (float("inf"), 1.0, "degenerate", 4),
+        (1.0, -0.5, "signal", 8),  # one step of growth
+        (1e-30, 1e-31, "capped", 8),
+        (1.0, 1e6, "kept", 4),
+    ],
+)
+def test_degenerate_statistics_keep_the_batch_and_are_counted(noise, signal, reason, batch):
+    settings = settings_of(batching={"max_growth": 2})
+    controller = a_controller(batches=(4,), owners=(0,))
+    (decision,) = observed(settings, controller, noise, signal)
+    assert (decision.reason, decision.next_batch_size) == (reason, batch)
+    assert controller.counts == {reason: 1}
+    if reason == "degenerate":
+        assert controller.trainers[0].smoothing == {}  # nothing broken is remembered
+
+
+def test_defect_05_a_trainer_with_one_worker_adapts_from_the_first_round():
+    controller = a_controller(batches=(2, 2), owners=(0, 1))
+    decisions = observed(settings_of(batching={"eta": 0.8}), controller, noise=3.0, signal=1.0)
+    assert [d.next_batch_size for d in decisions] == [5, 5]  # 3 / 0.64, up
+
+
+def test_ramp_takes_the_declared_batch_of_the_next_round():
+    settings = settings_of(
+        batching={"test": "ramp", "ramp": ((0, 2), (2, 6)), "initial_batch_size": 2}
+    )
+    controller = control.start(settings)
+    sizes = []
+    for _ in range(3):
+        decisions = control.observe(controller, settings, None, np.zeros(4, np.int32))
+        sizes.append(decisions[0].next_batch_size)
+        groups = control.plan_round(controller, settings)
+        control.advance(controller, groups, sequence_length=8, param_bytes=4)
+    assert sizes == [2, 6, 6]
+
+
+def test_accounting_of_a_round():
+    settings = settings_of(inner={"steps_per_round": 3}, batching={"initial_batch_size": 2})
+    controller = a_controller(batches=(2, 2, 2))
+    groups = control.plan_round(controller, settings)
+    spent = control.advance(controller, groups, sequence_length=8, param_bytes=100)
+    assert spent[0] == {"updates": 3, "tokens": 3 * 2 * 2 * 8, "syncs": 1, "bytes": 200}
+    assert spent[1] == {"updates": 3, "tokens": 3 * 2 * 8, "syncs": 0, "bytes": 0}
+    assert (controller.syncs_total, controller.bytes_total) == (1, 200)
+    assert controller.tokens_total == 3 * 2 * 4 * 8
+    assert controller.trainers[0].cursors == {"0": 6, "1": 6}
+
+
+def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():
+    settings = settings_of(merge={"every_rounds": 3})
+    controller = a_controller(batches=(5, 3, 4))
+    due = []
+    for controller.round in range(1, 7):
+        due.append(control.due_merge(controller, settings))
+    assert due == [None, None, Merge((2, 1), (4, 3))] * 2
+    assert control.due_merge(a_controller(batches=(5,), owners=(0,)), settings) is None
+    off = settings_of(merge={"policy": "none"})
+    assert control.due_merge(a_controller(), off) is None
+
+
+def test_demand_gives_the_workers_to_whoever_asks_for_more():
+    controller = a_controller(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
+    owners = control.apply_merge(controller, settings_of(), Merge((1, 2), (1, 1)), param_bytes=100)
+    # Shares of six workers at batches 8, 1, 6: 3, 1, 2. Trainer 1 keeps its own worker; what it
+    # absorbed is free, and fills trainer 0.
+    assert owners == [0, 1, 0, 0, 2, 2]
+    assert [t.id for t in controller.trainers] == [0, 1, 3]
+    assert controller.bytes_total == 100
+
+
+def test_retire_sends_the_absorbed_workers_away():
+    settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 4, "allocation": "retire"})
+    controller = a_controller(batches=(2, 1, 4))
+    owners = control.apply_merge(controller, settings, Merge((0, 1), (2, 1)), param_bytes=1)
+    assert owners == [0, 0, -1, 1]
+    assert (controller.owners, controller.streams) == ([0, 0, 1], [0, 1, 3])
+
+
+@pytest.mark.parametrize(("rule", "batch"), [("max", 6), ("total", 3)])
+def test_representative_batch(rule, batch):
+    settings = settings_of(merge={"representative_batch": rule}, batching={"batch_cap": 64})
+    controller = a_controller(batches=(6, 4), owners=(0, 1, 1))
+    control.apply_merge(controller, settings, Merge((0, 1), (6, 4)), param_bytes=1)
+    # The larger total that was asked for is 4 x 2 workers; three workers share it: 8 / 3, up.
+    assert controller.trainers[0].requested_batch_size == batch
+
+
+def test_a_merged_trainer_averages_its_members_sums():
+    controller = a_controller(batches=(4, 4), owners=(0, 1))
+    controller.trainers[0].smoothing = {"noise_sum": 1.0, "signal_sum": 4.0}
+    controller.trainers[1].smoothing = {"noise_sum": 3.0, "signal_sum": 0.0}
+    control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)), param_bytes=1)
+    assert controller.trainers[0].smoothing == {"noise_sum": 2.0, "signal_sum": 2.0}

@@ -1,0 +1,76 @@
+"""A toy for tests of the runner: a bigram model on rows of a random Markov chain."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adloco_jax.run.config import Settings, default_config, validate
+
+VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows in memory; each trainer and stream reads from a place of its own."""
+
+    rows: np.ndarray
+    fingerprint: str = "table"
+    tokens_per_byte: float | None = None
+
+    @property
+    def heldout_rows(self):
+        return self.rows[:16]
+
+    def batch(self, trainer, stream, start, count):
+        first = 101 * trainer + 307 * stream + start
+        return self.rows[(first + np.arange(count)) % len(self.rows)]
+
+
+def corpus() -> Table:
+    rng = np.random.default_rng(3)
+    chain = rng.dirichlet(np.full(VOCAB, 0.7), size=VOCAB)
+    rows = np.zeros((NUM_ROWS, LENGTH + 1), np.int32)
+    rows[:, 0] = rng.integers(0, VOCAB, NUM_ROWS)
+    for place in range(LENGTH):
+        draw = rng.random(NUM_ROWS)[:, None]
+        rows[:, place + 1] = (
+            (chain[rows[:, place]].cumsum(axis=1) < draw).sum(axis=1).clip(max=VOCAB - 1)
+        )
+    return Table(rows)
+
+
+def init_fn(key):
+    return {"w": jnp.zeros((VOCAB, VOCAB))}
+
+
+def bigram_loss(params, tokens):
+    logits = params["w"][tokens[:, :-1]]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def settings_of(**groups) -> Settings:
+    """Checked settings of a small run; `groups` override, as `batching={"eta": 0.5}`."""
+    config = default_config()
+    common = {
+        "num_rounds": 8,
+        "ensemble": {"num_trainers": 3, "num_workers": 4},
+        "inner": {"steps_per_round": 3, "learning_rate": 0.05},
+        "batching": {
+            "initial_batch_size": 2,
+            "max_batch_size": 4,
+            "buckets": (2, 4),
+            "batch_cap": 15,
+            "max_growth": 3,
+        },
+        "eval": {"every_rounds": 100},
+    }
+    for overrides in (common, groups):
+        for group, values in overrides.items():
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    config[group][name] = value
+            else:
+                config[group] = values
+    return validate(config)

@@ -1,0 +1,219 @@
+"""Whole runs of the toy: what they record, refuse and repeat."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from toy import bigram_loss, corpus, init_fn, settings_of
+
+from adloco_jax.errors import ConfigError, DivergedError
+from adloco_jax.run import plan as plan_module
+from adloco_jax.run.config import default_config
+from adloco_jax.run.evaluate import split_heldout
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.train import check_workdir, fit, train
+
+
+def run(workdir, settings, **others):
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
+    return fit(settings, workdir=workdir, **functions)
+
+
+def events(workdir, name):
+    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
+
+
+GROWING = {
+    "num_rounds": 7,
+    "batching": {"eta": 0.5},
+    "merge": {"every_rounds": 3},
+    "eval": {"every_rounds": 2, "num_sequences": 8},
+}
+
+
+def test_two_runs_with_one_seed_write_the_same_deterministic_lines(tmp_path):
+    for name in ("a", "b"):
+        run(tmp_path / name, settings_of(**GROWING))
+    first, second = (deterministic_lines(read(tmp_path / n / "ledger.jsonl")) for n in "ab")
+    assert first == second
+    assert {e["event"] for e in first} == {"round", "merge", "eval"}
+
+
+def test_one_device_and_eight_take_the_same_decisions(tmp_path, monkeypatch):
+    run(tmp_path / "eight", settings_of(**GROWING))
+    devices = jax.devices()
+    assert len(devices) == 8
+    monkeypatch.setattr(jax, "devices", lambda: devices[:1])
+    run(tmp_path / "one", settings_of(**GROWING))
+    decisions = ("trainer", "workers", "requested_batch_size", "micro_batch_size")
+    decisions += ("num_accum_steps", "next_batch_size", "reason", "tokens", "bytes")
+    eight, one = (events(tmp_path / n, "round") for n in ("eight", "one"))
+    assert [[e[k] for k in decisions] for e in eight] == [[e[k] for k in decisions] for e in one]
+    np.testing.assert_allclose(
+        [e["train_loss"] for e in eight], [e["train_loss"] for e in one], rtol=1e-5
+    )
+
+
+def test_the_ledger_tells_growth_accumulation_and_merge(tmp_path):
+    result = run(tmp_path / "r", settings_of(**GROWING))
+    rounds = events(result.workdir, "round")
+    assert any(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
+    assert any(e["num_accum_steps"] > 1 for e in rounds)
+    assert len(events(result.workdir, "merge")) == 2
+    assert [e["trainer"] for e in rounds][-1] == result.controller.trainers[0].id
+    assert result.ensemble.num_trainers == 1
+    assert int(result.ensemble.round) == 7
+    (end,) = events(result.workdir, "end")
+    assert end["tokens_total"] == sum(e["tokens"] for e in rounds)
+    assert end["updates_total"] == sum(e["updates"] for e in rounds)
+    assert end["syncs_total"] == sum(e["syncs"] for e in rounds)
+    merged = sum(e["bytes"] for e in events(result.workdir, "merge"))
+    assert end["bytes_total"] == merged + sum(e["bytes"] for e in rounds)
+    keys = [e["key"] for e in events(result.workdir, "compile")]
+    assert len(keys) == len(set(keys))
+    evals = [e for e in events(result.workdir, "eval") if e["trainer"] == "consensus"]
+    assert [e["round"] for e in evals] == [2, 4, 6, 7]
+    assert evals[-1]["loss"] == result.loss < evals[0]["loss"]
+    assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
+
+
+def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
+    result = run(tmp_path / "r", settings_of(**GROWING))
+    logits = np.asarray(result.params["w"], np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    rows = split_heldout(corpus().heldout_rows, num_sequences=8, seed=0).report_EL
+    losses = -log_probs[rows[:, :-1], rows[:, 1:]]
+    assert rows.shape == (8, 9)
+    assert result.loss == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_what_decides_is_never_what_is_reported():
+    rows = np.arange(20)[:, None]
+    parts = split_heldout(rows, num_sequences=64, seed=3)
+    assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
+
+
+def test_defect_17_looking_at_the_losses_first_trains_nothing(tmp_path):
+    often = GROWING | {"eval": {"every_rounds": 1}}
+    seldom = GROWING | {"eval": {"every_rounds": 50}}
+    first = run(tmp_path / "a", settings_of(**often))
+    second = run(tmp_path / "b", settings_of(**seldom))
+    jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+
+
+@pytest.mark.parametrize("action", ["keep", "retire"])
+def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
+    """A loss whose minima lie apart: between two of them it is high."""
+
+    def two_valleys(params, tokens):
+        return bigram_loss(params, tokens) + 0.1 * (params["x"] ** 2 - 1) ** 2
+
+    def apart(key):
+        return init_fn(key) | {"x": jax.random.rademacher(key, (), float)}
+
+    settings = settings_of(
+        num_rounds=3,
+        seed=1,
+        ensemble={"num_trainers": 2, "num_workers": 3, "init": "independent"},
+        merge={"every_rounds": 2, "max_barrier": 0.01, "on_refusal": action},
+    )
+    result = run(tmp_path / "r", settings, init_fn=apart, loss_fn=two_valleys)
+    (refusal,) = events(tmp_path / "r", "refusal")
+    assert refusal["barrier"] > 0.01 and refusal["action"] == action
+    assert events(tmp_path / "r", "merge") == []
+    assert result.ensemble.num_trainers == (2 if action == "keep" else 1)
+    # Retired or kept, nobody was averaged: each x is in its valley still.
+    np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
+
+
+def test_independent_trainers_start_apart_and_shared_ones_together(tmp_path):
+    def random_init(key):
+        return {"w": 0.1 * jax.random.normal(key, (6, 6))}
+
+    still = {"num_rounds": 1, "inner": {"learning_rate": 1e-9, "steps_per_round": 2}}
+    for init, alike in (("shared", True), ("independent", False)):
+        settings = settings_of(
+            **still, ensemble={"num_trainers": 2, "num_workers": 2, "init": init}
+        )
+        w_M = run(tmp_path / init, settings, init_fn=random_init).ensemble.params_M["w"]
+        assert np.allclose(w_M[0], w_M[1], atol=1e-6) == alike
+
+
+def test_resetting_the_inner_state_changes_the_second_round_only(tmp_path):
+    plain = {"num_rounds": 2, "batching": {"test": "constant"}, "eval": {"every_rounds": 1}}
+    kept = run(tmp_path / "keep", settings_of(**plain))
+    reset = run(tmp_path / "reset", settings_of(**plain, inner={"state": "reset"}))
+    losses = [
+        [e["train_loss"] for e in events(r.workdir, "round") if e["round"] == 1]
+        for r in (kept, reset)
+    ]
+    assert losses[0] == losses[1]
+    assert not np.allclose(kept.params["w"], reset.params["w"], atol=1e-6)
+    assert np.asarray(optax_count(kept.ensemble)).tolist() == [6] * 4  # 2 rounds of 3 updates
+    assert np.asarray(optax_count(reset.ensemble)).tolist() == [3] * 4
+
+
+def optax_count(ensemble):
+    return next(x for x in jax.tree.leaves(ensemble.inner_state_R) if x.dtype == np.int32)
+
+
+def test_every_loss_gone_ends_the_run_with_one_line(tmp_path):
+    def poison(params, tokens):
+        return bigram_loss(params, tokens) * np.float32("nan")
+
+    with pytest.raises(DivergedError, match="inner.learning_rate"):
+        run(tmp_path / "r", settings_of(num_rounds=3), loss_fn=poison)
+    assert events(tmp_path / "r", "round")[0]["train_loss"] is None
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"event": "start"}\n')
+    with pytest.raises(ConfigError, match="--workdir"):
+        run(tmp_path, settings_of())
+    assert (tmp_path / "ledger.jsonl").read_text() == '{"event": "start"}\n'
+    assert list(tmp_path.iterdir()) == [tmp_path / "ledger.jsonl"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        check_workdir(tmp_path / "file" / "run")
+
+
+def tiny_config():
+    config = default_config()
+    config.model.width, config.model.num_layers, config.model.mlp_width = 16, 1, 16
+    config.data.sequence_length = 16
+    config.batching.max_batch_size = 2
+    config.ensemble.num_trainers = config.ensemble.num_workers = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"path": "nowhere/*.jsonl", "source": "jsonl"}, {"source": "stdlib", "num_sequences": 1}],
+)
+def test_unusable_data_makes_no_folder(tmp_path, changes):
+    config = tiny_config()
+    config.data.update(changes)
+    config.ensemble.num_workers = 2  # more streams than rows
+    with pytest.raises(Exception) as error:
+        train(config, tmp_path / "run")
+    assert getattr(error.value, "exit_code", None) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_lists_every_program_and_its_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = plan_module.plan(tiny_config())
+    for part in ("round M=1 R=1 B=1 ", "round M=1 R=1 B=2 ", "accumulate M=1 R=1 B=2", "evaluate"):
+        assert part in text
+    assert "peak: " in text and "tokens: " in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_start_line_holds_the_whole_config(tmp_path):
+    run(tmp_path / "r", settings_of(num_rounds=1))
+    (start,) = events(tmp_path / "r", "start")
+    assert start["config"]["batching"]["buckets"] == [2, 4]
+    assert start["num_params"] == 36
+    json.dumps(start, allow_nan=False)
