@@ -1,6 +1,7 @@
 # make demo   train AdLoCo on this Python's own standard library, and draw the report
 # make test   the tests (slow ones left out; `make test-all` has them)
 # make check  lint, format and types
+# make notebook  runs notebooks/
 #
 # PYTHON=<interpreter> chooses the Python, VENV=<folder> where its environment lives.
 
@@ -12,7 +13,7 @@ RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 
-.PHONY: demo test test-all test-core check clean
+.PHONY: demo test test-all test-core notebook check clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -25,6 +26,10 @@ test-all: $(INSTALLED)
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q tests/core_*_test.py tests/models_*_test.py tests/data_*_test.py
+
+notebook: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
+	$(RUN) -m pytest -q -W default --nbmake --nbmake-timeout=300 notebooks/
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check

@@ -1,0 +1,82 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # AdLoCo in a notebook
+#
+# Several trainers side by side, batches that grow with the measured gradient noise, accumulation
+# once a batch outgrows the device, and a merge: on the text of Python's own standard library, in
+# about a minute on two CPU cores.
+
+# %%
+import sys
+
+if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
+    import subprocess
+
+    source = ".."  # a checkout of this project, or its repository's address
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
+
+# %% tags=["parameters"]
+num_rounds = 6
+steps_per_round = 20
+workdir = None  # a fresh folder under runs/
+
+# %% [markdown]
+# A config holds every knob with its default. It is locked: a misspelt key is an error.
+
+# %%
+from adloco_jax import train
+from adloco_jax.run.config import default_config
+
+config = default_config()
+config.num_rounds = num_rounds
+config.inner.steps_per_round = steps_per_round
+config.inner.learning_rate = 1e-3
+config.model.width, config.model.mlp_width, config.model.num_layers = 64, 128, 1
+config.data.sequence_length = 64
+config.data.num_sequences = 20_000
+config.ensemble.num_trainers = config.ensemble.num_workers = 3
+config.batching.eta = 0.3  # the allowed ratio of gradient noise to signal
+config.batching.initial_batch_size = 4
+config.batching.max_batch_size = 8  # what one worker holds at once
+config.batching.buckets = (4, 8)  # the micro-batch sizes to compile for
+config.batching.batch_cap = 32
+config.batching.max_growth = 2
+config.merge.every_rounds = 3
+config.merge.width = 3  # all trainers become one
+
+result = train(config, workdir)
+
+# %% [markdown]
+# The run's folder holds a ledger, one event per line, from which the table and the figure are made.
+
+# %%
+from adloco_jax.study import report
+
+print(report.closing_table(result.workdir))
+figure = report.draw(result.workdir)
+
+# %%
+from IPython.display import Image
+
+Image(filename=str(figure))
+
+# %% [markdown]
+# `result.params` is the trained model, a plain pytree; `result.ensemble` the whole final state. The
+# pure functions behind the run (`init`, `outer_step`, `gradient_stats`, `norm_test`, `merge`, …)
+# take any loss and any parameters: the README has an example.
+
+# %%
+import jax
+
+jax.tree.map(lambda leaf: leaf.shape, result.params)

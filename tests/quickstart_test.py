@@ -1,0 +1,39 @@
+"""The demonstration, as a newcomer runs it: every mechanism shows in its ledger."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adloco_jax.run.ledger import read
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp_path):
+    command = [sys.executable, "-m", "adloco_jax.main", "--config", "configs/quickstart.py"]
+    command += ["--workdir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+    events = read(tmp_path / "run" / "ledger.jsonl")
+    rounds = [e for e in events if e["event"] == "round"]
+    growths = [e for e in rounds if e["next_batch_size"] > e["requested_batch_size"]]
+    assert len(growths) >= 2
+    accumulated = [e["num_accum_steps"] > 1 for e in rounds]
+    assert not accumulated[0] and accumulated[-1]
+    assert len([e for e in events if e["event"] == "merge"]) == 1
+    assert len([e for e in events if e["event"] == "compile"]) <= 8
+
+    losses = [e["loss"] for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
+    per_byte = losses[-1] * events[0]["tokens_per_byte"]
+    assert per_byte < 2.3  # nats; uniform over 257 is 5.55
+
+    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
+    assert summary["num_merges"] == 1
+    assert (tmp_path / "run" / "report" / "summary.png").stat().st_size > 10_000
+    assert "nats per byte" in done.stdout and "merge into" in done.stdout
