@@ -12,7 +12,6 @@ import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import flax
 import jax
@@ -23,8 +22,8 @@ from jax import Array
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax.core.base import Ensemble, GradientStats, LossFn
-from adloco_jax.core.ensemble import init, put, reassign, take
+from adloco_jax.core.base import Ensemble, LossFn
+from adloco_jax.core.ensemble import init, reassign
 from adloco_jax.core.merge import merge
 from adloco_jax.data import load_corpus
 from adloco_jax.errors import ConfigError, DivergedError
@@ -32,42 +31,12 @@ from adloco_jax.run import controller as control
 from adloco_jax.run import evaluate
 from adloco_jax.run.build import InitFn, build_model, program_spec
 from adloco_jax.run.config import Settings, validate
-from adloco_jax.run.controller import Controller, Decision, Group, Merge
+from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.plan import corpus_header, devices, run_header
-from adloco_jax.run.programs import (
-    Key,
-    Programs,
-    Spec,
-    buffers_spec,
-    ensemble_shardings,
-    round_shardings,
-    worker_mesh,
-)
+from adloco_jax.run.programs import Key, Programs, Spec, ensemble_shardings, worker_mesh
 from adloco_jax.run.progress import Progress
-
-
-class Rows(Protocol):
-    """What `fit` needs of a corpus; `adloco_jax.data.Corpus` is one."""
-
-    @property
-    def heldout_rows(self) -> np.ndarray:
-        """Int [E, L + 1]; no training row shares a document with them."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the content that decides the rows."""
-        ...
-
-    @property
-    def tokens_per_byte(self) -> float | None:
-        """Of the held-out text, where tokens are text."""
-        ...
-
-    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
-        ...
+from adloco_jax.run.rounds import Dispatched, Prepared, Rows, dispatch, prepare, read_losses
 
 
 @dataclass(frozen=True)
@@ -172,30 +141,6 @@ def check_workdir(workdir: str | Path) -> None:
         raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")
 
 
-class _Prepared(NamedTuple):
-    """A round's plan with its data on the devices."""
-
-    groups: list[Group]
-    lines: list[dict]  # the round's ledger lines as far as the plan decides them
-    tokens: list[list[Array]]  # by group, by dispatch: [S, R, B, L + 1]
-    rates: list[list[np.ndarray]]  # likewise: [S, R]
-    flags: list[list[np.ndarray]]  # likewise: [S]
-    test_rows_RBL: Array | None
-    test_counts_R: np.ndarray
-
-
-class _Pending(NamedTuple):
-    """A dispatched round whose results have not been read."""
-
-    lines: list[dict]  # one ledger line per trainer, what the round measures still missing
-    groups: list[Group]
-    workers: list[list[int]]  # by trainer
-    losses: list[list[Array]]  # by group, by dispatch: [S, R]
-    norms: list[Array]  # by group: [M]
-    start_s: float
-    stall_s: float
-
-
 @dataclass
 class _Run:
     """One run's moving parts; `execute` reads top-down as the algorithm does."""
@@ -223,153 +168,38 @@ class _Run:
         for line in run_header(self.settings, self.spec):
             self.progress.note(line)
         self.ensemble = self._initial_ensemble(init_fn)
-        prepared, pending, consensus = self._prepare(), None, None
+        prepared, previous, consensus = self._prepare(), None, None
         for _ in range(self.settings.num_rounds):
-            stats_R, dispatched = self._dispatch(prepared)
-            if pending:
-                self._finish(pending)
-            pending = dispatched._replace(lines=self._observe(stats_R, prepared))
+            self.ensemble, dispatched = dispatch(
+                self.programs, self.controller, self.ensemble, prepared
+            )
+            if previous:
+                self._record(*previous)
+            previous = dispatched, self._decide(dispatched, prepared)
             merge_now = control.due_merge(self.controller, self.settings)
             last = self.controller.round == self.settings.num_rounds
+            evaluate_now = last or self.controller.round % self.settings.eval.every_rounds == 0
             if not merge_now and not last:
-                prepared = self._prepare()
+                prepared = self._prepare()  # while the devices are at work
+            if merge_now or evaluate_now:
+                self._record(*previous)
+                previous = None
             if merge_now:
-                self._finish(pending)
-                pending = None
                 self._merge(merge_now)
                 if not last:
                     prepared = self._prepare()
-            if last or self.controller.round % self.settings.eval.every_rounds == 0:
-                if pending:
-                    self._finish(pending)
-                pending = None
+            if evaluate_now:
                 consensus = self._evaluate()
         self.progress.close()
         self._write_end()
         return Result(workdir, consensus, self.loss, self.ensemble, self.controller)
 
-    # -- one round ---------------------------------------------------------------------------
+    def _prepare(self) -> Prepared:
+        return prepare(self.controller, self.settings, self.spec, self.corpus)
 
-    def _prepare(self) -> _Prepared:
-        """Plans the next round and puts its sequences on the devices."""
-        groups = control.plan_round(self.controller, self.settings)
-        counts_R = np.zeros(len(self.controller.owners), np.int32)
-        if control.measures_gradients(self.settings):
-            counts_R = control.test_counts(self.controller, groups, self.settings)
-        test_shape = (len(counts_R), self.spec.max_test_sequences, self.spec.row_length)
-        test_rows_RBL = np.zeros(test_shape, np.int32)
-        tokens, rates, flags = [], [], []
-        for group in groups:
-            rows_TRBL = self._sequences(group)
-            for place, worker in enumerate(group.workers):
-                flat = rows_TRBL[:, place].reshape(-1, self.spec.row_length)
-                test_rows_RBL[worker, : counts_R[worker]] = flat[: counts_R[worker]]
-            mesh = worker_mesh(len(group.workers), group.plan.micro_batch_size)
-            place = round_shardings(mesh)["tokens_TRBL"]
-            parts = range(0, group.num_micro_batches, self.spec.num_micro_batches)
-            rate_TR = control.learning_rates(self.controller, group, self.settings)
-            flag_T = control.update_flags(group)
-            steps = self.spec.num_micro_batches
-            tokens.append([jax.device_put(rows_TRBL[t : t + steps], place) for t in parts])
-            rates.append([rate_TR[t : t + steps] for t in parts])
-            flags.append([flag_T[t : t + steps] for t in parts])
-        tested = None
-        if counts_R.any():
-            mesh = worker_mesh(len(counts_R), 1)
-            tested = jax.device_put(test_rows_RBL, round_shardings(mesh)["worker"])
-        lines = self._draft_lines(groups, rates)
-        return _Prepared(groups, lines, tokens, rates, flags, tested, counts_R)
-
-    def _draft_lines(self, groups: list[Group], rates: list[list[np.ndarray]]) -> list[dict]:
-        """Per trainer, in stack order: what the plan already says of the round."""
-        lines = {}
-        for group, group_rates in zip(groups, rates, strict=True):
-            for position in group.trainers:
-                trainer, workers = (
-                    self.controller.trainers[position],
-                    self.controller.workers_of(position),
-                )
-                lines[position] = {
-                    "round": self.controller.round + 1,
-                    "trainer": trainer.id,
-                    "workers": len(workers),
-                    "requested_batch_size": trainer.requested_batch_size,
-                    **group.plan._asdict(),
-                    "learning_rate": float(group_rates[-1][-1, group.workers.index(workers[0])]),
-                }
-        return [lines[position] for position in sorted(lines)]
-
-    def _sequences(self, group: Group) -> np.ndarray:
-        """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order."""
-        size = group.plan.micro_batch_size
-        shape = (group.num_micro_batches, len(group.workers), size, self.spec.row_length)
-        rows_TRBL = np.empty(shape, np.int32)
-        for place, worker in enumerate(group.workers):
-            trainer = self.controller.trainers[self.controller.owners[worker]]
-            stream = self.controller.streams[worker]
-            rows = self.corpus.batch(
-                trainer.id, stream, trainer.cursors.get(str(stream), 0), len(rows_TRBL) * size
-            )
-            rows_TRBL[:, place] = rows.reshape(len(rows_TRBL), size, -1)
-        return rows_TRBL
-
-    def _dispatch(self, prepared: _Prepared) -> tuple[GradientStats | None, _Pending]:
-        """Starts the test and then the round on the devices, without waiting for either."""
-        stall_s = self.programs.stall_s
-        start_s = time.perf_counter()
-        stats_R = None
-        if prepared.test_rows_RBL is not None:
-            shape = (self.ensemble.num_trainers, self.ensemble.num_workers)
-            arguments = (
-                self.ensemble.params_M,
-                self.ensemble.owner_R,
-                prepared.test_rows_RBL,
-                prepared.test_counts_R,
-            )
-            stats_R = self._call(Key("test", *shape), *arguments)
-        losses, norms = [], []
-        for i, group in enumerate(prepared.groups):
-            parts = list(zip(prepared.tokens[i], prepared.rates[i], prepared.flags[i], strict=True))
-            whole = len(group.trainers) == self.ensemble.num_trainers
-            sub = self.ensemble if whole else _take(self.ensemble, group.trainers, group.workers)
-            sub, group_losses, norm_M = self._run_group(group, sub, parts)
-            self.ensemble = (
-                sub if whole else _put(self.ensemble, sub, group.trainers, group.workers)
-            )
-            losses.append(group_losses)
-            norms.append(norm_M)
-        stall_s = self.programs.stall_s - stall_s
-        workers = [self.controller.workers_of(m) for m in range(self.ensemble.num_trainers)]
-        pending = _Pending([], prepared.groups, workers, losses, norms, start_s, stall_s)
-        return stats_R, pending
-
-    def _run_group(self, group: Group, sub: Ensemble, parts: list) -> tuple:
-        shape = (len(group.trainers), len(group.workers), group.plan.micro_batch_size)
-        if group.plan.num_accum_steps == 1:
-            ((tokens, rate_TR, _),) = parts
-            sub, loss_TR, norm_M = self._call(Key("round", *shape), sub, tokens, rate_TR)
-            return sub, [loss_TR], norm_M
-        mesh = worker_mesh(shape[1], shape[2])
-        buffers = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-            buffers_spec(self.spec, shape[1], mesh),
-        )
-        losses, norm_M = [], None
-        for i, (tokens, rate_TR, flag_T) in enumerate(parts):
-            ends = (np.bool_(i == 0), np.bool_(i == len(parts) - 1))
-            sub, buffers, loss_TR, norm_M = self._call(
-                Key("accumulate", *shape), sub, buffers, tokens, rate_TR, flag_T, *ends
-            )
-            losses.append(loss_TR)
-        return sub, losses, norm_M
-
-    def _call(self, key: Key, *arguments):
-        """Runs a program with its arguments moved to where it wants them."""
-        program = self.programs[key]
-        return program(*jax.device_put(arguments, program.input_shardings[0]))
-
-    def _observe(self, stats_R: GradientStats | None, prepared: _Prepared) -> list[dict]:
+    def _decide(self, dispatched: Dispatched, prepared: Prepared) -> list[dict]:
         """Reads the test, sets the next batches, counts the round; returns its drafted lines."""
+        stats_R = dispatched.stats_R
         if stats_R is not None:
             stats_R = jax.tree.map(np.float64, jax.device_get(stats_R))
         decisions = control.observe(self.controller, self.settings, stats_R, prepared.test_counts_R)
@@ -387,47 +217,37 @@ class _Run:
             for line, cost, decision in zip(prepared.lines, spent, decisions, strict=True)
         ]
 
-    def _finish(self, pending: _Pending) -> None:
-        """Reads what a dispatched round measured, and records it."""
-        losses_R: dict[int, float] = {}
-        norms_M: dict[int, float] = {}
-        for group, losses, norm_M in zip(
-            pending.groups, pending.losses, pending.norms, strict=True
-        ):
-            loss_R = np.mean(np.concatenate(jax.device_get(losses)), axis=0)
-            losses_R |= dict(zip(group.workers, loss_R.tolist(), strict=True))
-            norms_M |= dict(zip(group.trainers, np.asarray(norm_M).tolist(), strict=True))
+    def _record(self, dispatched: Dispatched, lines: list[dict]) -> None:
+        """Waits for a round, and records what it measured."""
+        losses, norms = read_losses(dispatched)
         end_s = time.perf_counter()
-        step_s = end_s - max(pending.start_s, self.last_end_s)
+        step_s = end_s - max(dispatched.start_s, self.last_end_s)
         self.last_end_s = end_s
-        losses = []
-        for position, (line, workers) in enumerate(
-            zip(pending.lines, pending.workers, strict=True)
-        ):
-            losses.append(float(np.mean([losses_R[w] for w in workers])))
-            measured = {
-                "train_loss": losses[-1],
-                "pseudo_grad_norm": norms_M[position],
-                "step_s": round(step_s, 6),
-                "stall_s": round(pending.stall_s, 6),
-            }
-            self.ledger.write("round", **line, **measured)
-        tokens = sum(line["tokens"] for line in pending.lines)
+        for line, loss, norm in zip(lines, losses, norms, strict=True):
+            self.ledger.write(
+                "round",
+                **line,
+                train_loss=loss,
+                pseudo_grad_norm=norm,
+                step_s=round(step_s, 6),
+                stall_s=round(dispatched.stall_s, 6),
+            )
+        index = lines[0]["round"]
         self.progress.round(
-            pending.lines[0]["round"],
+            index,
             {
                 "loss": float(np.mean(losses)),
                 "heldout": self.loss,
                 "trainers": len(losses),
-                "batch": [line["requested_batch_size"] for line in pending.lines],
-                "accum": [line["num_accum_steps"] for line in pending.lines],
-                "tokens/s": tokens / step_s,
+                "batch": [line["requested_batch_size"] for line in lines],
+                "accum": [line["num_accum_steps"] for line in lines],
+                "tokens/s": sum(line["tokens"] for line in lines) / step_s,
             },
         )
         if not np.isfinite(losses).any():
             raise DivergedError(
-                f"round {pending.lines[0]['round']}: no trainer's loss is a number any more; try a"
-                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+                f"round {index}: no trainer's loss is a number any more; try a lower"
+                " inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             )
 
     # -- between rounds ----------------------------------------------------------------------
@@ -587,16 +407,6 @@ class _Run:
             updates_total=controller.updates_total,
             wall_s=round(time.perf_counter() - self.start_s, 3),
         )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]) -> Ensemble:
-    return take(ensemble, trainers, workers=workers)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
-def _put(ensemble: Ensemble, sub: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]):
-    return put(ensemble, trainers, sub, workers=workers)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

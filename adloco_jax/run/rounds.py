@@ -1,0 +1,212 @@
+"""One round between host and devices: its plan and data, its dispatch, its results.
+
+Nothing here waits for the devices but `read_losses`; a dispatched round runs while the host
+prepares the next one.
+"""
+
+import functools
+import time
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from adloco_jax.core.base import Ensemble, GradientStats
+from adloco_jax.core.ensemble import put, take
+from adloco_jax.run import controller as control
+from adloco_jax.run.config import Settings
+from adloco_jax.run.controller import Controller, Group
+from adloco_jax.run.programs import (
+    Key,
+    Programs,
+    Spec,
+    buffers_spec,
+    round_shardings,
+    worker_mesh,
+)
+
+
+class Rows(Protocol):
+    """What `fit` needs of a corpus; `adloco_jax.data.Corpus` is one."""
+
+    @property
+    def heldout_rows(self) -> np.ndarray:
+        """Int [E, L + 1]; no training row shares a document with them."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content that decides the rows."""
+        ...
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Of the held-out text, where tokens are text."""
+        ...
+
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+        """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
+        ...
+
+
+class Prepared(NamedTuple):
+    """A round's plan with its data on the devices."""
+
+    groups: list[Group]
+    parts: list[list[tuple[Array, np.ndarray, np.ndarray]]]
+    """By group, by dispatch: tokens [S, R, B, L + 1], learning rates [S, R], update flags [S]."""
+    test_rows_RBL: Array | None
+    test_counts_R: np.ndarray
+    lines: list[dict]
+    """The round's ledger lines, by trainer, as far as the plan decides them."""
+
+
+class Dispatched(NamedTuple):
+    """A round under way on the devices, and the test that runs before it."""
+
+    groups: list[Group]
+    workers: list[list[int]]  # by trainer
+    stats_R: GradientStats | None  # of the test; ready before the round is
+    losses: list[list[Array]]  # by group, by dispatch: [S, R]
+    norms: list[Array]  # by group: [M], of the pseudo-gradients
+    start_s: float
+    stall_s: float  # waited for compilation
+
+
+def prepare(controller: Controller, settings: Settings, spec: Spec, corpus: Rows) -> Prepared:
+    """Plans the next round and puts its sequences on the devices."""
+    groups = control.plan_round(controller, settings)
+    counts_R = np.zeros(len(controller.owners), np.int32)
+    if control.measures_gradients(settings):
+        counts_R = control.test_counts(controller, groups, settings)
+    test_shape = (len(counts_R), spec.max_test_sequences, spec.row_length)
+    test_rows_RBL = np.zeros(test_shape, np.int32)
+    steps = spec.num_micro_batches
+    parts, lines = [], {}
+    for group in groups:
+        rows_TRBL = _sequences(controller, group, spec, corpus)
+        for place, worker in enumerate(group.workers):
+            flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
+            test_rows_RBL[worker, : counts_R[worker]] = flat[: counts_R[worker]]
+        rate_TR = control.learning_rates(controller, group, settings)
+        flag_T = control.update_flags(group)
+        mesh = worker_mesh(len(group.workers), group.plan.micro_batch_size)
+        tokens_at = round_shardings(mesh)["tokens_TRBL"]
+        parts.append(
+            [
+                (
+                    jax.device_put(rows_TRBL[t : t + steps], tokens_at),
+                    rate_TR[t : t + steps],
+                    flag_T[t : t + steps],
+                )
+                for t in range(0, group.num_micro_batches, steps)
+            ]
+        )
+        for position in group.trainers:
+            trainer, workers = controller.trainers[position], controller.workers_of(position)
+            lines[position] = {
+                "round": controller.round + 1,
+                "trainer": trainer.id,
+                "workers": len(workers),
+                "requested_batch_size": trainer.requested_batch_size,
+                **group.plan._asdict(),
+                "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
+            }
+    tested = None
+    if counts_R.any():
+        mesh = worker_mesh(len(counts_R), 1)
+        tested = jax.device_put(test_rows_RBL, round_shardings(mesh)["worker"])
+    return Prepared(groups, parts, tested, counts_R, [lines[m] for m in sorted(lines)])
+
+
+def dispatch(
+    programs: Programs, controller: Controller, ensemble: Ensemble, prepared: Prepared
+) -> tuple[Ensemble, Dispatched]:
+    """Starts the test and then the round on the devices; the ensemble's buffers are given up."""
+    start_s, stall_s = time.perf_counter(), programs.stall_s
+    stats_R = None
+    if prepared.test_rows_RBL is not None:
+        key = Key("test", ensemble.num_trainers, ensemble.num_workers)
+        tested = (prepared.test_rows_RBL, prepared.test_counts_R)
+        stats_R = _call(programs, key, ensemble.params_M, ensemble.owner_R, *tested)
+    losses, norms = [], []
+    for group, parts in zip(prepared.groups, prepared.parts, strict=True):
+        if len(group.trainers) == ensemble.num_trainers:
+            ensemble, group_losses, norm_M = _run_group(programs, group, ensemble, parts)
+        else:
+            sub = _take(ensemble, group.trainers, group.workers)
+            sub, group_losses, norm_M = _run_group(programs, group, sub, parts)
+            ensemble = _put(ensemble, sub, group.trainers, group.workers)
+        losses.append(group_losses)
+        norms.append(norm_M)
+    workers = [controller.workers_of(m) for m in range(ensemble.num_trainers)]
+    stall_s = programs.stall_s - stall_s
+    return ensemble, Dispatched(prepared.groups, workers, stats_R, losses, norms, start_s, stall_s)
+
+
+def read_losses(dispatched: Dispatched) -> tuple[list[float], list[float]]:
+    """Waits for a round: each trainer's mean loss (nats/token) and pseudo-gradient norm."""
+    loss_R: dict[int, float] = {}
+    norm_M: dict[int, float] = {}
+    for group, losses, norms in zip(
+        dispatched.groups, dispatched.losses, dispatched.norms, strict=True
+    ):
+        mean_R = np.mean(np.concatenate(jax.device_get(losses)), axis=0)
+        loss_R |= dict(zip(group.workers, mean_R.tolist(), strict=True))
+        norm_M |= dict(zip(group.trainers, np.asarray(norms).tolist(), strict=True))
+    trainer_losses = [
+        float(np.mean([loss_R[worker] for worker in workers])) for workers in dispatched.workers
+    ]
+    return trainer_losses, [norm_M[m] for m in sorted(norm_M)]
+
+
+def _sequences(controller: Controller, group: Group, spec: Spec, corpus: Rows) -> np.ndarray:
+    """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order."""
+    size = group.plan.micro_batch_size
+    shape = (group.num_micro_batches, len(group.workers), size, spec.row_length)
+    rows_TRBL = np.empty(shape, np.int32)
+    for place, worker in enumerate(group.workers):
+        trainer = controller.trainers[controller.owners[worker]]
+        stream = controller.streams[worker]
+        cursor = trainer.cursors.get(str(stream), 0)
+        rows = corpus.batch(trainer.id, stream, cursor, len(rows_TRBL) * size)
+        rows_TRBL[:, place] = rows.reshape(len(rows_TRBL), size, -1)
+    return rows_TRBL
+
+
+def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> tuple:
+    shape = (len(group.trainers), len(group.workers), group.plan.micro_batch_size)
+    if group.plan.num_accum_steps == 1:
+        ((tokens, rate_TR, _),) = parts
+        sub, loss_TR, norm_M = _call(programs, Key("round", *shape), sub, tokens, rate_TR)
+        return sub, [loss_TR], norm_M
+    buffers = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+        buffers_spec(programs.spec, shape[1], worker_mesh(shape[1], shape[2])),
+    )
+    losses, norm_M = [], None
+    for i, part in enumerate(parts):
+        ends = (np.bool_(i == 0), np.bool_(i == len(parts) - 1))
+        sub, buffers, loss_TR, norm_M = _call(
+            programs, Key("accumulate", *shape), sub, buffers, *part, *ends
+        )
+        losses.append(loss_TR)
+    return sub, losses, norm_M
+
+
+def _call(programs: Programs, key: Key, *arguments):
+    """Runs a program with its arguments moved to where it wants them."""
+    program = programs[key]
+    return program(*jax.device_put(arguments, program.input_shardings[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]) -> Ensemble:
+    return take(ensemble, trainers, workers=workers)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
+def _put(ensemble: Ensemble, sub: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]):
+    return put(ensemble, trainers, sub, workers=workers)
