@@ -1,6 +1,7 @@
 """What every test runs under: eight emulated CPU devices, strict shapes, checked annotations."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,11 @@ if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests compile the same program: it is compiled once per session, in a folder of its own.
+_cache = tempfile.TemporaryDirectory()
+jax.config.update("jax_compilation_cache_dir", _cache.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.

@@ -4,80 +4,16 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import run_oracle
+from toy import VOCAB, bigram_loss, corpus, settings_of
 
 from adloco_jax.run import controller as control
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.train import fit
-
-VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of a random Markov chain; each trainer and stream reads from a place of its own."""
-
-    rows: np.ndarray
-    fingerprint: str = "table"
-    tokens_per_byte: None = None
-
-    @property
-    def heldout_rows(self):
-        return self.rows[:16]
-
-    def batch(self, trainer, stream, start, count):
-        first = 101 * trainer + 307 * stream + start
-        return self.rows[(first + np.arange(count)) % len(self.rows)]
-
-
-def corpus():
-    rng = np.random.default_rng(3)
-    chain = rng.dirichlet(np.full(VOCAB, 0.7), size=VOCAB)
-    rows = np.zeros((NUM_ROWS, LENGTH + 1), np.int32)
-    rows[:, 0] = rng.integers(0, VOCAB, NUM_ROWS)
-    for place in range(LENGTH):
-        draw = rng.random(NUM_ROWS)[:, None]
-        rows[:, place + 1] = (
-            (chain[rows[:, place]].cumsum(axis=1) < draw).sum(axis=1).clip(max=VOCAB - 1)
-        )
-    return Table(rows)
-
-
-def bigram_loss(params, tokens):
-    logits = params["w"][tokens[:, :-1]]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
-
-
-def settings_of(**groups):
-    config = default_config()
-    common = {
-        "num_rounds": 8,
-        "ensemble": {"num_trainers": 3, "num_workers": 4},
-        "inner": {"steps_per_round": 3, "learning_rate": 0.05},
-        "batching": {
-            "initial_batch_size": 2,
-            "max_batch_size": 4,
-            "buckets": (2, 4),
-            "batch_cap": 15,
-            "max_growth": 3,
-        },
-        "eval": {"every_rounds": 100},
-    }
-    for overrides in (common, groups):
-        for group, values in overrides.items():
-            if isinstance(values, dict):
-                for name, value in values.items():
-                    config[group][name] = value
-            else:
-                config[group] = values
-    return validate(config)
-
 
 CASES = {
     # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
@@ -209,6 +145,9 @@ def test_the_cases_cover_what_they_are_for():
     st.sampled_from(["demand", "retire"]),
     st.sampled_from(["max", "total"]),
 )
+# The absorbed trainer has the larger total batch; two free workers for two trainers that lack one.
+@example([0, 1, 1, 1, 1, 2], [10, 5, 30, 1, 1], "worst_with_worst", 2, "demand", "total")
+@example([0, 0, 0, 1, 1, 2, 3], [9, 9, 9, 9, 9], "worst_with_worst", 2, "demand", "max")
 def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, allocation, batch):
     ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
     owners, batches = [ids.index(owner) for owner in owners], batches[: len(ids)]

@@ -108,6 +108,11 @@ class BatchPlan(NamedTuple):
     num_accum_steps: int
 
 
+def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
+    """`tree` in the dtypes of `like`: a transformation may widen the state it was started with."""
+    return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
+
+
 def owner_mean(tree_R: PyTree, owner_R: Array, num_trainers: int, weights_R: Array | None = None):
     """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
 

@@ -58,7 +58,12 @@ def init(
         raise ValueError(f"owner_R has shape {owner_R.shape}, expected [num_workers={num_workers}]")
 
     def stack(tree, size):
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (size, *jnp.shape(leaf))), tree)
+        def copies(leaf):
+            leaf = jnp.asarray(leaf)
+            leaf = leaf.astype(leaf.dtype)  # not weakly typed, or the second round compiles anew
+            return jnp.broadcast_to(leaf, (size, *leaf.shape))
+
+        return jax.tree.map(copies, tree)
 
     return Ensemble(
         params_M=stack(params, num_trainers),

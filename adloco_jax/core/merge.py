@@ -125,7 +125,9 @@ def merge(
         return leaf_M.at[representative].set(mean)[jnp.asarray(survivors)]
 
     params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
-    joins_R = jnp.isin(ensemble.owner_R, jnp.asarray(absorbed))
+    # Whose inner state goes on: the representative's, unless it is broken itself.
+    heir = jnp.asarray(chosen)[origin]
+    joins_R = jnp.isin(ensemble.owner_R, jnp.asarray(chosen)) & (ensemble.owner_R != heir)
     place_M = jnp.asarray(
         [
             survivors.index(representative if m in absorbed else m)
@@ -139,7 +141,7 @@ def merge(
             ensemble,
             np.arange(ensemble.num_workers),
             ~joins_R,
-            np.full(ensemble.num_workers, representative),
+            jnp.full(ensemble.num_workers, heir),
         ),
         owner_R=place_M[ensemble.owner_R].astype(jnp.int32),
     )
@@ -182,5 +184,5 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
         shares[max(range(len(shares)), key=shortfall)] += 1
     while sum(shares) > num_workers:
         above_one = [i for i in range(len(shares)) if shares[i] > 1]
-        shares[min(above_one, key=lambda i: (shortfall(i)[0], i))] -= 1
+        shares[min(above_one, key=shortfall)] -= 1
     return tuple(shares)

@@ -10,7 +10,14 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, PyTree
 
-from adloco_jax.core.base import Ensemble, LossFn, RoundMetrics, Workers, owner_mean
+from adloco_jax.core.base import (
+    Ensemble,
+    LossFn,
+    RoundMetrics,
+    Workers,
+    owner_mean,
+    with_dtypes,
+)
 
 
 def outer_step(
@@ -51,6 +58,8 @@ def outer_step(
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
     num_updates = _check_batch(batch, ensemble.num_workers, num_accum_steps)
+    _check_shape("learning_rate_SR", learning_rate_SR, (num_updates, ensemble.num_workers))
+    _check_shape("weights_R", weights_R, (ensemble.num_workers,))
     learning_rate_TR, update_T = learning_rate_SR, None
     if num_accum_steps > 1:
         batch = jax.tree.map(lambda leaf: _split_micro_batches(leaf, num_accum_steps), batch)
@@ -124,7 +133,8 @@ def inner_steps(
     value_and_grad_R = jax.vmap(jax.value_and_grad(loss_fn))
 
     def update(params_R, inner_state_R, grads_R, learning_rate_R):
-        updates_R, inner_state_R = jax.vmap(inner_tx.update)(grads_R, inner_state_R, params_R)
+        updates_R, new_state_R = jax.vmap(inner_tx.update)(grads_R, inner_state_R, params_R)
+        inner_state_R = with_dtypes(new_state_R, inner_state_R)
         if learning_rate_R is not None:
             updates_R = jax.tree.map(
                 lambda leaf: leaf * _per_worker(learning_rate_R, leaf), updates_R
@@ -197,7 +207,7 @@ def outer_update(
     )
     ensemble = ensemble.replace(
         params_M=jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M),
-        outer_state_M=outer_state_M,
+        outer_state_M=with_dtypes(outer_state_M, ensemble.outer_state_M),
         inner_state_R=workers.inner_state_R,
         round=ensemble.round + 1,
     )
@@ -223,6 +233,11 @@ def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:
                 f" num_accum_steps={num_accum_steps} micro-batches"
             )
     return num_updates
+
+
+def _check_shape(name: str, array: Array | None, expected: tuple[int, ...]) -> None:
+    if array is not None and array.shape != expected:
+        raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:

@@ -260,7 +260,7 @@ def advance(
 def due_merge(controller: Controller, settings: Settings) -> Merge | None:
     """The merge at the end of this round, if one is due."""
     merge = settings.merge
-    if merge.policy == "none" or controller.round % merge.every_rounds:
+    if merge.policy == "none" or not controller.round or controller.round % merge.every_rounds:
         return None
     requested = [trainer.requested_batch_size for trainer in controller.trainers]
     members = choose_merge(requested, policy=merge.policy, width=merge.width)
@@ -268,7 +268,12 @@ def due_merge(controller: Controller, settings: Settings) -> Merge | None:
 
 
 def apply_merge(
-    controller: Controller, settings: Settings, merge: Merge, *, param_bytes: int
+    controller: Controller,
+    settings: Settings,
+    merge: Merge,
+    *,
+    param_bytes: int,
+    refused: bool = False,
 ) -> list[int]:
     """Makes one trainer of the members and divides the workers anew.
 
@@ -277,6 +282,7 @@ def apply_merge(
       settings: The run's settings.
       merge: The members, by position.
       param_bytes: Bytes of one trainer's parameters, moved once per absorbed trainer.
+      refused: The weaker members only leave; the representative takes nothing over.
 
     Returns:
       The new trainer position of every worker of the old pool, -1 for a retired one: the argument
@@ -287,11 +293,13 @@ def apply_merge(
         trainer.requested_batch_size * len(controller.workers_of(position))
         for position, trainer in enumerate(controller.trainers)
     ]
-    totals[representative] = max(totals[m] for m in merge.members)
     old_sizes = [len(controller.workers_of(p)) for p in range(len(controller.trainers))]
-    members = [controller.trainers[m] for m in merge.members]
-    members[0].requested_batch_size = max(t.requested_batch_size for t in members)
-    members[0].smoothing = _mean_smoothing([t.smoothing for t in members])
+    if not refused:
+        members = [controller.trainers[m] for m in merge.members]
+        members[0].requested_batch_size = max(t.requested_batch_size for t in members)
+        members[0].smoothing = _mean_smoothing([t.smoothing for t in members])
+        totals[representative] = max(totals[m] for m in merge.members)
+        controller.bytes_total += param_bytes * len(absorbed)
 
     survivors = [p for p in range(len(controller.trainers)) if p not in absorbed]
     controller.trainers = [controller.trainers[p] for p in survivors]
@@ -326,7 +334,6 @@ def apply_merge(
         s for s, owner in zip(controller.streams, owners, strict=True) if owner >= 0
     ]
     controller.owners = [owner for owner in owners if owner >= 0]
-    controller.bytes_total += param_bytes * len(absorbed)
     return owners
 
 

@@ -7,9 +7,13 @@ call and kept by key: `round` and `accumulate` per (trainers, workers, micro-bat
 
 import functools
 import math
+import os
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,17 +31,6 @@ from adloco_jax.core.outer import inner_steps, outer_update, start_round
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 MAX_TEST_CHUNK = 8
-
-
-_cache_hits: list[str] = []  # of JAX's persistent compilation cache, in this process
-
-
-def _note_cache_hit(event: str, **_: str | int) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _cache_hits.append(event)
-
-
-jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 class Key(NamedTuple):
@@ -78,27 +71,83 @@ class Spec:
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
 
 
-@dataclass
+class Compiled(NamedTuple):
+    """What became of one compilation, for the ledger."""
+
+    key: Key
+    seconds: float
+    hit: bool  # it came from the persistent cache
+    background: bool
+
+
 class Programs:
-    """Compiles on first use and keeps what it compiled.
+    """Compiles programs once, in the background where they were foreseen, and keeps them."""
 
-    `on_compile(key, seconds, hit)` is told of each; a hit came from the persistent cache.
-    """
-
-    spec: Spec
-    on_compile: Callable[[Key, float, bool], None] = lambda key, seconds, hit: None
-    compiled: dict[Key, jax.stages.Compiled] = field(default_factory=dict)
-    stall_s: float = 0.0  # waited for compilation so far
+    def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
+        """Starts with no program; `on_compile` is told of each, on the thread that compiled it."""
+        self.spec = spec
+        self.stall_s = 0.0  # waited for compilation so far
+        self._on_compile = on_compile
+        self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
-        """The program for a key, compiled now if this is its first use."""
-        if key not in self.compiled:
-            start_s, hits = time.perf_counter(), len(_cache_hits)
-            self.compiled[key] = lower(self.spec, key).compile()
-            seconds = time.perf_counter() - start_s
-            self.stall_s += seconds
-            self.on_compile(key, seconds, len(_cache_hits) > hits)
-        return self.compiled[key]
+        """The program for a key: waited for, or compiled now if nobody has begun to."""
+        start_s = time.perf_counter()
+        begun = self._programs.get(key)
+        if begun is None or begun.cancel():  # cancelled: it was still in the queue
+            begun = self._programs[key] = Future()
+            try:
+                begun.set_result(self._compile(key, background=False))
+            except BaseException:
+                del self._programs[key]
+                raise
+        program = begun.result()
+        self.stall_s += time.perf_counter() - start_s
+        return program
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Has programs compiled in the background, in this order; ones already begun stay."""
+        for key in keys:
+            if key not in self._programs:
+                self._programs[key] = self._background.submit(self._compile, key, background=True)
+
+    def close(self) -> None:
+        """Gives up what is still in the queue, and waits for what is being compiled."""
+        self._background.shutdown(cancel_futures=True)
+
+    def _compile(self, key: Key, *, background: bool) -> jax.stages.Compiled:
+        start_s = time.perf_counter()
+        _on_this_thread.hits = 0
+        program = lower(self.spec, key).compile()
+        seconds = time.perf_counter() - start_s
+        self._on_compile(Compiled(key, seconds, _on_this_thread.hits > 0, background))
+        return program
+
+
+_on_this_thread = threading.local()  # hits of the persistent cache since its last compilation began
+
+
+def _note_cache_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _on_this_thread.hits = getattr(_on_this_thread, "hits", 0) + 1
+
+
+jax.monitoring.register_event_listener(_note_cache_hit)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in a folder of the user's own.
+
+    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
+    programs are code: the folder must not be one that others can write to.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(home) / "adloco_jax" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def worker_mesh(num_workers: int, batch_size: int) -> Mesh:

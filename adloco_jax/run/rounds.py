@@ -4,6 +4,7 @@ Nothing here waits for the devices but `read_losses`; a dispatched round runs wh
 prepares the next one.
 """
 
+import copy
 import functools
 import time
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from adloco_jax.core.base import Ensemble, GradientStats
+from adloco_jax.core.batching import next_batch_size
 from adloco_jax.core.ensemble import put, take
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
@@ -73,6 +75,30 @@ class Dispatched(NamedTuple):
     norms: list[Array]  # by group: [M], of the pseudo-gradients
     start_s: float
     stall_s: float  # waited for compilation
+
+
+def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
+    """The programs that coming rounds need, the soonest first.
+
+    First those of the next round, after the merge that may come before it; then those of the round
+    after that, if batches grow as far as they may and if they stay.
+    """
+    next_round = _after_merge(controller, settings)
+    keys = _keys(next_round, settings)
+    if next_round.round + 1 < settings.num_rounds and control.measures_gradients(settings):
+        batching = settings.batching
+        for growth in (batching.max_growth, 1):
+            later = copy.deepcopy(next_round)
+            later.round += 1
+            for trainer in later.trainers:
+                trainer.requested_batch_size = next_batch_size(
+                    growth * trainer.requested_batch_size,
+                    batch_size=trainer.requested_batch_size,
+                    max_growth=growth,
+                    batch_cap=batching.batch_cap,
+                )
+            keys += _keys(_after_merge(later, settings), settings)
+    return list(dict.fromkeys(keys))
 
 
 def prepare(controller: Controller, settings: Settings, spec: Spec, corpus: Rows) -> Prepared:
@@ -160,6 +186,30 @@ def read_losses(dispatched: Dispatched) -> tuple[list[float], list[float]]:
         float(np.mean([loss_R[worker] for worker in workers])) for workers in dispatched.workers
     ]
     return trainer_losses, [norm_M[m] for m in sorted(norm_M)]
+
+
+def _after_merge(controller: Controller, settings: Settings) -> Controller:
+    """A copy of the controller as the merge that is due leaves it, if one is."""
+    ahead = copy.deepcopy(controller)
+    if merge := control.due_merge(ahead, settings):
+        control.apply_merge(ahead, settings, merge, param_bytes=0)
+    return ahead
+
+
+def _keys(controller: Controller, settings: Settings) -> list[Key]:
+    """The programs of a controller's next round."""
+    keys = [
+        Key(
+            "round" if group.plan.num_accum_steps == 1 else "accumulate",
+            len(group.trainers),
+            len(group.workers),
+            group.plan.micro_batch_size,
+        )
+        for group in control.plan_round(controller, settings)
+    ]
+    if control.measures_gradients(settings):
+        keys.append(Key("test", len(controller.trainers), len(controller.owners)))
+    return keys
 
 
 def _sequences(controller: Controller, group: Group, spec: Spec, corpus: Rows) -> np.ndarray:

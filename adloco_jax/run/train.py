@@ -34,9 +34,25 @@ from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.plan import corpus_header, devices, run_header
-from adloco_jax.run.programs import Key, Programs, Spec, ensemble_shardings, worker_mesh
+from adloco_jax.run.programs import (
+    Compiled,
+    Key,
+    Programs,
+    Spec,
+    ensemble_shardings,
+    use_compilation_cache,
+    worker_mesh,
+)
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.rounds import Dispatched, Prepared, Rows, dispatch, prepare, read_losses
+from adloco_jax.run.rounds import (
+    Dispatched,
+    Prepared,
+    Rows,
+    dispatch,
+    prepare,
+    programs_ahead,
+    read_losses,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ def train(config: ConfigDict, workdir: str | Path | None = None, *, command: str
       DivergedError: If every trainer's loss has stopped being a number.
     """
     settings = validate(config)
+    use_compilation_cache()
     if workdir is None:
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     check_workdir(workdir)
@@ -124,7 +141,10 @@ def fit(
     workdir.mkdir(parents=True, exist_ok=True)
     with Ledger(workdir / "ledger.jsonl") as ledger:
         run = _Run(settings, spec, corpus, ledger)
-        return run.execute(init_fn, workdir, command)
+        try:
+            return run.execute(init_fn, workdir, command)
+        finally:
+            run.programs.close()
 
 
 def check_workdir(workdir: str | Path) -> None:
@@ -168,6 +188,8 @@ class _Run:
         for line in run_header(self.settings, self.spec):
             self.progress.note(line)
         self.ensemble = self._initial_ensemble(init_fn)
+        ahead = programs_ahead(self.controller, self.settings)
+        self.programs.prefetch([*ahead, Key("evaluate")])
         prepared, previous, consensus = self._prepare(), None, None
         for _ in range(self.settings.num_rounds):
             self.ensemble, dispatched = dispatch(
@@ -176,6 +198,8 @@ class _Run:
             if previous:
                 self._record(*previous)
             previous = dispatched, self._decide(dispatched, prepared)
+            if self.controller.round < self.settings.num_rounds:
+                self.programs.prefetch(programs_ahead(self.controller, self.settings))
             merge_now = control.due_merge(self.controller, self.settings)
             last = self.controller.round == self.settings.num_rounds
             evaluate_now = last or self.controller.round % self.settings.eval.every_rounds == 0
@@ -286,7 +310,7 @@ class _Run:
                 return
         weights = (1.0,) + (0.0,) * (len(ids) - 1) if refused else due.weights
         owners = control.apply_merge(
-            controller, settings, due, param_bytes=0 if refused else self.spec.param_bytes
+            controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
         )
         self.ensemble = _merge_and_reassign(
             self.ensemble, jnp.asarray(weights, jnp.float32), due.members, tuple(owners)
@@ -363,13 +387,13 @@ class _Run:
         shardings = ensemble_shardings(jax.eval_shape(make, key), mesh)
         return jax.jit(make, out_shardings=shardings)(key)
 
-    def _compiled(self, key: Key, seconds: float, hit: bool) -> None:
+    def _compiled(self, compiled: Compiled) -> None:
         self.ledger.write(
             "compile",
-            key=str(key),
-            seconds=round(seconds, 3),
-            cache="hit" if hit else "miss",
-            where="foreground",
+            key=str(compiled.key),
+            seconds=round(compiled.seconds, 3),
+            cache="hit" if compiled.hit else "miss",
+            where="background" if compiled.background else "foreground",
         )
 
     def _write_start(self, workdir: Path, command: str) -> None:
