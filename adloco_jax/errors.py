@@ -23,6 +23,12 @@ class DataError(UserError):
     exit_code = 3
 
 
+class ResourceError(UserError):
+    """Not enough memory for what was asked, even one sequence at a time (exit 5)."""
+
+    exit_code = 5
+
+
 class DivergedError(UserError):
     """Every trainer's loss has stopped being a number (exit 4)."""
 

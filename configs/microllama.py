@@ -68,9 +68,7 @@ def get_config() -> ConfigDict:
     config.batching.vartheta = 0.9
     config.batching.nu = 1.0
     config.batching.initial_batch_size = 1  # table A.2
-    # Of ours: an estimate for four workers on an 80 GB GPU, whose states take 20 GB; the paper does
-    # not say. See --plan.
-    config.batching.max_batch_size = 32
+    config.batching.max_batch_size = "auto"  # the paper does not say; what the device holds
     config.batching.batch_cap = 1024  # DEPARTURE: the paper has no cap
     config.batching.max_growth = 4  # DEPARTURE: the paper's request may grow by any factor
 

@@ -240,11 +240,13 @@ CONTRADICTIONS = {
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
-    "first batch above the device's": dict(batching__initial_batch_size=17),
+    "first batch above the device's": dict(
+        batching__initial_batch_size=17, batching__max_batch_size=16
+    ),
     "first batch above the cap": dict(batching__initial_batch_size=3, batching__batch_cap=2),
     "thirds": dict(batching__test="augmented", batching__test_batch_size=3),
-    "bucket missing": dict(batching__buckets=(4, 8)),
-    "bucket above": dict(batching__buckets=(16, 32)),
+    "bucket missing": dict(batching__buckets=(4, 8), batching__max_batch_size=16),
+    "bucket above": dict(batching__buckets=(16, 32), batching__max_batch_size=16),
     "no ramp": dict(batching__test="ramp"),
     "ramp unused": dict(batching__ramp=((0, 1),)),
     "ramp from round 1": dict(batching__test="ramp", batching__ramp=((1, 1), (2, 2))),
@@ -295,6 +297,7 @@ def test_all_faults_are_told_at_once_in_one_line_each():
         merge__evry_rounds=2,
         model__num_kv_heads=3,
         batching__initial_batch_size=2000,
+        batching__max_batch_size=16,
     )
     del config["seed"]
     lines = faults(config)

@@ -11,9 +11,9 @@ from adloco_jax.run import controller as control
 from adloco_jax.run.controller import Controller, Merge, Trainer
 
 
-def a_controller(batches=(4, 4, 4), owners=(0, 0, 1, 2)):
+def a_controller(batches=(4, 4, 4), owners=(0, 0, 1, 2), max_batch_size=4):
     trainers = [Trainer(id=i, requested_batch_size=b) for i, b in enumerate(batches)]
-    return Controller(trainers, list(owners), streams=list(range(len(owners))))
+    return Controller(trainers, list(owners), list(range(len(owners))), max_batch_size)
 
 
 def stats(noise, signal, *, workers, examples=4):
@@ -48,7 +48,7 @@ def test_trainers_with_one_plan_share_a_group_with_all_their_workers():
     settings = settings_of(
         batching={"max_batch_size": 8, "buckets": (4, 8), "initial_batch_size": 4}
     )
-    groups = control.plan_round(a_controller(batches=(3, 20, 4)), settings)
+    groups = control.plan_round(a_controller(batches=(3, 20, 4), max_batch_size=8), settings)
     assert [(g.trainers, g.workers, g.plan) for g in groups] == [
         ((0, 2), (0, 1, 3), BatchPlan(4, 1)),
         ((1,), (2,), BatchPlan(8, 3)),
@@ -61,7 +61,9 @@ def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
         batching={"max_batch_size": 2, "buckets": (2,)},
         inner={"unit": "microbatches", "steps_per_round": 7},
     )
-    (group,) = control.plan_round(a_controller(batches=(6,), owners=(0,)), settings)
+    (group,) = control.plan_round(
+        a_controller(batches=(6,), owners=(0,), max_batch_size=2), settings
+    )
     assert (group.num_micro_batches, group.num_updates) == (7, 3)
     assert control.update_flags(group).tolist() == [False, False, True] * 2 + [True]
 
@@ -90,7 +92,7 @@ def test_learning_rate_on_growth_follows_the_effective_batch(rule, factor):
         inner={"learning_rate": 0.1, "lr_on_growth": rule},
         batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
     )
-    controller = a_controller(batches=(7,), owners=(0,))  # its bucket holds 8
+    controller = a_controller(batches=(7,), owners=(0,), max_batch_size=8)  # its bucket holds 8
     (group,) = control.plan_round(controller, settings)
     rate_TR = control.learning_rates(controller, group, settings)
     np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
@@ -179,7 +181,7 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
     settings = settings_of(
         batching={"test": "ramp", "ramp": ((0, 2), (2, 6)), "initial_batch_size": 2}
     )
-    controller = control.start(settings)
+    controller = control.start(settings, 4)
     sizes = []
     for _ in range(3):
         decisions = control.observe(controller, settings, None, np.zeros(4, np.int32))

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax.errors import ConfigError, DivergedError
+from adloco_jax.errors import ConfigError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
+from adloco_jax.run import programs as programs_module
+from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.programs import Key, Programs, needed_bytes
 from adloco_jax.run.train import check_workdir, fit, train
 
 
@@ -83,7 +86,7 @@ def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
     result = run(tmp_path / "r", settings_of(**GROWING))
     logits = np.asarray(result.params["w"], np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = split_heldout(corpus().heldout_rows, num_sequences=8, seed=0).report_EL
+    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4, seed=0).report_EL
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert rows.shape == (8, 9)
     assert result.loss == pytest.approx(losses.mean(), rel=1e-5)
@@ -91,7 +94,7 @@ def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
 
 def test_what_decides_is_never_what_is_reported():
     rows = np.arange(20)[:, None]
-    parts = split_heldout(rows, num_sequences=64, seed=3)
+    parts = split_heldout(rows, num_sequences=64, batch_size=4, seed=3)
     assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
 
 
@@ -157,6 +160,91 @@ def test_resetting_the_inner_state_changes_the_second_round_only(tmp_path):
 
 def optax_count(ensemble):
     return next(x for x in jax.tree.leaves(ensemble.inner_state_R) if x.dtype == np.int32)
+
+
+class Exhausted:
+    """A device that runs out of memory above a micro-batch, when a program is called."""
+
+    def __init__(self, monkeypatch, largest):
+        real = Programs.__getitem__
+
+        def program(programs, key):
+            compiled = real(programs, key)
+            if key.kind in ("round", "accumulate") and key.micro_batch_size > largest:
+                return self.failing(compiled)
+            return compiled
+
+        monkeypatch.setattr(Programs, "__getitem__", program)
+
+    @staticmethod
+    def failing(compiled):
+        class Failing:
+            input_shardings = compiled.input_shardings
+
+            def __call__(self, ensemble, *rest):
+                compiled(ensemble, *rest)  # its buffers are gone, as on a device that fails late
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
+
+        return Failing()
+
+
+def test_out_of_memory_undoes_the_round_and_accumulates_the_same_sequences(tmp_path, monkeypatch):
+    """As a run with the smaller device from the start, which accumulates whatever does not fit."""
+    groups = {
+        "num_rounds": 4,
+        # SGD, since Adam would turn rounding of a gradient near zero into a whole step.
+        "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
+        "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+        "merge": {"policy": "none"},
+    }
+    plain = run(tmp_path / "plain", settings_of(**groups))
+    Exhausted(monkeypatch, largest=2)
+    halved = run(tmp_path / "halved", settings_of(**groups, switch={"mode": "accumulate"}))
+    (fault,) = events(tmp_path / "halved", "fault")
+    assert (fault["kind"], fault["round"]) == ("out_of_memory", 1)
+    assert (fault["max_batch_size_before"], fault["max_batch_size"]) == (4, 2)
+    rounds = events(tmp_path / "halved", "round")
+    assert {(e["micro_batch_size"], e["num_accum_steps"]) for e in rounds} == {(2, 2)}
+    assert halved.controller.max_batch_size == 2
+    # The same sequences in the same updates: the same training up to rounding.
+    assert [e["tokens"] for e in rounds] == [e["tokens"] for e in events(plain.workdir, "round")]
+    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
+
+
+def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):
+    Exhausted(monkeypatch, largest=0)
+    with pytest.raises(ResourceError, match="RESOURCE_EXHAUSTED"):
+        run(tmp_path / "r", settings_of(num_rounds=2))
+    faults = events(tmp_path / "r", "fault")
+    assert [f["max_batch_size"] for f in faults] == [2, 1]
+
+
+def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
+    settings = settings_of(
+        batching={"max_batch_size": "auto", "buckets": (2, 4, 8, 12, 15), "batch_cap": 15}
+    )
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    programs = Programs(spec)
+    needs = {
+        size: needed_bytes(programs[Key("accumulate", 3, 4, size)]) for size in (2, 4, 8, 12, 15)
+    }
+    assert sorted(needs.values()) == list(needs.values())
+    for size, need in needs.items():
+        monkeypatch.setattr(programs_module, "device_bytes", lambda need=need: int(need / 0.8) + 1)
+        assert plan_module.max_batch_size(settings, Programs(spec)) == size
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: needs[2])
+    with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
+        plan_module.max_batch_size(settings, Programs(spec))
+    assert error.value.exit_code == 5
+
+
+def test_programs_are_compiled_ahead_in_the_background(tmp_path):
+    settings = settings_of(**GROWING | {"num_rounds": 40, "inner": {"steps_per_round": 50}})
+    run(tmp_path / "r", settings)
+    compiles = events(tmp_path / "r", "compile")
+    assert {e["where"] for e in compiles} == {"foreground", "background"}
+    first = events(tmp_path / "r", "round")[0]
+    assert first["stall_s"] > 0
 
 
 def test_every_loss_gone_ends_the_run_with_one_line(tmp_path):

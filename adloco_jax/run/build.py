@@ -74,5 +74,4 @@ def program_spec(settings: Settings, init_fn: InitFn, loss_fn: LossFn, row_lengt
         max_test_sequences=batching.test_batch_size or control.AUTO_TEST_MAX,
         inner_products=batching.test in ("inner_product", "augmented"),
         reset_inner_state=settings.inner.state == "reset",
-        eval_batch_size=batching.max_batch_size,
     )

@@ -113,7 +113,9 @@ class Batching:
     nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
     estimator: Literal["vmap"] = _knob("vmap")  # how per-example gradients are measured
     initial_batch_size: int = _knob(1, _COUNT)  # per worker (AdLoCo table A.2)
-    max_batch_size: int = _knob(16, _COUNT)  # per worker, what a device holds: the micro-batch
+    # Per worker, what a device holds: the micro-batch. auto: the largest bucket whose programs fit.
+    max_batch_size: int | None = _knob("auto", _COUNT)
+    memory_frac: float = _knob(0.8, "(0, 1]")  # of a device's memory (on a CPU, RAM), for auto
     batch_cap: int = _knob(1024, _COUNT)  # no request goes above
     max_growth: int = _knob(4, _COUNT)  # factor from one request to the next
     monotone: bool = _knob(True)  # a request never falls
@@ -234,7 +236,8 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     if faults:
         raise ConfigError("\n".join(faults))
     values["batching.buckets"] = _resolve_buckets(
-        values["batching.buckets"], max_batch_size=values["batching.max_batch_size"]
+        values["batching.buckets"],
+        largest=values["batching.max_batch_size"] or values["batching.batch_cap"],
     )
     groups = {
         name: group(
@@ -339,11 +342,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _resolve_buckets(buckets: tuple[int, ...], *, max_batch_size: int) -> tuple[int, ...]:
-    """The sizes in use, ascending: as given, else powers of two and their midpoints."""
-    powers = [2**n for n in range(max_batch_size.bit_length())]
-    sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), max_batch_size]
-    return tuple(sorted({size for size in sizes if size <= max_batch_size}))
+def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
+    """The sizes to use, ascending: as given, else powers of two and their midpoints."""
+    powers = [2**n for n in range(largest.bit_length())]
+    sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
+    return tuple(sorted({size for size in sizes if size <= largest}))
 
 
 # What values must hold together: keys, condition, remedy. A rule is asked where each of its values
@@ -416,7 +419,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("batching.initial_batch_size", "batching.max_batch_size"),
-        lambda initial, largest: initial <= largest,
+        lambda initial, largest: largest is None or initial <= largest,
         "a run starts without accumulation; lower the first or raise the second",
     ),
     (
@@ -431,7 +434,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("batching.buckets", "batching.max_batch_size"),
-        lambda buckets, largest: not buckets or max(buckets) == largest,
+        lambda buckets, largest: not buckets or largest is None or max(buckets) == largest,
         "the largest bucket must be max_batch_size; add it, or remove what is above it",
     ),
     (

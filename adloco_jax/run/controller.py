@@ -45,6 +45,7 @@ class Controller:
     trainers: list[Trainer]
     owners: list[int]  # trainer position of each worker
     streams: list[int]  # the data stream each worker reads, which is its permanent id
+    max_batch_size: int  # in force: sequences per worker that a device holds at once
     round: int = 0
     tokens_total: int = 0
     updates_total: int = 0
@@ -95,7 +96,7 @@ class Merge(NamedTuple):
     weights: tuple[int, ...]
 
 
-def start(settings: Settings) -> Controller:
+def start(settings: Settings, max_batch_size: int) -> Controller:
     """The controller before the first round: workers spread as evenly as possible."""
     ensemble, batching = settings.ensemble, settings.batching
     first = batching.ramp[0][1] if batching.test == "ramp" else batching.initial_batch_size
@@ -104,35 +105,42 @@ def start(settings: Settings) -> Controller:
         trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
         owners=owners.tolist(),
         streams=list(range(ensemble.num_workers)),
+        max_batch_size=max_batch_size,
     )
 
 
 def plan_round(controller: Controller, settings: Settings) -> list[Group]:
     """Groups the trainers by the batch they will really run, in order of their first member."""
-    by_plan: dict[BatchPlan, list[int]] = {}
-    for position, trainer in enumerate(controller.trainers):
-        plan = batch_plan(trainer.requested_batch_size, settings)
-        by_plan.setdefault(plan, []).append(position)
-    steps = settings.inner.steps_per_round
-    groups = []
-    for plan, trainers in by_plan.items():
-        workers = [w for w, owner in enumerate(controller.owners) if owner in trainers]
-        micro_batches, updates = steps * plan.num_accum_steps, steps
-        if settings.inner.unit == "microbatches":
-            micro_batches, updates = steps, -(-steps // plan.num_accum_steps)
-        groups.append(Group(tuple(trainers), tuple(workers), plan, micro_batches, updates))
-    return groups
+    plans = [
+        batch_plan(trainer.requested_batch_size, controller.max_batch_size, settings)
+        for trainer in controller.trainers
+    ]
+    return _group(controller, settings, plans)
 
 
-def batch_plan(requested_batch_size: int, settings: Settings) -> BatchPlan:
+def smaller_micro_batches(
+    controller: Controller, settings: Settings, groups: list[Group]
+) -> list[Group]:
+    """The same round with the `max_batch_size` now in force: what no longer fits is accumulated."""
+    plans = {}
+    for group in groups:
+        micro, accum = group.plan
+        if micro > controller.max_batch_size:
+            micro, accum = controller.max_batch_size, -(-micro * accum // controller.max_batch_size)
+        plans |= dict.fromkeys(group.trainers, BatchPlan(micro, accum))
+    return _group(controller, settings, [plans[m] for m in sorted(plans)])
+
+
+def batch_plan(requested_batch_size: int, max_batch_size: int, settings: Settings) -> BatchPlan:
     """Switch mode, then the micro-batch rounded up to its bucket."""
     plan = switch_mode(
         requested_batch_size,
-        max_batch_size=settings.batching.max_batch_size,
+        max_batch_size=max_batch_size,
         multiplier=settings.switch.multiplier,
         mode=settings.switch.mode,
     )
-    bucket = min(b for b in settings.batching.buckets if b >= plan.micro_batch_size)
+    sizes = [*settings.batching.buckets, max_batch_size]
+    bucket = min(size for size in sizes if plan.micro_batch_size <= size <= max_batch_size)
     return plan._replace(micro_batch_size=bucket)
 
 
@@ -335,6 +343,21 @@ def apply_merge(
     ]
     controller.owners = [owner for owner in owners if owner >= 0]
     return owners
+
+
+def _group(controller: Controller, settings: Settings, plans: list[BatchPlan]) -> list[Group]:
+    by_plan: dict[BatchPlan, list[int]] = {}
+    for position, plan in enumerate(plans):
+        by_plan.setdefault(plan, []).append(position)
+    steps = settings.inner.steps_per_round
+    groups = []
+    for plan, trainers in by_plan.items():
+        workers = [w for w, owner in enumerate(controller.owners) if owner in trainers]
+        micro_batches, updates = steps * plan.num_accum_steps, steps
+        if settings.inner.unit == "microbatches":
+            micro_batches, updates = steps, -(-steps // plan.num_accum_steps)
+        groups.append(Group(tuple(trainers), tuple(workers), plan, micro_batches, updates))
+    return groups
 
 
 def _scheduled(controller: Controller, settings: Settings, trainer: Trainer) -> Decision:

@@ -23,31 +23,39 @@ class HeldOut:
 
     guard_EL: np.ndarray  # chooses the consensus and judges merges
     report_EL: np.ndarray
+    batch_size: int  # rows per call of the program
 
 
-def split_heldout(rows_EL: np.ndarray, *, num_sequences: int, seed: int) -> HeldOut:
+def split_heldout(
+    rows_EL: np.ndarray, *, num_sequences: int, batch_size: int, seed: int
+) -> HeldOut:
     """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows."""
     key = np.array([seed], np.uint64)
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=key)
     num_guard = min(MAX_GUARD_SEQUENCES, len(rows_EL) // 2)
     chosen = order[num_guard : num_guard + num_sequences]
-    return HeldOut(rows_EL[np.sort(order[:num_guard])], rows_EL[np.sort(chosen)])
+    guard, report = np.sort(order[:num_guard]), np.sort(chosen)
+    return HeldOut(rows_EL[guard], rows_EL[report], batch_size)
 
 
-def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray) -> float:
+def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
     """Token-mean loss of one model over rows, nats/token; rows are weighted alike."""
-    size = programs.spec.eval_batch_size
-    program = programs[Key("evaluate")]
+    program = programs[evaluate_key(batch_size)]
     params_at, rows_at = program.input_shardings[0]
     params = jax.device_put(params, params_at)
     losses = []
-    for start in range(0, len(rows_EL), size):
-        rows = rows_EL[start : start + size]
+    for start in range(0, len(rows_EL), batch_size):
+        rows = rows_EL[start : start + batch_size]
         # The last part is filled up with copies of its first row, whose losses are dropped.
-        full = np.concatenate([rows, np.repeat(rows[:1], size - len(rows), axis=0)])
+        full = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
         loss_B = program(params, jax.device_put(full.astype(np.int32), rows_at))
         losses.append((loss_B, len(rows)))
     return float(np.mean(np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])))
+
+
+def evaluate_key(batch_size: int) -> Key:
+    """The one evaluation program: a model at a time, on any number of trainers."""
+    return Key("evaluate", micro_batch_size=batch_size)
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
@@ -63,7 +71,7 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 
 
 def consensus(
-    ensemble: Ensemble, programs: Programs, guard_EL: np.ndarray, weights: tuple[float, ...]
+    ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
     """The one model to use now, and where it comes from.
 
@@ -73,13 +81,14 @@ def consensus(
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
-    losses = [
-        mean_loss(programs, trainer_params(ensemble, m), guard_EL)
-        for m in range(ensemble.num_trainers)
-    ]
+
+    def guard_loss(params):
+        return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
+
+    losses = [guard_loss(trainer_params(ensemble, m)) for m in range(ensemble.num_trainers)]
     best = int(np.argmin([loss if math.isfinite(loss) else math.inf for loss in losses]))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
-    if mean_loss(programs, average, guard_EL) < losses[best]:
+    if guard_loss(average) < losses[best]:
         return average, "average"
     return trainer_params(ensemble, best), "best"
 

@@ -8,7 +8,15 @@ from adloco_jax.data import Corpus
 from adloco_jax.run import controller as control
 from adloco_jax.run.build import build_model, program_spec
 from adloco_jax.run.config import Settings, validate
-from adloco_jax.run.programs import Key, Programs, Spec, needed_bytes
+from adloco_jax.run.evaluate import evaluate_key
+from adloco_jax.run.programs import (
+    Key,
+    Programs,
+    Spec,
+    device_bytes,
+    find_max_batch,
+    needed_bytes,
+)
 
 
 def plan(config: ConfigDict) -> str:
@@ -39,7 +47,7 @@ def corpus_header(corpus: Corpus) -> str:
     )
 
 
-def run_header(settings: Settings, spec: Spec) -> list[str]:
+def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     """The run in a few lines: model, ensemble, batches."""
     ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
     test = {
@@ -51,15 +59,40 @@ def run_header(settings: Settings, spec: Spec) -> list[str]:
     }[batching.test]
     if control.measures_gradients(settings):
         test += f", {batching.mode}, estimator {batching.estimator}"
+    sizes = [size for size in batching.buckets if size <= max_batch]
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" on {devices()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {settings.num_rounds} rounds of {inner.steps_per_round} inner {inner.unit}"
         f" ({inner.tx}), then {settings.outer.tx}",
-        f"batches: {test}; from {batching.initial_batch_size}, at most {batching.max_batch_size}"
-        f" per worker at once, buckets {', '.join(map(str, batching.buckets))}",
+        f"batches: {test}; from {batching.initial_batch_size}, at most {max_batch}"
+        f" per worker at once, in buckets {', '.join(map(str, sizes))}",
     ]
+
+
+def max_batch_size(settings: Settings, programs: Programs) -> int:
+    """The configured largest micro-batch, or the one that the devices' memory allows.
+
+    Raises:
+      ResourceError: If not even the initial batch fits.
+    """
+    batching = settings.batching
+    if batching.max_batch_size is not None:
+        return batching.max_batch_size
+    return find_max_batch(
+        programs,
+        num_trainers=settings.ensemble.num_trainers,
+        num_workers=settings.ensemble.num_workers,
+        buckets=batching.buckets,
+        smallest=batching.initial_batch_size,
+        accumulates=_accumulates(settings),
+        memory_frac=batching.memory_frac,
+    )
+
+
+def _accumulates(settings: Settings) -> bool:
+    return settings.switch.mode != "clip" and settings.batching.test != "constant"
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
@@ -68,38 +101,41 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     inner_bytes = _tree_bytes(jax.eval_shape(spec.inner_tx.init, spec.params))
     outer_bytes = _tree_bytes(jax.eval_shape(spec.outer_tx.init, spec.params))
     state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * inner_bytes
+    programs = Programs(spec)
+    max_batch = max_batch_size(settings, programs)
     lines = [
-        *run_header(settings, spec),
+        *run_header(settings, spec, max_batch),
         f"parameters: {spec.num_params:,}, {_human(spec.param_bytes)} per trainer",
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
         f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
+        f"max_batch_size: {max_batch}"
+        + (" (found)" if batching.max_batch_size is None else " (given)")
+        + f", of {_human(device_bytes())} per device",
         "memory per device while a program runs, by the compiler's analysis:",
     ]
     shape = (num_trainers, num_workers)
-    keys = [Key("round", *shape, size) for size in batching.buckets]
-    may_accumulate = settings.switch.mode != "clip" and batching.test != "constant"
-    if may_accumulate and batching.batch_cap > batching.max_batch_size:
-        keys.append(Key("accumulate", *shape, batching.max_batch_size))
+    keys = [Key("round", *shape, size) for size in batching.buckets if size <= max_batch]
+    if _accumulates(settings) and batching.batch_cap > max_batch:
+        keys.append(Key("accumulate", *shape, max_batch))
     if control.measures_gradients(settings):
         keys.append(Key("test", *shape))
-    keys.append(Key("evaluate"))
-    programs, peak = Programs(spec), 0
+    keys.append(evaluate_key(max_batch))
+    peak = 0
     for key in keys:
-        needed = needed_bytes(programs[key])
         # What stays on the device meanwhile, though the program does not take it.
         beside = {"test": state_bytes - num_trainers * spec.param_bytes, "evaluate": state_bytes}
-        total = needed + beside.get(key.kind, 0)
+        total = needed_bytes(programs[key]) + beside.get(key.kind, 0)
         peak = max(peak, total)
         lines.append(f"  {str(key):32} {_human(total)}")
-    syncs = num_trainers if num_workers > num_trainers else 0
     moved = 2 * (num_workers - num_trainers) * spec.param_bytes
+    syncs = min(num_trainers, num_workers - num_trainers)
     sequences = settings.inner.steps_per_round * num_workers * (spec.row_length - 1)
     first = batching.initial_batch_size
     lines += [
         f"peak: {peak} bytes ({_human(peak)})",
-        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; as many"
-        " update and test programs for each later (trainers, workers), when a bucket is first used",
+        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
+        " as many update and test programs for each later (trainers, workers)",
         f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations",
         f"tokens: {sequences * first:,} a round at batch {first};"
         f" {sequences * first * settings.num_rounds:,} to"

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from adloco_jax.core.base import Ensemble, LossFn, Workers
 from adloco_jax.core.ensemble import init
 from adloco_jax.core.gradstats import gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
+from adloco_jax.errors import ResourceError
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 MAX_TEST_CHUNK = 8
@@ -58,7 +59,6 @@ class Spec:
     max_test_sequences: int  # per worker
     inner_products: bool
     reset_inner_state: bool
-    eval_batch_size: int
 
     @property
     def param_bytes(self) -> int:
@@ -329,10 +329,10 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
 
 
 def _lower_evaluate(spec: Spec, key: Key) -> jax.stages.Lowered:
-    mesh = worker_mesh(1, spec.eval_batch_size)
+    mesh = worker_mesh(1, key.micro_batch_size)
     replicated, by_sequence = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     params = _with_shardings(spec.params, jax.tree.map(lambda _: replicated, spec.params))
-    tokens_shape = (spec.eval_batch_size, spec.row_length)
+    tokens_shape = (key.micro_batch_size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32, sharding=by_sequence)
 
     def evaluate(params, tokens_BL):
@@ -348,6 +348,68 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
         raise RuntimeError(f"{jax.default_backend()}: its compiler gives no memory analysis")
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
+
+
+def device_bytes() -> int:
+    """Memory of one device; of a CPU the machine's RAM, shared by its emulated devices."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def find_max_batch(
+    programs: Programs,
+    *,
+    num_trainers: int,
+    num_workers: int,
+    buckets: Sequence[int],
+    smallest: int,
+    accumulates: bool,
+    memory_frac: float,
+) -> int:
+    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
+
+    Memory grows linearly with the micro-batch, so two compiled sizes predict which one fits; that
+    one is then compiled and looked at.
+
+    Args:
+      programs: Those compiled here are kept for the run.
+      num_trainers: M at the start; merges only need less.
+      num_workers: R, the whole pool.
+      buckets: Sizes to choose from, ascending.
+      smallest: The initial batch, below which no size is of use.
+      accumulates: Whether the accumulating program must fit as well.
+      memory_frac: Share of a device's memory to plan with.
+
+    Returns:
+      One of the buckets.
+
+    Raises:
+      ResourceError: If not even the smallest size fits; says how much it needs.
+    """
+    budget = int(memory_frac * device_bytes())
+    shape = (num_trainers, num_workers)
+
+    def needed(kind, size):
+        return needed_bytes(programs[Key(kind, *shape, size)])
+
+    sizes = [size for size in buckets if size >= smallest]
+    needs = {size: needed("round", size) for size in (sizes[0], sizes[min(2, len(sizes) - 1)])}
+    (small, least), (large, more) = min(needs.items()), max(needs.items())
+    per_sequence = (more - least) / max(large - small, 1)
+    fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
+    kind = "accumulate" if accumulates else "round"
+    for size in reversed(fitting):
+        if needed(kind, size) <= budget:
+            return size
+    need = needed(kind, sizes[0])
+    raise ResourceError(
+        f"batching.initial_batch_size={sizes[0]}: {num_workers} workers of {num_trainers} trainers"
+        f" need {need} bytes on a device, have {budget} (batching.memory_frac={memory_frac} of"
+        f" {device_bytes()}); use fewer workers, a smaller batch or model, or model.remat"
+    )
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

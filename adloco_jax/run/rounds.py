@@ -77,6 +77,19 @@ class Dispatched(NamedTuple):
     stall_s: float  # waited for compilation
 
 
+def update_keys(groups: list[Group]) -> list[Key]:
+    """The program that each group runs."""
+    return [
+        Key(
+            "round" if group.plan.num_accum_steps == 1 else "accumulate",
+            len(group.trainers),
+            len(group.workers),
+            group.plan.micro_batch_size,
+        )
+        for group in groups
+    ]
+
+
 def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
     """The programs that coming rounds need, the soonest first.
 
@@ -101,9 +114,10 @@ def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
     return list(dict.fromkeys(keys))
 
 
-def prepare(controller: Controller, settings: Settings, spec: Spec, corpus: Rows) -> Prepared:
-    """Plans the next round and puts its sequences on the devices."""
-    groups = control.plan_round(controller, settings)
+def prepare(
+    controller: Controller, settings: Settings, spec: Spec, corpus: Rows, groups: list[Group]
+) -> Prepared:
+    """Puts the sequences of a planned round on the devices."""
     counts_R = np.zeros(len(controller.owners), np.int32)
     if control.measures_gradients(settings):
         counts_R = control.test_counts(controller, groups, settings)
@@ -198,15 +212,7 @@ def _after_merge(controller: Controller, settings: Settings) -> Controller:
 
 def _keys(controller: Controller, settings: Settings) -> list[Key]:
     """The programs of a controller's next round."""
-    keys = [
-        Key(
-            "round" if group.plan.num_accum_steps == 1 else "accumulate",
-            len(group.trainers),
-            len(group.workers),
-            group.plan.micro_batch_size,
-        )
-        for group in control.plan_round(controller, settings)
-    ]
+    keys = update_keys(control.plan_round(controller, settings))
     if control.measures_gradients(settings):
         keys.append(Key("test", len(controller.trainers), len(controller.owners)))
     return keys
@@ -227,21 +233,20 @@ def _sequences(controller: Controller, group: Group, spec: Spec, corpus: Rows) -
 
 
 def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> tuple:
-    shape = (len(group.trainers), len(group.workers), group.plan.micro_batch_size)
-    if group.plan.num_accum_steps == 1:
+    (key,) = update_keys([group])
+    if key.kind == "round":
         ((tokens, rate_TR, _),) = parts
-        sub, loss_TR, norm_M = _call(programs, Key("round", *shape), sub, tokens, rate_TR)
+        sub, loss_TR, norm_M = _call(programs, key, sub, tokens, rate_TR)
         return sub, [loss_TR], norm_M
+    mesh = worker_mesh(key.num_workers, key.micro_batch_size)
     buffers = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-        buffers_spec(programs.spec, shape[1], worker_mesh(shape[1], shape[2])),
+        buffers_spec(programs.spec, key.num_workers, mesh),
     )
     losses, norm_M = [], None
     for i, part in enumerate(parts):
         ends = (np.bool_(i == 0), np.bool_(i == len(parts) - 1))
-        sub, buffers, loss_TR, norm_M = _call(
-            programs, Key("accumulate", *shape), sub, buffers, *part, *ends
-        )
+        sub, buffers, loss_TR, norm_M = _call(programs, key, sub, buffers, *part, *ends)
         losses.append(loss_TR)
     return sub, losses, norm_M
 

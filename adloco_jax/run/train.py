@@ -26,14 +26,14 @@ from adloco_jax.core.base import Ensemble, LossFn
 from adloco_jax.core.ensemble import init, reassign
 from adloco_jax.core.merge import merge
 from adloco_jax.data import load_corpus
-from adloco_jax.errors import ConfigError, DivergedError
+from adloco_jax.errors import ConfigError, DivergedError, ResourceError
 from adloco_jax.run import controller as control
 from adloco_jax.run import evaluate
 from adloco_jax.run.build import InitFn, build_model, program_spec
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.plan import corpus_header, devices, run_header
+from adloco_jax.run.plan import corpus_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
     Key,
@@ -52,6 +52,7 @@ from adloco_jax.run.rounds import (
     prepare,
     programs_ahead,
     read_losses,
+    update_keys,
 )
 
 
@@ -172,29 +173,30 @@ class _Run:
     start_s: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self):
+        settings = self.settings
         self.programs = Programs(self.spec, self._compiled)
-        self.controller = control.start(self.settings)
+        self.controller = control.start(settings, max_batch_size(settings, self.programs))
         self.heldout = evaluate.split_heldout(
             self.corpus.heldout_rows,
-            num_sequences=self.settings.eval.num_sequences,
-            seed=self.settings.seed,
+            num_sequences=settings.eval.num_sequences,
+            batch_size=self.controller.max_batch_size,
+            seed=settings.seed,
         )
+        self.tried: set[Key] = set()  # programs that have run without exhausting the memory
         self.progress = Progress(self.settings.num_rounds, every=self.settings.log.every_rounds)
         self.last_end_s = time.perf_counter()
         self.loss = float("nan")
 
     def execute(self, init_fn: InitFn, workdir: Path, command: str) -> Result:
         self._write_start(workdir, command)
-        for line in run_header(self.settings, self.spec):
+        for line in run_header(self.settings, self.spec, self.controller.max_batch_size):
             self.progress.note(line)
         self.ensemble = self._initial_ensemble(init_fn)
         ahead = programs_ahead(self.controller, self.settings)
-        self.programs.prefetch([*ahead, Key("evaluate")])
+        self.programs.prefetch([*ahead, evaluate.evaluate_key(self.heldout.batch_size)])
         prepared, previous, consensus = self._prepare(), None, None
         for _ in range(self.settings.num_rounds):
-            self.ensemble, dispatched = dispatch(
-                self.programs, self.controller, self.ensemble, prepared
-            )
+            prepared, dispatched = self._dispatch(prepared)
             if previous:
                 self._record(*previous)
             previous = dispatched, self._decide(dispatched, prepared)
@@ -219,7 +221,58 @@ class _Run:
         return Result(workdir, consensus, self.loss, self.ensemble, self.controller)
 
     def _prepare(self) -> Prepared:
-        return prepare(self.controller, self.settings, self.spec, self.corpus)
+        groups = control.plan_round(self.controller, self.settings)
+        return prepare(self.controller, self.settings, self.spec, self.corpus, groups)
+
+    def _dispatch(self, prepared: Prepared) -> tuple[Prepared, Dispatched]:
+        """Starts a round. Where its programs exhaust the memory, the round is undone and halved.
+
+        The ensemble's buffers are given up to the round, so a copy is kept on the host while a
+        program has not proved itself. The same sequences are then used in smaller micro-batches.
+        """
+        keys = update_keys(prepared.groups)
+        untried = self.controller.max_batch_size > 1 and not self.tried.issuperset(keys)
+        backup = jax.device_get(self.ensemble) if untried else None
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.ensemble)
+        try:
+            self.ensemble, dispatched = dispatch(
+                self.programs, self.controller, self.ensemble, prepared
+            )
+            if untried:
+                jax.block_until_ready((self.ensemble, dispatched.losses))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            if backup is None:
+                raise ResourceError(
+                    f"round {self.controller.round + 1}: out of memory at a micro-batch of"
+                    f" {self.controller.max_batch_size}: {str(error).splitlines()[0]}; use fewer"
+                    " workers, a smaller model or shorter sequences, or model.remat"
+                ) from error
+            self.ensemble = jax.device_put(backup, shardings)
+            self._halve_max_batch(str(error).splitlines()[0])
+            groups = control.smaller_micro_batches(self.controller, self.settings, prepared.groups)
+            return self._dispatch(
+                prepare(self.controller, self.settings, self.spec, self.corpus, groups)
+            )
+        self.tried.update(keys)
+        return prepared, dispatched
+
+    def _halve_max_batch(self, cause: str) -> None:
+        before = self.controller.max_batch_size
+        self.controller.max_batch_size = before // 2
+        self.ledger.write(
+            "fault",
+            kind="out_of_memory",
+            round=self.controller.round + 1,
+            cause=cause,
+            max_batch_size_before=before,
+            max_batch_size=before // 2,
+        )
+        self.progress.note(
+            f"round {self.controller.round + 1}: out of memory; the round is undone and"
+            f" max_batch_size is {before // 2} from here on (was {before})"
+        )
 
     def _decide(self, dispatched: Dispatched, prepared: Prepared) -> list[dict]:
         """Reads the test, sets the next batches, counts the round; returns its drafted lines."""
@@ -281,11 +334,10 @@ class _Run:
         controller, settings = self.controller, self.settings
         guard = self.heldout.guard_EL
         before = [
-            evaluate.mean_loss(self.programs, evaluate.trainer_params(self.ensemble, m), guard)
-            for m in due.members
+            self._mean_loss(evaluate.trainer_params(self.ensemble, m), guard) for m in due.members
         ]
         merged = evaluate.merged_params(self.ensemble, due.members, due.weights)
-        after = evaluate.mean_loss(self.programs, merged, guard)
+        after = self._mean_loss(merged, guard)
         barrier = after - float(np.average(before, weights=due.weights))
         ids = [controller.trainers[m].id for m in due.members]
         event = {
@@ -355,14 +407,15 @@ class _Run:
 
         for position, trainer in enumerate(controller.trainers):
             params = evaluate.trainer_params(self.ensemble, position)
-            record(trainer.id, evaluate.mean_loss(self.programs, params, report))
+            record(trainer.id, self._mean_loss(params, report))
         weights = tuple(float(trainer.requested_batch_size) for trainer in controller.trainers)
-        params, source = evaluate.consensus(
-            self.ensemble, self.programs, self.heldout.guard_EL, weights
-        )
-        self.loss = evaluate.mean_loss(self.programs, params, report)
+        params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
+        self.loss = self._mean_loss(params, report)
         record("consensus", self.loss, source=source)
         return params
+
+    def _mean_loss(self, params: PyTree, rows_EL: np.ndarray) -> float:
+        return evaluate.mean_loss(self.programs, params, rows_EL, self.heldout.batch_size)
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -415,7 +468,7 @@ class _Run:
             },
             data_fingerprint=self.corpus.fingerprint,
             tokens_per_byte=self.corpus.tokens_per_byte,
-            max_batch_size=settings.batching.max_batch_size,
+            max_batch_size=self.controller.max_batch_size,
             buckets=settings.batching.buckets,
         )
 
