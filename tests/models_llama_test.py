@@ -132,7 +132,7 @@ def test_a_token_changes_no_logit_before_its_own_position():
     assert difference_BL[~before].min() > 1e-3
 
 
-def test_labels_are_shifted_once_not_twice():
+def test_defect_01_labels_are_shifted_once_not_twice():
     """Defect 1 of the reference: a model that knows "next = token + 1" must have no loss."""
     vocab_size = 8
     model = Llama(**SIZES | {"vocab_size": vocab_size, "width": vocab_size, "num_heads": 2})

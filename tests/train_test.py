@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toy import bigram_loss, corpus, init_fn, settings_of
+from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import ConfigError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
@@ -131,7 +131,7 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
 
 
-def test_independent_trainers_start_apart_and_shared_ones_together(tmp_path):
+def test_defect_14_trainers_start_together_unless_told_otherwise(tmp_path):
     def random_init(key):
         return {"w": 0.1 * jax.random.normal(key, (6, 6))}
 
@@ -245,6 +245,18 @@ def test_programs_are_compiled_ahead_in_the_background(tmp_path):
     assert {e["where"] for e in compiles} == {"foreground", "background"}
     first = events(tmp_path / "r", "round")[0]
     assert first["stall_s"] > 0
+
+
+def test_defect_15_a_failure_in_a_round_ends_the_run(tmp_path):
+    class Breaks(Table):
+        def batch(self, trainer, stream, start, count):
+            if start > 0:
+                raise OSError("the disk has gone")
+            return super().batch(trainer, stream, start, count)
+
+    with pytest.raises(OSError, match="the disk has gone"):
+        run(tmp_path / "r", settings_of(num_rounds=3), corpus=Breaks(corpus().rows))
+    assert events(tmp_path / "r", "end") == []
 
 
 def test_every_loss_gone_ends_the_run_with_one_line(tmp_path):

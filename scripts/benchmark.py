@@ -1,0 +1,277 @@
+"""Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
+
+    python scripts/benchmark.py statistics | round | compile | trainers [--repeats N]
+
+Alternatives are timed in turn within one process, after their compilation and a first call, and
+each call is waited for; figures are medians with quartiles, ratios are of medians.
+docs/BENCHMARKS.md keeps the figures with machine and date.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import adloco_jax
+from adloco_jax.core.outer import inner_steps, start_round
+from adloco_jax.models.llama import Llama, next_token_loss
+from adloco_jax.run.build import build_model, inner_transform
+from adloco_jax.run.config import Settings, default_config, validate
+from adloco_jax.run.ledger import read
+from adloco_jax.run.programs import needed_bytes
+from adloco_jax.run.train import fit
+
+MODEL = {"vocab_size": 257, "width": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
+MODEL |= {"mlp_width": 704, "max_length": 128}
+BATCHES = (4, 8, 32)
+
+
+def statistics(repeats: int) -> dict:
+    """Per-example statistics against the plain gradient of the same batch."""
+    model = Llama(**MODEL)
+    loss_fn = next_token_loss(model)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    result: dict = {"case": "statistics", "model": MODEL}
+    ways = {
+        "plain": lambda p, t: jax.value_and_grad(loss_fn)(p, t),
+        "taps": functools.partial(_stats, loss_fn, estimator="taps", inner_products=False),
+        "vmap": functools.partial(_stats, loss_fn, estimator="vmap", inner_products=False),
+        "chunks": functools.partial(
+            _stats, loss_fn, estimator="chunks", chunk_size=2, inner_products=False
+        ),
+        "taps_and_jvp": functools.partial(_stats, loss_fn, estimator="taps", inner_products=True),
+    }
+    for batch in BATCHES:
+        rows = jax.random.randint(jax.random.key(batch), (batch, 129), 0, 257)
+        compiled = {name: jax.jit(way).lower(params, rows).compile() for name, way in ways.items()}
+        times = interleave(
+            {n: functools.partial(c, params, rows) for n, c in compiled.items()}, repeats
+        )
+        plain = needed_bytes(compiled["plain"])
+        for name in list(ways)[1:]:
+            ratio = np.median(times[name]) / np.median(times["plain"])
+            result.setdefault(f"{name}_over_plain", {})[str(batch)] = round(float(ratio), 3)
+            extra = (needed_bytes(compiled[name]) - plain) / 2**20
+            result.setdefault(f"{name}_extra_mib", {})[str(batch)] = round(extra, 1)
+        report(f"b = {batch}", times)
+    return result
+
+
+def round_overhead(repeats: int) -> dict:
+    """A whole round of the runner, test and host work included, against its bare inner steps."""
+    settings = _settings(batch=8, rounds=repeats + 2, steps=50)
+    init_fn, loss_fn = build_model(settings)
+    rows = _rows(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        fit(settings, corpus=rows, init_fn=init_fn, loss_fn=loss_fn, workdir=f"{folder}/run")
+        events = read(f"{folder}/run/ledger.jsonl")
+    rounds = [e["step_s"] for e in events if e["event"] == "round"][2:]
+
+    inner_tx = inner_transform(settings)
+    ensemble = adloco_jax.init(
+        init_fn(jax.random.key(0)),
+        num_trainers=1,
+        num_workers=1,
+        inner_tx=inner_tx,
+        outer_tx=inner_tx,
+    )
+    tokens = rows.batch(0, 0, 0, 50 * 8).reshape(50, 1, 8, -1)
+    bare = jax.jit(
+        lambda workers: inner_steps(workers, tokens, loss_fn, inner_tx=inner_tx), donate_argnums=0
+    )
+    workers = start_round(ensemble)
+    bare_s = []
+    for _ in range(repeats + 1):
+        start_s = time.perf_counter()
+        workers, losses = jax.block_until_ready(bare(workers))
+        bare_s.append(time.perf_counter() - start_s)
+    times = {"round": rounds, "bare inner steps": bare_s[1:]}
+    report("S = 50, batch 8", times)
+    ratio = float(np.median(rounds) / np.median(bare_s[1:]))
+    return {"case": "round", "steps": 50, "batch": 8, "round_over_bare": round(ratio, 3)}
+
+
+def compilation(repeats: int) -> dict:
+    """Compilation, cold and warm, of a run that grows from 1 to 64 and into accumulation."""
+    del repeats  # one run each: compilation is what is timed
+    result: dict = {"case": "compile"}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"XDG_CACHE_HOME": f"{folder}/cache"}
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        for name in ("cold", "warm"):
+            command = [sys.executable, "-m", "adloco_jax.main", "--config", "quickstart"]
+            command += ["--workdir", f"{folder}/{name}", *GROWING_RUN]
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            events = read(f"{folder}/{name}/ledger.jsonl")
+            compiles = [e for e in events if e["event"] == "compile"]
+            rounds = {e["round"]: e for e in events if e["event"] == "round"}.values()
+            seconds = sum(e["seconds"] for e in compiles)
+            stalled = sum(e["stall_s"] for e in rounds)
+            after_first = seconds - sum(
+                e["seconds"] for e in compiles if e["where"] == "foreground"
+            )
+            result[name] = {
+                "programs": len(compiles),
+                "hits": sum(e["cache"] == "hit" for e in compiles),
+                "compile_s": round(seconds, 2),
+                "background_s": round(after_first, 2),
+                "stall_s": round(stalled, 2),
+                "hidden": round(1 - stalled / seconds, 3),
+                "wall_s": events[-1]["wall_s"],
+                "batches": sorted({e["micro_batch_size"] for e in events if e["event"] == "round"}),
+                "most_accum": max(e["num_accum_steps"] for e in events if e["event"] == "round"),
+            }
+            print(name, result[name])
+    return result
+
+
+GROWING_RUN = [
+    "--config.num_rounds=16",
+    "--config.ensemble.num_trainers=1",
+    "--config.ensemble.num_workers=1",
+    "--config.merge.policy=none",
+    "--config.inner.steps_per_round=60",
+    "--config.batching.eta=0.1",
+    "--config.batching.initial_batch_size=1",
+    "--config.batching.max_batch_size=64",
+    "--config.batching.buckets=(1, 2, 4, 8, 16, 32, 64)",
+    "--config.batching.batch_cap=1024",
+    "--config.eval.every_rounds=16",
+]
+
+
+def trainers(repeats: int) -> dict:
+    """The inner steps of 1, 2, 4 and 8 trainers, each with its own worker, at equal work in all."""
+    settings = _settings(batch=8, rounds=1, steps=4)
+    init_fn, loss_fn = build_model(settings)
+    inner_tx = inner_transform(settings)
+    rows = _rows(settings)
+    runs = {}
+    for count in (1, 2, 4, 8):
+        ensemble = adloco_jax.init(
+            init_fn(jax.random.key(0)),
+            num_trainers=count,
+            num_workers=count,
+            inner_tx=inner_tx,
+            outer_tx=inner_tx,
+        )
+        steps = 32 // count
+        tokens = rows.batch(0, 0, 0, steps * count * 8).reshape(steps, count, 8, -1)
+        step = jax.jit(lambda e, t: inner_steps(start_round(e), t, loss_fn, inner_tx=inner_tx)[1])
+        runs[f"{count} trainers"] = functools.partial(
+            step.lower(ensemble, tokens).compile(), ensemble, jnp.asarray(tokens)
+        )
+    times = interleave(runs, repeats)
+    report("32 updates of batch 8 in all", times)
+    one = np.median(times["1 trainers"])
+    ratios = {n.split()[0]: round(float(np.median(t) / one), 3) for n, t in times.items()}
+    return {"case": "trainers", "over_one_trainer": ratios}
+
+
+def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, `repeats` times, taken in turn; the first turn does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start_s = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                times[name].append(time.perf_counter() - start_s)
+    return times
+
+
+def report(title: str, times: dict[str, list[float]]) -> None:
+    """A line per alternative: median and quartiles in milliseconds."""
+    print(title)
+    for name, seconds in times.items():
+        low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
+        print(
+            f"  {name:20} {median:10.2f} ms   quartiles {low:.2f} to {high:.2f}, n = {len(seconds)}"
+        )
+
+
+def machine() -> str:
+    """What the figures were taken on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(": ")[2] if names else cpu
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    return (
+        f"{os.cpu_count()} x {cpu}; devices {len(jax.devices())} x {', '.join(kinds)};"
+        f" Python {platform.python_version()}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Random:
+    """Rows of random bytes, enough for any benchmark."""
+
+    length: int
+    fingerprint: str = "random"
+    tokens_per_byte: float = 1.0
+
+    @property
+    def heldout_rows(self) -> np.ndarray:
+        return self.batch(1, 0, 0, 16)
+
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+        generator = np.random.default_rng([trainer, stream, start])
+        return generator.integers(0, 256, (count, self.length + 1), dtype=np.int32)
+
+
+def _rows(settings: Settings) -> _Random:
+    return _Random(settings.data.sequence_length)
+
+
+def _settings(*, batch: int, rounds: int, steps: int) -> Settings:
+    config = default_config()
+    config.num_rounds = rounds
+    config.model.update(MODEL | {"width": 128, "mlp_width": 352, "num_layers": 2})
+    config.data.sequence_length = 128
+    config.ensemble.num_trainers = config.ensemble.num_workers = 1
+    config.inner.steps_per_round = steps
+    config.batching.initial_batch_size = config.batching.max_batch_size = batch
+    config.batching.batch_cap = batch
+    config.batching.buckets = (batch,)
+    config.eval.every_rounds = rounds
+    return validate(config)
+
+
+def _stats(loss_fn, params, rows, **how):
+    return adloco_jax.gradient_stats(loss_fn, params, rows, **how)
+
+
+CASES = {
+    "statistics": statistics,
+    "round": round_overhead,
+    "compile": compilation,
+    "trainers": trainers,
+}
+
+
+def main() -> None:
+    """Runs one case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    print(machine())
+    print(json.dumps(CASES[options.case](options.repeats)))
+
+
+if __name__ == "__main__":
+    main()
