@@ -29,6 +29,7 @@ PURE_LIBRARIES = {
     "collections",
     "dataclasses",
     "functools",
+    "inspect",
     "math",
     "typing",
 }

@@ -8,12 +8,15 @@ With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (ALGO
            first two: the variance of inner products with the true gradient, unbiased
 """
 
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jaxtyping import Int, PyTree
+from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.base import GradientStats, LossFn
 
@@ -26,157 +29,124 @@ def gradient_stats(
     params: PyTree,
     batch: PyTree,
     *,
-    estimator: Literal["vmap"] = "vmap",
+    estimator: Literal["vmap", "taps", "chunks", "jvp", "auto"] = "vmap",
     chunk_size: int | None = None,
     num_examples: Int[Array, ""] | int | None = None,
     inner_products: bool = True,
 ) -> GradientStats:
-    """Exact statistics of the per-example gradients of `batch` at `params`.
+    """Statistics of the per-example gradients of `batch` at `params`.
 
-    Costs one forward and backward pass over the batch, and a second one if inner products are asked
-    for and the batch does not fit into one chunk. Accumulates in float32.
+    The estimators differ in what they cost and in which loss functions they serve:
+
+      vmap    per-example gradients. Any loss function; memory is `chunk_size` times the parameters.
+      taps    the same numbers from one plain backward pass, if `loss_fn` takes the keyword `tap_B`:
+              float32 [B], zero, or -1 for an example to be left out of the parameters' gradient.
+              Its cotangent must be the squared norms of the examples' gradients of the mean loss,
+              summed over all parameters (see `models.layers`). A parameter without a tap, or one
+              used twice (tied weights), makes the norms wrong, and nothing here can notice: compare
+              a new model with `vmap` once, see `per_example_products`.
+      chunks  means of `chunk_size` examples in place of single ones: another estimate of the same
+              quantities, with more spread, for one gradient per chunk. Any loss function.
+      jvp     inner products of single examples without their gradients; noise and signal only from
+              the means of the three thirds, unbiased but with two degrees of freedom, and weighted
+              accordingly. Any loss function that `jax.jvp` can differentiate; at least 3 examples.
+      auto    taps if `loss_fn` takes `tap_B`, else vmap.
+
+    All make one forward and backward pass over the batch; inner products add one and two thirds:
+    forward-mode passes of the single examples' losses for taps and jvp, else the gradients anew.
+    The gradient is summed in float32, by thirds if inner products are wanted.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; it is called with one
-        example at a time, its leading axis kept.
+      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and `jvp` call it
+        with one example at a time, its leading axis kept.
       params: Any pytree of arrays.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: `vmap`: per-example gradients by `vmap(grad)`.
-      chunk_size: Examples whose gradients are held at once; memory is `chunk_size` times the
-        parameters. None holds all of them.
-      num_examples: t <= B: only the first t examples count, the rest is padding; data, so that one
-        compiled program serves every t. None counts all.
+      estimator: See above.
+      chunk_size: Examples in one pass, which bounds memory; None for all, or a third with inner
+        products. For `chunks` the size of a chunk, which must divide B at least twice.
+      num_examples: t <= B: only the first t examples count, the rest is padding and may hold
+        anything; data, so that one compiled program serves every t. None counts all. `chunks`
+        counts whole chunks only.
       inner_products: Whether the inner-product fields are wanted; the norm test does without.
 
     Returns:
-      The statistics, fields of shape [].
+      The statistics, fields of shape []; for `chunks` and `jvp` in units of single examples too,
+      with weights that count means.
 
     Raises:
-      ValueError: While tracing, if the estimator is unknown, the leaves disagree on B or B < 2, or
-        `chunk_size` is not positive.
+      ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn` or
+        `inner_products`, the leaves disagree on B or B < 2, or `chunk_size` does not fit.
 
     Source: ALGORITHM 2; McCandlish et al. 2018 (arXiv 1812.06162), appendix A, for S and G2.
     """
-    if estimator != "vmap":
-        raise ValueError(f"estimator={estimator!r}: expected 'vmap'")
-    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
-        raise ValueError(
-            f"batch: leading axes {sorted(sizes)}, expected one size, at least {MIN_EXAMPLES}"
-        )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
-    (size,) = sizes
-    chunk = min(chunk_size or size, size)
-    num_chunks = -(-size // chunk)
-    t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
-    index_B = jnp.arange(num_chunks * chunk)
-    valid_B = index_B < t
-    third_B = jnp.minimum(index_B // jnp.maximum(t // 3, 1), 2)
-
-    def pad(leaf):
-        widths = [(0, num_chunks * chunk - size)] + [(0, 0)] * (leaf.ndim - 1)
-        return jnp.pad(leaf, widths).reshape(num_chunks, chunk, *leaf.shape[1:])
-
-    chunks = jax.tree.map(pad, batch)
-
-    def gradients(i):
-        """Float32 gradients [chunk, ...] of chunk i, zero where the example is padding."""
-        examples = jax.tree.map(lambda leaf: leaf[i], chunks)
-        valid = lax.dynamic_slice_in_dim(valid_B, i * chunk, chunk)
-
-        def one(example):
-            return jax.grad(loss_fn)(params, jax.tree.map(lambda leaf: leaf[None], example))
-
-        def clean(leaf):
-            shape = (-1,) + (1,) * (leaf.ndim - 1)
-            return jnp.where(valid.reshape(shape), leaf.astype(jnp.float32), 0.0)
-
-        return jax.tree.map(clean, jax.vmap(one)(examples))
-
-    def over_chunks(body, carry):
-        if num_chunks == 1:
-            return body(0, carry)
-        last = num_chunks if num_examples is None else (t + chunk - 1) // chunk
-        return lax.fori_loop(0, last, body, carry)
-
-    # First pass: squared norms, and gradient sums by third (or in all, if nobody needs the thirds).
-    num_parts = 3 if inner_products else 1
-    part_B = third_B if inner_products else jnp.zeros_like(third_B)
-
-    def add_chunk(i, carry):
-        sums_3, norms_B = carry
-        grads = gradients(i)
-        parts = lax.dynamic_slice_in_dim(part_B, i * chunk, chunk)
-
-        def add(sum_3, leaf):
-            shape = (-1,) + (1,) * (leaf.ndim - 1)
-            by_part = [
-                jnp.sum(jnp.where((parts == part).reshape(shape), leaf, 0.0), axis=0)
-                for part in range(num_parts)
-            ]
-            return sum_3 + jnp.stack(by_part)
-
-        return (
-            jax.tree.map(add, sums_3, grads),
-            lax.dynamic_update_slice_in_dim(norms_B, _squared_norms(grads), i * chunk, 0),
-        )
-
-    zeros_3 = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
-    sums_3, norms_B = over_chunks(add_chunk, (zeros_3, jnp.zeros(num_chunks * chunk)))
-    mean = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / t, sums_3)
-
-    count = t.astype(jnp.float32)
-    scale = jnp.sum(norms_B) / count
-    safe = jnp.where(scale > 0, scale, 1.0)
-    # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
-    norm_sum = jnp.sum(norms_B / safe)
-    mean_norm = _squared_norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe
-    zero = jnp.zeros(())
+    m = _measure(loss_fn, params, batch, estimator, chunk_size, num_examples, inner_products)
+    count = m.num_units * m.unit_size
+    # Analysis of variance between means of equal or unequal numbers of examples; for single
+    # examples it is the module docstring's S and G2.
+    noise_sum = m.square_sum - count * m.mean_norm
     stats = GradientStats(
-        scale=scale,
+        scale=m.scale,
         num_examples=count,
-        noise_sum=norm_sum - count * mean_norm,
-        noise_weight=count - 1,
-        signal_sum=count**2 * mean_norm - norm_sum,
-        signal_weight=count * (count - 1),
-        ip_sum=zero,
-        ip_weight=zero,
-        plugin_ip_sum=zero,
-        plugin_orth_sum=zero,
+        noise_sum=noise_sum,
+        noise_weight=m.num_means - 1,
+        signal_sum=m.num_means * ((m.num_means - 1) * m.mean_norm - noise_sum / count),
+        signal_weight=m.num_means * (m.num_means - 1),
+        ip_sum=jnp.zeros(()),
+        ip_weight=jnp.zeros(()),
+        plugin_ip_sum=jnp.zeros(()),
+        plugin_orth_sum=jnp.zeros(()),
     )
     if not inner_products:
         return stats
 
-    # Second pass: inner products with the mean and with the means of the first two thirds.
-    third = jnp.maximum(t // 3, 1)
-    root = jnp.sqrt(safe)
-    directions_3 = jax.tree.map(
-        lambda mean_leaf, sum_3: jnp.stack([mean_leaf, sum_3[0] / third, sum_3[1] / third]) / root,
-        mean,
-        sums_3,
-    )
+    p_U, first_U, second_U = m.products_3U
+    num_last = jnp.sum(m.last_U).astype(jnp.float32)
 
-    def project_chunk(i, products_3B):
-        leaves = jax.tree.leaves(jax.tree.map(_projections, directions_3, gradients(i)))
-        return lax.dynamic_update_slice_in_dim(products_3B, sum(leaves) / root, i * chunk, 1)
+    def centred(values_U):
+        mean = jnp.sum(jnp.where(m.last_U, values_U, 0.0)) / jnp.maximum(num_last, 1.0)
+        return jnp.where(m.last_U, values_U - mean, 0.0)
 
-    p_B, first_B, second_B = over_chunks(project_chunk, jnp.zeros((3, num_chunks * chunk)))
-    last_B = valid_B & (third_B == 2)
-    num_last = jnp.sum(last_B).astype(jnp.float32)
-
-    def centred(values_B):
-        mean = jnp.sum(jnp.where(last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
-        return jnp.where(last_B, values_B - mean, 0.0)
-
-    has_products = count >= MIN_EXAMPLES_INNER_PRODUCT
-    p_sum = jnp.sum(jnp.where(valid_B, p_B**2, 0.0))
+    has_products = m.num_units >= MIN_EXAMPLES_INNER_PRODUCT
+    covariance_sum = m.unit_size * jnp.sum(centred(first_U) * centred(second_U))
+    plugin_ip_sum = m.unit_size * jnp.sum(jnp.where(m.valid_U, (p_U - m.mean_norm) ** 2, 0.0))
+    # Its weight is that of the noise, which for `jvp` counts thirds.
+    plugin_ip_sum *= stats.noise_weight / jnp.maximum(m.num_units - 1, 1.0)
     return stats.replace(
-        ip_sum=jnp.where(has_products, jnp.sum(centred(first_B) * centred(second_B)), 0.0),
+        ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
-        plugin_ip_sum=jnp.sum(jnp.where(valid_B, (p_B - mean_norm) ** 2, 0.0)),
-        plugin_orth_sum=norm_sum - p_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
+        plugin_ip_sum=plugin_ip_sum,
+        # By the identity S = V_ip / |mean|^2 + V_o.
+        plugin_orth_sum=noise_sum - plugin_ip_sum / jnp.where(m.mean_norm > 0, m.mean_norm, 1.0),
     )
+
+
+def per_example_products(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    estimator: Literal["vmap", "taps", "auto"] = "vmap",
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Squared norm of each example's gradient, and its inner product with the mean gradient.
+
+    Args:
+      loss_fn: As in `gradient_stats`, and so are the others.
+      params: Any pytree of arrays.
+      batch: Pytree of leaves [B, ...], B >= 2.
+      estimator: One that measures single examples.
+      chunk_size: Examples in one pass.
+
+    Returns:
+      n_j and p_j, float32.
+
+    Raises:
+      ValueError: As in `gradient_stats`.
+    """
+    if estimator not in ("vmap", "taps", "auto"):
+        raise ValueError(f"estimator={estimator!r}: expected vmap, taps or auto")
+    m = _measure(loss_fn, params, batch, estimator, chunk_size, None, True)
+    return m.norms_U, m.products_3U[0] * m.scale
 
 
 def pool(stats: GradientStats) -> GradientStats:
@@ -213,6 +183,230 @@ def pool(stats: GradientStats) -> GradientStats:
     )
 
 
+class _Measured(NamedTuple):
+    """What the passes over a batch give; a unit is an example, or the mean of one of `chunks`."""
+
+    norms_U: Array  # |g_u|^2; zero for `jvp`
+    num_units: Array  # u, float32
+    unit_size: int  # examples of a unit
+    num_means: Array  # K means that the noise is taken between: the units, or thirds for `jvp`
+    scale: Array  # mean of the K, examples * |mean|^2
+    square_sum: Array  # their sum, in units of scale
+    mean_norm: Array  # |mean gradient|^2, in units of scale
+    products_3U: (
+        Array | None
+    )  # <g_u, .> in units of scale: the mean; two thirds' means (last third)
+    valid_U: Array  # bool: not padding
+    last_U: Array  # bool: of the last third
+
+
+def _measure(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    estimator: str,
+    chunk_size: int | None,
+    num_examples: Array | int | None,
+    inner_products: bool,
+) -> _Measured:
+    """Goes over the batch once for norms and gradient sums, and again for inner products."""
+    estimator = _served(estimator, loss_fn, inner_products)
+    unit_size, num_units, group = _sizes(batch, estimator, chunk_size, inner_products)
+    batch_U = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
+    )
+    u = jnp.asarray(num_units if num_examples is None else num_examples // unit_size, jnp.int32)
+    third = jnp.maximum(u // 3, 1)
+    # The parts whose gradients are summed apart: thirds, or everything.
+    ends_P = jnp.minimum(jnp.stack([third, 2 * third, u]), u) if inner_products else u[None]
+    starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_P[:-1]])
+    index_U = jnp.arange(num_units)
+
+    def over_groups(parts_I, body, carry):
+        """Folds `body(i, index_C, valid_C, units_C, carry)` over the groups of each part listed."""
+        starts_I, ends_I = starts_P[parts_I], ends_P[parts_I]
+        groups_I = -(-(ends_I - starts_I) // group)
+        done_I = jnp.cumsum(groups_I)
+
+        def one_group(k, carry):
+            i = jnp.sum(k >= done_I)
+            index_C = starts_I[i] + (k - done_I[i] + groups_I[i]) * group + jnp.arange(group)
+            # The last group is filled up with its part's last unit, never with padding.
+            inside_C = jnp.minimum(index_C, ends_I[i] - 1)
+            units_C = jax.tree.map(lambda leaf: leaf[inside_C], batch_U)
+            return body(i, index_C, index_C < ends_I[i], units_C, carry)
+
+        return lax.fori_loop(0, done_I[-1], one_group, carry)
+
+    def add_group(part, index_C, valid_C, units_C, carry):
+        sums_P, norms_U = carry
+        grad_sum, norms_C = _GRADIENTS[estimator](loss_fn, params, units_C, valid_C)
+        sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
+        return sums_P, norms_U.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
+
+    num_parts = len(ends_P)
+    zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
+    carry = (zeros_P, jnp.zeros(num_units))
+    sums_P, norms_U = over_groups(np.arange(num_parts), add_group, carry)
+    mean = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
+
+    count = u.astype(jnp.float32)
+    squares, num_means = unit_size * norms_U, count
+    if estimator == "jvp":
+        sizes_P = ends_P - starts_P
+        squares, num_means = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1), jnp.sum(sizes_P > 0)
+    scale = jnp.sum(squares) / num_means
+    # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
+    safe = jnp.where(scale > 0, scale, 1.0)
+    measured = _Measured(
+        norms_U=norms_U,
+        num_units=count,
+        unit_size=unit_size,
+        num_means=num_means,
+        scale=scale,
+        square_sum=jnp.sum(squares / safe),
+        mean_norm=_squared_norms(mean)[0] / safe,
+        products_3U=None,
+        valid_U=index_U < u,
+        last_U=(index_U >= 2 * third) & (index_U < u),
+    )
+    if not inner_products:
+        return measured
+
+    # All units with the mean, those of the last third with the means of the first and the second.
+    parts_I, rows_I = np.array([0, 1, 2, 2, 2]), jnp.array([0, 0, 0, 1, 2])
+    root = jnp.sqrt(safe)
+    shares_33 = jnp.stack([jnp.ones(3) / u, *jnp.eye(3)[:2] / third]) / root
+
+    def multiply_group(i, index_C, valid_C, units_C, products_3U):
+        shares_3 = shares_33[rows_I[i]]
+        direction = jax.tree.map(
+            lambda sum_3: jnp.tensordot(shares_3, sum_3, 1, precision="highest"), sums_P
+        )
+        products_C = _PRODUCTS[estimator](loss_fn, params, units_C, direction) / root
+        return products_3U.at[rows_I[i], index_C].add(jnp.where(valid_C, products_C, 0.0))
+
+    products_3U = over_groups(parts_I, multiply_group, jnp.zeros((3, num_units)))
+    return measured._replace(products_3U=products_3U)
+
+
+def _served(estimator: str, loss_fn: LossFn, inner_products: bool) -> str:
+    """The estimator to use, `auto` resolved; ValueError if it does not serve."""
+    if estimator not in (*_GRADIENTS, "auto"):
+        raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_GRADIENTS)}, auto")
+    parameters = inspect.signature(loss_fn).parameters
+    takes_taps = "tap_B" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    if estimator == "auto":
+        return "taps" if takes_taps else "vmap"
+    if estimator == "taps" and not takes_taps:
+        name = getattr(loss_fn, "__name__", repr(loss_fn))
+        raise ValueError(
+            f"estimator='taps': loss_fn {name} does not take the keyword tap_B; use vmap, chunks "
+            "or (for inner products) jvp, or auto"
+        )
+    if estimator == "jvp" and not inner_products:
+        raise ValueError(
+            "estimator='jvp' measures inner products: for a test without them use taps, vmap, "
+            "chunks or auto"
+        )
+    return estimator
+
+
+def _sizes(
+    batch: PyTree, estimator: str, chunk_size: int | None, inner_products: bool
+) -> tuple[int, int, int]:
+    """Examples of a unit, units of the batch, units of one pass."""
+    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
+        raise ValueError(
+            f"batch: leading axes {sorted(sizes)}, expected one size, at least {MIN_EXAMPLES}"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
+    (size,) = sizes
+    if estimator != "chunks":
+        part = size - 2 * (size // 3) if inner_products else size
+        return 1, size, min(chunk_size or part, part)
+    if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
+        raise ValueError(
+            f"chunk_size={chunk_size}: estimator='chunks' needs one that divides the batch's "
+            f"{size} examples into at least {MIN_EXAMPLES} chunks"
+        )
+    return chunk_size, size // chunk_size, 1
+
+
+def _unit_grads(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> PyTree:
+    grads_C = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, units_C)
+    return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
+
+
+def _unit_losses(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> Array:
+    return jax.vmap(loss_fn, in_axes=(None, 0))(params, units_C)
+
+
+# Sum of the gradients of the valid units of a group, and each one's squared norm.
+
+
+def _gradients_by_vmap(loss_fn, params, units_C, valid_C):
+    def select(leaf_C):
+        return jnp.where(valid_C.reshape((-1,) + (1,) * (leaf_C.ndim - 1)), leaf_C, 0.0)
+
+    grads_C = jax.tree.map(select, _unit_grads(loss_fn, params, units_C))
+    return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), _squared_norms(grads_C)
+
+
+def _gradients_by_taps(loss_fn, params, units_C, valid_C):
+    batch_B = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units_C)
+    size = len(valid_C)
+
+    def loss(params, tap_B):
+        return loss_fn(params, batch_B, tap_B=tap_B)
+
+    grad, norms_B = jax.grad(loss, argnums=(0, 1))(params, jnp.where(valid_C, 0.0, -1.0))
+    # Of the mean loss: an example's gradient is `size` times its share.
+    return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size**2 * norms_B
+
+
+def _gradients_by_losses(loss_fn, params, units_C, valid_C):
+    def loss(params):
+        return jnp.sum(jnp.where(valid_C, _unit_losses(loss_fn, params, units_C), 0.0))
+
+    return jax.grad(loss)(params), jnp.zeros(len(valid_C))
+
+
+# Inner products of the gradients of a group's units with a direction.
+
+
+def _products_by_vmap(loss_fn, params, units_C, direction):
+    def product(leaf_C, leaf):
+        rows_C = leaf_C.reshape(len(leaf_C), -1)
+        return jnp.matmul(rows_C, leaf.reshape(-1), precision="highest")
+
+    grads_C = _unit_grads(loss_fn, params, units_C)
+    return sum(jax.tree.leaves(jax.tree.map(product, grads_C, direction)))
+
+
+def _products_by_jvp(loss_fn, params, units_C, direction):
+    tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
+    return jax.jvp(lambda p: _unit_losses(loss_fn, p, units_C), (params,), (tangents,))[1]
+
+
+_GRADIENTS: dict[str, Callable[..., tuple[PyTree, Array]]] = {
+    "vmap": _gradients_by_vmap,
+    "taps": _gradients_by_taps,
+    "chunks": _gradients_by_vmap,
+    "jvp": _gradients_by_losses,
+}
+_PRODUCTS: dict[str, Callable[..., Array]] = {
+    "vmap": _products_by_vmap,
+    "taps": _products_by_jvp,
+    "chunks": _products_by_vmap,
+    "jvp": _products_by_jvp,
+}
+
+
 def _squared_norms(tree_B: PyTree) -> Array:
     """Squared L2 norm of each example's pytree: [B]."""
     norms = [
@@ -220,9 +414,3 @@ def _squared_norms(tree_B: PyTree) -> Array:
         for leaf in jax.tree.leaves(tree_B)
     ]
     return jnp.sum(jnp.stack(norms), axis=0)
-
-
-def _projections(directions_3: Array, grads_B: Array) -> Array:
-    """Inner products of each example's gradient with each direction: [3, B]."""
-    grads_B = grads_B.reshape(grads_B.shape[0], -1)
-    return jnp.matmul(directions_3.reshape(3, -1), grads_B.T, precision="highest")

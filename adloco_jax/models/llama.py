@@ -56,18 +56,19 @@ class _Attention(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array) -> Array:
+    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None) -> Array:
         B, L, D = x_BLD.shape
         K = D // self.num_heads
 
         def heads(name: str, num_heads: int) -> Array:
-            y = Linear(num_heads * K, self.dtype, name=name)(x_BLD)
+            y = Linear(num_heads * K, self.dtype, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
         q_BHLK = _rotate(heads("query", self.num_heads), cos_LK, sin_LK)
         k_BGLK = _rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK)
         y_BHLK = _attend(q_BHLK, k_BGLK, heads("value", self.num_kv_heads))
-        return Linear(D, self.dtype, name="out")(y_BHLK.transpose(0, 2, 1, 3).reshape(B, L, D))
+        y_BLD = y_BHLK.transpose(0, 2, 1, 3).reshape(B, L, D)
+        return Linear(D, self.dtype, name="out")(y_BLD, tap_B)
 
 
 class _MLP(nn.Module):
@@ -77,10 +78,11 @@ class _MLP(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array) -> Array:
-        gate_BLF = Linear(self.width, self.dtype, name="gate")(x_BLD)
-        up_BLF = Linear(self.width, self.dtype, name="up")(x_BLD)
-        return Linear(x_BLD.shape[-1], self.dtype, name="down")(jax.nn.silu(gate_BLF) * up_BLF)
+    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
+        gate_BLF = Linear(self.width, self.dtype, name="gate")(x_BLD, tap_B)
+        up_BLF = Linear(self.width, self.dtype, name="up")(x_BLD, tap_B)
+        y_BLF = jax.nn.silu(gate_BLF) * up_BLF
+        return Linear(x_BLD.shape[-1], self.dtype, name="down")(y_BLF, tap_B)
 
 
 class _Block(nn.Module):
@@ -93,13 +95,15 @@ class _Block(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array) -> tuple[Array, None]:
+    def __call__(
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None
+    ) -> tuple[Array, None]:
         attention = _Attention(self.num_heads, self.num_kv_heads, self.dtype, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = RMSNorm(self.norm_eps, self.dtype, name="attention_norm")
         mlp_norm = RMSNorm(self.norm_eps, self.dtype, name="mlp_norm")
-        x_BLD = x_BLD + attention(attention_norm(x_BLD), cos_LK, sin_LK)
-        return x_BLD + mlp(mlp_norm(x_BLD)), None
+        x_BLD = x_BLD + attention(attention_norm(x_BLD, tap_B), cos_LK, sin_LK, tap_B)
+        return x_BLD + mlp(mlp_norm(x_BLD, tap_B), tap_B), None
 
 
 class Llama(nn.Module):
@@ -107,7 +111,7 @@ class Llama(nn.Module):
 
     Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
     layer. Faulty sizes raise ValueError while tracing. Token ids are not checked: one past the
-    vocabulary gives NaN.
+    vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see `models.layers`.
 
     Attributes:
       vocab_size: V.
@@ -160,11 +164,15 @@ class Llama(nn.Module):
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
 
-    def __call__(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
+    def __call__(
+        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L V"]:
         """Logits of the token after each position, float32."""
-        return self.logits(self.hidden(tokens_BL))
+        return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
-    def hidden(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+    def hidden(
+        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L D"]:
         """Normalised output of the last layer, in the compute dtype: what the head reads."""
         length = tokens_BL.shape[1]
         if length > self.max_length:
@@ -173,12 +181,14 @@ class Llama(nn.Module):
                 "shorten the sequences or raise max_length."
             )
         cos_LK, sin_LK = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
-        x_BLD, _ = self.layers(self.embed(tokens_BL), cos_LK, sin_LK)
-        return self.norm(x_BLD)
+        x_BLD, _ = self.layers(self.embed(tokens_BL, tap_B), cos_LK, sin_LK, tap_B)
+        return self.norm(x_BLD, tap_B)
 
-    def logits(self, hidden_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
+    def logits(
+        self, hidden_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L V"]:
         """Float32 logits for the output of `hidden`."""
-        return self.head(hidden_BLD)
+        return self.head(hidden_BLD, tap_B)
 
     def _check(self) -> None:
         for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"):
@@ -201,9 +211,7 @@ class Llama(nn.Module):
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}.")
 
 
-def sequence_losses(
-    model: Llama, *, sequences_per_chunk: int = 0
-) -> Callable[[PyTree, Array], Array]:
+def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Makes the function that gives each sequence's mean next-token loss.
 
     Every token counts: rows are packed, there is no padding.
@@ -215,8 +223,9 @@ def sequence_losses(
         rounding.
 
     Returns:
-      `losses_fn(params, tokens)`, where tokens is int32 [B, L+1]: the model reads all but the last
-      and is scored on all but the first. Its result is float32 [B], in nats per token.
+      `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]: the model reads all
+      but the last and is scored on all but the first. Its result is float32 [B], in nats per token.
+      `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
       ValueError: For a negative `sequences_per_chunk`; while tracing, for tokens that are not
@@ -227,36 +236,35 @@ def sequence_losses(
     hidden = nn.apply(Llama.hidden, model)
     logits = nn.apply(Llama.logits, model)
 
-    def head_losses(params: PyTree, hidden_BLD: Array, targets_BL: Array) -> Array:
-        logits_BLV = logits({"params": params}, hidden_BLD)
+    def head_losses(
+        params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Array | None
+    ) -> Array:
+        logits_BLV = logits({"params": params}, hidden_BLD, tap_B)
         picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
         return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL1[:, :, 0], axis=1)
 
-    def losses_fn(params: PyTree, tokens: Array) -> Array:
+    def losses_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
-        hidden_BLD = hidden({"params": params}, tokens[:, :-1])
-        targets_BL = tokens[:, 1:]  # The one shift: position t is scored on token t + 1.
+        hidden_BLD = hidden({"params": params}, tokens[:, :-1], tap_B)
+        # The one shift: position t is scored on token t + 1.
+        head_inputs_B = (hidden_BLD, tokens[:, 1:], tap_B)
         batch, chunk = tokens.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
-            return head_losses(params, hidden_BLD, targets_BL)
+            return head_losses(params, *head_inputs_B)
         split = batch - batch % chunk
-        chunks = jax.tree.map(
-            lambda x: x[:split].reshape(-1, chunk, *x.shape[1:]), (hidden_BLD, targets_BL)
-        )
-        chunk_losses = jax.checkpoint(lambda pair: head_losses(params, *pair), prevent_cse=False)
+        chunks = jax.tree.map(lambda x: x[:split].reshape(-1, chunk, *x.shape[1:]), head_inputs_B)
+        chunk_losses = jax.checkpoint(lambda args: head_losses(params, *args), prevent_cse=False)
         losses_B = lax.map(chunk_losses, chunks).reshape(split)
         if split == batch:
             return losses_B
-        rest_B = head_losses(params, hidden_BLD[split:], targets_BL[split:])
+        rest_B = head_losses(params, *jax.tree.map(lambda x: x[split:], head_inputs_B))
         return jnp.concatenate([losses_B, rest_B])
 
     return losses_fn
 
 
-def next_token_loss(
-    model: Llama, *, sequences_per_chunk: int = 0
-) -> Callable[[PyTree, Array], Array]:
+def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """Makes the training loss: the mean over sequences of `sequence_losses`.
 
     Args:
@@ -264,13 +272,18 @@ def next_token_loss(
       sequences_per_chunk: As in `sequence_losses`.
 
     Returns:
-      `loss_fn(params, tokens)`, float32 and scalar, in nats per token; tokens is int32 [B, L+1].
+      `loss_fn(params, tokens, tap_B=None)`, float32 and scalar, in nats per token; tokens is int32
+      [B, L+1], `tap_B` the gradient tap of `models.layers`.
 
     Raises:
       ValueError: As in `sequence_losses`.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
-    return lambda params, tokens: jnp.mean(losses_fn(params, tokens))
+
+    def loss_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
+        return jnp.mean(losses_fn(params, tokens, tap_B))
+
+    return loss_fn
 
 
 def num_params(model: Llama) -> int:
