@@ -97,7 +97,7 @@ def test_whole_numbers_will_do_for_floats_and_become_floats():
     assert type(learning_rate) is float and learning_rate == 1.0
 
 
-@pytest.mark.parametrize("value, expected", [("auto", None), (16, 16), ("16", 16), (2, 2)])
+@pytest.mark.parametrize("value, expected", [("auto", None), (16, 16), ("16", 16), (8, 8)])
 def test_test_batch_size_is_auto_or_a_number_or_its_text(value, expected):
     config = default_config()
     config.batching.test_batch_size = value
@@ -244,7 +244,7 @@ CONTRADICTIONS = {
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),
     "first batch above the cap": dict(batching__initial_batch_size=3, batching__batch_cap=2),
-    "thirds": dict(batching__test="augmented", batching__test_batch_size=3),
+    "estimator": dict(batching__test="norm", batching__estimator="jvp"),
     "bucket missing": dict(batching__buckets=(4, 8), batching__max_batch_size=16),
     "bucket above": dict(batching__buckets=(16, 32), batching__max_batch_size=16),
     "no ramp": dict(batching__test="ramp"),

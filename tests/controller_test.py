@@ -1,9 +1,15 @@
 """What the host decides: groups, test shares, learning rates, batches, who works for whom."""
 
+import dataclasses
 import json
+import math
 
+import hypothesis
+import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from toy import settings_of
 
 from adloco_jax.core.base import BatchPlan, GradientStats
@@ -248,3 +254,59 @@ def test_a_merged_trainer_averages_its_members_sums():
     controller.trainers[1].smoothing = {"noise_sum": 3.0, "signal_sum": 0.0}
     control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)), param_bytes=1)
     assert controller.trainers[0].smoothing == {"noise_sum": 2.0, "signal_sum": 2.0}
+
+
+ANY_SETTINGS = settings_of()
+SIZES = st.sampled_from([0.0, 1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, math.inf, math.nan])
+VALUES = SIZES | st.floats(1e-30, 1e30)
+WHOLE = st.integers(1, 2**31 - 1) | st.sampled_from([1, 2, 2**31 - 2, 2**31 - 1])
+
+
+@hypothesis.settings(max_examples=10_000)
+@given(
+    noises=st.lists(VALUES, min_size=1, max_size=3),
+    signals=st.lists(VALUES | VALUES.map(lambda x: -x), min_size=3, max_size=3),
+    products=st.lists(VALUES | VALUES.map(lambda x: -x), min_size=3, max_size=3),
+    batches=st.tuples(WHOLE, WHOLE).map(sorted),
+    growth=st.integers(1, 100),
+    test=st.sampled_from(["norm", "inner_product", "augmented"]),
+    mode=st.sampled_from(["unbiased", "paper"]),
+    scope=st.sampled_from(["trainer", "worker"]),
+    monotone=st.booleans(),
+    rounds=st.integers(1, 3),
+)
+def test_any_statistics_give_a_whole_number_within_the_bounds(
+    noises, signals, products, batches, growth, test, mode, scope, monotone, rounds
+):
+    batch, cap = batches
+    batching = dataclasses.replace(
+        ANY_SETTINGS.batching,
+        test=test,
+        mode=mode,
+        scope=scope,
+        monotone=monotone,
+        max_growth=growth,
+        batch_cap=cap,
+    )
+    settings = dataclasses.replace(ANY_SETTINGS, batching=batching)
+    controller = a_controller(batches=(batch,), owners=(0,) * len(noises))
+    workers = [
+        stats(noise, signal, workers=1).replace(
+            ip_sum=np.array([product]),
+            ip_weight=np.array([1.0]),
+            plugin_ip_sum=np.array([abs(product)]),
+            plugin_orth_sum=np.array([noise]),
+        )
+        for noise, signal, product in zip(noises, signals, products, strict=False)
+    ]
+    stats_R = jax.tree.map(lambda *fields: np.concatenate(fields), *workers)
+    counts_R = np.full(len(noises), 4, np.int32)
+    for _ in range(rounds):
+        before = controller.trainers[0].requested_batch_size
+        (decision,) = control.observe(controller, settings, stats_R, counts_R)
+        after = controller.trainers[0].requested_batch_size
+        assert type(after) is int and after == decision.next_batch_size
+        assert (before if monotone else 1) <= after <= min(max(before, growth * before), cap)
+        if not all(map(math.isfinite, noises)):
+            assert (decision.reason, after) == ("degenerate", before)
+    assert sum(controller.counts.values()) == rounds

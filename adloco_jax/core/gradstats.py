@@ -10,7 +10,7 @@ With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (ALGO
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.base import GradientStats, LossFn
+
+Estimator: TypeAlias = Literal["vmap", "taps", "chunks", "jvp", "auto"]
 
 MIN_EXAMPLES = 2  # a sample variance needs two
 MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2
@@ -29,7 +31,7 @@ def gradient_stats(
     params: PyTree,
     batch: PyTree,
     *,
-    estimator: Literal["vmap", "taps", "chunks", "jvp", "auto"] = "vmap",
+    estimator: Estimator = "vmap",
     chunk_size: int | None = None,
     num_examples: Int[Array, ""] | int | None = None,
     inner_products: bool = True,
@@ -193,9 +195,8 @@ class _Measured(NamedTuple):
     scale: Array  # mean of the K, examples * |mean|^2
     square_sum: Array  # their sum, in units of scale
     mean_norm: Array  # |mean gradient|^2, in units of scale
-    products_3U: (
-        Array | None
-    )  # <g_u, .> in units of scale: the mean; two thirds' means (last third)
+    # <g_u, .> in units of scale, with the mean and (for the last third) two thirds' means; or zero
+    products_3U: Array
     valid_U: Array  # bool: not padding
     last_U: Array  # bool: of the last third
 
@@ -204,13 +205,13 @@ def _measure(
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
-    estimator: str,
+    estimator: Estimator,
     chunk_size: int | None,
     num_examples: Array | int | None,
     inner_products: bool,
 ) -> _Measured:
     """Goes over the batch once for norms and gradient sums, and again for inner products."""
-    estimator = _served(estimator, loss_fn, inner_products)
+    estimator = resolve_estimator(estimator, loss_fn, inner_products=inner_products)
     unit_size, num_units, group = _sizes(batch, estimator, chunk_size, inner_products)
     batch_U = jax.tree.map(
         lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
@@ -266,7 +267,7 @@ def _measure(
         scale=scale,
         square_sum=jnp.sum(squares / safe),
         mean_norm=_squared_norms(mean)[0] / safe,
-        products_3U=None,
+        products_3U=jnp.zeros((3, num_units)),
         valid_U=index_U < u,
         last_U=(index_U >= 2 * third) & (index_U < u),
     )
@@ -286,12 +287,24 @@ def _measure(
         products_C = _PRODUCTS[estimator](loss_fn, params, units_C, direction) / root
         return products_3U.at[rows_I[i], index_C].add(jnp.where(valid_C, products_C, 0.0))
 
-    products_3U = over_groups(parts_I, multiply_group, jnp.zeros((3, num_units)))
+    products_3U = over_groups(parts_I, multiply_group, measured.products_3U)
     return measured._replace(products_3U=products_3U)
 
 
-def _served(estimator: str, loss_fn: LossFn, inner_products: bool) -> str:
-    """The estimator to use, `auto` resolved; ValueError if it does not serve."""
+def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: bool) -> Estimator:
+    """The estimator that `gradient_stats` uses for a loss function: `auto` resolved.
+
+    Args:
+      estimator: As in `gradient_stats`.
+      loss_fn: As in `gradient_stats`.
+      inner_products: As in `gradient_stats`.
+
+    Returns:
+      `vmap`, `taps`, `chunks` or `jvp`.
+
+    Raises:
+      ValueError: If it is unknown, or does not serve `loss_fn` or the request.
+    """
     if estimator not in (*_GRADIENTS, "auto"):
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_GRADIENTS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
@@ -385,7 +398,8 @@ def _products_by_vmap(loss_fn, params, units_C, direction):
         return jnp.matmul(rows_C, leaf.reshape(-1), precision="highest")
 
     grads_C = _unit_grads(loss_fn, params, units_C)
-    return sum(jax.tree.leaves(jax.tree.map(product, grads_C, direction)))
+    products = jax.tree.leaves(jax.tree.map(product, grads_C, direction))
+    return jnp.sum(jnp.stack(products), axis=0)
 
 
 def _products_by_jvp(loss_fn, params, units_C, direction):

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.base import LossFn
+from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
@@ -64,6 +65,7 @@ def outer_transform(settings: Settings) -> optax.GradientTransformation:
 def program_spec(settings: Settings, init_fn: InitFn, loss_fn: LossFn, row_length: int) -> Spec:
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
+    uses_inner_products = batching.test in ("inner_product", "augmented")
     return Spec(
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),
@@ -72,6 +74,9 @@ def program_spec(settings: Settings, init_fn: InitFn, loss_fn: LossFn, row_lengt
         num_micro_batches=settings.inner.steps_per_round,
         row_length=row_length,
         max_test_sequences=batching.test_batch_size or control.AUTO_TEST_MAX,
-        inner_products=batching.test in ("inner_product", "augmented"),
+        estimator=resolve_estimator(
+            batching.estimator, loss_fn, inner_products=uses_inner_products
+        ),
+        inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
     )

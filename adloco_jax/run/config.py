@@ -111,7 +111,8 @@ class Batching:
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
     vartheta: float = _knob(0.9, "(0, 100]")  # inner-product tests; AdLoCo 0.01: see ALGORITHM 2
     nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
-    estimator: Literal["vmap"] = _knob("vmap")  # how per-example gradients are measured
+    # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
+    estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")
     initial_batch_size: int = _knob(1, _COUNT)  # per worker (AdLoCo table A.2)
     # Per worker, what a device holds: the micro-batch. auto: the largest bucket whose programs fit.
     max_batch_size: int | None = _knob("auto", _COUNT)
@@ -121,7 +122,7 @@ class Batching:
     monotone: bool = _knob(True)  # a request never falls
     smoothing: float = _knob(0.9, "[0, 1)")  # decay per test of the averaged statistics
     # Sequences per trainer and test: auto (4 % of the round's, 8 to 256), or a number.
-    test_batch_size: int | None = _knob("auto", "[2, 2147483647]")
+    test_batch_size: int | None = _knob("auto", "[8, 2147483647]")
     # Micro-batch sizes to compile for; empty: powers of two and their midpoints.
     buckets: tuple[int, ...] = _knob((), _COUNT)
     # Pairs (from round, batch), for test=ramp only; --config.batching.ramp="((0, 4), (10, 8))".
@@ -428,9 +429,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         "the first request is above the cap; lower the first or raise the second",
     ),
     (
-        ("batching.test", "batching.test_batch_size"),
-        lambda test, size: test not in ("inner_product", "augmented") or size is None or size >= 4,
-        "this test works on thirds of its sequences and needs 4 or more; raise test_batch_size",
+        ("batching.estimator", "batching.test"),
+        lambda estimator, test: estimator != "jvp" or test in ("inner_product", "augmented"),
+        "jvp measures inner products, which this test does not use; set batching.estimator='auto'",
     ),
     (
         ("batching.buckets", "batching.max_batch_size"),

@@ -24,6 +24,7 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT, 
 from adloco_jax.core.merge import allocate_workers, choose_merge
 from adloco_jax.run.config import Settings
 
+CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"
 AUTO_TEST_FRAC, AUTO_TEST_MIN, AUTO_TEST_MAX = 0.04, 8, 256  # sequences per trainer; ALGORITHM 2
 
 
@@ -195,7 +196,9 @@ def test_counts(controller: Controller, groups: list[Group], settings: Settings)
 
 def min_examples(settings: Settings) -> int:
     """Sequences a worker must test for its statistics to exist."""
-    return MIN_EXAMPLES if settings.batching.test == "norm" else MIN_EXAMPLES_INNER_PRODUCT
+    batching = settings.batching
+    least = MIN_EXAMPLES if batching.test == "norm" else MIN_EXAMPLES_INNER_PRODUCT
+    return least * CHUNK_SIZE if batching.estimator == "chunks" else least
 
 
 def measures_gradients(settings: Settings) -> bool:
@@ -224,7 +227,9 @@ def observe(
     for position, trainer in enumerate(controller.trainers):
         workers = controller.workers_of(position)
         if measures_gradients(settings):
-            decision = _tested(settings, trainer, stats_R, workers, counts_R)
+            # What has no meaning comes out not finite, and keeps the batch.
+            with np.errstate(all="ignore"):
+                decision = _tested(settings, trainer, stats_R, workers, counts_R)
         else:
             decision = _scheduled(controller, settings, trainer)
         trainer.requested_batch_size = decision.next_batch_size
@@ -393,8 +398,7 @@ def _tested(
         sums = {name: decay * old[name] + (1 - decay) * value for name, value in sums.items()}
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
-    with np.errstate(all="ignore"):  # a ratio without meaning is not finite, and keeps the batch
-        value = float(_request(settings, smoothed, size, len(workers)))
+    value = float(_request(settings, smoothed, size, len(workers)))
     growth = {"max_growth": batching.max_growth, "batch_cap": batching.batch_cap}
     new = next_batch_size(value, batch_size=size, monotone=batching.monotone, **growth)
     if not math.isfinite(value):

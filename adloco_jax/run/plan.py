@@ -58,7 +58,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         "ramp": "declared ramp",
     }[batching.test]
     if control.measures_gradients(settings):
-        test += f", {batching.mode}, estimator {batching.estimator}"
+        test += f", {batching.mode}, estimator {spec.estimator}"
     sizes = [size for size in batching.buckets if size <= max_batch]
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"

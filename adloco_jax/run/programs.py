@@ -26,12 +26,13 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble, LossFn, Workers
 from adloco_jax.core.ensemble import init
-from adloco_jax.core.gradstats import gradient_stats
+from adloco_jax.core.gradstats import Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.errors import ResourceError
+from adloco_jax.run.controller import CHUNK_SIZE
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
-MAX_TEST_CHUNK = 8
+EXAMPLES_HELD = 8  # sequences of one pass of the test, per worker
 
 
 class Key(NamedTuple):
@@ -57,6 +58,7 @@ class Spec:
     num_micro_batches: int  # per dispatch: S
     row_length: int  # tokens of a sequence and its last target: L + 1
     max_test_sequences: int  # per worker
+    estimator: Estimator  # resolved: not auto
     inner_products: bool
     reset_inner_state: bool
 
@@ -306,7 +308,11 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
         (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=place["worker"]
     )
     counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=place["worker"])
-    chunk = min(MAX_TEST_CHUNK, spec.max_test_sequences, GRADIENTS_HELD // spec.num_params)
+    chunk = EXAMPLES_HELD
+    if spec.estimator == "vmap":
+        chunk = max(min(EXAMPLES_HELD, GRADIENTS_HELD // spec.num_params), 1)
+    elif spec.estimator == "chunks":
+        chunk = CHUNK_SIZE
 
     def test(params_M, owner_R, tokens_RBL, count_R):
         params_R = jax.tree.map(lambda leaf: leaf[owner_R], params_M)
@@ -317,7 +323,8 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
                 spec.loss_fn,
                 params,
                 tokens_BL,
-                chunk_size=max(chunk, 1),
+                estimator=spec.estimator,
+                chunk_size=chunk,
                 num_examples=count,
                 inner_products=spec.inner_products,
             )
