@@ -238,6 +238,36 @@ def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
     assert error.value.exit_code == 5
 
 
+def test_accumulation_counts_share_one_program(tmp_path):
+    """Batches 8, 12, 20 and 64 on a device that holds 4: 2, 3, 5 and 16 micro-batches."""
+    settings = settings_of(
+        num_rounds=5,
+        ensemble={"num_trainers": 1, "num_workers": 2},
+        batching={
+            "test": "ramp",
+            "ramp": ((0, 2), (1, 8), (2, 12), (3, 20), (4, 64)),
+            "batch_cap": 64,
+        },
+        switch={"mode": "accumulate"},
+    )
+    run(tmp_path / "r", settings)
+    assert [e["num_accum_steps"] for e in events(tmp_path / "r", "round")] == [1, 2, 3, 5, 16]
+    keys = [e["key"] for e in events(tmp_path / "r", "compile")]
+    assert len([key for key in keys if key.startswith("accumulate")]) == 1
+
+
+def test_a_run_compiles_a_bounded_set_of_programs(tmp_path):
+    settings = settings_of(**GROWING | {"num_rounds": 10})
+    run(tmp_path / "r", settings)
+    keys = [e["key"].split() for e in events(tmp_path / "r", "compile")]
+    shapes = {tuple(key[1:3]) for key in keys if key[0] != "evaluate"}
+    for shape in shapes:
+        kinds = [key[0] for key in keys if tuple(key[1:3]) == shape]
+        assert kinds.count("test") <= 1
+        assert kinds.count("round") + kinds.count("accumulate") <= len((2, 4)) + 1
+    assert [key[0] for key in keys].count("evaluate") == 1
+
+
 def test_programs_are_compiled_ahead_in_the_background(tmp_path):
     settings = settings_of(**GROWING | {"num_rounds": 40, "inner": {"steps_per_round": 50}})
     run(tmp_path / "r", settings)
