@@ -146,6 +146,7 @@ def fit(
             return run.execute(init_fn, workdir, command)
         finally:
             run.programs.close()
+            run.progress.close()
 
 
 def check_workdir(workdir: str | Path) -> None:
@@ -216,7 +217,6 @@ class _Run:
                     prepared = self._prepare()
             if evaluate_now:
                 consensus = self._evaluate()
-        self.progress.close()
         self._write_end()
         return Result(workdir, consensus, self.loss, self.ensemble, self.controller)
 
@@ -394,12 +394,14 @@ class _Run:
         }
 
         def record(trainer, loss, **more):
+            with np.errstate(over="ignore"):  # not finite: null in the ledger
+                perplexity = float(np.exp(loss))
             self.ledger.write(
                 "eval",
                 round=controller.round,
                 trainer=trainer,
                 loss=loss,
-                perplexity=float(np.exp(loss)),
+                perplexity=perplexity,
                 **totals,
                 **more,
                 wall_s=round(time.perf_counter() - self.start_s, 3),
