@@ -54,9 +54,10 @@ def gradient_stats(
               accordingly. Any loss function that `jax.jvp` can differentiate; at least 3 examples.
       auto    taps if `loss_fn` takes `tap_B`, else vmap.
 
-    All make one forward and backward pass over the batch; inner products add one and two thirds:
-    forward-mode passes of the single examples' losses for taps and jvp, else the gradients anew.
-    The gradient is summed in float32, by thirds if inner products are wanted.
+    All make one forward and backward pass over the batch. Inner products add a second: for taps
+    and jvp a forward-mode pass of the single examples' losses, with three directions instead of one
+    for the last third; else the gradients anew. They also hold six float32 copies of the
+    parameters (sums by third, and directions) instead of one.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and `jvp` call it
@@ -64,8 +65,9 @@ def gradient_stats(
       params: Any pytree of arrays.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.
-      chunk_size: Examples in one pass, which bounds memory; None for all, or a third with inner
-        products. For `chunks` the size of a chunk, which must divide B at least twice.
+      chunk_size: Most examples in one pass, which bounds memory; with inner products a pass stays
+        within a third of the batch. None sets no bound. For `chunks` the size of a chunk: B is a
+        multiple of it, at least twice.
       num_examples: t <= B: only the first t examples count, the rest is padding and may hold
         anything; data, so that one compiled program serves every t. None counts all. `chunks`
         counts whole chunks only.
@@ -274,21 +276,25 @@ def _measure(
     if not inner_products:
         return measured
 
-    # All units with the mean, those of the last third with the means of the first and the second.
-    parts_I, rows_I = np.array([0, 1, 2, 2, 2]), jnp.array([0, 0, 0, 1, 2])
     root = jnp.sqrt(safe)
     shares_33 = jnp.stack([jnp.ones(3) / u, *jnp.eye(3)[:2] / third]) / root
+    directions_3 = jax.tree.map(
+        lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_P
+    )
 
-    def multiply_group(i, index_C, valid_C, units_C, products_3U):
-        shares_3 = shares_33[rows_I[i]]
-        direction = jax.tree.map(
-            lambda sum_3: jnp.tensordot(shares_3, sum_3, 1, precision="highest"), sums_P
-        )
-        products_C = _PRODUCTS[estimator](loss_fn, params, units_C, direction) / root
-        return products_3U.at[rows_I[i], index_C].add(jnp.where(valid_C, products_C, 0.0))
+    def multiply(parts_I, num_directions, products_3U):
+        rows = slice(num_directions)
+        directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
 
-    products_3U = over_groups(parts_I, multiply_group, measured.products_3U)
-    return measured._replace(products_3U=products_3U)
+        def multiply_group(_, index_C, valid_C, units_C, products_3U):
+            products = _PRODUCTS[estimator](loss_fn, params, units_C, directions) / root
+            return products_3U.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
+
+        return over_groups(parts_I, multiply_group, products_3U)
+
+    # Only the last third is multiplied with the means of the other two.
+    products_3U = multiply(np.array([0, 1]), 1, measured.products_3U)
+    return measured._replace(products_3U=multiply(np.array([2]), 3, products_3U))
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: bool) -> Estimator:
@@ -340,8 +346,11 @@ def _sizes(
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
     if estimator != "chunks":
-        part = size - 2 * (size // 3) if inner_products else size
-        return 1, size, min(chunk_size or part, part)
+        parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
+        # The fewest filled-up places; a pass costs about one example more than it has places.
+        limit = min(chunk_size or size, parts[-1])
+        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(1, limit + 1)}
+        return 1, size, min(cost, key=cost.__getitem__)
     if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
         raise ValueError(
             f"chunk_size={chunk_size}: estimator='chunks' needs one that divides the batch's "
@@ -389,22 +398,25 @@ def _gradients_by_losses(loss_fn, params, units_C, valid_C):
     return jax.grad(loss)(params), jnp.zeros(len(valid_C))
 
 
-# Inner products of the gradients of a group's units with a direction.
+# Inner products of the directions [E, ...] with the gradients of a group's units: [E, C].
 
 
-def _products_by_vmap(loss_fn, params, units_C, direction):
-    def product(leaf_C, leaf):
-        rows_C = leaf_C.reshape(len(leaf_C), -1)
-        return jnp.matmul(rows_C, leaf.reshape(-1), precision="highest")
+def _products_by_vmap(loss_fn, params, units_C, directions_E):
+    def product(leaf_E, leaf_C):
+        rows_E, rows_C = (leaf.reshape(len(leaf), -1) for leaf in (leaf_E, leaf_C))
+        return jnp.matmul(rows_E, rows_C.T, precision="highest")
 
     grads_C = _unit_grads(loss_fn, params, units_C)
-    products = jax.tree.leaves(jax.tree.map(product, grads_C, direction))
+    products = jax.tree.leaves(jax.tree.map(product, directions_E, grads_C))
     return jnp.sum(jnp.stack(products), axis=0)
 
 
-def _products_by_jvp(loss_fn, params, units_C, direction):
-    tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
-    return jax.jvp(lambda p: _unit_losses(loss_fn, p, units_C), (params,), (tangents,))[1]
+def _products_by_jvp(loss_fn, params, units_C, directions_E):
+    def slopes(direction):
+        tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
+        return jax.jvp(lambda p: _unit_losses(loss_fn, p, units_C), (params,), (tangents,))[1]
+
+    return jax.vmap(slopes)(directions_E)
 
 
 _GRADIENTS: dict[str, Callable[..., tuple[PyTree, Array]]] = {
