@@ -239,6 +239,8 @@ def _measure(
             units_C = jax.tree.map(lambda leaf: leaf[inside_C], batch_U)
             return body(i, index_C, index_C < ends_I[i], units_C, carry)
 
+        if len(parts_I) == 1 and group >= num_units:
+            return one_group(0, carry)
         return lax.fori_loop(0, done_I[-1], one_group, carry)
 
     def add_group(part, index_C, valid_C, units_C, carry):
