@@ -32,7 +32,7 @@ from adloco_jax.errors import ResourceError
 from adloco_jax.run.controller import CHUNK_SIZE
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
-EXAMPLES_HELD = 8  # sequences of one pass of the test, per worker
+EXAMPLES_HELD = 4  # sequences of one pass of the test, per worker: a test has few, a pass is filled
 
 
 class Key(NamedTuple):
