@@ -15,6 +15,8 @@ from adloco_jax import (
     norm_test,
     pool,
 )
+from adloco_jax.core.gradstats import per_example_products
+from adloco_jax.models.layers import apply_gain, project
 
 
 def params_of():
@@ -41,6 +43,13 @@ def loss_fn(params, batch):
 def linear_loss(weights, batch):
     """The gradient of an example is the example."""
     return jnp.mean(batch @ weights)
+
+
+def tapped_loss(params, batch, tap_B=None):
+    """`loss_fn` with a gain in place of the bias."""
+    y = project(batch["x"][:, None], params["w"], tap_B, dtype="float32")
+    residual = apply_gain(y, params["b"], tap_B)[:, 0] - batch["y"]
+    return jnp.mean(jnp.sum(jnp.square(residual), axis=-1)) / 2
 
 
 def grads_by_hand(params, batch):
@@ -220,6 +229,144 @@ def test_nested_parameters_of_every_rank_count_once():
     assert_same(in_true_units(stats), oracle.gradient_sums(list(x)))
 
 
+# --- The other estimators
+
+
+@functools.cache
+def stats_by(estimator, chunk_size=None, inner_products=True):
+    """Statistics of `tapped_loss`, with the number of examples as data."""
+
+    def stats(params, batch, num_examples):
+        return gradient_stats(
+            tapped_loss,
+            params,
+            batch,
+            estimator=estimator,
+            chunk_size=chunk_size,
+            num_examples=num_examples,
+            inner_products=inner_products,
+        )
+
+    return jax.jit(stats)
+
+
+def tapped_grads(batch):
+    """Per-example gradients of `tapped_loss` by automatic differentiation, flat, float64."""
+    grads = jax.vmap(jax.grad(tapped_loss), in_axes=(None, 0))(
+        params_of(), jax.tree.map(lambda leaf: leaf[:, None], batch)
+    )
+    leaves = [np.float64(leaf).reshape(len(leaf), -1) for leaf in jax.tree.leaves(grads)]
+    return np.concatenate(leaves, axis=1)
+
+
+def chunked_sums(grads, size):
+    """The oracle's sums over chunk means, in the units of single examples."""
+    sums = oracle.gradient_sums(grads.reshape(-1, size, grads.shape[1]).mean(axis=1))
+    scaled = {name: size * sums[name] for name in ("noise", "plugin_ip", "plugin_orth", "ip")}
+    return sums | scaled | {"examples": size * sums["examples"]}
+
+
+@pytest.mark.parametrize("inner_products", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_taps_with_any_number_of_examples_agree_with_per_example_gradients(
+    chunk_size, inner_products
+):
+    stats = stats_by("taps", chunk_size, inner_products)
+    for t in (2, 4, 7, 8, 12):
+        batch = batch_of(12)
+        expected = oracle.gradient_sums(tapped_grads(batch)[:t])
+        if not inner_products:
+            expected |= dict.fromkeys(("ip", "ip_weight", "plugin_ip", "plugin_orth"), 0.0)
+        batch["x"][t:] = np.nan
+        assert_same(in_true_units(stats(params_of(), batch, t)), expected)
+    assert stats._cache_size() == 1
+
+
+@pytest.mark.parametrize(("size", "t"), [(1, 12), (2, 12), (3, 12), (6, 12), (2, 11), (3, 6)])
+def test_chunks_are_the_same_formulas_on_chunk_means(size, t):
+    # McCandlish et al. 2018, appendix A; a chunk that is not whole does not count.
+    grads = tapped_grads(batch_of(12))[: t - t % size]
+    batch = batch_of(12)
+    batch["x"][len(grads) :] = np.nan
+    stats = stats_by("chunks", size)(params_of(), batch, t)
+    assert_same(in_true_units(stats), chunked_sums(grads, size))
+    num_chunks, means = len(grads) // size, grads.reshape(-1, size, grads.shape[1]).mean(axis=1)
+    squares, square = (means**2).sum(), (means.mean(axis=0) ** 2).sum()
+    noise = size * (squares - num_chunks * square) / (num_chunks - 1)
+    np.testing.assert_allclose(stats.noise, noise, rtol=1e-4)
+
+
+@pytest.mark.parametrize("t", [3, 4, 9, 11])
+def test_forward_mode_takes_products_of_examples_and_noise_between_thirds(t):
+    grads, batch = tapped_grads(batch_of(12))[:t], batch_of(12)
+    batch["x"][t:] = np.nan
+    sums = in_true_units(stats_by("jvp", 3)(params_of(), batch, t))
+    expected = oracle.gradient_sums(grads)
+    thirds = np.split(grads, [t // 3, 2 * (t // 3)])
+    mean = grads.mean(axis=0)
+    noise = sum(len(part) * ((part.mean(axis=0) - mean) ** 2).sum() for part in thirds) / 2
+    expected |= {"noise": 2 * noise, "noise_weight": 2, "signal_weight": 6}
+    expected["signal"] = 6 * (mean @ mean - noise / t)
+    expected["plugin_ip"] *= 2 / (t - 1)
+    expected["plugin_orth"] = 2 * noise - expected["plugin_ip"] / (mean @ mean)
+    assert_same(sums, expected, rtol=1e-4)
+
+
+def test_every_estimator_keeps_workers_apart_under_vmap():
+    batches, counts = [batch_of(12, seed) for seed in range(3)], [12, 8, 4]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    for estimator in ("taps", "chunks", "jvp"):
+        stats = stats_by(estimator, 2)
+        pooled = jax.vmap(stats, in_axes=(None, 0, 0))(params_of(), stacked, jnp.array(counts))
+        for r, t in enumerate(counts):
+            got = in_true_units(jax.tree.map(lambda leaf, r=r: leaf[r], pooled))
+            assert_same(got, in_true_units(stats(params_of(), batches[r], t)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["vmap", "taps"])
+def test_norms_and_products_of_single_examples(estimator):
+    grads = tapped_grads(batch_of(9))
+    measure = functools.partial(
+        per_example_products, tapped_loss, estimator=estimator, chunk_size=2
+    )
+    norms_B, products_B = jax.jit(measure)(params_of(), batch_of(9))
+    np.testing.assert_allclose(norms_B, (grads**2).sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(products_B, grads @ grads.mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():
+    def program(loss, estimator):
+        stats = functools.partial(gradient_stats, loss, estimator=estimator)
+        return str(jax.make_jaxpr(stats)(params_of(), batch_of(4)))
+
+    def wrapped(params, batch, **kwargs):
+        return tapped_loss(params, batch, **kwargs)
+
+    taps = program(tapped_loss, "taps")
+    assert taps != program(tapped_loss, "vmap")
+    assert program(tapped_loss, "auto") == program(wrapped, "auto") == taps
+    assert program(loss_fn, "auto") == program(loss_fn, "vmap")
+
+
+@pytest.mark.parametrize(
+    ("loss", "kwargs", "words"),
+    [
+        (
+            loss_fn,
+            {"estimator": "taps"},
+            "loss_fn loss_fn does not take the keyword tap_B; use vmap, chunks or",
+        ),
+        (tapped_loss, {"estimator": "jvp", "inner_products": False}, "use taps, vmap, chunks"),
+        (loss_fn, {"estimator": "chunks"}, "chunk_size=None: estimator='chunks' needs one that"),
+        (loss_fn, {"estimator": "chunks", "chunk_size": 3}, "divides the batch's 8 examples"),
+        (loss_fn, {"estimator": "chunks", "chunk_size": 8}, "into at least 2 chunks"),
+    ],
+)
+def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        gradient_stats(loss, params_of(), batch_of(8), **kwargs)
+
+
 # --- Expectation
 
 
@@ -229,7 +376,7 @@ DRAWS = 20_000
 
 
 @functools.cache
-def drawn_stats(t):
+def drawn_stats(t, **options):
     """Statistics of DRAWS samples of t gradients from a skewed law of known mean and covariance."""
 
     def one(key):
@@ -237,7 +384,7 @@ def drawn_stats(t):
         gradients = jnp.asarray(MEAN, jnp.float32)[None] + skewed @ jnp.asarray(
             MIXING.T, jnp.float32
         )
-        return gradient_stats(linear_loss, jnp.zeros(3), gradients)
+        return gradient_stats(linear_loss, jnp.zeros(3), gradients, **options)
 
     return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(7), DRAWS))
 
@@ -261,6 +408,16 @@ def test_noise_signal_and_inner_product_variance_are_unbiased(t):
     mean_squared = (sums["signal"] + sums["noise"]) / sums["signal_weight"]
     assert standard_errors_off(mean_squared, SIGNAL) > 20
     assert abs(standard_errors_off(sums["plugin_ip"] / sums["noise_weight"], IP_VARIANCE)) > 20
+
+
+@pytest.mark.parametrize(
+    ("t", "options"), [(8, {"estimator": "chunks", "chunk_size": 2}), (11, {"estimator": "jvp"})]
+)
+def test_means_of_several_examples_estimate_the_same_quantities_unbiased(t, options):
+    sums = in_true_units(drawn_stats(t, **options))
+    assert abs(standard_errors_off(sums["noise"] / sums["noise_weight"], NOISE)) < 4
+    assert abs(standard_errors_off(sums["signal"] / sums["signal_weight"], SIGNAL)) < 4
+    assert abs(standard_errors_off(sums["ip"] / sums["ip_weight"], IP_VARIANCE)) < 4
 
 
 def test_pooled_statistics_of_unequal_workers_are_unbiased():

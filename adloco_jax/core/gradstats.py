@@ -195,9 +195,7 @@ class _Measured(NamedTuple):
     scale: Array  # mean of the K, examples * |mean|^2
     square_sum: Array  # their sum, in units of scale
     mean_norm: Array  # |mean gradient|^2, in units of scale
-    products_3U: (
-        Array | None
-    )  # <g_u, .> in units of scale: the mean; two thirds' means (last third)
+    products_3U: Array  # <g_u, .>, units of scale: with the mean; with two thirds' means (last_U)
     valid_U: Array  # bool: not padding
     last_U: Array  # bool: of the last third
 
@@ -252,13 +250,14 @@ def _measure(
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
     carry = (zeros_P, jnp.zeros(num_units))
     sums_P, norms_U = over_groups(np.arange(num_parts), add_group, carry)
-    mean = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
+    mean_1 = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
 
     count = u.astype(jnp.float32)
     squares, num_means = unit_size * norms_U, count
     if estimator == "jvp":
         sizes_P = ends_P - starts_P
-        squares, num_means = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1), jnp.sum(sizes_P > 0)
+        squares = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1)
+        num_means = jnp.sum(sizes_P > 0, dtype=jnp.float32)
     scale = jnp.sum(squares) / num_means
     # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
     safe = jnp.where(scale > 0, scale, 1.0)
@@ -269,8 +268,8 @@ def _measure(
         num_means=num_means,
         scale=scale,
         square_sum=jnp.sum(squares / safe),
-        mean_norm=_squared_norms(mean)[0] / safe,
-        products_3U=None,
+        mean_norm=_squared_norms(mean_1)[0] / safe,
+        products_3U=jnp.zeros((3, num_units)),
         valid_U=index_U < u,
         last_U=(index_U >= 2 * third) & (index_U < u),
     )
@@ -294,7 +293,7 @@ def _measure(
         return over_groups(parts_I, multiply_group, products_3U)
 
     # Only the last third is multiplied with the means of the other two.
-    products_3U = multiply(np.array([0, 1]), 1, jnp.zeros((3, num_units)))
+    products_3U = multiply(np.array([0, 1]), 1, measured.products_3U)
     return measured._replace(products_3U=multiply(np.array([2]), 3, products_3U))
 
 
@@ -338,7 +337,7 @@ def _sizes(
         parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
         # The fewest filled-up places; a pass costs about one example more than it has places.
         limit = min(chunk_size or size, parts[-1])
-        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(1, limit + 1)}
+        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
         return 1, size, min(cost, key=cost.__getitem__)
     if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
         raise ValueError(
@@ -396,7 +395,8 @@ def _products_by_vmap(loss_fn, params, units_C, directions_E):
         return jnp.matmul(rows_E, rows_C.T, precision="highest")
 
     grads_C = _unit_grads(loss_fn, params, units_C)
-    return sum(jax.tree.leaves(jax.tree.map(product, directions_E, grads_C)))
+    products = jax.tree.leaves(jax.tree.map(product, directions_E, grads_C))
+    return jnp.sum(jnp.stack(products), axis=0)
 
 
 def _products_by_jvp(loss_fn, params, units_C, directions_E):
