@@ -197,8 +197,7 @@ class _Measured(NamedTuple):
     scale: Array  # mean of the K, examples * |mean|^2
     square_sum: Array  # their sum, in units of scale
     mean_norm: Array  # |mean gradient|^2, in units of scale
-    # <g_u, .> in units of scale, with the mean and (for the last third) two thirds' means; or zero
-    products_3U: Array
+    products_3U: Array  # <g_u, .>, units of scale: with the mean; with two thirds' means (last_U)
     valid_U: Array  # bool: not padding
     last_U: Array  # bool: of the last third
 
@@ -253,13 +252,14 @@ def _measure(
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
     carry = (zeros_P, jnp.zeros(num_units))
     sums_P, norms_U = over_groups(np.arange(num_parts), add_group, carry)
-    mean = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
+    mean_1 = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
 
     count = u.astype(jnp.float32)
     squares, num_means = unit_size * norms_U, count
     if estimator == "jvp":
         sizes_P = ends_P - starts_P
-        squares, num_means = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1), jnp.sum(sizes_P > 0)
+        squares = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1)
+        num_means = jnp.sum(sizes_P > 0, dtype=jnp.float32)
     scale = jnp.sum(squares) / num_means
     # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
     safe = jnp.where(scale > 0, scale, 1.0)
@@ -270,7 +270,7 @@ def _measure(
         num_means=num_means,
         scale=scale,
         square_sum=jnp.sum(squares / safe),
-        mean_norm=_squared_norms(mean)[0] / safe,
+        mean_norm=_squared_norms(mean_1)[0] / safe,
         products_3U=jnp.zeros((3, num_units)),
         valid_U=index_U < u,
         last_U=(index_U >= 2 * third) & (index_U < u),
@@ -351,7 +351,7 @@ def _sizes(
         parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
         # The fewest filled-up places; a pass costs about one example more than it has places.
         limit = min(chunk_size or size, parts[-1])
-        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(1, limit + 1)}
+        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
         return 1, size, min(cost, key=cost.__getitem__)
     if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
         raise ValueError(
