@@ -53,6 +53,7 @@ def statistics(repeats: int) -> dict:
         "chunks": functools.partial(
             _stats, loss_fn, estimator="chunks", chunk_size=2, inner_products=False
         ),
+        "jvp": functools.partial(_stats, loss_fn, estimator="jvp", inner_products=True),
         "taps_and_jvp": functools.partial(_stats, loss_fn, estimator="taps", inner_products=True),
     }
     for batch in BATCHES:
@@ -143,13 +144,13 @@ def compilation(repeats: int) -> dict:
     return result
 
 
-# The quickstart's model; rounds of 800 updates, so that there is something to hide behind.
+# The quickstart's model; rounds of 600 updates, so that there is something to hide behind.
 GROWING_RUN = [
     "--config.num_rounds=8",
     "--config.ensemble.num_trainers=1",
     "--config.ensemble.num_workers=1",
     "--config.merge.policy=none",
-    "--config.inner.steps_per_round=800",
+    "--config.inner.steps_per_round=600",
     "--config.batching.eta=0.05",
     "--config.batching.initial_batch_size=1",
     "--config.batching.max_batch_size=64",

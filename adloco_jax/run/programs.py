@@ -26,13 +26,12 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble, LossFn, Workers
 from adloco_jax.core.ensemble import init
-from adloco_jax.core.gradstats import Estimator, gradient_stats
+from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.errors import ResourceError
-from adloco_jax.run.controller import CHUNK_SIZE
+from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
-EXAMPLES_HELD = 4  # sequences of one pass of the test, per worker: a test has few, a pass is filled
 
 
 class Key(NamedTuple):
@@ -308,9 +307,11 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
         (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=place["worker"]
     )
     counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=place["worker"])
-    chunk = EXAMPLES_HELD
+    # A pass is filled up, so it is no larger than the least that a worker has to test.
+    least = AUTO_TEST_MIN // -(-workers // key.num_trainers)
+    chunk = max(min(least, spec.num_micro_batches), MIN_EXAMPLES)
     if spec.estimator == "vmap":
-        chunk = max(min(EXAMPLES_HELD, GRADIENTS_HELD // spec.num_params), 1)
+        chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     elif spec.estimator == "chunks":
         chunk = CHUNK_SIZE
 
