@@ -220,9 +220,8 @@ def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
-    settings = settings_of(
-        batching={"max_batch_size": "auto", "buckets": (2, 4, 8, 12, 15), "batch_cap": 15}
-    )
+    batching = {"max_batch_size": "auto", "buckets": (2, 4, 8, 12, 15), "batch_cap": 15}
+    settings = settings_of(batching=batching | {"test": "ramp", "ramp": ((0, 2),)})
     spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
     programs = Programs(spec)
     needs = {
@@ -236,6 +235,21 @@ def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
         plan_module.max_batch_size(settings, Programs(spec))
     assert error.value.exit_code == 5
+
+
+def test_the_batch_size_test_must_fit_the_memory_too(monkeypatch):
+    batching = {"max_batch_size": "auto", "buckets": (2, 15), "batch_cap": 15}
+    settings = settings_of(batching=batching | {"test_batch_size": 2048})
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    programs = Programs(spec)
+    state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4)  # momentum included, Adam's two and count
+    need = needed_bytes(programs[Key("test", 3, 4)]) + state - 3 * 6 * 6 * 4
+    assert need > needed_bytes(programs[Key("accumulate", 3, 4, 15)])
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: need)
+    with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
+        plan_module.max_batch_size(settings, Programs(spec))
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: int(need / 0.8) + 1)
+    assert plan_module.max_batch_size(settings, Programs(spec)) == 15
 
 
 def test_accumulation_counts_share_one_program(tmp_path):

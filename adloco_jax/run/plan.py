@@ -15,7 +15,7 @@ from adloco_jax.run.programs import (
     Spec,
     device_bytes,
     find_max_batch,
-    needed_bytes,
+    peak_bytes,
 )
 
 
@@ -87,6 +87,7 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
         buckets=batching.buckets,
         smallest=batching.initial_batch_size,
         accumulates=_accumulates(settings),
+        tests=control.measures_gradients(settings),
         memory_frac=batching.memory_frac,
     )
 
@@ -123,9 +124,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     keys.append(evaluate_key(max_batch))
     peak = 0
     for key in keys:
-        # What stays on the device meanwhile, though the program does not take it.
-        beside = {"test": state_bytes - num_trainers * spec.param_bytes, "evaluate": state_bytes}
-        total = needed_bytes(programs[key]) + beside.get(key.kind, 0)
+        total = peak_bytes(programs, key, *shape)
         peak = max(peak, total)
         lines.append(f"  {str(key):32} {_human(total)}")
     moved = 2 * (num_workers - num_trainers) * spec.param_bytes

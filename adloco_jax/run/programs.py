@@ -315,22 +315,30 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
     elif spec.estimator == "chunks":
         chunk = CHUNK_SIZE
 
+    def one_worker(params_M, owner, tokens_BL, count):
+        return gradient_stats(
+            spec.loss_fn,
+            jax.tree.map(lambda leaf: leaf[owner], params_M),
+            tokens_BL,
+            estimator=spec.estimator,
+            chunk_size=chunk,
+            num_examples=count,
+            inner_products=spec.inner_products,
+        )
+
+    # A device's workers in turn: one gradient is held at a time, each worker stops at its own
+    # count, and a vmap over few workers made the products of single examples a quarter slower.
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("worker"), P("worker"), P("worker")),
+        out_specs=P("worker"),
+        check_vma=False,
+    )
     def test(params_M, owner_R, tokens_RBL, count_R):
-        params_R = jax.tree.map(lambda leaf: leaf[owner_R], params_M)
-        params_R = jax.lax.with_sharding_constraint(params_R, place["worker"])
-
-        def one_worker(params, tokens_BL, count):
-            return gradient_stats(
-                spec.loss_fn,
-                params,
-                tokens_BL,
-                estimator=spec.estimator,
-                chunk_size=chunk,
-                num_examples=count,
-                inner_products=spec.inner_products,
-            )
-
-        return jax.vmap(one_worker)(params_R, tokens_RBL, count_R)
+        return jax.lax.map(
+            lambda worker: one_worker(params_M, *worker), (owner_R, tokens_RBL, count_R)
+        )
 
     jitted = jax.jit(test, out_shardings=place["replicated"])
     return jitted.lower(ensemble.params_M, ensemble.owner_R, tokens, counts)
@@ -358,6 +366,19 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
     return held + memory.temp_size_in_bytes
 
 
+def peak_bytes(programs: Programs, key: Key, num_trainers: int, num_workers: int) -> int:
+    """Bytes a device holds while a program runs: the ensemble's that it does not take included."""
+    mesh = worker_mesh(num_workers, 1)
+    state = ensemble_spec(programs.spec, num_trainers, num_workers, mesh)
+    parts = state if key.kind == "evaluate" else (state.outer_state_M, state.inner_state_R)
+    beside = parts if key.kind in ("test", "evaluate") else ()
+    held = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(beside)
+    )
+    return needed_bytes(programs[key]) + held
+
+
 def device_bytes() -> int:
     """Memory of one device; of a CPU the machine's RAM, shared by its emulated devices."""
     device = jax.local_devices()[0]
@@ -375,6 +396,7 @@ def find_max_batch(
     buckets: Sequence[int],
     smallest: int,
     accumulates: bool,
+    tests: bool,
     memory_frac: float,
 ) -> int:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
@@ -389,6 +411,7 @@ def find_max_batch(
       buckets: Sizes to choose from, ascending.
       smallest: The initial batch, below which no size is of use.
       accumulates: Whether the accumulating program must fit as well.
+      tests: Whether the program of the batch-size test must.
       memory_frac: Share of a device's memory to plan with.
 
     Returns:
@@ -399,24 +422,28 @@ def find_max_batch(
     """
     budget = int(memory_frac * device_bytes())
     shape = (num_trainers, num_workers)
+    update = "accumulate" if accumulates else "round"
 
-    def needed(kind, size):
-        return needed_bytes(programs[Key(kind, *shape, size)])
+    def peak(key):
+        return peak_bytes(programs, key, *shape)
+
+    def whole_run(size):
+        keys = [Key(update, *shape, size), Key("evaluate", micro_batch_size=size)]
+        return max(peak(key) for key in keys + [Key("test", *shape)] * tests)
 
     sizes = [size for size in buckets if size >= smallest]
-    needs = {size: needed("round", size) for size in (sizes[0], sizes[min(2, len(sizes) - 1)])}
-    (small, least), (large, more) = min(needs.items()), max(needs.items())
+    rounds = {n: peak(Key("round", *shape, n)) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
+    (small, least), (large, more) = min(rounds.items()), max(rounds.items())
     per_sequence = (more - least) / max(large - small, 1)
     fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
-    kind = "accumulate" if accumulates else "round"
     for size in reversed(fitting):
-        if needed(kind, size) <= budget:
+        if whole_run(size) <= budget:
             return size
-    need = needed(kind, sizes[0])
     raise ResourceError(
         f"batching.initial_batch_size={sizes[0]}: {num_workers} workers of {num_trainers} trainers"
-        f" need {need} bytes on a device, have {budget} (batching.memory_frac={memory_frac} of"
-        f" {device_bytes()}); use fewer workers, a smaller batch or model, or model.remat"
+        f" need {whole_run(sizes[0])} bytes on a device, have {budget}"
+        f" (batching.memory_frac={memory_frac} of {device_bytes()}); use fewer workers, a smaller"
+        " batch or model, or model.remat"
     )
 
 
