@@ -23,8 +23,14 @@ class DataError(UserError):
     exit_code = 3
 
 
+class CheckpointError(UserError):
+    """Checkpoints of which none can be used, or a damaged record of the run (exit 3)."""
+
+    exit_code = 3
+
+
 class ResourceError(UserError):
-    """Not enough memory for what was asked, even one sequence at a time (exit 5)."""
+    """Not enough memory, even one sequence at a time, or a disk that takes no more (exit 5)."""
 
     exit_code = 5
 
@@ -33,3 +39,9 @@ class DivergedError(UserError):
     """Every trainer's loss has stopped being a number (exit 4)."""
 
     exit_code = 4
+
+
+class Preempted(UserError):
+    """Stopped by a signal with everything saved; the same command goes on (exit 75)."""
+
+    exit_code = 75

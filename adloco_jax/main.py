@@ -2,6 +2,8 @@
 
 python -m adloco_jax.main --config configs/quickstart.py [--config.GROUP.KEY=VALUE ...]
                           [--workdir DIR] [--plan]
+
+The same command with the same --workdir goes on with a run that was stopped.
 """
 
 import difflib
@@ -18,7 +20,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.run.config import (
     KNOBS,
     allowed,
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except (OSError, MemoryError, RuntimeError) as error:
+        # The machine's limits; of what JAX raises, exhausted memory alone is one.
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"out of resources: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        return ResourceError.exit_code
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -74,12 +82,21 @@ def _run(argv: Sequence[str]) -> int:
     workdir = flags.DEFINE_string(
         "workdir", None, "the run's folder; by default a fresh one in runs/", flag_values=options
     )
+    accept_config = flags.DEFINE_bool(
+        "accept_config_change",
+        False,
+        "go on with a changed learning rate etc.",
+        flag_values=options,
+    )
+    accept_data = flags.DEFINE_bool(
+        "accept_data_change", False, "go on with other data", flag_values=options
+    )
     plan_only = flags.DEFINE_bool(
         "plan", False, "say what would run, and stop", flag_values=options
     )
     help_only = flags.DEFINE_bool("help", False, "print this, and stop", flag_values=options)
     try:
-        words = options(["adloco", *argv], known_only=True)[1:]
+        words = options(["adloco", *map(_with_underscores, argv)], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
         raise ConfigError(str(error)) from error
     if help_only.value:
@@ -88,18 +105,33 @@ def _run(argv: Sequence[str]) -> int:
     path, config = _configure(name.value, words)
 
     from adloco_jax.run.plan import plan  # late, so that a config error is quick
+    from adloco_jax.run.resume import finished
     from adloco_jax.run.train import train
     from adloco_jax.study import report
 
     if plan_only.value:
         print(plan(config))
         return 0
-    fresh = f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    command = shlex.join(["python", "-m", "adloco_jax.main", *argv])
-    result = train(config, workdir.value or fresh, command=command)
-    print(report.closing_table(result.workdir))
-    print(f"report: {report.draw(result.workdir)}")
+    folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    damage = finished(folder, config, accept_config_change=accept_config.value)
+    if damage is None:
+        train(
+            config,
+            folder,
+            command=shlex.join(["python", "-m", "adloco_jax.main", *argv]),
+            accept_config_change=accept_config.value,
+            accept_data_change=accept_data.value,
+        )
+    for line in damage or ():
+        print(f"damaged: {line}", file=sys.stderr)
+    print(report.closing_table(folder))
+    print(f"report: {report.draw(folder)}")
     return 0
+
+
+def _with_underscores(word: str) -> str:
+    """An option as absl knows it: `--accept-data-change` is `--accept_data_change`."""
+    return word.replace("-", "_").replace("__", "--", 1) if word.startswith("--accept-") else word
 
 
 def _help(options: flags.FlagValues) -> str:
@@ -185,7 +217,7 @@ def _override(config: ConfigDict, argument: list[str]) -> list[str]:
     if override is None:
         if argument[0].startswith("-"):
             nearest = difflib.get_close_matches(
-                argument[0], ("--config", "--workdir", "--plan"), 1, 0
+                argument[0], ("--config", "--workdir", "--plan", "--accept-data-change"), 1, 0
             )
             return [f"{argument[0]}: no such option; did you mean {nearest[0]}?"]
         return [f"{argument[0]}: unexpected; write --config FILE, --config.GROUP.KEY=VALUE"]

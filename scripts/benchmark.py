@@ -232,6 +232,7 @@ class _Random:
     length: int
     fingerprint: str = "random"
     tokens_per_byte: float = 1.0
+    shards: tuple = ()
 
     @property
     def heldout_rows(self) -> np.ndarray:

@@ -15,6 +15,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get_args(knob.type)}]
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
 ZERO_IS_ALLOWED = {
+    "checkpoint.every_s",
     "seed",
     "model.loss_chunk",
     "inner.warmup_updates",

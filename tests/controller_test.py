@@ -19,7 +19,9 @@ from adloco_jax.run.controller import Controller, Merge, Trainer
 
 def a_controller(batches=(4, 4, 4), owners=(0, 0, 1, 2), max_batch_size=4):
     trainers = [Trainer(id=i, requested_batch_size=b) for i, b in enumerate(batches)]
-    return Controller(trainers, list(owners), list(range(len(owners))), max_batch_size)
+    return Controller(
+        trainers, list(owners), list(range(len(owners))), max_batch_size, max_batch_size
+    )
 
 
 def stats(noise, signal, *, workers, examples=4):

@@ -69,9 +69,8 @@ def test_every_key_can_be_overridden_by_its_own_value(key):
     group, _, name = key.rpartition(".")
     before = configured()
     value = (before[group] if group else before)[name]
-    value = {"inner.clip_norm": 1.0, "data.num_sequences": 100, "merge.max_barrier": 0.5}.get(
-        key, value
-    )
+    unset = {"inner.clip_norm": 1.0, "data.num_sequences": 100, "merge.max_barrier": 0.5}
+    value = (unset | {"checkpoint.every_rounds": 5}).get(key, value)
     after = configured(f"--config.{key}={value}")
     assert (after[group] if group else after)[name] == value
 

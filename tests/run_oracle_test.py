@@ -170,6 +170,7 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
         owners=list(owners),
         streams=[100 + w for w in range(len(owners))],
         max_batch_size=4,
+        eval_batch_size=4,
         round=1,
     )
     trainers = [

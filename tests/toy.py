@@ -18,6 +18,7 @@ class Table:
     rows: np.ndarray
     fingerprint: str = "table"
     tokens_per_byte: float | None = None
+    shards: tuple = ()
 
     @property
     def heldout_rows(self):

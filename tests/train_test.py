@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax.errors import ConfigError, DivergedError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run.build import program_spec
@@ -16,7 +16,8 @@ from adloco_jax.run.config import default_config
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, needed_bytes
-from adloco_jax.run.train import check_workdir, fit, train
+from adloco_jax.run.resume import check_workdir
+from adloco_jax.run.train import fit, train
 
 
 def run(workdir, settings, **others):
@@ -312,15 +313,23 @@ def test_every_loss_gone_ends_the_run_with_one_line(tmp_path):
     assert events(tmp_path / "r", "round")[0]["train_loss"] is None
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path):
+def test_a_folder_that_cannot_be_a_runs_is_refused_and_left_alone(tmp_path):
     (tmp_path / "ledger.jsonl").write_text('{"event": "start"}\n')
-    with pytest.raises(ConfigError, match="--workdir"):
+    with pytest.raises(CheckpointError, match="config.json: missing"):
         run(tmp_path, settings_of())
-    assert (tmp_path / "ledger.jsonl").read_text() == '{"event": "start"}\n'
     assert list(tmp_path.iterdir()) == [tmp_path / "ledger.jsonl"]
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         check_workdir(tmp_path / "file" / "run")
+    for name in ("x" * 5000, "nul\0"):
+        with pytest.raises(ConfigError, match="--workdir"):
+            check_workdir(tmp_path / name)
+    for name in ("ledger.jsonl", "config.json", "checkpoints"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).symlink_to(tmp_path)
+        with pytest.raises(ConfigError, match=f"{name} is a symbolic link"):
+            check_workdir(folder)
 
 
 def tiny_config():

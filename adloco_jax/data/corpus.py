@@ -54,6 +54,11 @@ class Corpus:
     subset_frac: float
 
     @property
+    def shards(self) -> list[dict]:
+        """One JSON record per file read."""
+        return []
+
+    @property
     def num_sequences(self) -> int:
         """Training rows, from which every trainer draws its subset."""
         return len(self.rows)
@@ -256,3 +261,8 @@ def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
         digest.update(f"{rows.dtype.str} {rows.shape}".encode())
         digest.update(np.ascontiguousarray(rows).data)
     return digest.hexdigest()
+
+
+def shard_changes(before: list[dict], after: list[dict]) -> list[str]:
+    """One line per file that has changed."""
+    return []

@@ -45,11 +45,14 @@ def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
 def inner_transform(settings: Settings) -> optax.GradientTransformation:
     """The workers' optimizer at learning rate 1: the rate is an input of each update."""
     inner = settings.inner
-    clip = [] if inner.clip_norm is None else [optax.clip_by_global_norm(inner.clip_norm)]
+    # A state of one structure with and without clipping, so that a run may change it.
+    clip = optax.identity()
+    if inner.clip_norm is not None:
+        clip = optax.clip_by_global_norm(inner.clip_norm)
     if inner.tx == "sgd":
-        return optax.chain(*clip, optax.sgd(1.0))
+        return optax.chain(clip, optax.sgd(1.0))
     adamw = optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
-    return optax.chain(*clip, adamw)
+    return optax.chain(clip, adamw)
 
 
 def outer_transform(settings: Settings) -> optax.GradientTransformation:

@@ -158,6 +158,16 @@ class Eval:
 
 
 @dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """When the whole state is saved, besides at the end and when the run is told to stop."""
+
+    every_rounds: int | None = _knob(None, _COUNT)  # unset: by time alone
+    every_s: float = _knob(300.0, "[0, 1e9]")  # seconds from save to save, at a round's end
+    keep: int = _knob(2, _COUNT)  # of the last ones; the one of the lowest held-out loss stays too
+    on_save_error: Literal["stop", "continue"] = _knob("stop")  # the save before stays either way
+
+
+@dataclasses.dataclass(frozen=True)
 class Log:
     """What the terminal shows."""
 
@@ -177,6 +187,7 @@ class Settings:
     switch: Switch
     merge: Merge
     eval: Eval
+    checkpoint: Checkpoint
     log: Log
     seed: int = _knob(0, "[0, 4294967295]")
     num_rounds: int = _knob(20, _COUNT)  # AdLoCo table A.2: outer steps

@@ -7,7 +7,8 @@ Whole numbers only, from settings and the statistics of the device; no array of 
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -47,13 +48,14 @@ class Controller:
     owners: list[int]  # trainer position of each worker
     streams: list[int]  # the data stream each worker reads, which is its permanent id
     max_batch_size: int  # in force: sequences per worker that a device holds at once
+    eval_batch_size: int  # as it was at the start: evaluation's figures stay comparable
     round: int = 0
     tokens_total: int = 0
     updates_total: int = 0
     syncs_total: int = 0
     bytes_total: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
-    merges: list[dict] = field(default_factory=list)
+    merges: list[dict[str, Any]] = field(default_factory=list)
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -65,9 +67,22 @@ class Controller:
 
     @staticmethod
     def from_json(data: dict) -> "Controller":
-        """The inverse of `to_json`."""
-        trainers = [Trainer(**trainer) for trainer in data["trainers"]]
-        return dataclasses.replace(Controller(**data), trainers=trainers)
+        """The inverse of `to_json`.
+
+        Raises:
+          ValueError: If the data cannot be a controller's; the state of a run comes from a file.
+        """
+        controller = _from_json(data, Controller)
+        trainers, owners = controller.trainers, controller.owners
+        if not (
+            set(owners) == set(range(len(trainers))) != set()
+            and len(controller.streams) == len(set(controller.streams)) == len(owners)
+            and len({trainer.id for trainer in trainers}) == len(trainers)
+            and all(trainer.requested_batch_size > 0 for trainer in trainers)
+            and controller.max_batch_size > 0 < controller.eval_batch_size
+        ):
+            raise ValueError("trainers, owners, streams and batches do not fit one another")
+        return controller
 
 
 class Group(NamedTuple):
@@ -107,6 +122,7 @@ def start(settings: Settings, max_batch_size: int) -> Controller:
         owners=owners.tolist(),
         streams=list(range(ensemble.num_workers)),
         max_batch_size=max_batch_size,
+        eval_batch_size=max_batch_size,
     )
 
 
@@ -348,6 +364,24 @@ def apply_merge(
     ]
     controller.owners = [owner for owner in owners if owner >= 0]
     return owners
+
+
+def _from_json(value: Any, kind: Any) -> Any:
+    """`value` as the annotation `kind` says, dataclasses made from dicts; else ValueError."""
+    parts = get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = get_type_hints(kind)
+        if isinstance(value, dict) and value.keys() == fields.keys():
+            return kind(**{name: _from_json(value[name], fields[name]) for name in fields})
+    elif get_origin(kind) is list and isinstance(value, list):
+        return [_from_json(item, parts[0]) for item in value]
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        return {name: _from_json(item, parts[1]) for name, item in value.items()}
+    elif type(kind) is UnionType:  # optional
+        return None if value is None else _from_json(value, parts[0])
+    elif kind is Any or (type(value) is kind and (kind is not int or 0 <= value < 2**62)):
+        return value
+    raise ValueError(f"{str(value)[:40]}: no {getattr(kind, '__name__', kind)}")
 
 
 def _group(controller: Controller, settings: Settings, plans: list[BatchPlan]) -> list[Group]:

@@ -5,20 +5,26 @@ leave at most its last line half written; readers drop that one, and a `Ledger` 
 file mends it, so that the next event starts on a line of its own.
 """
 
+import contextlib
+import hashlib
 import json
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
 import jax
 import numpy as np
 
-from adloco_jax.errors import DataError
+from adloco_jax.errors import CheckpointError, DataError, ResourceError
+from adloco_jax.run.crashpoints import hit
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "eval", "merge", "refusal"})
+_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault"}  # written anew when rounds are run again
+
+START = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # of an empty ledger, see `cut`
 
 
 class Ledger:
@@ -30,9 +36,13 @@ class Ledger:
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
         """
-        _mend(Path(path))
-        self._file = open(path, "a", buffering=1, encoding="utf-8")
+        self._path = Path(path)
+        _mend(self._path)
+        with _write_errors(self._path):
+            self._file = open(path, "ab", buffering=0)
         self._lock = threading.Lock()  # programs are compiled, and recorded, on another thread
+        self._hash = hashlib.sha256(self._path.read_bytes())
+        self._num_bytes = self._path.stat().st_size
 
     def write(self, event: str, **fields: object) -> None:
         """Appends one line: `event` first, then the fields in the order given.
@@ -47,13 +57,26 @@ class Ledger:
 
         Raises:
           TypeError: If a value has no plain JSON form; nothing is written.
+          ResourceError: If the disk takes no more.
         """
         line: dict[str, object] = {"event": event}
         for name, value in fields.items():
             line[name] = _plain(value, where=f"{event}.{name}")
-        text = json.dumps(line, allow_nan=False) + "\n"
-        with self._lock:
-            self._file.write(text)
+        text = (json.dumps(line, allow_nan=False) + "\n").encode()
+        with self._lock, _write_errors(self._path):
+            hit("ledger.write")
+            rest = memoryview(text)
+            while rest:  # a full disk takes a part first, and then raises
+                rest = rest[self._file.write(rest) :]
+            hit("ledger.written")
+            self._hash.update(text)
+            self._num_bytes += len(text)
+
+    def position(self) -> dict:
+        """Where the ledger stands, forced to the disk: what `cut` needs to come back to here."""
+        with self._lock, _write_errors(self._path):
+            os.fsync(self._file.fileno())
+            return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
 
     def close(self) -> None:
         """Closes the file; further writes raise ValueError."""
@@ -98,6 +121,47 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
     return events if last is None else [*events, last]
 
 
+def cut(path: str | os.PathLike[str], position: dict) -> None:
+    """Takes a ledger back to where it stood when a checkpoint was written.
+
+    What came after will be run, and recorded, again; of the lines that will not (starts, compile
+    events, checkpoints, ends) none is lost. The file is replaced as a whole.
+
+    Args:
+      path: The ledger's file.
+      position: From `Ledger.position`; zero bytes for a run without a checkpoint.
+
+    Raises:
+      CheckpointError: If the ledger does not begin with what it held then.
+    """
+    path = Path(path)
+    content = path.read_bytes() if path.exists() else b""
+    head, tail = content[: position["bytes"]], content[position["bytes"] :]
+    if hashlib.sha256(head).hexdigest() != position["sha256"]:
+        raise CheckpointError(
+            f"{path}: its first {position['bytes']} bytes are not those that the checkpoint was"
+            " written with; restore the file from a copy"
+        )
+    events = [(line, _parse(line)) for line in tail.splitlines(keepends=True)]
+    kept = [
+        line
+        for line, event in events
+        if event is not None and event["event"] not in _REPEATED_EVENTS and line.endswith(b"\n")
+    ]
+    if len(kept) == len(events):
+        return
+    replacement = path.with_name(".ledger.jsonl")
+    with _write_errors(path):
+        hit("ledger.cut")
+        with open(replacement, "wb") as file:
+            file.write(head + b"".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        hit("ledger.cut_written")
+        os.replace(replacement, path)
+        hit("ledger.cut_renamed")
+
+
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
     """What two runs with one seed must have in common, for comparing them with `==`.
 
@@ -126,6 +190,17 @@ def _mend(path: Path) -> None:
             file.write(b"\n")
         elif rest:
             file.truncate(len(content) - len(rest))
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be written ({error.strerror}); make room or grant access, and run the"
+            " same command again"
+        ) from error
 
 
 def _parse(line: bytes) -> dict | None:

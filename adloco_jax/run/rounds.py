@@ -7,6 +7,7 @@ prepares the next one.
 import copy
 import functools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -41,6 +42,11 @@ class Rows(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of the content that decides the rows."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[dict]:
+        """A JSON record of each part that was read, to name which has changed; may be empty."""
         ...
 
     @property

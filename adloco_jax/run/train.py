@@ -5,19 +5,23 @@ devices are kept busy: the batch-size test and the round are dispatched first, a
 the next round's batches and prepares its data while they run.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import platform
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 from jax import Array
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
@@ -26,13 +30,23 @@ from adloco_jax.core.base import Ensemble, LossFn
 from adloco_jax.core.ensemble import init, reassign
 from adloco_jax.core.merge import merge
 from adloco_jax.data import load_corpus
-from adloco_jax.errors import ConfigError, DivergedError, ResourceError
+from adloco_jax.data.corpus import shard_changes
+from adloco_jax.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    Preempted,
+    ResourceError,
+)
+from adloco_jax.run import checkpoint, evaluate
 from adloco_jax.run import controller as control
-from adloco_jax.run import evaluate
 from adloco_jax.run.build import InitFn, build_model, program_spec
+from adloco_jax.run.checkpoint import Saved, Saver
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
-from adloco_jax.run.ledger import Ledger
+from adloco_jax.run.crashpoints import hit
+from adloco_jax.run.interrupts import stop_requests
+from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.plan import corpus_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
@@ -40,10 +54,12 @@ from adloco_jax.run.programs import (
     Programs,
     Spec,
     ensemble_shardings,
+    ensemble_spec,
     use_compilation_cache,
     worker_mesh,
 )
 from adloco_jax.run.progress import Progress
+from adloco_jax.run.resume import check_config, check_workdir, exclusive, write_config
 from adloco_jax.run.rounds import (
     Dispatched,
     Prepared,
@@ -67,27 +83,44 @@ class Result:
     controller: Controller
 
 
-def train(config: ConfigDict, workdir: str | Path | None = None, *, command: str = "") -> Result:
-    """Runs what a config describes, from text to a trained consensus.
+def train(
+    config: ConfigDict,
+    workdir: str | Path | None = None,
+    *,
+    command: str = "",
+    accept_config_change: bool = False,
+    accept_data_change: bool = False,
+) -> Result:
+    """Runs what a config describes, from text to a trained consensus, or goes on with such a run.
+
+    SIGTERM or SIGINT saves at the end of the round and raises `Preempted`; a second one ends the
+    process. (Only where this is called on the main thread.)
 
     Args:
       config: From a file in `configs/`, or `default_config()` with changes.
-      workdir: The run's folder, made if need be; None makes `runs/train-<date>-<time>`.
+      workdir: The run's folder, made if need be; one that holds a run is resumed. None makes
+        `runs/train-<date>-<time>`.
       command: Recorded in the ledger, for the report's caption.
+      accept_config_change: Whether a resumed run may go on with another learning rate and the like.
+      accept_data_change: Whether it may go on with other data than it began with.
 
     Returns:
       The consensus, its loss and the whole final state.
 
     Raises:
       ConfigError: If the config or the folder cannot be used; before anything is compiled or made.
-      DataError: If the text or tokens cannot be used; likewise.
+      DataError: If the text or tokens cannot be used, or are not those of the run; likewise.
+      CheckpointError: If the folder holds a run that cannot be read.
       DivergedError: If every trainer's loss has stopped being a number.
+      ResourceError: If memory or disk do not suffice; what was saved stays.
+      Preempted: After a signal, once everything is saved.
     """
     settings = validate(config)
     use_compilation_cache()
     if workdir is None:
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     check_workdir(workdir)
+    check_config(Path(workdir), settings, accept=accept_config_change)
     data = settings.data
     corpus = load_corpus(
         source=data.source,
@@ -106,7 +139,14 @@ def train(config: ConfigDict, workdir: str | Path | None = None, *, command: str
     print(corpus_header(corpus))
     init_fn, loss_fn = build_model(settings)
     return fit(
-        settings, corpus=corpus, init_fn=init_fn, loss_fn=loss_fn, workdir=workdir, command=command
+        settings,
+        corpus=corpus,
+        init_fn=init_fn,
+        loss_fn=loss_fn,
+        workdir=workdir,
+        command=command,
+        accept_config_change=accept_config_change,
+        accept_data_change=accept_data_change,
     )
 
 
@@ -118,49 +158,52 @@ def fit(
     loss_fn: LossFn,
     workdir: str | Path,
     command: str = "",
+    accept_config_change: bool = False,
+    accept_data_change: bool = False,
 ) -> Result:
-    """Runs AdLoCo on any model and rows of tokens.
+    """Runs AdLoCo on any model and rows of tokens, or goes on with such a run.
 
     Args:
       settings: From `validate`; its `model` and `data` groups are only recorded.
       corpus: Rows to train on and to hold out.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
-      workdir: The run's folder; it must not hold a run already.
+      workdir: The run's folder; one that holds a run of these settings is resumed.
       command: Recorded in the ledger.
+      accept_config_change: As in `train`.
+      accept_data_change: As in `train`.
 
     Returns:
       As `train`.
 
     Raises:
-      ConfigError: If the folder holds a run or cannot be written.
-      DivergedError: If every trainer's loss has stopped being a number.
+      Exception: As `train`, but for faults in text.
     """
-    check_workdir(workdir)
-    spec = program_spec(settings, init_fn, loss_fn, row_length=corpus.heldout_rows.shape[1])
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    with Ledger(workdir / "ledger.jsonl") as ledger:
-        run = _Run(settings, spec, corpus, ledger)
-        try:
-            return run.execute(init_fn, workdir, command)
-        finally:
-            run.programs.close()
-            run.progress.close()
+    check_workdir(workdir)
+    check_config(workdir, settings, accept=accept_config_change)
+    spec = program_spec(settings, init_fn, loss_fn, row_length=corpus.heldout_rows.shape[1])
+    failed_round, faults, max_batch = None, [], None
+    with exclusive(workdir), stop_requests() as stop:
+        while True:
+            # All that a failed round has touched is made anew, from the newest checkpoint.
+            with contextlib.closing(
+                _Run(settings, spec, corpus, workdir, stop, command, faults, max_batch)
+            ) as run:
+                run.begin(init_fn, accept_data_change=accept_data_change)
+                try:
+                    return run.execute()
+                except (jax.errors.JaxRuntimeError, OSError) as error:
+                    faults, max_batch = run.after_failure(error, failed_round)
+                    failed_round = run.controller.round
 
 
-def check_workdir(workdir: str | Path) -> None:
-    """Refuses a folder that holds a run, or that cannot be one.
+class _State(NamedTuple):
+    """What a checkpoint holds."""
 
-    Raises:
-      ConfigError: Saying which, and what to do.
-    """
-    folder = Path(workdir)
-    if (folder / "ledger.jsonl").exists():
-        raise ConfigError(f"--workdir {folder}: holds a run already; name another folder")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")
+    controller: Controller
+    ensemble: Ensemble
+    host: dict
 
 
 @dataclass
@@ -170,45 +213,105 @@ class _Run:
     settings: Settings
     spec: Spec
     corpus: Rows
-    ledger: Ledger
-    start_s: float = field(default_factory=time.perf_counter)
+    workdir: Path
+    stop: threading.Event
+    command: str
+    faults: list[dict]  # of the attempt before this one
+    max_batch: int | None  # what is left of it after an attempt that ran out of memory
+    exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def __post_init__(self):
-        settings = self.settings
+    def begin(self, init_fn: InitFn, *, accept_data_change: bool) -> None:
+        """Takes up the newest checkpoint, or starts from the beginning where there is none."""
+        settings, folder = self.settings, self.workdir / "checkpoints"
+        start_s = time.perf_counter()
+        found = checkpoint.newest(folder, self._read_state)
+        state, damage = found or (None, [])
+        path = self.workdir / "ledger.jsonl"
+        events = read(path) if path.exists() else []
+        if state is None and any(event["event"] == "checkpoint" for event in events):
+            raise CheckpointError(
+                f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
+                " copy, or name another folder"
+            )
+        host = state.host if state else {"ledger": START, "wall_s": 0.0, "loss": None}
+        if state and not accept_data_change:
+            self._check_data(state.host["data"])
+        write_config(
+            self.workdir, settings, versions=_versions(), data_fingerprint=self.corpus.fingerprint
+        )
+        cut(path, host["ledger"])
+        self.ledger = self.exit.enter_context(Ledger(path))
+        self.saver = Saver(folder, keep=settings.checkpoint.keep, on_saved=self._saved)
+        self.exit.callback(self.saver.close)
         self.programs = Programs(self.spec, self._compiled)
-        self.controller = control.start(settings, max_batch_size(settings, self.programs))
+        self.exit.callback(self.programs.close)
+        if state is None:
+            self.controller = control.start(settings, max_batch_size(settings, self.programs))
+        else:
+            self.controller = state.controller
+            given = settings.batching.max_batch_size
+            if given is not None and given != host["max_batch_size_given"]:
+                self.controller.max_batch_size = given
+        if self.max_batch is not None:
+            self.controller.max_batch_size = min(self.controller.max_batch_size, self.max_batch)
         self.heldout = evaluate.split_heldout(
             self.corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
-            batch_size=self.controller.max_batch_size,
+            batch_size=self.controller.eval_batch_size,
             seed=settings.seed,
         )
         self.tried: set[Key] = set()  # programs that have run without exhausting the memory
-        self.progress = Progress(self.settings.num_rounds, every=self.settings.log.every_rounds)
-        self.last_end_s = time.perf_counter()
-        self.loss = float("nan")
-
-    def execute(self, init_fn: InitFn, workdir: Path, command: str) -> Result:
-        self._write_start(workdir, command)
-        for line in run_header(self.settings, self.spec, self.controller.max_batch_size):
+        self.progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
+        self.exit.callback(self.progress.close)
+        self.start_s = start_s - host["wall_s"]
+        self.last_end_s = self.last_save_s = time.perf_counter()
+        self.loss = float("nan") if host["loss"] is None else host["loss"]
+        self.ended = (
+            state is not None
+            and events[-1].get("reason") == "finished"
+            and self.controller.round >= settings.num_rounds
+        )
+        if not self.ended:
+            self._write_start(damage)
+        for line in damage:
+            self.progress.note(f"damaged, and set aside: {line}")
+        if self.controller.round:
+            self.progress.note(f"going on after round {self.controller.round}")
+        for line in run_header(settings, self.spec, self.controller.max_batch_size):
             self.progress.note(line)
-        self.ensemble = self._initial_ensemble(init_fn)
-        ahead = programs_ahead(self.controller, self.settings)
+        self.ensemble = state.ensemble if state else self._initial_ensemble(init_fn)
+
+    def close(self) -> None:
+        """Ends what `begin` has started, in the reverse order."""
+        self.exit.close()
+
+    def execute(self) -> Result:
+        """All rounds that are left."""
+        settings, controller = self.settings, self.controller
+        if controller.round >= settings.num_rounds:
+            consensus, _ = self._consensus()
+            if not self.ended:
+                self._write_end("finished")
+            return Result(self.workdir, consensus, self.loss, self.ensemble, controller)
+        ahead = programs_ahead(controller, settings)
         self.programs.prefetch([*ahead, evaluate.evaluate_key(self.heldout.batch_size)])
         prepared, previous, consensus = self._prepare(), None, None
-        for _ in range(self.settings.num_rounds):
+        while controller.round < settings.num_rounds:
             prepared, dispatched = self._dispatch(prepared)
             if previous:
                 self._record(*previous)
             previous = dispatched, self._decide(dispatched, prepared)
-            if self.controller.round < self.settings.num_rounds:
-                self.programs.prefetch(programs_ahead(self.controller, self.settings))
-            merge_now = control.due_merge(self.controller, self.settings)
-            last = self.controller.round == self.settings.num_rounds
-            evaluate_now = last or self.controller.round % self.settings.eval.every_rounds == 0
+            hit("round.decided")
+            last = controller.round == settings.num_rounds
+            if not last:
+                self.programs.prefetch(programs_ahead(controller, settings))
+            merge_now = control.due_merge(controller, settings)
+            evaluate_now = last or controller.round % settings.eval.every_rounds == 0
+            stop_now = self.stop.is_set()
+            save_now = last or stop_now or self._save_due()
             if not merge_now and not last:
                 prepared = self._prepare()  # while the devices are at work
-            if merge_now or evaluate_now:
+            if merge_now or evaluate_now or save_now:
                 self._record(*previous)
                 previous = None
             if merge_now:
@@ -217,8 +320,42 @@ class _Run:
                     prepared = self._prepare()
             if evaluate_now:
                 consensus = self._evaluate()
-        self._write_end()
-        return Result(workdir, consensus, self.loss, self.ensemble, self.controller)
+            if save_now:
+                self._save(self.loss if evaluate_now else None)
+            if stop_now and not last:
+                self._preempted()
+        self._settle_saves()
+        self._write_end("finished")
+        return Result(self.workdir, consensus, self.loss, self.ensemble, controller)
+
+    def after_failure(
+        self, error: jax.errors.JaxRuntimeError | OSError, failed_round: int | None
+    ) -> tuple[list[dict], int | None]:
+        """What the next attempt records and the largest micro-batch it may use.
+
+        Raises:
+          ResourceError: If there is no smaller one to try.
+          Exception: The error itself, if the same round has failed before.
+        """
+        this_round, max_batch = self.controller.round, self.controller.max_batch_size
+        cause = " ".join(str(error).split())[:300]
+        fault = {"round": this_round + 1, "cause": cause}
+        if "RESOURCE_EXHAUSTED" in str(error):
+            if max_batch == 1:
+                raise ResourceError(
+                    f"round {this_round + 1}: out of memory at a micro-batch of 1: {cause}; use"
+                    " fewer workers, a smaller model or shorter sequences, or model.remat"
+                ) from error
+            halved = {"max_batch_size_before": max_batch, "max_batch_size": max_batch // 2}
+            fault |= {"kind": "out_of_memory", **halved}
+            max_batch //= 2
+        elif this_round == failed_round:
+            raise error
+        else:
+            fault |= {"kind": "round_failed"}
+            max_batch = self.max_batch
+        self.progress.note(f"round {this_round + 1} failed ({cause}); going back to what is saved")
+        return [*self.faults, fault], max_batch
 
     def _prepare(self) -> Prepared:
         groups = control.plan_round(self.controller, self.settings)
@@ -241,14 +378,8 @@ class _Run:
             if untried:
                 jax.block_until_ready((self.ensemble, dispatched.losses))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if "RESOURCE_EXHAUSTED" not in str(error) or backup is None:
                 raise
-            if backup is None:
-                raise ResourceError(
-                    f"round {self.controller.round + 1}: out of memory at a micro-batch of"
-                    f" {self.controller.max_batch_size}: {str(error).splitlines()[0]}; use fewer"
-                    " workers, a smaller model or shorter sequences, or model.remat"
-                ) from error
             self.ensemble = jax.device_put(backup, shardings)
             self._halve_max_batch(str(error).splitlines()[0])
             groups = control.smaller_micro_batches(self.controller, self.settings, prepared.groups)
@@ -322,10 +453,7 @@ class _Run:
             },
         )
         if not np.isfinite(losses).any():
-            raise DivergedError(
-                f"round {index}: no trainer's loss is a number any more; try a lower"
-                " inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
-            )
+            self._diverged(index)
 
     # -- between rounds ----------------------------------------------------------------------
 
@@ -364,6 +492,7 @@ class _Run:
         owners = control.apply_merge(
             controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
         )
+        hit("merge.decided")
         self.ensemble = _merge_and_reassign(
             self.ensemble, jnp.asarray(weights, jnp.float32), due.members, tuple(owners)
         )
@@ -410,14 +539,131 @@ class _Run:
         for position, trainer in enumerate(controller.trainers):
             params = evaluate.trainer_params(self.ensemble, position)
             record(trainer.id, self._mean_loss(params, report))
-        weights = tuple(float(trainer.requested_batch_size) for trainer in controller.trainers)
-        params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
-        self.loss = self._mean_loss(params, report)
+        hit("eval.trainers")
+        params, source = self._consensus()
         record("consensus", self.loss, source=source)
         return params
 
+    def _consensus(self) -> tuple[PyTree, str]:
+        """The consensus, whose held-out loss becomes the run's, and where it comes from."""
+        trainers = self.controller.trainers
+        weights = tuple(float(trainer.requested_batch_size) for trainer in trainers)
+        params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
+        self.loss = self._mean_loss(params, self.heldout.report_EL)
+        return params, source
+
     def _mean_loss(self, params: PyTree, rows_EL: np.ndarray) -> float:
         return evaluate.mean_loss(self.programs, params, rows_EL, self.heldout.batch_size)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def _save_due(self) -> bool:
+        """Whether the config asks for a checkpoint now; also looks after the one before."""
+        self._settle_saves(wait=False)
+        saving = self.settings.checkpoint
+        by_round = saving.every_rounds and self.controller.round % saving.every_rounds == 0
+        return bool(by_round) or time.perf_counter() - self.last_save_s >= saving.every_s
+
+    def _save(self, loss: float | None) -> None:
+        """Starts to write a checkpoint of this very boundary between two rounds."""
+        self.last_save_s = time.perf_counter()
+        self._settle_saves()
+        known = loss is not None and np.isfinite(loss)
+        host = {
+            "controller": self.controller.to_json(),
+            "max_batch_size_given": self.settings.batching.max_batch_size,
+            "loss": self.loss if np.isfinite(self.loss) else None,
+            "wall_s": time.perf_counter() - self.start_s,
+            "ledger": self.ledger.position(),
+            "data": {"fingerprint": self.corpus.fingerprint, "shards": list(self.corpus.shards)},
+            "config": dataclasses.asdict(self.settings),
+            "versions": _versions(),
+            "devices": devices(),
+        }
+        try:
+            self.saver.save(
+                self.controller.round, self.ensemble, host, loss=loss if known else None
+            )
+        except ResourceError as error:
+            self._save_failed(error)
+
+    def _settle_saves(self, *, wait: bool = True) -> None:
+        try:
+            if wait:
+                self.saver.wait()
+            else:
+                self.saver.check()
+        except ResourceError as error:
+            self._save_failed(error)
+
+    def _save_failed(self, error: ResourceError) -> None:
+        if self.settings.checkpoint.on_save_error == "stop":
+            raise error
+        self.ledger.write("fault", kind="save", round=self.controller.round, cause=str(error))
+        self.progress.note(str(error))
+
+    def _saved(self, saved: Saved) -> None:
+        self.ledger.write(
+            "checkpoint",
+            round=saved.round,
+            bytes=saved.size_bytes,
+            blocked_s=round(saved.blocked_s, 4),
+            save_s=round(saved.save_s, 4),
+        )
+
+    def _read_state(self, path: Path) -> _State:
+        """The run's state as a verified checkpoint holds it."""
+        host = checkpoint.read_host(path)
+        ensemble = self.settings.ensemble
+        try:
+            controller = Controller.from_json(host["controller"])
+            num_trainers, num_workers = len(controller.trainers), len(controller.owners)
+            if num_trainers > ensemble.num_trainers or num_workers > ensemble.num_workers:
+                raise ValueError(f"{num_trainers} trainers, {num_workers} workers")
+            if controller.round != int(path.name):
+                raise ValueError(f"round {controller.round}")
+        except (KeyError, ValueError) as error:
+            raise checkpoint.Damaged(f"{path}: not this run's state ({error})") from error
+        mesh = worker_mesh(num_workers, 1)
+        template = ensemble_spec(self.spec, num_trainers, num_workers, mesh)
+        return _State(controller, checkpoint.read_arrays(path, template), host)
+
+    def _check_data(self, recorded: dict) -> None:
+        if recorded["fingerprint"] == self.corpus.fingerprint:
+            return
+        changes = shard_changes(recorded["shards"], list(self.corpus.shards))
+        raise DataError(
+            "\n".join(
+                [
+                    *changes,
+                    f"{self.workdir}: the data are not those that this run began with; restore"
+                    " them, or --accept-data-change to go on with these",
+                ]
+            )
+        )
+
+    def _last_checkpoint(self) -> str:
+        with contextlib.suppress(ResourceError):
+            self.saver.wait()
+        folder = self.workdir / "checkpoints"
+        saved = checkpoint.list_rounds(folder)[:1]
+        return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
+
+    def _preempted(self) -> None:
+        self._settle_saves()
+        self._write_end("preempted")
+        raise Preempted(
+            f"{self.workdir}: stopped by a signal after round {self.controller.round};"
+            f" {self._last_checkpoint()}; the same command goes on from there"
+        )
+
+    def _diverged(self, index: int) -> None:
+        saved = self._last_checkpoint()
+        self._write_end("diverged")
+        raise DivergedError(
+            f"round {index}: no trainer's loss is a number any more; {saved}; try a lower"
+            " inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+        )
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -451,34 +697,34 @@ class _Run:
             where="background" if compiled.background else "foreground",
         )
 
-    def _write_start(self, workdir: Path, command: str) -> None:
+    def _write_start(self, damage: list[str]) -> None:
         settings, spec = self.settings, self.spec
         self.ledger.write(
             "start",
             time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            run=workdir.resolve().name,
-            command=command,
+            run=self.workdir.resolve().name,
+            command=self.command,
             config=dataclasses.asdict(settings),
             num_params=spec.num_params,
             devices=devices(),
             jax=jax.__version__,
-            versions={
-                "python": platform.python_version(),
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "numpy": np.__version__,
-            },
+            versions=_versions(),
             data_fingerprint=self.corpus.fingerprint,
             tokens_per_byte=self.corpus.tokens_per_byte,
+            round=self.controller.round,
             max_batch_size=self.controller.max_batch_size,
             buckets=settings.batching.buckets,
         )
+        for line in damage:
+            self.ledger.write("fault", kind="checkpoint", round=self.controller.round, cause=line)
+        for fault in self.faults:
+            self.ledger.write("fault", **fault)
 
-    def _write_end(self) -> None:
+    def _write_end(self, reason: str) -> None:
         controller = self.controller
         self.ledger.write(
             "end",
-            reason="finished",
+            reason=reason,
             rounds=controller.round,
             tokens_total=controller.tokens_total,
             bytes_total=controller.bytes_total,
@@ -493,6 +739,13 @@ def _merge_and_reassign(
     ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
 ) -> Ensemble:
     return reassign(merge(ensemble, members, weights=weights_n), owners)
+
+
+def _versions() -> dict[str, str]:
+    """Of what may change a run's bits."""
+    packages = (jax, flax, optax, orbax.checkpoint, np)
+    names = {package.__name__: package.__version__ for package in packages}
+    return {"python": platform.python_version(), **names}
 
 
 def _batch_note(line: dict, decision: Decision) -> str:

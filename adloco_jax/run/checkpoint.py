@@ -1,0 +1,349 @@
+"""Checkpoints that are whole, verified and never overwritten.
+
+A checkpoint is a folder named by its round: `arrays/` by Orbax, `host.json`, and `manifest.json`
+with the size and SHA-256 of every file. It is written beside the others as `.staging`, forced to
+disk, renamed, and read back; only then does an older one go. Orbax alone restores a flipped bit in
+silence and gives up at a damaged newest step, hence the hashes and the fall-back here.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+from adloco_jax.errors import CheckpointError, ResourceError
+from adloco_jax.run.crashpoints import hit
+
+FORMAT = 1  # raised when an older reader could not understand a newer checkpoint
+MAX_JSON_BYTES = 2**22  # a page for each of thousands of workers; read whole into memory
+_STAGING = ".staging"
+_ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
+
+
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; the message names the file."""
+
+
+class Saved(NamedTuple):
+    """What became of one save, for the ledger."""
+
+    round: int
+    size_bytes: int
+    blocked_s: float  # the run waited
+    save_s: float  # in all
+
+
+class Saver:
+    """Writes the checkpoints of one run, in the background, one at a time."""
+
+    def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[Saved], None]):
+        """Removes what a killed run left half written.
+
+        Args:
+          folder: Holds the checkpoints; made at the first save.
+          keep: How many of the last to keep, beside the one of the lowest held-out loss.
+          on_saved: Told of each, on the writing thread, once it is verified.
+        """
+        self._folder, self._keep, self._on_saved = folder, keep, on_saved
+        self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+        shutil.rmtree(folder / _STAGING, ignore_errors=True)
+
+    def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
+        """Starts to write a checkpoint; the arrays may be given up when this returns.
+
+        Args:
+          round_index: Rounds completed; names the folder.
+          arrays: A pytree of JAX arrays.
+          host: Plain JSON.
+          loss: Held-out loss of the consensus, where it was taken after this very round.
+
+        Raises:
+          ResourceError: If the save before this one failed, or this one cannot begin.
+        """
+        start_s = time.perf_counter()
+        self.wait()
+        staging = self._folder / _STAGING
+        with _write_errors(self._folder / str(round_index)):
+            hit("save.begin")
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            self._orbax.save(staging.absolute() / _ARRAYS, args=ocp.args.StandardSave(arrays))
+        blocked_s = time.perf_counter() - start_s
+
+        def finish():
+            with _write_errors(self._folder / str(round_index)):
+                size_bytes = self._finish(round_index, host, loss)
+            self._on_saved(Saved(round_index, size_bytes, blocked_s, time.perf_counter() - start_s))
+
+        self._pending = self._thread.submit(finish)
+
+    def check(self) -> None:
+        """Raises what a save that is over has raised; does not wait for one under way."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last save is verified.
+
+        Raises:
+          ResourceError: If it failed; the checkpoints before it are as they were.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits for the last save, whatever becomes of it, and ends the thread."""
+        self._thread.shutdown()
+        self._orbax.close()
+
+    def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
+        staging, target = self._folder / _STAGING, self._folder / str(round_index)
+        self._orbax.wait_until_finished()
+        hit("save.arrays")
+        _write_json(staging / _HOST, host)
+        hit("save.host")
+        files, total = {}, 0
+        for name in _files(staging):
+            path = staging / name
+            size = os.path.getsize(path)
+            files[name] = {"size": size, "sha256": _sha256(path)}
+            total += size
+            _sync(path)
+        for folder, _, _ in os.walk(staging):
+            _sync(Path(folder))
+        hit("save.synced")
+        content = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
+        _write_json(staging / _MANIFEST, content | {"sha256": _digest(content)})
+        _sync(staging / _MANIFEST)
+        _sync(staging)
+        hit("save.manifest")
+        os.rename(staging, target)
+        hit("save.renamed")
+        _sync(self._folder)
+        hit("save.committed")
+        verify(target)
+        hit("save.verified")
+        self._retain()
+        return total
+
+    def _retain(self) -> None:
+        """Deletes all but the last few and the best; what is damaged is left alone."""
+        losses = {}
+        for number in list_rounds(self._folder):
+            with contextlib.suppress(Damaged):
+                losses[number] = read_manifest(self._folder / str(number))["loss"]
+        known = [number for number, loss in losses.items() if loss is not None]
+        kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
+        for number in losses:
+            if number not in kept:
+                hit("retention.begin")
+                # Renamed first: a half deleted folder must not look like a damaged checkpoint.
+                os.rename(self._folder / str(number), self._folder / _STAGING)
+                hit("retention.renamed")
+                shutil.rmtree(self._folder / _STAGING)
+                hit("retention.deleted")
+
+
+def list_rounds(folder: Path) -> list[int]:
+    """The rounds of the checkpoints in a folder, newest first; anything else there is ignored."""
+    if not folder.is_dir():
+        return []
+    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+    return sorted((int(n) for n in names if n.isdecimal() and n == str(int(n))), reverse=True)
+
+
+def verify(checkpoint: Path) -> dict:
+    """Checks every file of a checkpoint against its manifest, which it returns.
+
+    Raises:
+      Damaged: If a file is missing, strange or changed; names it.
+      CheckpointError: If it was written in a newer format.
+    """
+    manifest = read_manifest(checkpoint)
+    found = set(_files(checkpoint)) - {_MANIFEST}
+    for name in sorted(found ^ manifest["files"].keys()):
+        what = "not in the manifest" if name in found else "missing"
+        raise Damaged(f"{checkpoint / name}: {what}")
+    for name in sorted(found):
+        expected = manifest["files"][name]
+        size = os.path.getsize(checkpoint / name)
+        if size != expected["size"]:
+            raise Damaged(f"{checkpoint / name}: {size} bytes, expected {expected['size']}")
+        if _sha256(checkpoint / name) != expected["sha256"]:
+            raise Damaged(f"{checkpoint / name}: its content has changed")
+    return manifest
+
+
+def read_manifest(checkpoint: Path) -> dict:
+    """A checkpoint's manifest: format, round, loss and files; the files are not looked at.
+
+    Raises:
+      Damaged: If it is missing or not what was written.
+      CheckpointError: If it was written in a newer format.
+    """
+    path = checkpoint / _MANIFEST
+    if checkpoint.is_symlink():
+        raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
+    manifest = _read_json(path)
+    digest = manifest.pop("sha256", None)
+    if digest != _digest(manifest):
+        raise Damaged(f"{path}: does not match its own hash")
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{checkpoint}: written in format {manifest.get('format')}, this version reads format"
+            f" {FORMAT}; use the version of adloco_jax that wrote it"
+        )
+    files, loss = manifest.get("files"), manifest.get("loss")
+    if not (
+        manifest.get("round") == int(checkpoint.name)
+        and (loss is None or isinstance(loss, float))
+        and isinstance(files, dict)
+        and all(
+            isinstance(file, dict) and file.keys() == {"size", "sha256"} for file in files.values()
+        )
+    ):
+        raise Damaged(f"{path}: not the manifest of round {checkpoint.name}")
+    return manifest
+
+
+def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+    """Reads the newest checkpoint that is whole; damaged newer ones are set aside.
+
+    Args:
+      folder: Holds the checkpoints.
+      read: Reads a verified one; `Damaged` sends it on to the next older.
+
+    Returns:
+      What was read, and a line for each damaged one; None where there is no checkpoint.
+
+    Raises:
+      CheckpointError: If all there are are damaged, which are then left as they are; or if one was
+        written in a newer format.
+    """
+    damage = []
+    rounds = list_rounds(folder)
+    for index, number in enumerate(rounds):
+        path = folder / str(number)
+        try:
+            verify(path)
+            found = read(path)
+        except Damaged as error:
+            damage.append(str(error))
+            continue
+        for damaged in rounds[:index]:
+            aside = folder / f"{damaged}.damaged"
+            while aside.exists():
+                aside = aside.with_name(aside.name + "+")
+            os.rename(folder / str(damaged), aside)
+        hit("restore.read")
+        return found, damage
+    if damage:
+        raise CheckpointError(
+            "\n".join([*damage, f"{folder}: no checkpoint is whole; restore one from a copy"])
+        )
+    return None
+
+
+def read_host(checkpoint: Path) -> dict:
+    """The host's half of a verified checkpoint."""
+    return _read_json(checkpoint / _HOST)
+
+
+def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
+    """The arrays of a verified checkpoint, each where the template's sharding says.
+
+    Args:
+      checkpoint: The folder.
+      template: A pytree of `jax.ShapeDtypeStruct` with shardings, of the saved shapes.
+
+    Raises:
+      Damaged: If they do not have the template's structure, shapes and types.
+    """
+    reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    try:
+        return reader.restore(
+            checkpoint.absolute() / _ARRAYS, args=ocp.args.StandardRestore(template)
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise Damaged(f"{checkpoint / _ARRAYS}: not this run's arrays ({reason})") from error
+    finally:
+        reader.close()
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file below a folder, as a path from there."""
+    names = []
+    for root, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = Path(root, name)
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise Damaged(f"{path}: not a regular file")
+        names += [Path(root, name).relative_to(folder).as_posix() for name in files]
+    return sorted(names)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path}: missing or not a regular file")
+        if os.path.getsize(path) > MAX_JSON_BYTES:
+            raise Damaged(f"{path}: {os.path.getsize(path)} bytes, more than {MAX_JSON_BYTES}")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: unreadable ({error})") from error
+    if not isinstance(content, dict):
+        raise Damaged(f"{path}: no JSON object")
+    return content
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Damaged(f"{path}: unreadable ({error.strerror})") from error
+
+
+def _sync(path: Path) -> None:
+    """Forces a file, or a folder's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def _write_errors(target: Path):
+    try:
+        yield
+    except (OSError, ValueError, Damaged) as error:  # Orbax reports a full disk as ValueError
+        reason = " ".join(str(error).split())[:300]
+        raise ResourceError(
+            f"{target}: the checkpoint cannot be written ({reason}); older ones are as they were;"
+            " make room, and run the same command again"
+        ) from error

@@ -1,0 +1,55 @@
+"""SIGTERM and SIGINT as a request to save and stop; a second one stops at once."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """Gives an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+
+    Python runs its handlers between two lines of the main thread, which may be inside a compiler
+    for minutes. So a thread reads the numbers that the interpreter writes to a pipe as they arrive.
+
+    Off the main thread, where no handler can be set, signals keep their effect.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch():
+        while data := os.read(reader, 1):
+            if data[0] not in _SIGNALS:
+                continue
+            if stop.is_set():
+                os._exit(128 + data[0])
+            stop.set()
+            name = signal.Signals(data[0]).name
+            print(
+                f"{name}: this round is finished and saved first; again to stop at once",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)  # ends the thread
+        watcher.join()
+        os.close(reader)

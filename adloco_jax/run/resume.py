@@ -1,0 +1,229 @@
+"""A run's folder: who may use it, and what may change when the run goes on.
+
+`config.json` in the run's folder holds the resolved config. Every key has a class: harmless ones
+change freely, some only with `--accept-config-change`, and the rest make another run.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+from ml_collections import ConfigDict
+
+from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
+from adloco_jax.run.config import KNOBS, Settings, validate
+from adloco_jax.run.crashpoints import hit
+from adloco_jax.run.ledger import read
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+Change = Literal["harmless", "accepted", "refused"]
+
+# What a change of each key, or of each key in a group, means to a run that goes on.
+_CLASSES: dict[str, Change] = {
+    "seed": "refused",
+    "num_rounds": "harmless",  # but see `_class`
+    "model": "refused",
+    "model.dtype": "accepted",
+    "model.remat": "accepted",
+    "model.loss_chunk": "accepted",
+    "data": "refused",
+    "data.path": "harmless",  # the data's own fingerprint is compared
+    "data.heldout_path": "harmless",
+    "ensemble": "refused",
+    "ensemble.allocation": "accepted",
+    "inner": "accepted",
+    "inner.tx": "refused",
+    "outer": "accepted",
+    "outer.tx": "refused",
+    "batching": "accepted",
+    "batching.initial_batch_size": "refused",  # the learning rate's growth is counted from it
+    "batching.memory_frac": "harmless",  # max_batch_size is found once, and saved
+    "switch": "accepted",
+    "merge": "accepted",
+    "eval": "harmless",
+    "checkpoint": "harmless",
+    "log": "harmless",
+}
+
+
+def check_workdir(workdir: str | Path) -> None:
+    """Refuses a folder that cannot be a run's.
+
+    Raises:
+      ConfigError: Saying why, and what to do.
+    """
+    folder = Path(workdir)
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it is made later, or what is in the way is named below
+    except (OSError, ValueError) as error:  # a name too long, with NUL in it, a loop of links
+        raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--workdir {folder}: {existing} is a file; name a folder")
+    for name in ("ledger.jsonl", "config.json", "checkpoints"):
+        if (folder / name).is_symlink():
+            raise ConfigError(
+                f"--workdir {folder}: {name} is a symbolic link; a run keeps its files in its"
+                " folder (the folder itself may be a link)"
+            )
+
+
+@contextlib.contextmanager
+def exclusive(workdir: Path) -> Iterator[None]:
+    """Makes a run's folder, and keeps other processes out of it; a dead one's lock does not.
+
+    Raises:
+      ConfigError: If another process is at work there, or the folder cannot be written.
+      ResourceError: If the disk takes no more.
+    """
+    lock = FileLock(workdir / ".lock", timeout=0)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
+        ) from None
+    except OSError as error:
+        kind = ResourceError if error.errno in _DISK_FULL else ConfigError
+        raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def finished(
+    workdir: str | Path, config: ConfigDict, *, accept_config_change: bool = False
+) -> list[str] | None:
+    """Whether a folder holds a run with nothing left to do.
+
+    Args:
+      workdir: The run's folder; it need not exist.
+      config: The run's config, compared with the recorded one.
+      accept_config_change: As in `train`.
+
+    Returns:
+      None if there is something to do; else what is damaged in the newest checkpoint, a line each.
+
+    Raises:
+      UserError: As `train`.
+    """
+    folder, settings = Path(workdir), validate(config)
+    check_workdir(folder)
+    check_config(folder, settings, accept=accept_config_change)
+    if not (folder / "ledger.jsonl").exists():
+        return None
+    last = next(reversed(read(folder / "ledger.jsonl")), {})
+    if last.get("reason") != "finished" or last["rounds"] < settings.num_rounds:
+        return None
+    try:
+        for number in list_rounds(folder / "checkpoints")[:1]:
+            verify(folder / "checkpoints" / str(number))
+    except Damaged as error:
+        return [str(error)]
+    return []
+
+
+def change_class(key: str) -> Change:
+    """What a change of a config key means: the key's own class, else its group's.
+
+    Raises:
+      KeyError: If neither has one.
+    """
+    return _CLASSES[key] if key in _CLASSES else _CLASSES[key.partition(".")[0]]
+
+
+def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
+    """Compares a run's config with the one its folder was made with, if it was.
+
+    Args:
+      workdir: The run's folder.
+      settings: Those of the run that is about to go on.
+      accept: Whether changes that alter the run from here on are meant.
+
+    Raises:
+      ConfigError: Listing what has changed, if it may not or not without `accept`.
+      CheckpointError: If the recorded config cannot be read.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        if (workdir / "checkpoints").exists() or (workdir / "ledger.jsonl").exists():
+            raise CheckpointError(
+                f"{path}: missing from a folder that holds a run; restore it from a copy"
+            )
+        return
+    before = _read(path)
+    now = dict(_flat(_config(settings)))
+    changed = [key for key in KNOBS if key in before and before[key] != now[key]]
+    refused = [key for key in changed if _class(key, settings) == "refused"]
+    needs_flag = [key for key in changed if _class(key, settings) == "accepted"]
+    lines = [f"{key}: was {before[key]!r}, is {now[key]!r}" for key in refused]
+    if refused:
+        lines.append(f"{workdir}: these make another run; name another folder, or change them back")
+    if needs_flag and not accept:
+        lines += [f"{key}: was {before[key]!r}, is {now[key]!r}" for key in needs_flag]
+        lines.append(
+            f"{workdir}: these change the run from here on; --accept-config-change to do so"
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def write_config(workdir: Path, settings: Settings, **more: object) -> None:
+    """Records the resolved config, replacing an older record as a whole.
+
+    Raises:
+      ResourceError: If it cannot be written.
+    """
+    path = workdir / "config.json"
+    try:
+        hit("config.write")
+        with open(workdir / ".config.json", "w", encoding="utf-8") as file:
+            json.dump({"config": _config(settings), **more}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        hit("config.written")
+        os.replace(workdir / ".config.json", path)
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _class(key: str, settings: Settings) -> Change:
+    # A decaying schedule is stretched over the rounds to come.
+    if key == "num_rounds" and settings.inner.schedule != "constant":
+        return "accepted"
+    return change_class(key)
+
+
+def _config(settings: Settings) -> dict:
+    """Settings as JSON gives them back: tuples are lists."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def _flat(config: dict) -> Iterator[tuple[str, object]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", member) for key, member in value.items())
+        else:
+            yield name, value
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        if path.is_symlink() or path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: a link or too large; restore it from a copy")
+        config = json.loads(path.read_bytes())["config"]
+        return dict(_flat(config))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
