@@ -1,7 +1,10 @@
 """A run that was stopped goes on as if it had not been: bit for bit, from any round."""
 
+import collections
 import dataclasses
+import shutil
 import signal
+import threading
 from pathlib import Path
 
 import jax
@@ -9,8 +12,11 @@ import numpy as np
 import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax.errors import Preempted
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
+from adloco_jax.run import checkpoint, crashpoints
+from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.resume import change_class, exclusive
 from adloco_jax.run.train import fit
 
 # Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
@@ -95,3 +101,236 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
         stop_at(tmp_path / "r", at_read=1)
     assert_same_end(run(tmp_path / "r"), whole)
     assert [e["round"] for e in events(tmp_path / "r", "start")] == list(range(7))
+
+
+def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path):
+    first = run(tmp_path / "r")
+    for _ in range(2):
+        again = run(tmp_path / "r")
+        assert_same_end(again, first)
+        assert len(events(tmp_path / "r", "start")) == len(events(tmp_path / "r", "end")) == 1
+    leaves = zip(jax.tree.leaves(again.params), jax.tree.leaves(first.params), strict=True)
+    assert all(np.array_equal(one, other) for one, other in leaves)
+
+
+def test_more_rounds_go_on_from_a_finished_run(tmp_path, whole):
+    run(tmp_path / "r", settings_of(**RUN | {"num_rounds": 4}))
+    longer = run(tmp_path / "r")
+    # The evaluation that ends a run of four rounds is no part of one of seven.
+    ledger = [line for line in lines(tmp_path / "r") if line["event"] != "eval"]
+    assert ledger == [line for line in lines(whole.workdir) if line["event"] != "eval"]
+    assert longer.controller == whole.controller
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_its_rounds_are_run_again(tmp_path, whole):
+    settings = settings_of(**RUN, checkpoint={"every_rounds": 1})
+    stop_at(tmp_path / "r", at_read=18, settings=settings)
+    newest, older = checkpoint.list_rounds(tmp_path / "r" / "checkpoints")[:2]
+    (tmp_path / "r" / "checkpoints" / str(newest) / "host.json").write_text("{}")
+    assert_same_end(run(tmp_path / "r", settings), whole)
+    (fault,) = events(tmp_path / "r", "fault")
+    assert fault["kind"] == "checkpoint" and f"{newest}/host.json" in fault["cause"]
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, older]
+
+
+@pytest.mark.parametrize("lost", ["damaged", "deleted"])
+def test_without_a_whole_checkpoint_a_run_never_starts_over(tmp_path, lost):
+    stop_at(tmp_path / "r", at_read=10)
+    for path in (tmp_path / "r" / "checkpoints").iterdir():
+        if lost == "deleted":
+            shutil.rmtree(path)
+        else:
+            (path / "host.json").write_text("{}")
+    before = (tmp_path / "r" / "ledger.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="no checkpoint is whole|are gone"):
+        run(tmp_path / "r")
+    assert (tmp_path / "r" / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, whole):
+    stop_at(tmp_path / "r", at_read=10)
+    shutil.rmtree(tmp_path / "r" / "checkpoints")
+    path = tmp_path / "r" / "ledger.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"checkpoint"' not in line]
+    path.write_text("\n".join(kept) + "\n")
+    assert_same_end(run(tmp_path / "r"), whole)
+
+
+def test_a_ledger_that_was_changed_is_refused(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    path = tmp_path / "r" / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"round": 1', b'"round": 9', 1))
+    with pytest.raises(CheckpointError, match="ledger.jsonl: its first"):
+        run(tmp_path / "r")
+
+
+# -- what may change ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_key_has_a_class(key):
+    assert change_class(key) in ("harmless", "accepted", "refused")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["seed", "model.width", "model.vocab_size", "data.source", "data.sequence_length", "inner.tx"]
+    + ["ensemble.num_trainers", "ensemble.num_workers", "data.tokenizer", "outer.tx"],
+)
+def test_what_makes_another_run_is_refused(key):
+    assert change_class(key) == "refused"
+
+
+def test_harmless_changes_go_on_without_a_word(tmp_path, whole):
+    stop_at(tmp_path / "r", at_read=10)
+    harmless = {"log": {"every_rounds": 3}, "checkpoint": {"keep": 1, "every_s": 1.0}}
+    assert_same_end(run(tmp_path / "r", settings_of(**RUN, **harmless)), whole)
+
+
+def test_changes_that_alter_the_run_need_the_flag(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    slower = settings_of(**RUN | {"inner": {"learning_rate": 0.01, "clip_norm": 1.0}})
+    before = (tmp_path / "r" / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match="--accept-config-change") as error:
+        run(tmp_path / "r", slower)
+    assert "inner.learning_rate: was 0.05, is 0.01" in str(error.value)
+    assert "inner.clip_norm: was None, is 1.0" in str(error.value)
+    assert (tmp_path / "r" / "config.json").read_bytes() == before
+    run(tmp_path / "r", slower, accept_config_change=True)
+    rates = [e["learning_rate"] for e in events(tmp_path / "r", "round")]
+    assert rates[0] == pytest.approx(0.05) and rates[-1] == pytest.approx(0.01)
+
+
+def test_a_structural_change_is_refused_with_a_diff_and_whatever_the_flag(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    other = settings_of(**RUN | {"seed": 1, "ensemble": {"num_trainers": 2, "num_workers": 4}})
+    with pytest.raises(ConfigError, match="name another folder") as error:
+        run(tmp_path / "r", other, accept_config_change=True)
+    assert "seed: was 0, is 1" in str(error.value)
+    assert "ensemble.num_trainers: was 3, is 2" in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_more_rounds_of_a_decaying_schedule_need_the_flag(tmp_path):
+    decaying = RUN | {"inner": {"schedule": "cosine"}}
+    stop_at(tmp_path / "r", at_read=10, settings=settings_of(**decaying))
+    with pytest.raises(ConfigError, match="num_rounds: was 7, is 9"):
+        run(tmp_path / "r", settings_of(**decaying | {"num_rounds": 9}))
+
+
+def test_a_larger_device_may_take_larger_micro_batches_from_here_on(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    batching = {"eta": 0.5, "max_batch_size": 8, "buckets": (2, 4, 8)}
+    larger = settings_of(**RUN | {"batching": batching})
+    result = run(tmp_path / "r", larger, accept_config_change=True)
+    assert result.controller.max_batch_size == 8
+
+
+def test_a_damaged_record_of_the_config_is_refused(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    for text in ("", "{}", "[1]", '{"config": 5}', "[" * 100_000):
+        (tmp_path / "r" / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="config.json: damaged"):
+            run(tmp_path / "r")
+    (tmp_path / "r" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="config.json: missing"):
+        run(tmp_path / "r")
+
+
+def test_other_data_are_refused_unless_accepted(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    other = dataclasses.replace(corpus(), fingerprint="another")
+    with pytest.raises(DataError, match="--accept-data-change"):
+        run(tmp_path / "r", rows=other)
+    assert run(tmp_path / "r", rows=other, accept_data_change=True).controller.round == 7
+
+
+def test_another_number_of_devices_takes_the_same_decisions(tmp_path, whole, monkeypatch):
+    stop_at(tmp_path / "r", at_read=10)
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: devices[:2])
+    result = run(tmp_path / "r")
+    assert dataclasses.replace(result.controller, trainers=[]) == dataclasses.replace(
+        whole.controller, trainers=[]
+    )
+    rounds = [
+        [e for e in lines(w) if e["event"] == "round"] for w in (tmp_path / "r", whole.workdir)
+    ]
+    for name in ("trainer", "workers", "requested_batch_size", "num_accum_steps", "tokens"):
+        assert [e[name] for e in rounds[0]] == [e[name] for e in rounds[1]]
+    np.testing.assert_allclose(
+        [e["train_loss"] for e in rounds[0]], [e["train_loss"] for e in rounds[1]], rtol=1e-5
+    )
+
+
+# -- the folder, signals, failures -------------------------------------------------------------
+
+
+def test_a_second_process_is_kept_out_and_a_dead_ones_lock_is_not(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / ".lock").write_text("999999")
+    with exclusive(tmp_path / "r"):
+        with pytest.raises(ConfigError, match="another process runs there"):
+            run(tmp_path / "r")
+    run(tmp_path / "r", settings_of(**RUN | {"num_rounds": 1}))
+
+
+def test_handlers_are_as_before_after_a_run(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stop_at(tmp_path / "r", at_read=4, number=signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert events(tmp_path / "r", "end")[-1]["reason"] == "preempted"
+
+
+def test_a_run_on_another_thread_leaves_signals_alone(tmp_path):
+    results = []
+    short = settings_of(**RUN | {"num_rounds": 1})
+    thread = threading.Thread(target=lambda: results.append(run(tmp_path / "r", short)))
+    thread.start()
+    thread.join()
+    assert results[0].controller.round == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Signalling):
+    """The toy's rows, whose reading fails at some of the reads."""
+
+    times: int = 1
+
+    def batch(self, trainer, stream, start, count):
+        self.reads.append(start)
+        if self.at_read <= len(self.reads) < self.at_read + self.times:
+            raise OSError(5, "Input/output error")
+        return corpus().batch(trainer, stream, start, count)
+
+
+@pytest.mark.parametrize("every_rounds", [1, 100])
+def test_a_round_that_fails_is_run_once_more(tmp_path, whole, every_rounds):
+    settings = settings_of(**RUN, checkpoint={"every_rounds": every_rounds})
+    result = run(tmp_path / "r", settings, rows=Failing(at_read=14))
+    assert_same_end(result, whole)
+    (fault,) = events(tmp_path / "r", "fault")
+    assert fault["kind"] == "round_failed" and "Input/output error" in fault["cause"]
+    starts = [e["round"] for e in events(tmp_path / "r", "start")]
+    assert starts == ([0, 2] if every_rounds == 1 else [0, 0])
+
+
+def test_a_round_that_fails_twice_ends_the_run(tmp_path):
+    with pytest.raises(OSError, match="Input/output error"):
+        run(tmp_path / "r", rows=Failing(at_read=14, times=100))
+
+
+def test_a_save_that_fails_stops_the_run_or_is_recorded(tmp_path, monkeypatch, whole):
+    for action in ("stop", "continue"):
+        settings = settings_of(**RUN, checkpoint={"every_rounds": 2, "on_save_error": action})
+        monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
+        monkeypatch.setenv("ADLOCO_FAIL_AT", "save.manifest:2:ENOSPC")
+        if action == "stop":
+            with pytest.raises(ResourceError, match="No space left on device"):
+                run(tmp_path / action, settings)
+            assert checkpoint.list_rounds(tmp_path / action / "checkpoints") == [2]
+            monkeypatch.delenv("ADLOCO_FAIL_AT")
+        assert_same_end(run(tmp_path / action, settings), whole)
+    (fault,) = events(tmp_path / "continue", "fault")
+    assert fault["kind"] == "save" and "No space left" in fault["cause"]
+    assert checkpoint.list_rounds(tmp_path / "continue" / "checkpoints") == [7, 6]

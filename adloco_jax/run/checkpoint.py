@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
@@ -115,7 +116,7 @@ class Saver:
         staging, target = self._folder / _STAGING, self._folder / str(round_index)
         self._orbax.wait_until_finished()
         hit("save.arrays")
-        _write_json(staging / _HOST, host)
+        (staging / _HOST).write_bytes(_encode(host))
         hit("save.host")
         files, total = {}, 0
         for name in _files(staging):
@@ -128,7 +129,8 @@ class Saver:
             _sync(Path(folder))
         hit("save.synced")
         content = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
-        _write_json(staging / _MANIFEST, content | {"sha256": _digest(content)})
+        sealed = _encode(content | {"sha256": _digest(content)})
+        (staging / _MANIFEST).write_bytes(sealed)
         _sync(staging / _MANIFEST)
         _sync(staging)
         hit("save.manifest")
@@ -200,8 +202,9 @@ def read_manifest(checkpoint: Path) -> dict:
     if checkpoint.is_symlink():
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
     manifest = _read_json(path)
+    is_as_written = path.read_bytes() == _encode(manifest)
     digest = manifest.pop("sha256", None)
-    if digest != _digest(manifest):
+    if digest != _digest(manifest) or not is_as_written:
         raise Damaged(f"{path}: does not match its own hash")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
@@ -274,16 +277,29 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
     Raises:
       Damaged: If they do not have the template's structure, shapes and types.
     """
-    reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    try:
-        return reader.restore(
-            checkpoint.absolute() / _ARRAYS, args=ocp.args.StandardRestore(template)
-        )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise Damaged(f"{checkpoint / _ARRAYS}: not this run's arrays ({reason})") from error
-    finally:
-        reader.close()
+    arrays = checkpoint.absolute() / _ARRAYS
+    with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as reader:
+        try:
+            # The shapes first: nothing of another size is read, or memory taken for it.
+            stored, expected = _shapes(reader.metadata(arrays).item_metadata), _shapes(template)
+            for name in sorted(stored.keys() | expected.keys()):
+                if stored.get(name) != expected.get(name):
+                    raise Damaged(
+                        f"{arrays}: {name} is {stored.get(name)}, expected {expected.get(name)}"
+                    )
+            return reader.restore(arrays, args=ocp.args.StandardRestore(template))
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise Damaged(f"{arrays}: unreadable ({reason})") from error
+
+
+def _shapes(tree: PyTree) -> dict[str, str]:
+    """Type and shape of every leaf, by a path that is the same with and without the classes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
 
 
 def _files(folder: Path) -> list[str]:
@@ -312,8 +328,8 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _encode(content: dict) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def _digest(content: dict) -> str:

@@ -121,6 +121,13 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
     return events if last is None else [*events, last]
 
 
+def finished_rounds(events: Iterable[dict]) -> int:
+    """Rounds of a run that has come to its end and has not begun again since; else 0."""
+    marks = [event for event in events if event["event"] in ("start", "end")]
+    is_finished = bool(marks) and marks[-1].get("reason") == "finished"
+    return marks[-1]["rounds"] if is_finished else 0
+
+
 def cut(path: str | os.PathLike[str], position: dict) -> None:
     """Takes a ledger back to where it stood when a checkpoint was written.
 

@@ -20,7 +20,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
 from adloco_jax.run.config import KNOBS, Settings, validate
 from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import read
+from adloco_jax.run.ledger import finished_rounds, read
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -122,10 +122,8 @@ def finished(
     folder, settings = Path(workdir), validate(config)
     check_workdir(folder)
     check_config(folder, settings, accept=accept_config_change)
-    if not (folder / "ledger.jsonl").exists():
-        return None
-    last = next(reversed(read(folder / "ledger.jsonl")), {})
-    if last.get("reason") != "finished" or last["rounds"] < settings.num_rounds:
+    ledger = folder / "ledger.jsonl"
+    if not ledger.exists() or finished_rounds(read(ledger)) < settings.num_rounds:
         return None
     try:
         for number in list_rounds(folder / "checkpoints")[:1]:

@@ -46,7 +46,7 @@ from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.interrupts import stop_requests
-from adloco_jax.run.ledger import START, Ledger, cut, read
+from adloco_jax.run.ledger import START, Ledger, cut, finished_rounds, read
 from adloco_jax.run.plan import corpus_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
@@ -266,11 +266,8 @@ class _Run:
         self.start_s = start_s - host["wall_s"]
         self.last_end_s = self.last_save_s = time.perf_counter()
         self.loss = float("nan") if host["loss"] is None else host["loss"]
-        self.ended = (
-            state is not None
-            and events[-1].get("reason") == "finished"
-            and self.controller.round >= settings.num_rounds
-        )
+        # What is damaged in a finished run is run again.
+        self.ended = finished_rounds(events) >= settings.num_rounds <= self.controller.round
         if not self.ended:
             self._write_start(damage)
         for line in damage:
