@@ -1,4 +1,6 @@
+import collections
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ import pytest
 
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import crashpoints
 from adloco_jax.run.config import KNOBS, validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,3 +291,56 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere, values):
     lines = done.stderr.splitlines()
     assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(values)
     assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []
+
+
+# --- Runs that go on ------------------------------------------------------------------------
+
+TINY = ["--config=quickstart", "--config.num_rounds=1", "--config.model.width=16"]
+TINY += ["--config.model.num_layers=1", "--config.model.mlp_width=16", "--workdir=run"]
+TINY += ["--config.data.num_sequences=200", "--config.inner.steps_per_round=2"]
+
+
+def test_a_finished_run_prints_its_table_again_and_warns_of_damage(elsewhere, capsys):
+    assert cli.main(TINY) == 0
+    table = capsys.readouterr().out.splitlines()[-8:]
+    ledger = (elsewhere / "run" / "ledger.jsonl").read_bytes()
+    assert cli.main(TINY) == 0
+    assert capsys.readouterr().out.splitlines()[-8:] == table
+    (elsewhere / "run" / "checkpoints" / "1" / "host.json").write_text("{}")
+    assert cli.main(TINY) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-8:] == table
+    assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
+    assert (elsewhere / "run" / "ledger.jsonl").read_bytes() == ledger
+    shutil.rmtree(elsewhere / "run" / "checkpoints")
+    assert cli.main(TINY) == 0 and "checkpoints: gone" in capsys.readouterr().err
+
+
+def test_flags_let_a_run_go_on_with_changes(elsewhere, capsys):
+    assert cli.main(TINY) == 0
+    changed = [*TINY, "--config.num_rounds=2", "--config.inner.learning_rate=1e-4"]
+    capsys.readouterr()
+    assert cli.main(changed) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "inner.learning_rate: was 0.001, is 0.0001" in err
+    assert "--accept-config-change" in err.splitlines()[-1]
+    assert cli.main([*changed, "--accept-config-change"]) == 0
+    assert cli.main([*changed, "--config.seed=5", "--accept_config_change"]) == 2
+    assert "seed: was 0, is 5" in capsys.readouterr().err
+
+
+def test_exhausted_memory_and_disks_end_with_5_and_a_line(elsewhere, capsys, monkeypatch):
+    monkeypatch.setenv("ADLOCO_FAIL_AT", "ledger.write:1:ENOSPC")
+    monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
+    assert cli.main(TINY) == 5
+    out, err = capsys.readouterr()
+    assert "ledger.jsonl: cannot be written (No space left on device)" in err
+    assert len(err.splitlines()) == 1
+    for error in (MemoryError("no more"), OSError(24, "Too many open files")):
+        monkeypatch.setattr(cli, "_run", lambda argv, error=error: raise_(error))
+        assert cli.main([]) == 5
+        assert capsys.readouterr().err.startswith("out of resources: ")
+
+
+def raise_(error):
+    raise error

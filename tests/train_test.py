@@ -164,15 +164,17 @@ def optax_count(ensemble):
 
 
 class Exhausted:
-    """A device that runs out of memory above a micro-batch, when a program is called."""
+    """A device that runs out of memory above a micro-batch, from some call of its program on."""
 
-    def __init__(self, monkeypatch, largest):
-        real = Programs.__getitem__
+    def __init__(self, monkeypatch, largest, from_call=1):
+        real, self.calls = Programs.__getitem__, 0
 
         def program(programs, key):
             compiled = real(programs, key)
             if key.kind in ("round", "accumulate") and key.micro_batch_size > largest:
-                return self.failing(compiled)
+                self.calls += 1
+                if self.calls >= from_call:
+                    return self.failing(compiled)
             return compiled
 
         monkeypatch.setattr(Programs, "__getitem__", program)
@@ -210,6 +212,33 @@ def test_out_of_memory_undoes_the_round_and_accumulates_the_same_sequences(tmp_p
     # The same sequences in the same updates: the same training up to rounding.
     assert [e["tokens"] for e in rounds] == [e["tokens"] for e in events(plain.workdir, "round")]
     np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize("every_rounds", [1, 100])
+def test_out_of_memory_in_a_program_that_has_run_goes_back_to_what_is_saved(
+    tmp_path, monkeypatch, every_rounds
+):
+    groups = {
+        "num_rounds": 4,
+        "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+        "merge": {"policy": "none"},
+        "switch": {"mode": "accumulate"},
+        "checkpoint": {"every_rounds": every_rounds},
+    }
+    Exhausted(monkeypatch, largest=2, from_call=3)
+    halved = run(tmp_path / "r", settings_of(**groups))
+    (fault,) = events(tmp_path / "r", "fault")
+    assert (fault["kind"], fault["round"], fault["max_batch_size"]) == ("out_of_memory", 3, 2)
+    # Back to the checkpoint of round 2, or to the start where there is none.
+    whole_rounds = 2 if every_rounds == 1 else 0
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, whole_rounds]
+    rounds = [e for e in events(tmp_path / "r", "round") if e["trainer"] == 0]
+    assert [e["round"] for e in rounds] == [1, 2, 3, 4]
+    plans = [(e["micro_batch_size"], e["num_accum_steps"]) for e in rounds]
+    assert plans == [(4, 1)] * whole_rounds + [(2, 2)] * (4 - whole_rounds)
+    assert halved.controller.max_batch_size == 2
+    monkeypatch.undo()
+    assert run(tmp_path / "r", settings_of(**groups)).controller.max_batch_size == 2  # as saved
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):

@@ -29,6 +29,8 @@ def stop_requests() -> Iterator[threading.Event]:
     def watch():
         while data := os.read(reader, 1):
             if data[0] not in _SIGNALS:
+                if fd_before >= 0:  # an event loop's, as in a notebook, that waits for its children
+                    os.write(fd_before, data)
                 continue
             if stop.is_set():
                 os._exit(128 + data[0])
@@ -49,7 +51,7 @@ def stop_requests() -> Iterator[threading.Event]:
     finally:
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(writer)  # ends the thread
         watcher.join()
         os.close(reader)

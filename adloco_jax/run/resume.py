@@ -125,9 +125,12 @@ def finished(
     ledger = folder / "ledger.jsonl"
     if not ledger.exists() or finished_rounds(read(ledger)) < settings.num_rounds:
         return None
+    checkpoints = folder / "checkpoints"
+    rounds = list_rounds(checkpoints)
+    if not rounds:
+        return [f"{checkpoints}: gone, or empty"]
     try:
-        for number in list_rounds(folder / "checkpoints")[:1]:
-            verify(folder / "checkpoints" / str(number))
+        verify(checkpoints / str(rounds[0]))
     except Damaged as error:
         return [str(error)]
     return []
