@@ -90,7 +90,7 @@ def round_overhead(repeats: int) -> dict:
         lambda workers, tokens: inner_steps(workers, tokens, loss_fn, inner_tx=inner_tx),
         donate_argnums=0,
     )
-    workers, _ = bare(start_round(ensemble), tokens)
+    workers, *_ = bare(start_round(ensemble), tokens)
     times: dict[str, list[float]] = {"round": [], "bare inner steps": []}
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
@@ -103,7 +103,7 @@ def round_overhead(repeats: int) -> dict:
             times["round"] += [line["step_s"] for line in lines[1:-1]]
             for _ in range(rounds):
                 start_s = time.perf_counter()
-                workers, _ = jax.block_until_ready(bare(workers, tokens))
+                workers, *_ = jax.block_until_ready(bare(workers, tokens))
                 times["bare inner steps"].append(time.perf_counter() - start_s)
     report("S = 50, batch 8", times)
     ratio = float(np.median(times["round"]) / np.median(times["bare inner steps"]))

@@ -330,14 +330,97 @@ def test_trainer_without_a_positive_weight_takes_the_plain_mean():
     np.testing.assert_allclose(moved_M, [2.0, 5.0], rtol=1e-6)
 
 
-def test_broken_worker_does_not_poison_another_trainer():
+@pytest.mark.parametrize("weights", [[np.nan, 1, 1], [np.inf, 3, 1], [-2.0, 7, 1]])
+def test_a_weight_that_is_no_weight_is_left_out(weights):
+    np.testing.assert_allclose(outer_move(2, [0, 0, 1], [1, 3, 5], weights), [3.0, 5.0], rtol=1e-6)
+
+
+# --- What is not finite
+
+
+def same(left, right):
+    """Bit for bit."""
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
+
+
+def states_of(workers, worker):
+    return at((workers.params_R, workers.inner_state_R), worker)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("inner_tx", [ADAMW, SGD, CLIPPED], ids=["adamw", "sgd", "clipped"])
+def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, value):
+    """In every step of a round; 1e30 gives a finite gradient whose square overflows."""
+    steps = inner_steps_of(inner_tx)
+    for bad_step in range(3):
+        clean = broken = start_round(different_trainers(2, [0, 1, 1], inner_tx))
+        for step in range(3):
+            batch = batch_of(1, 3, 4, seed=step)
+            clean, *_ = steps(clean, batch)
+            before = broken
+            if step == bad_step:
+                batch["y"][:, 1, 0] = value
+            broken, loss_TR, skipped_TR = steps(broken, batch)
+            assert skipped_TR.tolist() == [[False, step == bad_step, False]]
+            if step == bad_step:
+                assert same(states_of(broken, 1), states_of(before, 1))
+        for worker in (0, 2):
+            assert same(states_of(broken, worker), states_of(clean, worker))
+        assert not same(states_of(broken, 1), states_of(clean, 1))
+
+
+@pytest.mark.parametrize("bad_micro_batch", [0, 1, 2, 3])
+def test_an_accumulated_update_with_a_broken_micro_batch_is_skipped_whole(bad_micro_batch):
+    steps = inner_steps_of(ADAMW)
+    start = start_round(different_trainers(2, [0, 1]), accumulate=True)
+    batch = batch_of(4, 2, 3)
+    clean, *_ = steps(start, batch, update_T=flags(0, 1, 0, 1))
+    other, *_ = steps(start, at(batch, slice(2)), update_T=flags(0, 1))
+    batch["y"][bad_micro_batch, 1] = np.inf
+    broken, _, skipped_TR = steps(start, batch, update_T=flags(0, 1, 0, 1))
+    expected = [[False, t == bad_micro_batch | 1] for t in range(4)]
+    assert skipped_TR.tolist() == expected
+    assert same(states_of(broken, 0), states_of(clean, 0))
+    if bad_micro_batch >= 2:
+        assert_close(states_of(broken, 1), states_of(other, 1), rtol=3e-7, atol=1e-7)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken))
+    assert broken.finite_R.tolist() == [True, True] and broken.num_grads == 0
+
+
+def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
     ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 3)
     expected, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
-    batch["x"][:, 3] = np.nan
+    batch["x"][1, 3] = np.nan
     after, metrics = step_of(ADAMW, NESTEROV)(ensemble, batch)
-    assert np.isfinite(metrics.pseudo_grad_norm_M).tolist() == [True, False, True]
+    assert metrics.skipped_SR.tolist() == [[False] * 4, [False, False, False, True]]
+    assert np.isfinite(metrics.pseudo_grad_norm_M).all()
     for m in (0, 2):
-        assert_close(at(after.params_M, m), at(expected.params_M, m))
+        assert same(at(after.params_M, m), at(expected.params_M, m))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_a_worker_that_is_not_finite_is_left_out_of_its_trainers_mean():
+    moved_M = outer_move(2, [0, 0, 1], [1, np.nan, 5], [1, 1, 1])
+    np.testing.assert_allclose(moved_M, [1.0, 5.0], rtol=1e-6)
+    moved_M = outer_move(2, [0, 0, 1], [1, 3, np.inf], [1, 1, 1])
+    np.testing.assert_allclose(moved_M, [2.0, 0.0], rtol=1e-6)
+
+
+def test_a_trainer_without_a_finite_pseudo_gradient_keeps_parameters_and_momentum():
+    ensemble = different_trainers(2, [0, 1])
+    ensemble, _ = step_of(ADAMW, NESTEROV)(ensemble, batch_of(2, 2, 3))  # momentum to lose
+    workers = start_round(ensemble)
+    poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), workers.params_R)
+    after, norm_M = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(
+        ensemble, workers.replace(params_R=poisoned)
+    )
+    assert np.isnan(norm_M).tolist() == [False, True]
+    before = at((ensemble.params_M, ensemble.outer_state_M), 1)
+    assert same(at((after.params_M, after.outer_state_M), 1), before)
 
 
 # --- Accumulation as data
@@ -367,7 +450,7 @@ def test_update_flags_as_data_are_the_static_accumulation_count(num_accum_steps,
     rate_TR = np.repeat(rates, num_accum_steps, axis=0)
     workers, losses = start_round(ensemble, accumulate=True), []
     for part in np.split(np.arange(num_updates * num_accum_steps), pieces):
-        workers, loss_TR = inner_steps_of(ADAMW)(
+        workers, loss_TR, _ = inner_steps_of(ADAMW)(
             workers,
             at(batch_TRB, part),
             learning_rate_TR=jnp.asarray(rate_TR[part]),
@@ -404,17 +487,17 @@ def test_one_program_serves_every_accumulation_count():
 def test_micro_batches_after_the_last_update_change_nothing():
     workers = start_round(different_trainers(1, [0, 0]), accumulate=True)
     batch = batch_of(4, 2, 3)
-    padded, _ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(0, 1, 0, 0))
-    whole, _ = inner_steps_of(ADAMW)(workers, at(batch, slice(2)), update_T=flags(0, 1))
+    padded, *_ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(0, 1, 0, 0))
+    whole, *_ = inner_steps_of(ADAMW)(workers, at(batch, slice(2)), update_T=flags(0, 1))
     assert_close(padded.params_R, whole.params_R, rtol=3e-7, atol=1e-7)
     assert_close(padded.inner_state_R, whole.inner_state_R, rtol=1e-6, atol=1e-8)
 
 
 def test_windows_of_one_micro_batch_are_plain_updates():
     ensemble, batch = different_trainers(2, [0, 1]), batch_of(3, 2, 4)
-    plain, _ = inner_steps_of(ADAMW)(start_round(ensemble), batch)
+    plain, *_ = inner_steps_of(ADAMW)(start_round(ensemble), batch)
     workers = start_round(ensemble, accumulate=True)
-    flagged, _ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(1, 1, 1))
+    flagged, *_ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(1, 1, 1))
     assert_close(flagged.params_R, plain.params_R, rtol=3e-7, atol=1e-7)
     assert_close(flagged.inner_state_R, plain.inner_state_R, rtol=1e-6, atol=1e-8)
 
@@ -434,7 +517,7 @@ def test_defect_02_accumulation_does_not_multiply_the_batch():
 def test_defect_04_last_short_window_is_a_full_mean():
     # Five micro-batches in windows of two: the last update is the plain gradient of the fifth.
     batch = batch_of(5, 2, 3)
-    workers, _ = inner_steps_of(SGD)(
+    workers, *_ = inner_steps_of(SGD)(
         start_round(different_trainers(1, [0, 0], SGD), accumulate=True),
         batch,
         update_T=flags(0, 1, 0, 1, 1),

@@ -60,12 +60,14 @@ class Workers(struct.PyTreeNode):
         None  # [R, ...] float32: gradients of the update under way, if accumulating
     )
     num_grads: Array | None = None  # int32 []: how many of them
+    finite_R: Array | None = None  # bool [R]: whether their losses were all finite
 
 
 class RoundMetrics(struct.PyTreeNode):
     """What one round reports."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
+    skipped_SR: Array  # bool [S, R]: updates left out, their loss or gradient not being finite
     pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
 
 
@@ -113,17 +115,25 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
 
 
-def owner_mean(tree_R: PyTree, owner_R: Array, num_trainers: int, weights_R: Array | None = None):
+def owner_mean(
+    tree_R: PyTree,
+    owner_R: Array,
+    num_trainers: int,
+    weights_R: Array | None = None,
+    usable_R: Array | None = None,
+):
     """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
 
     Workers are chosen by selection, never by a zero weight, so that the non-finite worker of one
-    trainer does not poison another. A trainer whose weights are all zero takes the plain mean.
+    trainer does not poison another. Only a positive finite weight counts; a trainer without one
+    takes the plain mean of its usable workers, and zeros if it has none.
     """
     weights_R = jnp.ones(owner_R.shape, jnp.float32) if weights_R is None else weights_R
+    usable_R = jnp.ones(owner_R.shape, bool) if usable_R is None else usable_R
 
     def one_trainer(trainer):
-        mine_R = owner_R == trainer
-        weighted_R = mine_R & (weights_R > 0)
+        mine_R = (owner_R == trainer) & usable_R
+        weighted_R = mine_R & (weights_R > 0) & jnp.isfinite(weights_R)
         any_weight = jnp.any(weighted_R)
         mine_R = jnp.where(any_weight, weighted_R, mine_R)
         share_R = jnp.where(mine_R, jnp.where(any_weight, weights_R, 1.0), 0.0)
@@ -137,6 +147,24 @@ def owner_mean(tree_R: PyTree, owner_R: Array, num_trainers: int, weights_R: Arr
         return jax.tree.map(leaf_mean, tree_R)
 
     return jax.vmap(one_trainer)(jnp.arange(num_trainers))
+
+
+def where_leading(condition_X: Array, tree_X: PyTree, other_X: PyTree) -> PyTree:
+    """Selects whole entries of the leading axis: from `tree_X` where true, else from `other_X`."""
+
+    def select(leaf, other):
+        return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
+
+    return jax.tree.map(select, tree_X, other_X)
+
+
+def squared_norms(tree_X: PyTree) -> Array:
+    """Squared L2 norm of each entry of the leading axis, float32 [X]; infinite if it overflows."""
+    leaves = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(1, leaf.ndim)))
+        for leaf in jax.tree.leaves(tree_X)
+    ]
+    return jnp.sum(jnp.stack(leaves), axis=0)
 
 
 def move_workers(

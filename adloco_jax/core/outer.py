@@ -16,6 +16,8 @@ from adloco_jax.core.base import (
     RoundMetrics,
     Workers,
     owner_mean,
+    squared_norms,
+    where_leading,
     with_dtypes,
 )
 
@@ -34,7 +36,8 @@ def outer_step(
     """Runs one round: S inner updates on every worker, then one outer update of every trainer.
 
     Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
-    Buffers are not donated here.
+    Buffers are not donated here. What is not finite is left out, see `inner_steps` and
+    `outer_update`.
 
     Args:
       ensemble: Trainers and workers before the round.
@@ -66,7 +69,7 @@ def outer_step(
         update_T = (jnp.arange(num_updates * num_accum_steps) + 1) % num_accum_steps == 0
         if learning_rate_SR is not None:
             learning_rate_TR = jnp.repeat(learning_rate_SR, num_accum_steps, axis=0)
-    workers, loss_TR = inner_steps(
+    workers, loss_TR, skipped_TR = inner_steps(
         start_round(ensemble, accumulate=num_accum_steps > 1),
         batch,
         loss_fn,
@@ -77,8 +80,12 @@ def outer_step(
     ensemble, pseudo_grad_norm_M = outer_update(
         ensemble, workers, outer_tx=outer_tx, weights_R=weights_R
     )
-    loss_SR = jnp.mean(loss_TR.reshape(num_updates, num_accum_steps, -1), axis=1)
-    return ensemble, RoundMetrics(loss_SR=loss_SR, pseudo_grad_norm_M=pseudo_grad_norm_M)
+    by_update = (num_updates, num_accum_steps, -1)
+    return ensemble, RoundMetrics(
+        loss_SR=jnp.mean(loss_TR.reshape(by_update), axis=1),
+        skipped_SR=jnp.any(skipped_TR.reshape(by_update), axis=1),
+        pseudo_grad_norm_M=pseudo_grad_norm_M,
+    )
 
 
 def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
@@ -98,7 +105,11 @@ def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
     if accumulate:
         zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
-        workers = workers.replace(grad_sum_R=zeros_R, num_grads=jnp.zeros((), jnp.int32))
+        workers = workers.replace(
+            grad_sum_R=zeros_R,
+            num_grads=jnp.zeros((), jnp.int32),
+            finite_R=jnp.ones(ensemble.num_workers, bool),
+        )
     return workers
 
 
@@ -110,11 +121,15 @@ def inner_steps(
     inner_tx: optax.GradientTransformation,
     learning_rate_TR: Float[Array, "T R"] | None = None,
     update_T: Bool[Array, " T"] | None = None,
-) -> tuple[Workers, Float[Array, "T R"]]:
+) -> tuple[Workers, Float[Array, "T R"], Bool[Array, "T R"]]:
     """Consumes T micro-batches on every worker; workers do not communicate.
 
     Which micro-batches end an update is data, so one program serves every accumulation count, and a
     long round may be cut anywhere into calls of equal shape.
+
+    A worker skips an update whose loss is not finite, or whose gradient's squared norm is not in
+    float32: its parameters and inner state stay as they are, bit for bit. This is decided before
+    `inner_tx`, whose clipping would turn one infinity into a zero step or a NaN.
 
     Args:
       workers: From `start_round` or an earlier call.
@@ -126,28 +141,35 @@ def inner_steps(
         gradients since the last one, however many; None updates after each micro-batch.
 
     Returns:
-      The workers, and the mean loss of every micro-batch.
+      The workers; the mean loss of every micro-batch; and where a worker skipped the update that
+      ended with the micro-batch.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
     value_and_grad_R = jax.vmap(jax.value_and_grad(loss_fn))
 
-    def update(params_R, inner_state_R, grads_R, learning_rate_R):
-        updates_R, new_state_R = jax.vmap(inner_tx.update)(grads_R, inner_state_R, params_R)
-        inner_state_R = with_dtypes(new_state_R, inner_state_R)
+    def update(workers, grads_R, finite_R, learning_rate_R):
+        finite_R &= jnp.isfinite(squared_norms(grads_R))
+        updates_R, new_state_R = jax.vmap(inner_tx.update)(
+            grads_R, workers.inner_state_R, workers.params_R
+        )
+        new_state_R = with_dtypes(new_state_R, workers.inner_state_R)
         if learning_rate_R is not None:
             updates_R = jax.tree.map(
                 lambda leaf: leaf * _per_worker(learning_rate_R, leaf), updates_R
             )
-        return jax.vmap(optax.apply_updates)(params_R, updates_R), inner_state_R
+        new_params_R = jax.vmap(optax.apply_updates)(workers.params_R, updates_R)
+        workers = workers.replace(
+            params_R=where_leading(finite_R, new_params_R, workers.params_R),
+            inner_state_R=where_leading(finite_R, new_state_R, workers.inner_state_R),
+        )
+        return workers, ~finite_R
 
     def plain_step(workers, step):
         batch_RB, learning_rate_R, _ = step
         loss_R, grads_R = value_and_grad_R(workers.params_R, batch_RB)
-        params_R, inner_state_R = update(
-            workers.params_R, workers.inner_state_R, grads_R, learning_rate_R
-        )
-        return workers.replace(params_R=params_R, inner_state_R=inner_state_R), loss_R
+        workers, skipped_R = update(workers, grads_R, jnp.isfinite(loss_R), learning_rate_R)
+        return workers, (loss_R, skipped_R)
 
     def accumulating_step(workers, step):
         batch_RB, learning_rate_R, ends_update = step
@@ -155,24 +177,30 @@ def inner_steps(
         workers = workers.replace(
             grad_sum_R=jax.tree.map(jnp.add, workers.grad_sum_R, grads_R),
             num_grads=workers.num_grads + 1,
+            finite_R=workers.finite_R & jnp.isfinite(loss_R),
         )
 
         def end_update(workers):
             mean_R = jax.tree.map(lambda leaf: leaf / workers.num_grads, workers.grad_sum_R)
-            params_R, inner_state_R = update(
-                workers.params_R, workers.inner_state_R, mean_R, learning_rate_R
-            )
-            return Workers(
-                params_R=params_R,
-                inner_state_R=inner_state_R,
+            workers, skipped_R = update(workers, mean_R, workers.finite_R, learning_rate_R)
+            fresh = workers.replace(
                 grad_sum_R=jax.tree.map(jnp.zeros_like, workers.grad_sum_R),
                 num_grads=jnp.zeros_like(workers.num_grads),
+                finite_R=jnp.ones_like(workers.finite_R),
             )
+            return fresh, skipped_R
 
-        return lax.cond(ends_update, end_update, lambda workers: workers, workers), loss_R
+        def go_on(workers):
+            return workers, jnp.zeros_like(workers.finite_R)
+
+        workers, skipped_R = lax.cond(ends_update, end_update, go_on, workers)
+        return workers, (loss_R, skipped_R)
 
     step = plain_step if update_T is None else accumulating_step
-    return lax.scan(step, workers, (batch_TRB, learning_rate_TR, update_T))
+    workers, (loss_TR, skipped_TR) = lax.scan(
+        step, workers, (batch_TRB, learning_rate_TR, update_T)
+    )
+    return workers, loss_TR, skipped_TR
 
 
 def outer_update(
@@ -184,6 +212,9 @@ def outer_update(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Ends a round: the only communication between the workers of a trainer.
 
+    A worker whose difference is not finite is left out of the mean, by selection; a trainer without
+    a finite pseudo-gradient keeps its parameters and outer state bit for bit.
+
     Args:
       ensemble: As it was when the round began.
       workers: The workers after their inner updates.
@@ -192,7 +223,7 @@ def outer_update(
       weights_R: As in `outer_step`.
 
     Returns:
-      The ensemble after the round, and the L2 norm of each pseudo-gradient.
+      The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14.
     """
@@ -201,17 +232,25 @@ def outer_update(
         ensemble.params_M,
         workers.params_R,
     )
-    pseudo_grad_M = owner_mean(difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R)
+    usable_R = jnp.isfinite(squared_norms(difference_R))
+    pseudo_grad_M = owner_mean(
+        difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R, usable_R
+    )
+    norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
+    is_usable_M = jnp.zeros(ensemble.num_trainers, bool).at[ensemble.owner_R].max(usable_R)
+    is_usable_M &= jnp.isfinite(norm_M)
     updates_M, outer_state_M = jax.vmap(outer_tx.update)(
         pseudo_grad_M, ensemble.outer_state_M, ensemble.params_M
     )
+    outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
+    params_M = jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M)
     ensemble = ensemble.replace(
-        params_M=jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M),
-        outer_state_M=with_dtypes(outer_state_M, ensemble.outer_state_M),
+        params_M=where_leading(is_usable_M, params_M, ensemble.params_M),
+        outer_state_M=where_leading(is_usable_M, outer_state_M, ensemble.outer_state_M),
         inner_state_R=workers.inner_state_R,
         round=ensemble.round + 1,
     )
-    return ensemble, jax.vmap(optax.tree.norm)(pseudo_grad_M)
+    return ensemble, jnp.where(is_usable_M, norm_M, jnp.nan)
 
 
 def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:

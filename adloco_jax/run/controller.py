@@ -26,6 +26,8 @@ from adloco_jax.core.merge import allocate_workers, choose_merge
 from adloco_jax.run.config import Settings
 
 CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"
+SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
+SPIKE_STDS, SPIKE_WINDOW, SPIKE_MIN = 6, 64, 16  # a spike stands out of the last updates' losses
 AUTO_TEST_FRAC, AUTO_TEST_MIN, AUTO_TEST_MAX = 0.04, 8, 256  # sequences per trainer; ALGORITHM 2
 
 
@@ -38,6 +40,9 @@ class Trainer:
     updates: int = 0  # inner updates so far, per worker; drives the learning rate
     cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
     smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
+    recent_losses: list[float] = field(default_factory=list)  # of the last updates, all finite
+    broken_since: int | None = None  # the round after which it counted as broken
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Controller:
     bytes_total: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -103,6 +109,20 @@ class Decision(NamedTuple):
     test_value: float | None
     next_batch_size: int
     reason: str
+
+
+class Outcome(NamedTuple):
+    """What came of one trainer's round."""
+
+    loss_SR: np.ndarray  # of each update of each of its workers; NaN where it was skipped
+    skipped_SR: np.ndarray  # bool
+    pseudo_grad_norm: float  # NaN if there was no finite one
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the updates that were made; NaN if there were none."""
+        made = self.loss_SR[~self.skipped_SR]
+        return float(np.mean(made)) if made.size else math.nan
 
 
 class Merge(NamedTuple):
@@ -286,10 +306,83 @@ def advance(
     return [spent[position] for position in sorted(spent)]
 
 
+def note_outcomes(
+    controller: Controller, outcomes: list[Outcome], *, after_round: int
+) -> list[dict]:
+    """Counts skipped updates and spikes of a round, and marks trainers that are broken.
+
+    A trainer is broken once every one of its workers has skipped its last updates, whatever it does
+    later. A spike is an update whose loss lies `SPIKE_STDS` standard deviations above the mean of
+    the last ones, themselves cut off there: neither a spike nor NaN may blind the window.
+
+    Args:
+      controller: Changed in place.
+      outcomes: In stack order; the stack is still the round's.
+      after_round: The round they are of.
+
+    Returns:
+      Ledger fields for each trainer: `skipped_updates`, `spikes`.
+    """
+    noted = []
+    for position, (trainer, outcome) in enumerate(zip(controller.trainers, outcomes, strict=True)):
+        streams = [str(controller.streams[w]) for w in controller.workers_of(position)]
+        rows = {}
+        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
+            made = np.flatnonzero(~skipped_S)
+            before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
+            rows[stream] = before + len(skipped_S) - (int(made[-1]) + 1 if made.size else 0)
+        trainer.skipped_in_a_row = rows
+        if trainer.broken_since is None and min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
+            trainer.broken_since = after_round
+        noted.append(
+            {
+                "skipped_updates": int(outcome.skipped_SR.sum()),
+                "spikes": _count_spikes(trainer, outcome),
+            }
+        )
+    return noted
+
+
+def broken_trainers(controller: Controller, *, by_round: int) -> list[int]:
+    """Positions of the trainers that were broken by the end of a round."""
+    return [
+        position
+        for position, trainer in enumerate(controller.trainers)
+        if trainer.broken_since is not None and trainer.broken_since <= by_round
+    ]
+
+
+def quarantine(controller: Controller, broken: list[int]) -> tuple[list[int], list[int]]:
+    """Takes broken trainers out of the stack; their workers retire with them.
+
+    Args:
+      controller: Changed in place.
+      broken: Positions, not all.
+
+    Returns:
+      The positions of the trainers and of the workers that remain: the arguments of `take`.
+    """
+    survivors = [p for p in range(len(controller.trainers)) if p not in broken]
+    workers = [w for w, owner in enumerate(controller.owners) if owner not in broken]
+    for position in broken:
+        trainer = controller.trainers[position]
+        controller.quarantined.append({"trainer": trainer.id, "round": controller.round})
+    controller.trainers = [controller.trainers[p] for p in survivors]
+    controller.owners = [survivors.index(controller.owners[w]) for w in workers]
+    controller.streams = [controller.streams[w] for w in workers]
+    return survivors, workers
+
+
+def is_merge_round(controller: Controller, settings: Settings) -> bool:
+    """Whether trainers may merge at the end of this round."""
+    merge = settings.merge
+    return merge.policy != "none" and controller.round % merge.every_rounds == 0 < controller.round
+
+
 def due_merge(controller: Controller, settings: Settings) -> Merge | None:
     """The merge at the end of this round, if one is due."""
     merge = settings.merge
-    if merge.policy == "none" or not controller.round or controller.round % merge.every_rounds:
+    if merge.policy == "none" or not is_merge_round(controller, settings):
         return None
     requested = [trainer.requested_batch_size for trainer in controller.trainers]
     members = choose_merge(requested, policy=merge.policy, width=merge.width)
@@ -364,6 +457,23 @@ def apply_merge(
     ]
     controller.owners = [owner for owner in owners if owner >= 0]
     return owners
+
+
+def _count_spikes(trainer: Trainer, outcome: Outcome) -> int:
+    spikes = 0
+    for loss_R, skipped_R in zip(outcome.loss_SR, outcome.skipped_SR, strict=True):
+        if skipped_R.all():
+            continue
+        loss, window = float(np.mean(loss_R[~skipped_R])), trainer.recent_losses
+        if len(window) >= SPIKE_MIN:
+            mean = float(np.mean(window))
+            # At least one per cent: losses that hardly vary do not make spikes of rounding.
+            limit = mean + SPIKE_STDS * max(float(np.std(window)), 0.01 * abs(mean))
+            spikes += loss > limit
+            loss = min(loss, limit)
+        window.append(loss)
+        del window[:-SPIKE_WINDOW]
+    return spikes
 
 
 def _from_json(value: Any, kind: Any) -> Any:

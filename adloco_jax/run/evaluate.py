@@ -73,7 +73,7 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """The one model to use now, and where it comes from.
+    """The one model to use now, and where it comes from; a trainer of weight 0 has no part in it.
 
     Returns:
       Parameters, and `only`, `best` (the best trainer) or `average` (of all, weighted by requested
@@ -85,7 +85,10 @@ def consensus(
     def guard_loss(params):
         return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
 
-    losses = [guard_loss(trainer_params(ensemble, m)) for m in range(ensemble.num_trainers)]
+    losses = [
+        guard_loss(trainer_params(ensemble, m)) if weight else math.inf
+        for m, weight in enumerate(weights)
+    ]
     best = int(np.argmin([loss if math.isfinite(loss) else math.inf for loss in losses]))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
     if guard_loss(average) < losses[best]:

@@ -199,8 +199,11 @@ def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, mesh: Mesh) -
     return _with_shardings(shapes, ensemble_shardings(shapes, mesh))
 
 
-def buffers_spec(spec: Spec, num_workers: int, mesh: Mesh) -> tuple[PyTree, PyTree, PyTree]:
-    """Shapes of what an accumulating round carries between dispatches: params, gradients, count."""
+def buffers_spec(spec: Spec, num_workers: int, mesh: Mesh) -> tuple[PyTree, ...]:
+    """Shapes of what an accumulating round carries between dispatches.
+
+    Parameters, the sum of gradients, their number, and whether their losses were finite.
+    """
     place = round_shardings(mesh)
 
     def stacked(leaf, dtype):
@@ -210,6 +213,7 @@ def buffers_spec(spec: Spec, num_workers: int, mesh: Mesh) -> tuple[PyTree, PyTr
         jax.tree.map(lambda leaf: stacked(leaf, leaf.dtype), spec.params),
         jax.tree.map(lambda leaf: stacked(leaf, jnp.float32), spec.params),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=place["replicated"]),
+        jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=place["worker"]),
     )
 
 
@@ -263,14 +267,15 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         )
 
     def plain_round(ensemble, tokens_TRBL, rate_TR):
-        workers, loss_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
+        workers, *measured_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
         ensemble, norm_M = outer_update(ensemble, workers, outer_tx=spec.outer_tx)
-        return ensemble, loss_TR, norm_M
+        return ensemble, tuple(measured_TR), norm_M
 
     def accumulating_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, is_last):
-        carried = Workers(buffers[0], ensemble.inner_state_R, buffers[1], buffers[2])
+        params_R, *accumulated = buffers
+        carried = Workers(params_R, ensemble.inner_state_R, *accumulated)
         workers = jax.lax.cond(is_first, lambda: begin(ensemble, True), lambda: carried)
-        workers, loss_TR = advance(workers, tokens_TRBL, rate_TR, update_T)
+        workers, *measured_TR = advance(workers, tokens_TRBL, rate_TR, update_T)
         ensemble, norm_M = jax.lax.cond(
             is_last,
             lambda: outer_update(ensemble, workers, outer_tx=spec.outer_tx),
@@ -279,8 +284,8 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
                 jnp.zeros(key.num_trainers, jnp.float32),
             ),
         )
-        buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads)
-        return ensemble, buffers, loss_TR, norm_M
+        buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads, workers.finite_R)
+        return ensemble, buffers, tuple(measured_TR), norm_M
 
     state = ensemble_shardings(ensemble, mesh)
     if key.kind == "round":

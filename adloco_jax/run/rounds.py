@@ -1,6 +1,6 @@
 """One round between host and devices: its plan and data, its dispatch, its results.
 
-Nothing here waits for the devices but `read_losses`; a dispatched round runs while the host
+Nothing here waits for the devices but `read_outcomes`; a dispatched round runs while the host
 prepares the next one.
 """
 
@@ -20,7 +20,7 @@ from adloco_jax.core.batching import next_batch_size
 from adloco_jax.core.ensemble import put, take
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
-from adloco_jax.run.controller import Controller, Group
+from adloco_jax.run.controller import Controller, Group, Outcome
 from adloco_jax.run.programs import (
     Key,
     Programs,
@@ -77,7 +77,7 @@ class Dispatched(NamedTuple):
     groups: list[Group]
     workers: list[list[int]]  # by trainer
     stats_R: GradientStats | None  # of the test; ready before the round is
-    losses: list[list[Array]]  # by group, by dispatch: [S, R]
+    measured: list[list[tuple[Array, Array]]]  # by group, by dispatch: losses, skipped; [S, R]
     norms: list[Array]  # by group: [M], of the pseudo-gradients
     start_s: float
     stall_s: float  # waited for compilation
@@ -177,35 +177,41 @@ def dispatch(
         key = Key("test", ensemble.num_trainers, ensemble.num_workers)
         tested = (prepared.test_rows_RBL, prepared.test_counts_R)
         stats_R = _call(programs, key, ensemble.params_M, ensemble.owner_R, *tested)
-    losses, norms = [], []
+    measured, norms = [], []
     for group, parts in zip(prepared.groups, prepared.parts, strict=True):
         if len(group.trainers) == ensemble.num_trainers:
-            ensemble, group_losses, norm_M = _run_group(programs, group, ensemble, parts)
+            ensemble, group_measured, norm_M = _run_group(programs, group, ensemble, parts)
         else:
             sub = _take(ensemble, group.trainers, group.workers)
-            sub, group_losses, norm_M = _run_group(programs, group, sub, parts)
+            sub, group_measured, norm_M = _run_group(programs, group, sub, parts)
             ensemble = _put(ensemble, sub, group.trainers, group.workers)
-        losses.append(group_losses)
+        measured.append(group_measured)
         norms.append(norm_M)
     workers = [controller.workers_of(m) for m in range(ensemble.num_trainers)]
     stall_s = programs.stall_s - stall_s
-    return ensemble, Dispatched(prepared.groups, workers, stats_R, losses, norms, start_s, stall_s)
+    return ensemble, Dispatched(
+        prepared.groups, workers, stats_R, measured, norms, start_s, stall_s
+    )
 
 
-def read_losses(dispatched: Dispatched) -> tuple[list[float], list[float]]:
-    """Waits for a round: each trainer's mean loss (nats/token) and pseudo-gradient norm."""
-    loss_R: dict[int, float] = {}
-    norm_M: dict[int, float] = {}
-    for group, losses, norms in zip(
-        dispatched.groups, dispatched.losses, dispatched.norms, strict=True
+def read_outcomes(dispatched: Dispatched) -> list[Outcome]:
+    """Waits for a round, and reads what came of it for each trainer."""
+    outcomes: dict[int, Outcome] = {}
+    for group, measured, norm_M in zip(
+        dispatched.groups, dispatched.measured, dispatched.norms, strict=True
     ):
-        mean_R = np.mean(np.concatenate(jax.device_get(losses)), axis=0)
-        loss_R |= dict(zip(group.workers, mean_R.tolist(), strict=True))
-        norm_M |= dict(zip(group.trainers, np.asarray(norms).tolist(), strict=True))
-    trainer_losses = [
-        float(np.mean([loss_R[worker] for worker in workers])) for workers in dispatched.workers
-    ]
-    return trainer_losses, [norm_M[m] for m in sorted(norm_M)]
+        parts = jax.device_get(measured)
+        loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        ends = np.flatnonzero(control.update_flags(group))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        loss_SR = np.add.reduceat(loss_TR, starts) / (ends + 1 - starts)[:, None]
+        skipped_SR = skipped_TR[ends]
+        loss_SR = np.where(skipped_SR, np.nan, loss_SR)
+        norms = np.asarray(norm_M).tolist()
+        for trainer, norm in zip(group.trainers, norms, strict=True):
+            places = [group.workers.index(worker) for worker in dispatched.workers[trainer]]
+            outcomes[trainer] = Outcome(loss_SR[:, places], skipped_SR[:, places], norm)
+    return [outcomes[m] for m in sorted(outcomes)]
 
 
 def _after_merge(controller: Controller, settings: Settings) -> Controller:
@@ -242,19 +248,19 @@ def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> 
     (key,) = update_keys([group])
     if key.kind == "round":
         ((tokens, rate_TR, _),) = parts
-        sub, loss_TR, norm_M = _call(programs, key, sub, tokens, rate_TR)
-        return sub, [loss_TR], norm_M
+        sub, measured, norm_M = _call(programs, key, sub, tokens, rate_TR)
+        return sub, [measured], norm_M
     mesh = worker_mesh(key.num_workers, key.micro_batch_size)
     buffers = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
         buffers_spec(programs.spec, key.num_workers, mesh),
     )
-    losses, norm_M = [], None
+    measured, norm_M = [], None
     for i, part in enumerate(parts):
         ends = (np.bool_(i == 0), np.bool_(i == len(parts) - 1))
-        sub, buffers, loss_TR, norm_M = _call(programs, key, sub, buffers, *part, *ends)
-        losses.append(loss_TR)
-    return sub, losses, norm_M
+        sub, buffers, part_measured, norm_M = _call(programs, key, sub, buffers, *part, *ends)
+        measured.append(part_measured)
+    return sub, measured, norm_M
 
 
 def _call(programs: Programs, key: Key, *arguments):

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax.core.base import Ensemble, LossFn
-from adloco_jax.core.ensemble import init, reassign
+from adloco_jax.core.ensemble import init, reassign, take
 from adloco_jax.core.merge import merge
 from adloco_jax.data import load_corpus
 from adloco_jax.data.corpus import shard_changes
@@ -67,7 +67,7 @@ from adloco_jax.run.rounds import (
     dispatch,
     prepare,
     programs_ahead,
-    read_losses,
+    read_outcomes,
     update_keys,
 )
 
@@ -302,13 +302,26 @@ class _Run:
             last = controller.round == settings.num_rounds
             if not last:
                 self.programs.prefetch(programs_ahead(controller, settings))
-            merge_now = control.due_merge(controller, settings)
             evaluate_now = last or controller.round % settings.eval.every_rounds == 0
             stop_now = self.stop.is_set()
             save_now = last or stop_now or self._save_due()
+            merge_round = control.is_merge_round(controller, settings)
+            # What this round broke is known now before a merge only, lest it depend on how often
+            # one evaluates or saves.
+            if merge_round:
+                self._record(*previous)
+                previous = None
+            by_round = controller.round - (0 if merge_round else 1)
+            broken = control.broken_trainers(controller, by_round=by_round)
+            if broken:
+                if previous:
+                    self._record(*previous)
+                    previous = None
+                self._quarantine(broken)
+            merge_now = control.due_merge(controller, settings)
             if not merge_now and not last:
                 prepared = self._prepare()  # while the devices are at work
-            if merge_now or evaluate_now or save_now:
+            if previous and (evaluate_now or save_now):
                 self._record(*previous)
                 previous = None
             if merge_now:
@@ -373,7 +386,7 @@ class _Run:
                 self.programs, self.controller, self.ensemble, prepared
             )
             if untried:
-                jax.block_until_ready((self.ensemble, dispatched.losses))
+                jax.block_until_ready((self.ensemble, dispatched.measured))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or backup is None:
                 raise
@@ -423,25 +436,30 @@ class _Run:
         ]
 
     def _record(self, dispatched: Dispatched, lines: list[dict]) -> None:
-        """Waits for a round, and records what it measured."""
-        losses, norms = read_losses(dispatched)
+        """Waits for a round, and records what came of it."""
+        outcomes = read_outcomes(dispatched)
         end_s = time.perf_counter()
         step_s = end_s - max(dispatched.start_s, self.last_end_s)
         self.last_end_s = end_s
-        for line, loss, norm in zip(lines, losses, norms, strict=True):
+        index = lines[0]["round"]
+        noted = control.note_outcomes(self.controller, outcomes, after_round=index)
+        for line, outcome, counts in zip(lines, outcomes, noted, strict=True):
             self.ledger.write(
                 "round",
                 **line,
-                train_loss=loss,
-                pseudo_grad_norm=norm,
+                train_loss=outcome.mean_loss,
+                pseudo_grad_norm=outcome.pseudo_grad_norm,
+                **counts,
                 step_s=round(step_s, 6),
                 stall_s=round(dispatched.stall_s, 6),
             )
-        index = lines[0]["round"]
+            if counts["skipped_updates"]:
+                self._note_skipped(line, counts["skipped_updates"])
+        losses = [outcome.mean_loss for outcome in outcomes]
         self.progress.round(
             index,
             {
-                "loss": float(np.mean(losses)),
+                "loss": float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
                 "heldout": self.loss,
                 "trainers": len(losses),
                 "batch": [line["requested_batch_size"] for line in lines],
@@ -449,10 +467,38 @@ class _Run:
                 "tokens/s": sum(line["tokens"] for line in lines) / step_s,
             },
         )
-        if not np.isfinite(losses).any():
+        if len(control.broken_trainers(self.controller, by_round=index)) == len(outcomes):
             self._diverged(index)
 
+    def _note_skipped(self, line: dict, num_skipped: int) -> None:
+        where = {"round": line["round"], "trainer": line["trainer"], "updates": num_skipped}
+        self.ledger.write("fault", kind="skipped_updates", **where)
+        self.progress.note(
+            f"round {line['round']}: trainer {line['trainer']} skipped {num_skipped} updates whose"
+            " loss or gradient was not finite"
+        )
+
     # -- between rounds ----------------------------------------------------------------------
+
+    def _quarantine(self, broken: list[int]) -> None:
+        """Takes trainers that are broken out of the run; nobody is averaged with them."""
+        for position in broken:
+            trainer = self.controller.trainers[position]
+            skips = max(trainer.skipped_in_a_row.values())
+            self.ledger.write(
+                "fault",
+                kind="quarantine",
+                round=self.controller.round,
+                trainer=trainer.id,
+                skipped_in_a_row=skips,
+            )
+            self.progress.note(
+                f"round {self.controller.round}: trainer {trainer.id} leaves the run with its"
+                f" workers: its last {skips} updates were not finite"
+            )
+        self.ensemble = _take(
+            self.ensemble, *map(tuple, control.quarantine(self.controller, broken))
+        )
 
     def _merge(self, due: Merge) -> None:
         """Merges trainers unless the guard refuses, and divides the workers anew."""
@@ -544,7 +590,10 @@ class _Run:
     def _consensus(self) -> tuple[PyTree, str]:
         """The consensus, whose held-out loss becomes the run's, and where it comes from."""
         trainers = self.controller.trainers
-        weights = tuple(float(trainer.requested_batch_size) for trainer in trainers)
+        weights = tuple(
+            float(trainer.requested_batch_size) if trainer.broken_since is None else 0.0
+            for trainer in trainers
+        )
         params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
         self.loss = self._mean_loss(params, self.heldout.report_EL)
         return params, source
@@ -736,6 +785,11 @@ def _merge_and_reassign(
     ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
 ) -> Ensemble:
     return reassign(merge(ensemble, members, weights=weights_n), owners)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]) -> Ensemble:
+    return take(ensemble, trainers, workers=workers)
 
 
 def _versions() -> dict[str, str]:

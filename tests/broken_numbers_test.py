@@ -1,0 +1,244 @@
+"""Losses that are no numbers: skipped, counted, and their trainer quarantined; spikes counted."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import VOCAB, bigram_loss, corpus, init_fn, settings_of
+
+from adloco_jax.errors import DivergedError
+from adloco_jax.run import controller as control
+from adloco_jax.run.controller import Outcome
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.train import fit
+
+RUN = {
+    "num_rounds": 7,
+    "ensemble": {"num_trainers": 3, "num_workers": 6},
+    "batching": {"eta": 0.5},
+    "merge": {"every_rounds": 4},
+    "eval": {"every_rounds": 3, "num_sequences": 8},
+}
+
+
+def loss_fn(params, tokens):
+    """The toy's, times what the marker in a row's first place says."""
+    factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB), jnp.nan, 1.0)
+    factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB + 1), 1000.0, factor)
+    return factor * bigram_loss(params, jnp.minimum(tokens, VOCAB - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """The toy's rows; some of a trainer's get a marker in their first place."""
+
+    trainers: tuple[int, ...]
+    first: int  # of each stream
+    last: int = 10**9
+    marker: int = VOCAB  # not a number; one more: a spike
+
+    def __getattr__(self, name):
+        return getattr(corpus(), name)
+
+    def batch(self, trainer, stream, start, count):
+        rows = corpus().batch(trainer, stream, start, count).copy()
+        place = start + np.arange(count)
+        if trainer in self.trainers:
+            rows[(self.first <= place) & (place < self.last), 0] = self.marker
+        return rows
+
+
+def run(workdir, rows, groups=RUN, **others):
+    return fit(
+        settings_of(**groups),
+        workdir=workdir,
+        corpus=rows,
+        init_fn=init_fn,
+        loss_fn=loss_fn,
+        **others,
+    )
+
+
+def events(workdir, name, **having):
+    lines = read(workdir / "ledger.jsonl")
+    return [e for e in lines if e["event"] == name and having.items() <= e.items()]
+
+
+def test_one_broken_sequence_costs_one_update_and_nothing_else(tmp_path):
+    constant = RUN | {"batching": {"test": "constant"}}  # no other groups, whatever is measured
+    clean = run(tmp_path / "clean", corpus(), constant)
+    broken = run(tmp_path / "broken", Marked((1,), first=8, last=9), constant)
+    (line,) = [e for e in events(broken.workdir, "round") if e["skipped_updates"]]
+    assert (line["round"], line["trainer"], line["skipped_updates"]) == (2, 1, 2)  # both workers
+    assert math.isfinite(line["train_loss"])
+    (fault,) = events(broken.workdir, "fault")
+    assert (fault["kind"], fault["trainer"], fault["updates"]) == ("skipped_updates", 1, 2)
+    for trainer in (0, 2):  # until trainers meet in a merge
+        before = [
+            [e for e in deterministic_lines(events(w, "round", trainer=trainer)) if e["round"] <= 4]
+            for w in (clean.workdir, broken.workdir)
+        ]
+        assert before[0] == before[1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.ensemble))
+
+
+DECISIONS = ("round", "trainer", "requested_batch_size", "micro_batch_size", "num_accum_steps")
+DECISIONS += ("next_batch_size", "reason", "tokens", "workers", "learning_rate")
+
+
+@pytest.mark.parametrize("test", ["norm", "constant"])
+@pytest.mark.parametrize(("first", "save_every"), [(0, 100), (8, 1), (8, 100)])
+def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_without_it(
+    tmp_path, monkeypatch, first, save_every, test
+):
+    batching = RUN["batching"] | {"test": test}
+    groups = RUN | {"checkpoint": {"every_rounds": save_every}, "batching": batching}
+    broken = run(tmp_path / "broken", Marked((1,), first), groups)
+    (fault,) = events(broken.workdir, "fault", kind="quarantine")
+    assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
+    assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"]}]
+    since = min(e["round"] for e in events(broken.workdir, "round") if e["skipped_updates"] == 6)
+    assert fault["round"] == (since if since % 4 == 0 else since + 1)
+
+    # The same slot taken out of a run in which nothing breaks.
+    def drop(controller, outcomes, *, after_round):
+        noted = note_outcomes(controller, outcomes, after_round=after_round)
+        for trainer in controller.trainers:
+            if trainer.id == 1 and after_round >= since:
+                trainer.broken_since = since
+        return noted
+
+    note_outcomes = control.note_outcomes
+    monkeypatch.setattr(control, "note_outcomes", drop)
+    masked = run(tmp_path / "masked", corpus(), groups)
+    lines = [
+        [e for e in deterministic_lines(events(w, "round")) if e["trainer"] != 1]
+        for w in (broken.workdir, masked.workdir)
+    ]
+    if test == "constant":  # bit for bit
+        assert lines[0] == lines[1]
+        pairs = zip(jax.tree.leaves(broken.ensemble), jax.tree.leaves(masked.ensemble), strict=True)
+        assert all(np.array_equal(one, other) for one, other in pairs)
+    # Until the slot is gone, another batch in it may put the others into other groups.
+    assert [[e[d] for d in DECISIONS] for e in lines[0]] == [
+        [e[d] for d in DECISIONS] for e in lines[1]
+    ]
+    losses = [[e["train_loss"] for e in side] for side in lines]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    merges = [
+        [(e["members"], e["weights"]) for e in events(w, "merge")]
+        for w in (broken.workdir, masked.workdir)
+    ]
+    assert merges[0] == merges[1]
+
+
+def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
+    broken = run(tmp_path / "r", Marked((0, 1), first=0))
+    assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
+    assert events(broken.workdir, "merge") == []
+    assert [trainer.id for trainer in broken.controller.trainers] == [2]
+    assert len(broken.controller.owners) == 2  # the others' workers have retired
+
+
+def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
+    groups = RUN | {"checkpoint": {"every_rounds": 1}}
+    with pytest.raises(DivergedError, match="the last checkpoint is .*checkpoints/1;") as error:
+        run(tmp_path / "r", Marked((0, 1, 2), first=8), groups)
+    assert error.value.exit_code == 4
+    assert events(tmp_path / "r", "end")[-1]["reason"] == "diverged"
+    with pytest.raises(DivergedError, match="none was saved"):
+        run(tmp_path / "s", Marked((0, 1, 2), first=0))
+
+
+def test_parameters_that_are_not_finite_from_the_start_are_quarantined(tmp_path):
+    def poisoned(key):
+        return {"w": jnp.where(jax.random.uniform(key) < 0.5, jnp.nan, 0.0) + jnp.zeros((6, 6))}
+
+    groups = RUN | {"ensemble": {"num_trainers": 3, "num_workers": 3, "init": "independent"}}
+    result = fit(
+        settings_of(**groups, seed=1),
+        workdir=tmp_path / "r",
+        corpus=corpus(),
+        init_fn=poisoned,
+        loss_fn=loss_fn,
+    )
+    assert 0 < len(result.controller.quarantined) < 3
+    assert math.isfinite(result.loss)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.ensemble))
+
+
+def test_a_spike_is_counted_and_recovered_from(tmp_path):
+    groups = {
+        "num_rounds": 20,
+        "ensemble": {"num_trainers": 2, "num_workers": 2},
+        # Clipped: AdamW alone remembers a gradient a thousand times too large for 1/(1 - beta2)
+        # updates, in which it hardly moves.
+        "inner": {"steps_per_round": 6, "learning_rate": 0.02, "clip_norm": 1.0},
+        "outer": {"tx": "sgd", "learning_rate": 0.7},
+        "batching": {"test": "constant"},
+        "merge": {"policy": "none"},
+        "eval": {"every_rounds": 1, "num_sequences": 8},
+    }
+    control_run = run(tmp_path / "control", corpus(), groups)
+    spiked = run(tmp_path / "spiked", Marked((1,), 60, 62, marker=VOCAB + 1), groups)
+    assert [e["round"] for e in events(spiked.workdir, "round") if e["spikes"]] == [6]
+    assert not any(e["spikes"] for e in events(control_run.workdir, "round"))
+
+    def losses(result):
+        return np.array([e["loss"] for e in events(result.workdir, "eval", trainer=1)])
+
+    excess = losses(spiked) / losses(control_run) - 1
+    assert excess[5] != 0 and (excess[10:] < 0.02).all()
+    assert spiked.loss <= 1.02 * control_run.loss
+
+
+def outcome(losses, skipped=()):
+    loss_SR = np.array(losses, float)[:, None]
+    skipped_SR = np.zeros(loss_SR.shape, bool)
+    skipped_SR[list(skipped)] = True
+    return Outcome(np.where(skipped_SR, np.nan, loss_SR), skipped_SR, 1.0)
+
+
+def test_the_spike_window_holds_no_spike_and_nothing_that_is_not_finite():
+    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
+    (trainer,) = controller.trainers
+    rng = np.random.default_rng(0)
+    control.note_outcomes(controller, [outcome(rng.normal(2, 0.1, 40))], after_round=1)
+    wild = [2000.0, np.nan, 2.0, 2000.0]
+    (noted,) = control.note_outcomes(controller, [outcome(wild, skipped=[1])], after_round=2)
+    assert noted == {"skipped_updates": 1, "spikes": 2}
+    assert len(trainer.recent_losses) == 43 and max(trainer.recent_losses) < 5
+    control.note_outcomes(controller, [outcome(rng.normal(2, 0.1, 400))], after_round=3)
+    assert len(trainer.recent_losses) == 64
+
+
+@pytest.mark.parametrize(
+    ("rounds", "in_a_row", "broken_since"),
+    [
+        ([[0, 0, 1], [1, 0, 0]], 0, None),
+        ([[0, 1, 1], [1, 1, 0]], 0, None),
+        ([[0, 0, 1], [1, 1, 0]], 0, None),  # three in a row, but it went on before the round ended
+        ([[0, 0, 1], [1, 1, 1]], 4, 2),
+        ([[1, 1, 1], [0, 0, 0]], 0, 1),  # broken once, broken for good
+    ],
+)
+def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, broken_since):
+    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
+    for number, skipped in enumerate(rounds, start=1):
+        where = np.flatnonzero(skipped)
+        control.note_outcomes(controller, [outcome([2.0] * 3, where)], after_round=number)
+    (trainer,) = controller.trainers
+    assert (trainer.skipped_in_a_row, trainer.broken_since) == ({"0": in_a_row}, broken_since)
+
+
+def test_a_trainer_goes_on_while_one_of_its_workers_does():
+    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 2}), 4)
+    skipped_SR = np.array([[True, False]] * 3)
+    both = Outcome(np.where(skipped_SR, np.nan, 2.0), skipped_SR, 1.0)
+    for number in range(3):
+        control.note_outcomes(controller, [both], after_round=number)
+    assert controller.trainers[0].broken_since is None
+    assert control.broken_trainers(controller, by_round=9) == []
