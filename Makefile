@@ -2,6 +2,7 @@
 # make test   the tests (slow ones left out; `make test-all` has them)
 # make check  lint, format and types
 # make notebook  runs notebooks/
+# make faults  kills, starves and corrupts runs for hours, and prints what came of it
 #
 # PYTHON=<interpreter> chooses the Python, VENV=<folder> where its environment lives.
 
@@ -13,7 +14,7 @@ RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 
-.PHONY: demo test test-all test-core notebook check clean
+.PHONY: demo test test-all test-core notebook check faults clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -35,6 +36,9 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(RUN)
+
+faults: $(INSTALLED)
+	$(RUN) scripts/faults.py
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(VENV)

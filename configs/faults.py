@@ -1,0 +1,47 @@
+"""The run that scripts/faults.py kills, starves and corrupts: every mechanism in a few seconds.
+
+Command:   python -m adloco_jax.main --config configs/faults.py
+Hardware:  two CPU cores
+Shows:     growth, accumulation, a merge, evaluation at every second round, a
+           checkpoint after every round
+Expected:  four seconds of training with a warm compilation cache, six in all
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.run.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """A Llama of 9,000 parameters, trained for six rounds."""
+    config = default_config()
+    config.num_rounds = 6
+
+    config.model.width = 16
+    config.model.num_layers = 1
+    config.model.num_heads = 2
+    config.model.num_kv_heads = 1
+    config.model.mlp_width = 32
+    config.model.max_length = 16  # tokens
+
+    config.data.source = "stdlib"
+    config.data.sequence_length = 16  # bytes
+    config.data.num_sequences = 500
+
+    config.ensemble.num_trainers = 2
+    config.ensemble.num_workers = 2
+
+    config.inner.steps_per_round = 2
+    config.inner.learning_rate = 1e-3
+
+    config.batching.eta = 0.1  # strict: batches grow at once
+    config.batching.initial_batch_size = 4
+    config.batching.max_batch_size = 4
+    config.batching.buckets = (4,)  # few programs: tracing one takes half a second
+    config.batching.batch_cap = 12
+
+    config.merge.every_rounds = 3
+    config.eval.every_rounds = 2
+    config.eval.num_sequences = 4
+    config.checkpoint.every_rounds = 1
+    return config
