@@ -16,6 +16,7 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
 ZERO_IS_ALLOWED = {
     "checkpoint.every_s",
+    "data.max_bad_rows",
     "seed",
     "model.loss_chunk",
     "inner.warmup_updates",
@@ -380,6 +381,6 @@ def test_baselines_make_as_many_updates_as_the_quickstart(monkeypatch):
     updates = {
         config.num_rounds * config.inner.steps_per_round
         for config in configs
-        if config.data.source == "stdlib"
+        if config.data.source == "stdlib" and config.model.max_length == 64  # not configs/faults.py
     }
     assert len(updates) == 1

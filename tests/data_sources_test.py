@@ -26,7 +26,7 @@ def write(path, content):
 
 
 def jsonl(*paths, text_column="text"):
-    return list(sources.jsonl_documents(paths, text_column=text_column))
+    return list(sources.jsonl_documents(paths, sources.Intake(), text_column=text_column))
 
 
 def test_a_file_a_folder_and_a_glob_name_their_files_in_order(tmp_path):
@@ -88,13 +88,13 @@ def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
         write(tmp_path / "b", ""),
         write(tmp_path / "c", "ü"),
     ]
-    assert list(sources.text_documents(files)) == ["one\r\ntwo", "ü"]
+    assert list(sources.text_documents(files, sources.Intake())) == ["one\r\ntwo", "ü"]
 
 
 def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
     file = write(tmp_path / "latin.txt", b"abc\n\xfcber")
     with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 at byte 4"):
-        list(sources.text_documents([file]))
+        list(sources.text_documents([file], sources.Intake()))
 
 
 def test_jsonl_reads_lines_in_order_plain_and_compressed(tmp_path):
@@ -136,12 +136,12 @@ def test_a_truncated_gzip_names_the_file(tmp_path, keep):
     text = np.random.default_rng(0).integers(0, 10**9, 1000).astype(str)
     whole = gzip.compress("\n".join(json.dumps({"text": t}) for t in text).encode())
     file = write(tmp_path / "cut.json.gz", whole[: int(keep * len(whole))])
-    with pytest.raises(DataError, match=r"cut\.json\.gz: damaged after line \d+ \(Compressed file"):
+    with pytest.raises(DataError, match=r"cut\.json\.gz: damaged or unreadable \(Compressed"):
         jsonl(file)
 
 
 def test_what_is_no_gzip_and_what_is_no_json_names_the_file(tmp_path):
-    with pytest.raises(DataError, match=r"a\.json\.gz: damaged after line 0 \(Not a gzipped file"):
+    with pytest.raises(DataError, match=r"a\.json\.gz: damaged or unreadable \(Not a gzip"):
         jsonl(write(tmp_path / "a.json.gz", '{"text": "plain"}'))
     with pytest.raises(DataError, match=r"README\.md: data.source=jsonl reads .jsonl and .json"):
         jsonl(write(tmp_path / "README.md", "about"))

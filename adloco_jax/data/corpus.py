@@ -28,6 +28,7 @@ class Corpus:
       heldout_rows: The same for held-out documents, none of which is in `rows`.
       tokenizer: What made the ids.
       fingerprint: SHA-256 (hex) of both arrays and of the tokenizer's own fingerprint.
+      shards: What was read, see `sources.Intake`; it names what differs where fingerprints do.
       num_documents: Documents read for training.
       num_heldout_documents: Documents held out.
       num_tokens: Tokens in `rows`.
@@ -44,6 +45,7 @@ class Corpus:
     heldout_rows: np.ndarray
     tokenizer: Tokenizer
     fingerprint: str
+    shards: Sequence[dict]
     num_documents: int
     num_heldout_documents: int
     num_tokens: int
@@ -52,11 +54,6 @@ class Corpus:
     seed: int
     num_streams: int
     subset_frac: float
-
-    @property
-    def shards(self) -> list[dict]:
-        """One JSON record per file read."""
-        return []
 
     @property
     def num_sequences(self) -> int:
@@ -106,6 +103,8 @@ def load_corpus(
     num_streams: int,
     seed: int,
     vocab_size: int,
+    on_bad_shard: str = "reject",
+    max_bad_rows: int = 0,
 ) -> Corpus:
     """Reads, tokenises, splits and packs a corpus, and finds all that is wrong with it.
 
@@ -127,6 +126,8 @@ def load_corpus(
       num_streams: Worker streams that a trainer's subset is dealt into.
       seed: Decides the order of the rows.
       vocab_size: The model's; every id lies below it.
+      on_bad_shard: `reject` a damaged file, or `skip` it whole.
+      max_bad_rows: Bad JSON lines to leave out before one is an error.
 
     Returns:
       The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
@@ -142,6 +143,7 @@ def load_corpus(
             f"data.tokenizer={tokenizer} has {encoder.vocab_size} ids, model.vocab_size is "
             f"{vocab_size}: set model.vocab_size to at least {encoder.vocab_size}"
         )
+    intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
     files, heldout_files = _find_sides(source, path, heldout_path)
     where = f"data.path={path}" if path else f"data.source={source}"
     heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
@@ -153,7 +155,7 @@ def load_corpus(
     ) -> Documents:
         if source != "tokens":
             return packing.encode_documents(
-                _texts(source, files, text_column),
+                _texts(source, files, text_column, intake),
                 encoder,
                 where=where,
                 heldout_frac=heldout_frac,
@@ -163,6 +165,8 @@ def load_corpus(
         if len(files) > 1:
             raise ConfigError(f"{where}: have {len(files)} files, data.source=tokens reads one")
         array = sources.open_tokens(files[0], row_length=row_length)
+        if record := intake.open(files[0], lambda file: None):
+            record["rows"] = len(array)
         if array.ndim == 2 and not heldout_files:
             raise ConfigError(
                 f"{where}: ready-packed rows cannot be split by document, need data.heldout_path"
@@ -174,7 +178,7 @@ def load_corpus(
         train = read(files, where, max_tokens=max_tokens)
         heldout = read(heldout_files, heldout_where, max_tokens=None)
     elif source == "text" and sum(file.stat().st_size > 0 for file in files) == 1:
-        (text,) = sources.text_documents(files)
+        (text,) = sources.text_documents(files, intake)
         parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
         train, heldout = (packing.encode_documents([p], encoder, where=where) for p in parts)
     else:
@@ -212,6 +216,7 @@ def load_corpus(
         heldout_rows=heldout_rows,
         tokenizer=encoder,
         fingerprint=_fingerprint(encoder, rows, heldout_rows),
+        shards=tuple(intake.shards),
         num_documents=len(train.lengths),
         num_heldout_documents=len(heldout.lengths),
         num_tokens=rows.size,
@@ -247,12 +252,14 @@ def _find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], 
     return files, heldout_files
 
 
-def _texts(source: str, files: Sequence[Path], text_column: str) -> Iterator[str]:
+def _texts(
+    source: str, files: Sequence[Path], text_column: str, intake: sources.Intake
+) -> Iterator[str]:
     if source == "stdlib":
         return sources.stdlib_documents()
     if source == "text":
-        return sources.text_documents(files)
-    return sources.jsonl_documents(files, text_column=text_column)
+        return sources.text_documents(files, intake)
+    return sources.jsonl_documents(files, intake, text_column=text_column)
 
 
 def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
@@ -261,8 +268,3 @@ def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
         digest.update(f"{rows.dtype.str} {rows.shape}".encode())
         digest.update(np.ascontiguousarray(rows).data)
     return digest.hexdigest()
-
-
-def shard_changes(before: list[dict], after: list[dict]) -> list[str]:
-    """One line per file that has changed."""
-    return []

@@ -1,18 +1,83 @@
 """Documents from files: the Python library itself, text, JSON lines, and arrays of tokens."""
 
+import codecs
+import dataclasses
 import glob
 import gzip
+import hashlib
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from adloco_jax.errors import ConfigError, DataError
 
+MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
+# A shard that unpacks to more than this many times its size, and to more than a few megabytes, is
+# no text: gzip gains a factor of 10 on prose, and 1,030 at most.
+MAX_GZIP_RATIO, FREE_GZIP_BYTES = 200, 2**26
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+
+@dataclasses.dataclass
+class Intake:
+    """What reading may leave out, and a record of what it has read.
+
+    Attributes:
+      max_bad_rows: JSON lines that may be left out, over all files.
+      skip_bad_shards: Whether a damaged file is left out whole, or refused.
+      num_bad_rows: Lines left out so far.
+      shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256`, `rows` (the
+        documents taken from it), `bad_rows`; or `name` and why it was `skipped`.
+    """
+
+    max_bad_rows: int = 0
+    skip_bad_shards: bool = False
+    num_bad_rows: int = 0
+    shards: list[dict] = dataclasses.field(default_factory=list)
+
+    def open(self, file: Path, check: Callable[[Path], object]) -> dict | None:
+        """A new record for a file that is whole, as far as `check` can tell; None to leave it out.
+
+        Raises:
+          DataError: If the file is damaged and may not be left out.
+        """
+        try:
+            check(file)
+            with open(file, "rb") as raw:
+                digest = hashlib.file_digest(raw, "sha256").hexdigest()
+            size = file.stat().st_size
+        except DataError as error:
+            if not self.skip_bad_shards:
+                raise
+            self.shards.append({"name": file.name, "skipped": str(error)})
+            return None
+        record = {"name": file.name, "bytes": size, "sha256": digest, "rows": 0, "bad_rows": 0}
+        self.shards.append(record)
+        return record
+
+    def leave_out(self, record: dict, error: DataError) -> None:
+        """Counts a bad row; raises its error once there are more than may be left out."""
+        if self.num_bad_rows >= self.max_bad_rows:
+            budget = f" (data.max_bad_rows={self.max_bad_rows})" if self.max_bad_rows else ""
+            raise DataError(f"{error}{budget}") from error
+        self.num_bad_rows += 1
+        record["bad_rows"] += 1
+
+
+def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
+    """What differs between two readings, a line for each file; see `Intake.shards`."""
+    old = {record["name"]: record.get("sha256") for record in before}
+    new = {record["name"]: record.get("sha256") for record in after}
+    lines = [f"{name}: no longer there" for name in old if name not in new]
+    lines += [f"{name}: was not there before" for name in new if name not in old]
+    lines += [f"{name}: edited" for name in old if name in new and old[name] != new[name]]
+    if not lines and list(old) != list(new):
+        lines.append("the same files in another order")
+    return lines
 
 
 def find_files(path: str, *, key: str) -> list[Path]:
@@ -63,27 +128,34 @@ def stdlib_documents() -> Iterator[str]:
                 yield _read_text(file)
 
 
-def text_documents(files: Sequence[Path]) -> Iterator[str]:
+def text_documents(files: Sequence[Path], intake: Intake) -> Iterator[str]:
     """One document per file that is not empty.
 
     Raises:
-      DataError: While reading, if a file is unreadable or not UTF-8.
+      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out.
     """
     for file in files:
-        if text := _read_text(file):
-            yield text
+        if record := intake.open(file, _read_text):
+            if text := _read_text(file):
+                record["rows"] += 1
+                yield text
 
 
-def jsonl_documents(files: Sequence[Path], *, text_column: str) -> Iterator[str]:
+def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
     """One document per JSON line (C4's layout); blank lines and empty texts are none.
+
+    A file is looked at as a whole before any of its lines is used: of truncated gzip files nearly
+    all give rows first and an error later. A byte-order mark and CRLF are fine.
 
     Args:
       files: `.jsonl` or `.json`, each also with `.gz`.
+      intake: What may be left out.
       text_column: Name of the field that holds the text.
 
     Raises:
       DataError: While reading, naming file and line, if a file has another suffix, is empty,
-        truncated or no valid gzip, or a line is not a JSON object with a string of text.
+        truncated, no valid gzip or unpacks to too much, or a line is longer than `MAX_LINE_BYTES`
+        or not a JSON object with one string of text; unless it may be left out.
     """
     for file in files:
         if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
@@ -91,17 +163,16 @@ def jsonl_documents(files: Sequence[Path], *, text_column: str) -> Iterator[str]
                 f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; "
                 "a glob leaves other files out"
             )
-        number = 0
-        open_file = gzip.open if file.suffix == ".gz" else open
-        try:
-            with open_file(file, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip() and (text := _json_text(line, f"{file}:{number}", text_column)):
-                        yield text
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{file}: damaged after line {number} ({error})") from error
-        if number == 0:
-            raise DataError(f"{file}: empty, need one JSON object per line")
+        if record := intake.open(file, _check_unpacks):
+            for number, line in _lines(file):
+                try:
+                    text = _json_text(line, f"{file}:{number}", text_column) if line else ""
+                except DataError as error:
+                    intake.leave_out(record, error)
+                    continue
+                if text:
+                    record["rows"] += 1
+                    yield text
 
 
 def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
@@ -118,8 +189,9 @@ def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
       DataError: If the file is no whole `.npy` array, or its type or shape is another.
     """
     try:
-        tokens = np.lib.format.open_memmap(file, mode="r")
-    except (OSError, ValueError) as error:
+        with np.errstate(over="raise"):  # a forged shape's size wraps around to a small one
+            tokens = np.lib.format.open_memmap(file, mode="r")
+    except (OSError, ValueError, FloatingPointError) as error:
         raise DataError(f"{file}: no readable, whole .npy array of integers ({error})") from error
     if not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(f"{file}: token ids are integers, have {tokens.dtype}")
@@ -162,6 +234,39 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
+def _check_unpacks(file: Path) -> None:
+    """DataError for a file that is empty, cannot be read to its end, or unpacks to too much."""
+    open_file = gzip.open if file.suffix == ".gz" else open
+    try:
+        limit = max(FREE_GZIP_BYTES, MAX_GZIP_RATIO * file.stat().st_size)
+        size = 0
+        with open_file(file, "rb") as content:  # to the end, where gzip has its checksum
+            while part := content.read(2**20):
+                size += len(part)
+                if size > limit:
+                    raise DataError(
+                        f"{file}: unpacks to more than {limit} bytes, {MAX_GZIP_RATIO} times its"
+                        " size; that is no text"
+                    )
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: damaged or unreadable ({error})") from error
+    if not size:
+        raise DataError(f"{file}: empty, need one JSON object per line")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file that was looked at, from 1, without blanks around them."""
+    open_file = gzip.open if file.suffix == ".gz" else open
+    number = 0
+    with open_file(file, "rb") as lines:
+        while line := lines.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            rest = line
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = lines.readline(MAX_LINE_BYTES + 1)
+            yield number, (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+
+
 def _read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode()
@@ -172,11 +277,15 @@ def _read_text(file: Path) -> str:
 
 
 def _json_text(line: bytes, where: str, text_column: str) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        record = json.loads(line.decode())
+        record = json.loads(
+            line.decode(), object_pairs_hook=_no_repeated_key, parse_constant=_no_constant
+        )
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
@@ -192,3 +301,14 @@ def _json_text(line: bytes, where: str, text_column: str) -> str:
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
         raise DataError(f"{where}: {text_column!r} is not Unicode text ({error.reason})") from error
     return text
+
+
+def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return record
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

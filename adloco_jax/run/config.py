@@ -58,6 +58,8 @@ class Data:
     num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
     heldout_frac: float = _knob(0.05, "(0, 1)")  # of the documents; not with heldout_path
     subset_frac: float = _knob(1.0, "(0, 1]")  # of the training rows, each trainer's own draw
+    on_bad_shard: Literal["reject", "skip"] = _knob("reject")  # a damaged file, skipped whole
+    max_bad_rows: int = _knob(0, _COUNT_OR_0)  # JSON lines to leave out before one is an error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,10 @@ def plan(config: ConfigDict) -> str:
 
 def corpus_header(corpus: Corpus) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
-    return (
+    num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
+    lines = [f"left out: {num_bad} bad rows"] if num_bad else []
+    lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
+    return "\n".join(lines + [""] * bool(lines)) + (
         f"data: {corpus.num_sequences} rows of {corpus.rows.shape[1] - 1} tokens to train on,"
         f" {len(corpus.heldout_rows)} held out; a model will see, for instance:\n"
         + "\n".join(f"  | {line}" for line in corpus.sample(240).splitlines())

@@ -30,7 +30,7 @@ from adloco_jax.core.base import Ensemble, LossFn
 from adloco_jax.core.ensemble import init, reassign, take
 from adloco_jax.core.merge import merge
 from adloco_jax.data import load_corpus
-from adloco_jax.data.corpus import shard_changes
+from adloco_jax.data.sources import shard_changes
 from adloco_jax.errors import (
     CheckpointError,
     DataError,
@@ -135,6 +135,8 @@ def train(
         num_streams=settings.ensemble.num_workers,
         seed=settings.seed,
         vocab_size=settings.model.vocab_size,
+        on_bad_shard=data.on_bad_shard,
+        max_bad_rows=data.max_bad_rows,
     )
     print(corpus_header(corpus))
     init_fn, loss_fn = build_model(settings)
@@ -763,6 +765,9 @@ class _Run:
         )
         for line in damage:
             self.ledger.write("fault", kind="checkpoint", round=self.controller.round, cause=line)
+        for shard in self.corpus.shards:
+            if shard.get("skipped") or shard.get("bad_rows"):
+                self.ledger.write("fault", kind="bad_data", round=self.controller.round, **shard)
         for fault in self.faults:
             self.ledger.write("fault", **fault)
 

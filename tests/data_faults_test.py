@@ -1,0 +1,273 @@
+"""Bad files and bad rows: refused by name and line, or left out whole and counted."""
+
+import gzip
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+
+from adloco_jax.data import load_corpus, sources
+from adloco_jax.data.sources import Intake, shard_changes
+from adloco_jax.errors import DataError, UserError
+
+GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
+
+
+def lines_of(rows):
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def jsonl(*paths, **options):
+    intake = Intake(**options)
+    return list(sources.jsonl_documents(paths, intake, text_column="text")), intake
+
+
+def corpus(path, **options):
+    defaults = {"source": "jsonl", "path": str(path), "heldout_path": "", "text_column": "text"}
+    defaults |= {"tokenizer": "bytes", "sequence_length": 16, "num_sequences": None, "seed": 0}
+    defaults |= {"heldout_frac": 0.1, "subset_frac": 1.0, "num_streams": 2, "vocab_size": 257}
+    return load_corpus(**defaults | options)
+
+
+BAD_ROWS = {
+    "not json": b"{text: 1}",
+    "cut": b'{"text": "abc',
+    "two": b'{"text": "a"} {"text": "b"}',
+    "a number": b"5",
+    "a list": b'[{"text": "a"}]',
+    "no text": b'{"body": "a"}',
+    "null": b'{"text": null}',
+    "a number for text": b'{"text": 5}',
+    "a list for text": b'{"text": ["a"]}',
+    "invalid UTF-8": b'{"text": "\xff\xfe"}',
+    "half a surrogate pair": b'{"text": "\\ud800"}',
+    "a bare NUL": b'{"text": "a\0b"}',
+    "a key twice": b'{"text": "a", "text": "b"}',
+    "deep": b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a number too long": b'{"text": "a", "n": ' + b"9" * 10_000 + b"}",
+    "NaN": b'{"text": "a", "n": NaN}',
+    "too long": b'{"text": "' + b"a" * (sources.MAX_LINE_BYTES + 5) + b'"}',
+    "a BOM in the middle": b'\xef\xbb\xbf{"text": "a"}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_refused_by_line_or_left_out_and_counted(tmp_path, bad):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: ") as error:
+        jsonl(path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    texts, intake = jsonl(path, max_bad_rows=1)
+    assert texts == ["one", "two"]
+    assert intake.num_bad_rows == intake.shards[0]["bad_rows"] == 1
+    assert intake.shards[0]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        b'{"text": "one"}\r',
+        b'\xef\xbb\xbf{"text": "one"}',
+        b'  {"text": "one"} ',
+        b'{"text":"one"}',
+    ],
+    ids=["CRLF", "BOM", "blanks", "plain"],
+)
+def test_harmless_rows_are_read(tmp_path, row):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(row + b'\n\n{"text": "NUL \\u0000"}')
+    assert jsonl(path)[0] == ["one", "NUL \0"]
+
+
+def test_the_budget_of_bad_rows_is_for_all_files_together(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(b'{"text": "x"}\nbad\n')
+    files = sorted(tmp_path.iterdir())
+    assert jsonl(*files, max_bad_rows=2)[1].num_bad_rows == 2
+    with pytest.raises(DataError, match=r"b\.jsonl:2: .*\(data.max_bad_rows=1\)"):
+        jsonl(*files, max_bad_rows=1)
+
+
+def test_two_thousand_random_rows_never_end_in_a_traceback(tmp_path):
+    rng = random.Random(1)
+    alphabet = [b'{"text": "', b'"}', b"{", b"}", b"[", b'"', b"\\u", b"\\", b"\xff", b"\0", b"a"]
+    alphabet += [b":", b",", b"null", b"1e999", b"NaN", b'"text"', b"\xef\xbb\xbf", b" ", b"\r"]
+    rows = [b"".join(rng.choices(alphabet, k=rng.randint(1, 12))) for _ in range(2000)]
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(b"\n".join(rows))
+    texts, intake = jsonl(path, max_bad_rows=2000)
+    assert intake.num_bad_rows > 1500
+    for row in rows[:200]:
+        path.write_bytes(row + b"\n")
+        try:
+            jsonl(path)
+        except DataError as error:
+            assert "fuzz.jsonl" in str(error)
+
+
+def damaged_shards(folder):
+    whole = gzip.compress(lines_of(GOOD))
+    return {
+        "truncated": whole[:-20],
+        "flipped": whole[:100] + bytes([whole[100] ^ 1]) + whole[101:],
+        "trailing junk": whole + b"junk",
+        "plain": lines_of(GOOD),
+        "empty": b"",
+        "no rows": gzip.compress(b""),
+        "bomb": bomb(2**27),
+    }
+
+
+def bomb(size):
+    packer = zlib.compressobj(9, wbits=31)
+    parts = [packer.compress(b"\0" * 2**20) for _ in range(size >> 20)]
+    return b"".join(parts) + packer.flush()
+
+
+@pytest.mark.parametrize("fault", damaged_shards(None))
+def test_a_damaged_shard_is_refused_before_its_rows_or_skipped_whole(tmp_path, fault):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines_of(GOOD)))
+    (tmp_path / "b.json.gz").write_bytes(damaged_shards(tmp_path)[fault])
+    (tmp_path / "c.json.gz").write_bytes(gzip.compress(lines_of(GOOD)))
+    with pytest.raises(DataError, match=r"b\.json\.gz: ") as error:
+        corpus(tmp_path)
+    assert "\n" not in str(error.value)
+    seen = []
+    with pytest.raises(DataError):
+        for text in sources.jsonl_documents([tmp_path / "b.json.gz"], Intake(), text_column="text"):
+            seen.append(text)
+    assert seen == []
+    skipping = [corpus(tmp_path, on_bad_shard="skip") for _ in range(2)]
+    assert skipping[0].fingerprint == skipping[1].fingerprint
+    assert skipping[0].num_documents + skipping[0].num_heldout_documents == 80
+    record = skipping[0].shards[1]
+    assert record["name"] == "b.json.gz" and "b.json.gz" in record["skipped"]
+
+
+def test_four_hundred_mutations_of_a_shard_are_never_silent(tmp_path):
+    whole = gzip.compress(lines_of(GOOD))
+    expected, rng = [row["text"] for row in GOOD], random.Random(0)
+    path = tmp_path / "a.json.gz"
+    refused = 0
+    for trial in range(400):
+        mutated = bytearray(whole)
+        if trial % 4 == 0:
+            del mutated[rng.randrange(len(whole)) :]
+        elif trial % 4 == 1:
+            mutated += rng.randbytes(rng.randint(1, 9))
+        else:
+            mutated[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(mutated)
+        try:
+            texts, _ = jsonl(path)
+        except DataError as error:
+            assert "a.json.gz" in str(error)
+            refused += 1
+        else:
+            assert texts == expected  # the header's name, time or system, which decide nothing
+    assert refused > 350
+
+
+def test_a_bomb_of_ten_gigabytes_takes_no_memory(tmp_path):
+    (tmp_path / "bomb.json.gz").write_bytes(bomb(2**27) * 80)  # 80 members: 10 GiB
+    code = (
+        "import resource, sys\n"
+        "from adloco_jax.data import sources\n"
+        "from adloco_jax.errors import DataError\n"
+        "from pathlib import Path\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n"
+        "    intake = sources.Intake()\n"
+        "    next(sources.jsonl_documents([Path(sys.argv[1])], intake, text_column='t'))\n"
+        "except DataError as error:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "bomb.json.gz")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    growth, _, message = done.stdout.partition(" ")
+    assert "unpacks to more than" in message and int(growth) < 100 * 1024  # KiB
+
+
+def test_only_regular_files_of_a_folder_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(GOOD))
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "nowhere")
+    assert [shard["name"] for shard in corpus(tmp_path).shards] == ["a.jsonl"]
+    for name in ("b.jsonl", "c.jsonl"):
+        with pytest.raises(UserError, match=name):
+            corpus(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904,), }",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (-5,), }",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (5,), }",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (500,), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (5,), }",
+        "{'descr': '|b1', 'fortran_order': False, 'shape': (5,), }",
+        "__import__('os').system('true')",
+    ],
+)
+def test_strange_arrays_of_tokens_are_refused_before_memory_is_taken(tmp_path, header):
+    text = header.encode().ljust(117) + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 20
+    (tmp_path / "tokens.npy").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"tokens\.npy: "):
+        sources.open_tokens(tmp_path / "tokens.npy", row_length=17)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+@pytest.mark.parametrize("bad", [-1, 257, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, bad):
+    tokens = np.resize(np.arange(257, dtype=np.int32), 2000)
+    tokens[1234] = bad
+    np.save(tmp_path / "tokens.npy", tokens)
+    with pytest.raises(DataError, match=f"token id {bad} at position 1234"):
+        corpus(tmp_path / "tokens.npy", source="tokens")
+
+
+def test_what_changed_between_two_readings_is_named(tmp_path):
+    for name in "abc":
+        rows = [{"text": f"{name} {row['text']}"} for row in GOOD]
+        (tmp_path / f"{name}.jsonl").write_bytes(lines_of(rows))
+    first = corpus(tmp_path)
+    assert [shard["rows"] for shard in first.shards] == [40, 40, 40]
+    assert shard_changes(first.shards, corpus(tmp_path).shards) == []
+    with (tmp_path / "b.jsonl").open("ab") as file:
+        file.write(b'\n{"text": "more"}')
+    (tmp_path / "c.jsonl").rename(tmp_path / "d.jsonl")
+    second = corpus(tmp_path)
+    assert second.fingerprint != first.fingerprint
+    assert sorted(shard_changes(first.shards, second.shards)) == [
+        "b.jsonl: edited",
+        "c.jsonl: no longer there",
+        "d.jsonl: was not there before",
+    ]
+    reordered = [*first.shards[1:], first.shards[0]]
+    assert shard_changes(first.shards, reordered) == ["the same files in another order"]
+
+
+def test_fewer_rows_than_a_batch_wrap_around(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines_of(GOOD[:12]))
+    small = corpus(path, num_sequences=5)
+    rows = small.batch(0, 0, 0, 12)
+    assert rows.shape == (12, 17)
+    each = {tuple(row) for row in rows.tolist()}
+    assert len(each) == 3  # of five rows stream 0 of 2 owns three: each comes once an epoch
+    for epoch in range(4):
+        assert {tuple(row) for row in rows[3 * epoch : 3 * epoch + 3].tolist()} == each
