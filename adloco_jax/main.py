@@ -7,8 +7,10 @@ The same command with the same --workdir goes on with a run that was stopped.
 """
 
 import difflib
+import io
 import os
 import re
+import resource
 import runpy
 import shlex
 import sys
@@ -16,8 +18,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from adloco_jax.errors import ConfigError, ResourceError, UserError
@@ -31,6 +34,9 @@ from adloco_jax.run.config import (
 )
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+
+_MAX_CONFIG_BYTES = 2**20
+_MIN_ADDRESS_BYTES = 4 * 2**30
 
 # What a broken config file raises: it is anybody's Python, so most of the builtin errors.
 _CONFIG_FILE_ERRORS = (
@@ -46,6 +52,33 @@ _CONFIG_FILE_ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+class _Outlived(io.FileIO):
+    """A standard stream that may go away, as a terminal or a pipe does: then nobody is told."""
+
+    def write(self, data, /) -> int:
+        """As any file, until an error; from then on into nothing."""
+        try:
+            return super().write(data)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(data).nbytes
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own, whose training does not end with its terminal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
+        raw = io.BufferedWriter(_Outlived(os.dup(stream.fileno()), "w"))
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, True))
+    code = main()
+    if code == ResourceError.exit_code:
+        # Of a library that ran out of files or memory, a thread may be left that never ends.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +136,14 @@ def _run(argv: Sequence[str]) -> int:
         print(_help(options))
         return 0
     path, config = _configure(name.value, words)
+
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY and addresses < _MIN_ADDRESS_BYTES:
+        raise ResourceError(
+            f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
+            "with less, JAX is aborted while it starts its threads"
+        )
+    logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
 
     from adloco_jax.run.plan import plan  # late, so that a config error is quick
     from adloco_jax.run.resume import finished
@@ -178,6 +219,8 @@ def _find(name: str | None) -> Path:
 
 def _load(path: Path) -> ConfigDict:
     """What the file's `get_config()` returns."""
+    if (size := path.stat().st_size) > _MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: {size} bytes, no config is larger than {_MAX_CONFIG_BYTES}")
     root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
     sys.path.insert(0, root)
     try:
@@ -243,4 +286,4 @@ def _override(config: ConfigDict, argument: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import shutil
 import signal
 import threading
@@ -13,7 +14,7 @@ import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
-from adloco_jax.run import checkpoint, crashpoints
+from adloco_jax.run import checkpoint, crashpoints, train
 from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.resume import change_class, exclusive
@@ -101,6 +102,38 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
         stop_at(tmp_path / "r", at_read=1)
     assert_same_end(run(tmp_path / "r"), whole)
     assert [e["round"] for e in events(tmp_path / "r", "start")] == list(range(7))
+
+
+@pytest.mark.parametrize(
+    "saves, evaluates, switches, stops", [*itertools.product([0, 1], repeat=4)]
+)
+def test_the_last_merge_may_fall_on_any_other_event(
+    tmp_path, monkeypatch, saves, evaluates, switches, stops
+):
+    settings = settings_of(
+        num_rounds=5,
+        ensemble={"num_trainers": 2},
+        batching={"test": "ramp", "ramp": ((0, 2), (3, 12 if switches else 4))},
+        merge={"every_rounds": 3},
+        checkpoint={"every_rounds": 3 if saves else 100},
+        eval={"every_rounds": 3 if evaluates else 100, "num_sequences": 8},
+    )
+    control = run(tmp_path / "control", settings)
+    assert len(control.controller.trainers) == 1
+    assert [e["round"] for e in events(control.workdir, "merge")] == [3]
+    assert (3 in [e["round"] for e in events(control.workdir, "eval")]) == bool(evaluates)
+    if stops:
+
+        def hit(name):
+            if name == "merge.decided":
+                signal.raise_signal(signal.SIGTERM)
+
+        with monkeypatch.context() as patch, pytest.raises(Preempted):
+            patch.setattr(train, "hit", hit)
+            run(tmp_path / "r", settings)
+    assert_same_end(run(tmp_path / "r", settings), control)
+    accumulates = [e["round"] for e in events(tmp_path / "r", "round") if e["num_accum_steps"] > 1]
+    assert bool(accumulates) == bool(switches) and min(accumulates, default=4) == 4
 
 
 def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path):

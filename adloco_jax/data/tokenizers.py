@@ -17,6 +17,7 @@ import numpy as np
 
 from adloco_jax.errors import ConfigError, DataError
 
+MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -61,6 +62,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     if name == "bytes":
         return _bytes_tokenizer()
+    for file in path.iterdir() if path.is_dir() else [path]:
+        is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
+        if is_part and file.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"data.tokenizer={file}: {file.stat().st_size} bytes, no tokenizer is larger than "
+                f"{MAX_FILE_BYTES}"
+            )
     if path.is_dir():
         return _folder_tokenizer(path)
     if path.is_file():
@@ -140,7 +148,7 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
 def _folder_tokenizer(path: Path) -> Tokenizer:
     auto = _auto_tokenizer()
     with _damage_is_a_data_error(path):
-        tokenizer = auto.from_pretrained(str(path))
+        tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
     return _transformers_tokenizer(str(path), tokenizer)
 
 
@@ -148,9 +156,9 @@ def _hub_tokenizer(name: str) -> Tokenizer:
     auto = _auto_tokenizer()
     try:
         try:
-            tokenizer = auto.from_pretrained(name, local_files_only=True)
+            tokenizer = auto.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError):  # not in the cache, or not all of it
-            tokenizer = auto.from_pretrained(name)
+            tokenizer = auto.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.tokenizer={name}: no file or folder of that name here, and the Hugging Face "

@@ -1,0 +1,177 @@
+"""Files that want to do harm: nothing is run, nothing outside is opened, no memory is taken."""
+
+import ast
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from adloco_jax import main as cli
+from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
+
+# Readers that run what they read, and ways to a shell.
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+MODULES |= {"torch", "yaml", "code", "codeop"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {"system", "popen"}
+TRUSTING = {"allow_pickle", "trust_remote_code", "shell"}
+
+
+def offences(source: str) -> list[str]:
+    """What a module does that could run somebody else's file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in CALLS:
+                found.append(called.id)
+            if isinstance(called, ast.Attribute) and called.attr in ATTRIBUTES:
+                found.append(called.attr)
+            for keyword in node.keywords:
+                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in TRUSTING and not is_off:
+                    found.append(keyword.arg)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_reads_a_file_that_can_run(path):
+    assert offences(path.read_text()) == []
+
+
+def test_runpy_is_for_the_config_file_alone():
+    users = [path for path in SOURCES if "runpy" in path.read_text()]
+    assert [path.name for path in users] == ["main.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from torch import load",
+        "def f(x):\n    import yaml",
+        "np.load(file, allow_pickle=True)",
+        "np.load(file, allow_pickle=trusted)",
+        "eval(text)",
+        "os.system('ls')",
+        "subprocess.run(text, shell=True)",
+        "auto.from_pretrained(name, trust_remote_code=None)",
+    ],
+)
+def test_the_walk_over_the_code_has_teeth(source):
+    assert offences(source)
+
+
+# --- Tokenizers -----------------------------------------------------------------------------
+
+
+def test_code_beside_a_tokenizer_is_not_run(tmp_path):
+    canary = tmp_path / "canary"
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+        )
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
+    )
+    with pytest.raises(DataError, match="damaged or no tokenizer"):
+        load_tokenizer(str(folder))
+    assert not canary.exists()
+
+
+def deep(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [deep(100_000), json.dumps(dict.fromkeys(map(str, range(10**5)), 1)), "[" * 10**6, "\0" * 100],
+    ids=["deep", "wide", "open", "nul"],
+)
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_forged_tokenizer_is_refused_in_a_line(tmp_path, name, content, as_folder):
+    (tmp_path / name).write_text(content)
+    path = tmp_path if as_folder else tmp_path / name
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_tokenizer_of_a_terabyte_is_refused_unread(tmp_path, name, as_folder):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**40)  # sparse
+    path = tmp_path if as_folder else tmp_path / name
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="1099511627776 bytes"):
+        load_tokenizer(str(path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_names_that_are_no_names_are_refused():
+    for name in ("../evil", "a/b/c", "x\0y", "~nobody/x", "https://example.com/t.json"):
+        with pytest.raises((ConfigError, DataError)):
+            load_tokenizer(name)
+
+
+# --- Config files and folders ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "zero", "fifo", "binary", "huge", "stdin", "nul"])
+def test_what_is_no_config_file_is_refused_at_once(tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.py"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "zero":
+        path = Path("/dev/zero")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "binary":
+        path.write_bytes(bytes(range(256)) * 16)
+    elif kind == "huge":
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    elif kind == "stdin":
+        path = Path("/dev/stdin")
+    else:
+        path = Path("a\0b.py")
+    start = time.monotonic()
+    assert cli.main([f"--config={path}"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "config" in err
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "/dev/null/run", "x" * 300])
+def test_a_folder_that_cannot_be_is_refused(tmp_path, folder):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    code = "import sys; from adloco_jax.main import main; sys.exit(main(eval(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(["--config=faults", f"--workdir={folder}"])],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []

@@ -1,0 +1,92 @@
+"""Machines that lack something: a run goes on without it, or ends with 5 and one clear line."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOWHERE = "/dev/null/nowhere"  # nobody can write there, root included
+COMMAND = [
+    *(sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"),
+    *("--workdir=run", "--config.num_rounds=1", "--config.ensemble.num_trainers=1"),
+]
+
+
+def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, programs=True):
+    """One round of the toy run in a process of its own."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", "")}
+    cache = {name: value for name, value in cache.items() if value} if programs else {}
+    removed = {"JAX_COMPILATION_CACHE_DIR"}
+    base = {name: value for name, value in os.environ.items() if name not in removed}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+    def limit():
+        for what, value in limits:
+            resource.setrlimit(what, (value, value))
+
+    return subprocess.run(
+        COMMAND,
+        cwd=folder,
+        env=base | cache | {"PYTHONPATH": path} | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+        timeout=300,
+    )
+
+
+CONTINUES = {
+    "64 open files": dict(limits=[(resource.RLIMIT_NOFILE, 64)]),
+    "no home": dict(
+        environment={"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "MPLCONFIGDIR": NOWHERE},
+        programs=False,
+    ),
+    "no temporary folder": dict(environment={"TMPDIR": NOWHERE}),
+    "plain locale": dict(environment={"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0"}),
+    "no network": dict(environment={"HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"}),
+    "no core files": dict(limits=[(resource.RLIMIT_CORE, 0)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONTINUES.values(), ids=CONTINUES)
+def test_a_run_goes_on_without_what_it_does_not_need(tmp_path, case):
+    done = train(tmp_path, **case)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "run" / "report" / "summary.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "limits",
+    [
+        [(resource.RLIMIT_AS, 2**30)],
+        [(resource.RLIMIT_NOFILE, 12)],
+        [(resource.RLIMIT_FSIZE, 2**16)],
+    ],
+    ids=["1 GiB of addresses", "12 open files", "files of 64 KiB"],
+)
+def test_a_run_that_cannot_go_on_says_so(tmp_path, limits):
+    done = train(tmp_path, limits=limits)
+    assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["/dev/full", "closed"])
+def test_a_terminal_that_has_gone_does_not_end_training(tmp_path, output):
+    if output == "closed":
+        read, write = os.pipe()
+        os.close(read)
+        stdout = os.fdopen(write, "w")
+    else:
+        stdout = open(output, "w")
+    with stdout:
+        done = train(tmp_path, stdout=stdout)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "run" / "report" / "summary.png").exists()
