@@ -19,7 +19,7 @@ from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Tokenizer:
       fingerprint: SHA-256 (hex) of what decides the ids.
       encode_batch: Texts to one int32 array of ids each, without special tokens.
       decode: Ids to text; end of text, other special tokens and unknown ids leave no trace.
+      save: Writes the files from which `transformers` makes a tokenizer of the same ids.
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class Tokenizer:
     fingerprint: str
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int]], str]
+    save: Callable[[Path], None]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -79,7 +81,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
         )
-    if not _HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
+    if not HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         raise DataError(f"data.tokenizer={name}: no such file or folder")
     return _hub_tokenizer(name)
 
@@ -91,7 +93,21 @@ def _bytes_tokenizer() -> Tokenizer:
     def decode(ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode)
+    def save(folder: Path) -> None:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # GPT-2's table: printable bytes are their own character, the rest follow from U+0100 on.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = iter(range(0x100, 0x200))
+        vocab = {chr(i if i in printable else next(others)): i for i in range(256)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([_END_OF_TEXT_NAMES[0]])
+        _save_backend(backend, _END_OF_TEXT_NAMES[0], folder)
+
+    return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode, save)
 
 
 def _json_tokenizer(path: Path) -> Tokenizer:
@@ -126,7 +142,18 @@ def _json_tokenizer(path: Path) -> Tokenizer:
         hashlib.sha256(path.read_bytes()).hexdigest(),
         encode_batch,
         lambda ids: backend.decode([int(i) for i in ids]),
+        lambda folder: _save_backend(backend, present[0], folder),
     )
+
+
+def _save_backend(backend, eot: str, folder: Path) -> None:
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eot,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
@@ -136,13 +163,64 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     if processor.eos_id() < 0:
         raise ConfigError(f"data.tokenizer={path}: no end-of-text token: need a model with </s>")
+
     return Tokenizer(
         processor.vocab_size(),
         processor.eos_id(),
         hashlib.sha256(path.read_bytes()).hexdigest(),
         lambda texts: [np.array(ids, np.int32) for ids in processor.encode(list(texts))],
         lambda ids: processor.decode([int(i) for i in ids if i < processor.vocab_size()]),
+        lambda folder: _save_backend(_converted(path), "</s>", folder),
     )
+
+
+def _converted(path: Path):
+    """A SentencePiece model as a `tokenizers` one of the same ids.
+
+    Texts that spell a control piece are the exception: a unigram model finds it there.
+    """
+    import tokenizers
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, decoders, models, normalizers
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(path.read_bytes())
+    spec, trainer = proto.normalizer_spec, proto.trainer_spec
+    if trainer.model_type == trainer.UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in proto.pieces]
+        model = models.Unigram(scores, trainer.unk_id, trainer.byte_fallback)
+    elif trainer.model_type == trainer.BPE:
+        vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        pairs = [
+            (-piece.score, vocab[left], vocab[right], (left, right))
+            for piece in proto.pieces
+            for k in range(1, len(piece.piece))
+            if (left := piece.piece[:k]) in vocab and (right := piece.piece[k:]) in vocab
+        ]
+        model = models.BPE(
+            vocab=vocab,
+            merges=[pair for *_, pair in sorted(pairs)],
+            unk_token=proto.pieces[trainer.unk_id].piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    else:
+        raise ConfigError(f"data.tokenizer={path}: only unigram and BPE models can be exported")
+    backend = tokenizers.Tokenizer(model)
+    steps: list = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    ends: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend("▁"))
+        ends.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(ends)
+    is_special = (proto.SentencePiece.CONTROL, proto.SentencePiece.UNKNOWN)
+    backend.add_special_tokens([p.piece for p in proto.pieces if p.type in is_special])
+    return backend
 
 
 def _folder_tokenizer(path: Path) -> Tokenizer:
@@ -209,6 +287,7 @@ def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
         hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
         encode_batch,
         decode,
+        lambda folder: tokenizer.save_pretrained(str(folder)),
     )
 
 
