@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import NamedTuple
 
 import jax
@@ -133,9 +134,9 @@ def save(
     tensors = {}
     for entry in _LLAMA:
         leaf = np.asarray(_at(params, entry.path)).astype(jnp.dtype(dtype))
-        for name, array in _layers(entry.name, leaf):
-            # A transposed view would be written as if it were not one.
-            tensors[name] = np.ascontiguousarray(array.T if entry.transposed else array)
+        for name, place in _layers(entry.name, len(leaf)):
+            array = leaf[place].T if entry.transposed else leaf[place]
+            tensors[name] = np.ascontiguousarray(array)  # a view's strides would be lost
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     config = _llama_config(network, dtype, tokenizer)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -365,11 +366,12 @@ def _read(
     tied: Mapping[str, str],
 ) -> tuple[PyTree, tuple[str, ...]]:
     """The float32 leaves of `tree`, and the types they were stored in; all is checked first."""
-    wanted = {
-        tied.get(name, name): leaf.shape[::-1] if entry.transposed else leaf.shape
-        for entry in entries
-        for name, leaf in _layers(entry.name, _at(tree, entry.path))
-    }
+    wanted = {}
+    for entry in entries:
+        whole = _at(tree, entry.path).shape
+        for name, place in _layers(entry.name, whole[0]):
+            shape = whole if place is ... else whole[1:]
+            wanted[tied.get(name, name)] = shape[::-1] if entry.transposed else shape
     faults = [f"{folder}: {name}: missing, want {wanted[name]}" for name in wanted.keys() - files]
     unknown = files.keys() - wanted.keys() - tied.keys()
     faults += [f"{folder}: {name}: unexpected" for name in unknown if not _BUFFERS.fullmatch(name)]
@@ -388,25 +390,20 @@ def _read(
 
     def fill(entry: _Tensor) -> np.ndarray:
         leaf = np.empty(_at(tree, entry.path).shape, np.float32)
-        for name, place in _layers(entry.name, leaf):
+        for name, place in _layers(entry.name, len(leaf)):
             name = tied.get(name, name)
             array = opened[files[name]].get_tensor(name).astype(np.float32)
             if not np.isfinite(array).all():
                 raise DataError(f"{files[name]}: {name}: not all of its numbers are finite")
-            place[...] = array.T if entry.transposed else array
+            leaf[place] = array.T if entry.transposed else array
         return leaf
 
     return _tree({entry.path: fill(entry) for entry in entries}), tuple(sorted(stored_as))
 
 
-def _layers(name: str, leaf) -> list[tuple[str, np.ndarray]]:
-    """A leaf's tensors: itself, or its layers one by one."""
-    if "{}" not in name:
-        return [(name, leaf)]
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        return [(name.format(n), layer) for n in range(leaf.shape[0])]
-    return [(name.format(n), leaf[n, ...]) for n in range(leaf.shape[0])]
+def _layers(name: str, num_layers: int) -> list[tuple[str, int | EllipsisType]]:
+    """A leaf's tensors and where they lie in it: the whole, or its layers one by one."""
+    return [(name.format(n), n) for n in range(num_layers)] if "{}" in name else [(name, ...)]
 
 
 def _at(tree: PyTree, path: tuple[str, ...]):

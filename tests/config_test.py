@@ -231,6 +231,8 @@ CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "kv heads": dict(model__num_kv_heads=3),
+    "head of no checkpoint": dict(model__reinit_head=True),
+    "checkpoints apart": dict(model__init_from="x", ensemble__init="independent"),
     "context": dict(data__sequence_length=513),
     "bytes": dict(model__vocab_size=256),
     "no tokenizer": dict(data__tokenizer=""),

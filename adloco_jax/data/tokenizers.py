@@ -183,7 +183,7 @@ def _converted(path: Path):
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, decoders, models, normalizers
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = sentencepiece_model_pb2.ModelProto()  # pyrefly: ignore[missing-attribute]
     proto.ParseFromString(path.read_bytes())
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     if trainer.model_type == trainer.UNIGRAM:

@@ -4,6 +4,7 @@ Shapes and arithmetic are those of the Hugging Face Llama with an untied head an
 its weights fit once the matrices are transposed and the layers stacked.
 """
 
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from adloco_jax.models.layers import Embed, Linear, RMSNorm
 
@@ -284,6 +285,48 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         return jnp.mean(losses_fn(params, tokens, tap_B))
 
     return loss_fn
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_tokens"))
+def generate(
+    model: Llama,
+    params: PyTree,
+    prompt_BL: Int[Array, "B P"],
+    *,
+    num_tokens: int,
+    temperature: float | Float[Array, ""],
+    key: Key[Array, ""],
+) -> Int[Array, "B L"]:
+    """Goes on with prompts, token by token.
+
+    Every token costs a pass over the whole text (no key/value cache): to look at what was trained,
+    not to serve it.
+
+    Args:
+      model: The network; prompt and new tokens must fit into its `max_length`.
+      params: Its parameters.
+      prompt_BL: Token ids, at least one each.
+      num_tokens: New tokens.
+      temperature: Divides the logits; 0 takes the likeliest token.
+      key: Decides the draws.
+
+    Returns:
+      Prompts and new tokens, int32.
+    """
+    hidden, logits = nn.apply(Llama.hidden, model), nn.apply(Llama.logits, model)
+    length = prompt_BL.shape[1]
+    text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # what lies ahead is never attended to
+    sharpness = jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1.0), 1.0)
+
+    def add_token(place, text_BL):
+        hidden_BLD = hidden({"params": params}, text_BL)
+        last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, place - 1, 1, axis=1)
+        logits_BV = logits({"params": params}, last_B1D)[:, 0]
+        drawn_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV * sharpness)
+        next_B = jnp.where(temperature > 0, drawn_B, jnp.argmax(logits_BV, axis=-1))
+        return text_BL.at[:, place].set(next_B.astype(text_BL.dtype))
+
+    return lax.fori_loop(length, length + num_tokens, add_token, text_BL)
 
 
 def num_params(model: Llama) -> int:

@@ -8,8 +8,11 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from adloco_jax import hf
 from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import resolve_estimator
+from adloco_jax.data import Corpus, load_corpus
+from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
@@ -18,11 +21,41 @@ from adloco_jax.run.programs import Spec
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
+# What a checkpoint's weights mean depends on these; on the longest context they do not.
+_SHAPING = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width")
+_SHAPING += ("norm_eps", "rope_theta")
 
-def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
-    """The configured network as two plain functions."""
+
+def load_data(settings: Settings) -> Corpus:
+    """The configured text or tokens.
+
+    Raises:
+      ConfigError: As `load_corpus`.
+      DataError: As `load_corpus`.
+    """
+    data = settings.data
+    return load_corpus(
+        source=data.source,
+        path=data.path,
+        heldout_path=data.heldout_path,
+        text_column=data.text_column,
+        tokenizer=data.tokenizer,
+        sequence_length=data.sequence_length,
+        num_sequences=data.num_sequences,
+        heldout_frac=data.heldout_frac,
+        subset_frac=data.subset_frac,
+        num_streams=settings.ensemble.num_workers,
+        seed=settings.seed,
+        vocab_size=settings.model.vocab_size,
+        on_bad_shard=data.on_bad_shard,
+        max_bad_rows=data.max_bad_rows,
+    )
+
+
+def build_network(settings: Settings) -> Llama:
+    """The configured network."""
     model = settings.model
-    network = Llama(
+    return Llama(
         vocab_size=model.vocab_size,
         width=model.width,
         num_layers=model.num_layers,
@@ -36,10 +69,38 @@ def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
         remat=model.remat,
     )
 
+
+def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
+    """The configured network as two plain functions."""
+    network = build_network(settings)
+
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    return init_fn, next_token_loss(network, sequences_per_chunk=model.loss_chunk)
+    return init_fn, next_token_loss(network, sequences_per_chunk=settings.model.loss_chunk)
+
+
+def pretrained_params(settings: Settings) -> PyTree:
+    """The weights that `model.init_from` names, for the configured network.
+
+    Raises:
+      ConfigError: If the checkpoint is of another size, or its name leads nowhere.
+      DataError: If it cannot be used.
+    """
+    model = settings.model
+    loaded = hf.load(model.init_from)
+    faults = [
+        f"model.{name} = {getattr(model, name)}: {model.init_from} has"
+        f" {getattr(loaded.network, name)}; set --config.model.{name} to that"
+        for name in _SHAPING
+        if getattr(model, name) != getattr(loaded.network, name)
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if model.reinit_head:
+        init_fn, _ = build_model(settings)
+        return loaded.params | {"head": jax.jit(init_fn)(jax.random.key(settings.seed))["head"]}
+    return loaded.params
 
 
 def inner_transform(settings: Settings) -> optax.GradientTransformation:

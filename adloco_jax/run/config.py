@@ -43,6 +43,10 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = _knob("float32")  # compute; parameters stay float32
     remat: bool = _knob(False)  # recompute each layer in the backward pass: less memory, more time
     loss_chunk: int = _knob(0, _COUNT_OR_0)  # sequences per chunk of the cross-entropy, 0: all
+    # Folder in Hugging Face layout, or hub name, whose weights all trainers start from; the sizes
+    # above must be its own. Empty: random weights.
+    init_from: str = _knob("")
+    reinit_head: bool = _knob(False)  # with init_from: a random head, the same for all trainers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,6 +384,16 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("model.num_kv_heads", "model.num_heads"),
         lambda kv_heads, heads: heads % kv_heads == 0,
         "the key/value heads must divide the query heads; choose a divisor of num_heads",
+    ),
+    (
+        ("model.reinit_head", "model.init_from"),
+        lambda reinit_head, init_from: init_from != "" or not reinit_head,
+        "without a checkpoint every head is random; set model.init_from or leave it off",
+    ),
+    (
+        ("ensemble.init", "model.init_from"),
+        lambda init, init_from: init == "shared" or init_from == "",
+        "trainers that start from a checkpoint share it; set ensemble.init=shared",
     ),
     (
         ("data.sequence_length", "model.max_length"),

@@ -373,6 +373,14 @@ def quarantine(controller: Controller, broken: list[int]) -> tuple[list[int], li
     return survivors, workers
 
 
+def consensus_weights(controller: Controller) -> tuple[float, ...]:
+    """Each trainer's weight in the average of all: its requested batch, or 0 if it is broken."""
+    return tuple(
+        float(trainer.requested_batch_size) if trainer.broken_since is None else 0.0
+        for trainer in controller.trainers
+    )
+
+
 def is_merge_round(controller: Controller, settings: Settings) -> bool:
     """Whether trainers may merge at the end of this round."""
     merge = settings.merge

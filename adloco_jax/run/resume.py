@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
-from adloco_jax.run.config import KNOBS, Settings, validate
+from adloco_jax.run.config import KNOBS, Settings, default_config, validate
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finished_rounds, read
 
@@ -125,6 +125,8 @@ def finished(
     ledger = folder / "ledger.jsonl"
     if not ledger.exists() or finished_rounds(read(ledger)) < settings.num_rounds:
         return None
+    if not (folder / "export").exists():
+        return None
     checkpoints = folder / "checkpoints"
     rounds = list_rounds(checkpoints)
     if not rounds:
@@ -179,6 +181,30 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
         )
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def recorded_settings(workdir: Path) -> Settings:
+    """The settings of the run that a folder holds; keys of later versions are at their defaults.
+
+    Raises:
+      CheckpointError: If there is no record, or it cannot be read.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; name the folder of a run")
+    config = default_config().to_dict()
+    for key, value in _read(path).items():
+        group, _, name = key.rpartition(".")
+        if key in KNOBS and value is not None:  # null is what an unset default resolves to
+            (config[group] if group else config)[name] = _as_tuples(value)
+    try:
+        return validate(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def _as_tuples(value: object) -> object:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:

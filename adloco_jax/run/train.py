@@ -26,10 +26,10 @@ from jax import Array
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
+from adloco_jax import hf
 from adloco_jax.core.base import Ensemble, LossFn
 from adloco_jax.core.ensemble import init, reassign, take
 from adloco_jax.core.merge import merge
-from adloco_jax.data import load_corpus
 from adloco_jax.data.sources import shard_changes
 from adloco_jax.errors import (
     CheckpointError,
@@ -40,7 +40,14 @@ from adloco_jax.errors import (
 )
 from adloco_jax.run import checkpoint, evaluate
 from adloco_jax.run import controller as control
-from adloco_jax.run.build import InitFn, build_model, program_spec
+from adloco_jax.run.build import (
+    InitFn,
+    build_model,
+    build_network,
+    load_data,
+    pretrained_params,
+    program_spec,
+)
 from adloco_jax.run.checkpoint import Saved, Saver
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
@@ -121,35 +128,27 @@ def train(
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     check_workdir(workdir)
     check_config(Path(workdir), settings, accept=accept_config_change)
-    data = settings.data
-    corpus = load_corpus(
-        source=data.source,
-        path=data.path,
-        heldout_path=data.heldout_path,
-        text_column=data.text_column,
-        tokenizer=data.tokenizer,
-        sequence_length=data.sequence_length,
-        num_sequences=data.num_sequences,
-        heldout_frac=data.heldout_frac,
-        subset_frac=data.subset_frac,
-        num_streams=settings.ensemble.num_workers,
-        seed=settings.seed,
-        vocab_size=settings.model.vocab_size,
-        on_bad_shard=data.on_bad_shard,
-        max_bad_rows=data.max_bad_rows,
-    )
+    params = None
+    if settings.model.init_from and not checkpoint.list_rounds(Path(workdir) / "checkpoints"):
+        params = pretrained_params(settings)
+    corpus = load_data(settings)
     print(corpus_header(corpus))
     init_fn, loss_fn = build_model(settings)
-    return fit(
+    result = fit(
         settings,
         corpus=corpus,
         init_fn=init_fn,
         loss_fn=loss_fn,
+        params=params,
         workdir=workdir,
         command=command,
         accept_config_change=accept_config_change,
         accept_data_change=accept_data_change,
     )
+    hf.save(
+        result.params, result.workdir / "export", corpus.tokenizer, network=build_network(settings)
+    )
+    return result
 
 
 def fit(
@@ -159,6 +158,7 @@ def fit(
     init_fn: InitFn,
     loss_fn: LossFn,
     workdir: str | Path,
+    params: PyTree | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -171,6 +171,7 @@ def fit(
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
+      params: What all trainers start from, of `init_fn`'s structure; None draws it.
       command: Recorded in the ledger.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
@@ -192,7 +193,7 @@ def fit(
             with contextlib.closing(
                 _Run(settings, spec, corpus, workdir, stop, command, faults, max_batch)
             ) as run:
-                run.begin(init_fn, accept_data_change=accept_data_change)
+                run.begin(init_fn, params, accept_data_change=accept_data_change)
                 try:
                     return run.execute()
                 except (jax.errors.JaxRuntimeError, OSError) as error:
@@ -222,7 +223,7 @@ class _Run:
     max_batch: int | None  # what is left of it after an attempt that ran out of memory
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def begin(self, init_fn: InitFn, *, accept_data_change: bool) -> None:
+    def begin(self, init_fn: InitFn, params: PyTree | None, *, accept_data_change: bool) -> None:
         """Takes up the newest checkpoint, or starts from the beginning where there is none."""
         settings, folder = self.settings, self.workdir / "checkpoints"
         start_s = time.perf_counter()
@@ -278,7 +279,7 @@ class _Run:
             self.progress.note(f"going on after round {self.controller.round}")
         for line in run_header(settings, self.spec, self.controller.max_batch_size):
             self.progress.note(line)
-        self.ensemble = state.ensemble if state else self._initial_ensemble(init_fn)
+        self.ensemble = state.ensemble if state else self._initial_ensemble(init_fn, params)
 
     def close(self) -> None:
         """Ends what `begin` has started, in the reverse order."""
@@ -591,11 +592,7 @@ class _Run:
 
     def _consensus(self) -> tuple[PyTree, str]:
         """The consensus, whose held-out loss becomes the run's, and where it comes from."""
-        trainers = self.controller.trainers
-        weights = tuple(
-            float(trainer.requested_batch_size) if trainer.broken_since is None else 0.0
-            for trainer in trainers
-        )
+        weights = control.consensus_weights(self.controller)
         params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
         self.loss = self._mean_loss(params, self.heldout.report_EL)
         return params, source
@@ -715,13 +712,13 @@ class _Run:
 
     # -- start and end -----------------------------------------------------------------------
 
-    def _initial_ensemble(self, init_fn: InitFn) -> Ensemble:
+    def _initial_ensemble(self, init_fn: InitFn, params: PyTree | None) -> Ensemble:
         ensemble = self.settings.ensemble
         key = jax.random.key(self.settings.seed)
 
-        def make(key):
+        def make(key, params):
             stack = init(
-                init_fn(key),
+                init_fn(key) if params is None else params,
                 num_trainers=ensemble.num_trainers,
                 num_workers=ensemble.num_workers,
                 inner_tx=self.spec.inner_tx,
@@ -733,8 +730,8 @@ class _Run:
             return stack
 
         mesh = worker_mesh(ensemble.num_workers, 1)
-        shardings = ensemble_shardings(jax.eval_shape(make, key), mesh)
-        return jax.jit(make, out_shardings=shardings)(key)
+        shardings = ensemble_shardings(jax.eval_shape(make, key, params), mesh)
+        return jax.jit(make, out_shardings=shardings)(key, params)
 
     def _compiled(self, compiled: Compiled) -> None:
         self.ledger.write(
