@@ -1,6 +1,7 @@
 # make demo   train AdLoCo on this Python's own standard library, and draw the report
 # make test   the tests (slow ones left out; `make test-all` has them)
 # make check  lint, format and types
+# make parity  the same numbers as PyTorch's, which this installs
 # make notebook  runs notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 #
@@ -14,7 +15,7 @@ RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 
-.PHONY: demo test test-all test-core notebook check faults clean
+.PHONY: demo test test-all test-core parity notebook check faults clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -27,6 +28,10 @@ test-all: $(INSTALLED)
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q tests/core_*_test.py tests/models_*_test.py tests/data_*_test.py
+
+parity: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
+	$(RUN) -m pytest -q tests/parity_*_test.py
 
 notebook: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
