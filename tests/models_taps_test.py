@@ -9,7 +9,7 @@ import pytest
 
 from adloco_jax.core.gradstats import per_example_products
 from adloco_jax.models import Llama, next_token_loss
-from adloco_jax.models.layers import apply_gain, look_up, project
+from adloco_jax.models.layers import add_bias, add_positions, apply_gain, look_up, project
 
 SIZES = {
     "vocab_size": 13,
@@ -147,6 +147,8 @@ TOKENS_BL = [[0, 1, 2, 3, 4], [2, 2, 2, 5, 5], [1, 1, 1, 1, 1]]
 LAYERS = {
     "project": (functools.partial(project, dtype="float32"), (4, 3)),
     "apply_gain": (apply_gain, (4,)),
+    "add_bias": (add_bias, (4,)),
+    "add_positions": (add_positions, (5, 4)),
     "look_up": (take, (6, 4)),
 }
 

@@ -1,5 +1,15 @@
 """Networks as plain parameter trees; arrays in, arrays out."""
 
+from adloco_jax.models.bert import Bert, class_logits, classification_loss, classification_losses
 from adloco_jax.models.llama import Llama, next_token_loss, num_params, sequence_losses
 
-__all__ = ["Llama", "next_token_loss", "num_params", "sequence_losses"]
+__all__ = [
+    "Bert",
+    "Llama",
+    "class_logits",
+    "classification_loss",
+    "classification_losses",
+    "next_token_loss",
+    "num_params",
+    "sequence_losses",
+]

@@ -1,7 +1,8 @@
 """Layers with weights: the only places where a parameter meets an activation.
 
-Each layer does its weight arithmetic in one function of arrays (`project`, `apply_gain`,
-`look_up`), so that a statistic of the weight gradients can be taken there, whatever the network.
+Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
+`add_positions`, `look_up`), one weight each, so that a statistic of the weight gradients can be
+taken there, whatever the network.
 Parameters are float32; `dtype` is the dtype of the arithmetic.
 
 Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
@@ -27,7 +28,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-# The Hugging Face Llama's default (`initializer_range`), for embeddings and matrices alike.
+DTYPES = ("float32", "bfloat16")  # of the arithmetic
+
+# The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
 _INIT = nn.initializers.normal(stddev=0.02)
 
 
@@ -71,6 +74,28 @@ def apply_gain(
     return _tapped(_scale, _gain_norms, x_BLD, gain_D, tap_B)
 
 
+def add_bias(
+    x_BLD: Float[Array, "B L D"],
+    bias_D: Float[Array, " D"],
+    tap_B: Float[Array, " B"] | None = None,
+) -> Float[Array, "B L D"]:
+    """Adds one vector at every position, in float32; the result has the dtype of `x_BLD`."""
+    if tap_B is None:
+        return _shift(x_BLD, bias_D)
+    return _tapped(_shift, _bias_norms, x_BLD, bias_D, tap_B)
+
+
+def add_positions(
+    x_BLD: Float[Array, "B L D"],
+    table_LD: Float[Array, "L D"],
+    tap_B: Float[Array, " B"] | None = None,
+) -> Float[Array, "B L D"]:
+    """Adds each position's own vector, the same in every example, in float32."""
+    if tap_B is None:
+        return _shift_rows(x_BLD, table_LD)
+    return _tapped(_shift_rows, _position_norms, x_BLD, table_LD, tap_B)
+
+
 def look_up(
     table_VD: Float[Array, "V D"],
     tokens_BL: Int[Array, "B L"],
@@ -96,12 +121,30 @@ def _scale(x_BLD: Array, gain_D: Array) -> Array:
     return x_BLD * gain_D[None, None, :]
 
 
+def _shift(x_BLD: Array, bias_D: Array) -> Array:
+    # Float32, for the sake of the bias's gradient: a sum over all positions.
+    return (x_BLD.astype(jnp.float32) + bias_D[None, None, :]).astype(x_BLD.dtype)
+
+
+def _shift_rows(x_BLD: Array, table_LD: Array) -> Array:
+    return (x_BLD.astype(jnp.float32) + table_LD[None, :, :]).astype(x_BLD.dtype)
+
+
 def _take(tokens_BL: Array, table_VD: Array) -> Array:
     return jnp.take(table_VD, tokens_BL, axis=0, mode="fill")
 
 
 def _gain_norms(x_BLD: Array, dy_BLD: Array) -> Array:
     return jnp.sum(jnp.square(jnp.sum(x_BLD * dy_BLD, axis=1)), axis=1)
+
+
+def _bias_norms(x_BLD: Array, dy_BLD: Array) -> Array:
+    return jnp.sum(jnp.square(jnp.sum(dy_BLD.astype(jnp.float32), axis=1)), axis=1)
+
+
+def _position_norms(x_BLD: Array, dy_BLD: Array) -> Array:
+    """No position occurs twice in an example: the squares add up."""
+    return jnp.sum(jnp.square(dy_BLD.astype(jnp.float32)), axis=(1, 2))
 
 
 def _token_norms(tokens_BL: Array, dy_BLD: Array) -> Array:
@@ -160,19 +203,24 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """One matrix at every position, without bias."""
+    """One matrix at every position, and a bias if asked for."""
 
     features: int
     dtype: DTypeLike
     out_dtype: DTypeLike | None = None
+    use_bias: bool = False
 
     @nn.compact
     def __call__(
         self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
     ) -> Float[Array, "B L F"]:
-        """Applies `project`."""
+        """Applies `project`, then `add_bias`."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
-        return project(x_BLD, w_DF, tap_B, dtype=self.dtype, out_dtype=self.out_dtype)
+        y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, out_dtype=self.out_dtype)
+        if not self.use_bias:
+            return y_BLF
+        bias_F = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        return add_bias(y_BLF, bias_F, tap_B)
 
 
 class RMSNorm(nn.Module):
@@ -193,6 +241,26 @@ class RMSNorm(nn.Module):
         return apply_gain(normed_BLD, gain_D, tap_B).astype(self.dtype)
 
 
+class LayerNorm(nn.Module):
+    """Mean 0 and variance 1 over the width, then a gain and a bias; float32 inside."""
+
+    eps: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L D"]:
+        """Normalises in float32, applies `apply_gain` and `add_bias` and casts to `dtype`."""
+        gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
+        bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
+        x_BLD = x_BLD.astype(jnp.float32)
+        centred_BLD = x_BLD - jnp.mean(x_BLD, axis=-1, keepdims=True)
+        variance_BL1 = jnp.mean(jnp.square(centred_BLD), axis=-1, keepdims=True)
+        normed_BLD = centred_BLD * lax.rsqrt(variance_BL1 + self.eps)
+        return add_bias(apply_gain(normed_BLD, gain_D, tap_B), bias_D, tap_B).astype(self.dtype)
+
+
 class Embed(nn.Module):
     """One learned vector per token."""
 
@@ -207,3 +275,32 @@ class Embed(nn.Module):
         """Applies `look_up` and casts to `dtype`."""
         table_VD = self.param("embedding", _INIT, (self.vocab_size, self.width), jnp.float32)
         return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
+
+
+class Position(nn.Module):
+    """One learned vector per position, added to the activations."""
+
+    max_length: int
+
+    @nn.compact
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L D"]:
+        """Applies `add_positions` with the first L rows of the table; L is at most `max_length`."""
+        shape = (self.max_length, x_BLD.shape[-1])
+        table = self.param("embedding", _INIT, shape, jnp.float32)
+        return add_positions(x_BLD, table[: x_BLD.shape[1]], tap_B)
+
+
+class TokenType(nn.Module):
+    """One learned vector per type of token, of which the first is added at every position."""
+
+    num_types: int
+
+    @nn.compact
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
+    ) -> Float[Array, "B L D"]:
+        """Applies `add_bias`: with one type only, its vector is a bias."""
+        table = self.param("embedding", _INIT, (self.num_types, x_BLD.shape[-1]), jnp.float32)
+        return add_bias(x_BLD, table[0], tap_B)

@@ -15,9 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from adloco_jax.models.layers import Embed, Linear, RMSNorm
-
-_DTYPES = ("float32", "bfloat16")
+from adloco_jax.models.layers import DTYPES, Embed, Linear, RMSNorm
 
 
 def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
@@ -208,8 +206,8 @@ class Llama(nn.Module):
                 f"width={self.width} over num_heads={self.num_heads} gives the odd head size "
                 f"{head_size}, but rotary embeddings turn pairs of features: change either."
             )
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:

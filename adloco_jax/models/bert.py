@@ -1,0 +1,261 @@
+"""BERT for sequence classification on a plain parameter tree, and its loss.
+
+Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`, so its weights
+fit once the matrices are transposed and the layers stacked. Departures:
+
+  - There is no dropout. Per-example gradient statistics, and a run resumed bit for bit, want a loss
+    that is a function of parameters and data alone.
+  - Every token is of type 0, which is what Hugging Face takes where no types are given: a row has
+    one segment. The other types' vectors are kept for the published weights, without a gradient.
+  - PyTorch gives the vector of the padding token (id 0) no gradient. Here a padded position has
+    none, whatever its id; id 0 among the real tokens is a token like any other.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from adloco_jax.models.layers import DTYPES, Embed, LayerNorm, Linear, Position, TokenType
+
+
+class _Attention(nn.Module):
+    """Attention of every position to the real ones, head-major."""
+
+    num_heads: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> Array:
+        B, L, D = x_BLD.shape
+        H, K = self.num_heads, D // self.num_heads
+
+        def heads(name: str) -> Array:
+            y = Linear(D, self.dtype, use_bias=True, name=name)(x_BLD, tap_B)
+            return y.reshape(B, L, H, K).transpose(0, 2, 1, 3)
+
+        q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
+        scores = jnp.einsum("bhqk,bhsk->bhqs", q_BHLK, k_BHLK, preferred_element_type=jnp.float32)
+        # Hugging Face adds the least finite float instead: the same weights, zero to the last bit.
+        scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
+        y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
+        y_BLD = y_BHLK.transpose(0, 2, 1, 3).reshape(B, L, D)
+        return Linear(D, self.dtype, use_bias=True, name="out")(y_BLD, tap_B)
+
+
+class _MLP(nn.Module):
+    """Two matrices, and the exact gelu between them."""
+
+    width: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
+        up_BLF = Linear(self.width, self.dtype, use_bias=True, name="up")(x_BLD, tap_B)
+        # Float32 inside, as in PyTorch.
+        y_BLF = jax.nn.gelu(up_BLF.astype(jnp.float32), approximate=False).astype(up_BLF.dtype)
+        return Linear(x_BLD.shape[-1], self.dtype, use_bias=True, name="down")(y_BLF, tap_B)
+
+
+class _Block(nn.Module):
+    """One layer, in the form `nn.scan` wants: carry in, (carry, nothing) out."""
+
+    num_heads: int
+    mlp_width: int
+    norm_eps: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> tuple[Array, None]:
+        attention = _Attention(self.num_heads, self.dtype, name="attention")
+        mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
+        attention_norm = LayerNorm(self.norm_eps, self.dtype, name="attention_norm")
+        mlp_norm = LayerNorm(self.norm_eps, self.dtype, name="mlp_norm")
+        x_BLD = attention_norm(x_BLD + attention(x_BLD, real_BL, tap_B), tap_B)
+        return mlp_norm(x_BLD + mlp(x_BLD, tap_B), tap_B), None
+
+
+class Bert(nn.Module):
+    """Encoder and classifier: `model.apply({"params": params}, tokens_BL, lengths_B)` gives logits.
+
+    Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
+    layer. Faulty sizes raise ValueError while tracing. Lengths and ids are not checked: a length
+    outside 1..L, and a real token's id past the vocabulary, give NaN. What stands at padded
+    positions has no influence on anything. `tap_B` taps the gradient of every parameter, see
+    `models.layers`.
+
+    Attributes:
+      vocab_size: V.
+      width: D, a multiple of `num_heads`.
+      num_layers: N.
+      num_heads: H.
+      mlp_width: F.
+      max_length: Longest input in tokens, and rows of the position table.
+      num_classes: C, at least 2.
+      type_vocab_size: Rows of the token-type table, of which the first is used.
+      norm_eps: Added to the variance in every norm.
+      dtype: Dtype of the arithmetic, "float32" or "bfloat16"; the sum of the embeddings, norms,
+        biases, gelu, softmax and logits stay float32.
+      remat: Whether the backward pass keeps only each layer's input and computes the layer once
+        more. Otherwise it keeps the products with weights and recomputes what lies between them,
+        attention scores included. Neither changes parameters or results.
+
+    Source: Devlin et al. 2019.
+    """
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_width: int
+    max_length: int
+    num_classes: int
+    type_vocab_size: int = 2
+    norm_eps: float = 1e-12
+    dtype: str = "float32"
+    remat: bool = False
+
+    def setup(self) -> None:
+        """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
+        self._check()
+        # As in the Llama, where keeping everything was slower.
+        policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        layers = nn.scan(
+            nn.remat(_Block, prevent_cse=False, policy=policy),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=self.num_layers,
+        )
+        self.embed = Embed(self.vocab_size, self.width, jnp.float32)
+        self.token_type = TokenType(self.type_vocab_size)
+        self.position = Position(self.max_length)
+        self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
+        self.layers = layers(self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
+        self.pooler = Linear(self.width, self.dtype, use_bias=True)
+        self.classifier = Linear(self.num_classes, self.dtype, out_dtype=jnp.float32, use_bias=True)
+
+    def __call__(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        lengths_B: Int[Array, " B"],
+        tap_B: Float[Array, " B"] | None = None,
+    ) -> Float[Array, "B C"]:
+        """Logits of the classes, float32, from the first `lengths_B` tokens of each sequence."""
+        batch, length = tokens_BL.shape
+        if length > self.max_length:
+            raise ValueError(
+                f"tokens_BL has {length} tokens per sequence, max_length is {self.max_length}: "
+                "shorten the sequences or raise max_length."
+            )
+        if lengths_B.shape != (batch,):
+            raise ValueError(
+                f"lengths_B has shape {lengths_B.shape}, expected one length for each of the "
+                f"{batch} sequences: {(batch,)}."
+            )
+        # Of a length past L nothing is real, as of 0: a softmax over nothing is NaN.
+        lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
+        real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
+        x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)
+        x_BLD = self.position(self.token_type(x_BLD, tap_B), tap_B)
+        x_BLD, _ = self.layers(self.embed_norm(x_BLD, tap_B), real_BL, tap_B)
+        pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
+        return self.classifier(pooled_B1D, tap_B)[:, 0]
+
+    def _check(self) -> None:
+        for name in (
+            "vocab_size",
+            "width",
+            "num_layers",
+            "num_heads",
+            "mlp_width",
+            "max_length",
+            "type_vocab_size",
+        ):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={size} must be at least 1.")
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes={self.num_classes} must be at least 2.")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must divide width={self.width}: change either."
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
+
+
+def class_logits(model: Bert) -> Callable[..., Array]:
+    """Makes the function that gives each example's logits.
+
+    Args:
+      model: The network.
+
+    Returns:
+      `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label,
+      0..C-1, which is not read here; the number n of real tokens, 1..L; then the tokens, of which
+      the first n are real and the rest may be anything. `tap_B` is the gradient tap of
+      `models.layers`.
+
+    Raises:
+      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
+    """
+    logits = nn.apply(Bert.__call__, model)
+
+    def logits_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+        if rows.ndim != 2 or rows.shape[1] < 3:
+            raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
+        return logits({"params": params}, rows[:, 2:], rows[:, 1], tap_B)
+
+    return logits_fn
+
+
+def classification_losses(model: Bert) -> Callable[..., Array]:
+    """Makes the function that gives each example's cross-entropy.
+
+    Args:
+      model: The network.
+
+    Returns:
+      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example; rows and `tap_B` as
+      in `class_logits`. A label outside 0..C-1 gives NaN.
+
+    Raises:
+      ValueError: As in `class_logits`.
+    """
+    logits_fn = class_logits(model)
+
+    def losses_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+        logits_BC = logits_fn(params, rows, tap_B)
+        # A negative label would count from the last class.
+        labels_B = jnp.where(rows[:, 0] < 0, model.num_classes, rows[:, 0])
+        picked_B1 = jnp.take_along_axis(logits_BC, labels_B[:, None], axis=-1, mode="fill")
+        return jax.nn.logsumexp(logits_BC, axis=-1) - picked_B1[:, 0]
+
+    return losses_fn
+
+
+def classification_loss(model: Bert) -> Callable[..., Array]:
+    """Makes the training loss: the mean over examples of `classification_losses`.
+
+    Every example weighs the same, however many tokens it has.
+
+    Args:
+      model: The network.
+
+    Returns:
+      `loss_fn(params, rows, tap_B=None)`, float32 and scalar, in nats per example; rows and `tap_B`
+      as in `class_logits`.
+
+    Raises:
+      ValueError: As in `class_logits`.
+    """
+    losses_fn = classification_losses(model)
+
+    def loss_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+        return jnp.mean(losses_fn(params, rows, tap_B))
+
+    return loss_fn
