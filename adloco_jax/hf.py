@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,18 @@ from safetensors.numpy import save_file
 
 from adloco_jax.data.tokenizers import HUB_NAME, Tokenizer
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import Llama
 
 MAX_JSON_BYTES = 2**26  # of config.json, of an index, of a safetensors header
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Tensors that hold no parameter of ours: buffers that old versions saved.
-_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
+_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
+_HEADS = re.compile(r"(lm_head|classifier|cls)\..*")
+
+Network = Llama | Bert
+N = TypeVar("N", int, float)
 
 
 class Loaded(NamedTuple):
@@ -40,7 +45,7 @@ class Loaded(NamedTuple):
       stored_as: Types the weights were stored in, such as `("bfloat16",)`.
     """
 
-    network: Llama
+    network: Network
     params: PyTree
     stored_as: tuple[str, ...]
 
@@ -78,12 +83,59 @@ _LLAMA = (
 )
 
 
-def load(path_or_name: str | Path) -> Loaded:
-    """Reads a Llama (`LlamaForCausalLM`) from a folder in Hugging Face layout or from the hub.
+def _with_bias(path: tuple[str, ...], name: str, kind: str) -> tuple[_Tensor, _Tensor]:
+    """A matrix or gain of BERT's, and the bias beside it."""
+    weight = _Tensor((*path, kind), f"{name}.weight", transposed=kind == "kernel")
+    return weight, _Tensor((*path, "bias"), f"{name}.bias")
+
+
+_LAYER = "bert.encoder.layer.{}."
+_BERT = (
+    *(
+        _Tensor((ours, "embedding"), f"bert.embeddings.{theirs}_embeddings.weight")
+        for ours, theirs in (
+            ("embed", "word"),
+            ("position", "position"),
+            ("token_type", "token_type"),
+        )
+    ),
+    *_with_bias(("embed_norm",), "bert.embeddings.LayerNorm", "scale"),
+    *(
+        tensor
+        for name in ("query", "key", "value")
+        for tensor in _with_bias(
+            ("layers", "attention", name), f"{_LAYER}attention.self.{name}", "kernel"
+        )
+    ),
+    *_with_bias(("layers", "attention", "out"), f"{_LAYER}attention.output.dense", "kernel"),
+    *_with_bias(("layers", "attention_norm"), f"{_LAYER}attention.output.LayerNorm", "scale"),
+    *_with_bias(("layers", "mlp", "up"), f"{_LAYER}intermediate.dense", "kernel"),
+    *_with_bias(("layers", "mlp", "down"), f"{_LAYER}output.dense", "kernel"),
+    *_with_bias(("layers", "mlp_norm"), f"{_LAYER}output.LayerNorm", "scale"),
+    *_with_bias(("pooler",), "bert.pooler.dense", "kernel"),
+    *_with_bias(("classifier",), "classifier", "kernel"),
+)
+
+
+def entries(network: Network) -> tuple[_Tensor, ...]:
+    """Where each leaf of a network's parameters lies in a checkpoint."""
+    return _LLAMA if isinstance(network, Llama) else _BERT
+
+
+def head_of(network: Network) -> str:
+    """The parameters that `model.reinit_head` draws anew."""
+    return "head" if isinstance(network, Llama) else "classifier"
+
+
+def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
+    """Reads a Llama for language modelling or a BERT for sequence classification.
 
     Args:
-      path_or_name: A folder with `config.json` and `model.safetensors`, or an index and its shards;
-        else a hub name, of which what is in the cache is used without the network.
+      path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
+        an index and its shards; else a hub name, of which what is in the cache is used without the
+        network.
+      head: Whether to read the matrix to the vocabulary, or to the classes. Without, it may be
+        missing or another model's, and is left out of the parameters.
 
     Returns:
       Network, float32 weights, and what they were stored as. A tied head becomes a matrix of its
@@ -95,16 +147,23 @@ def load(path_or_name: str | Path) -> Loaded:
         missing, unexpected, misshapen, not of a float type or not finite: all of them, by name.
     """
     folder = _find(str(path_or_name))
-    config = _read_json(folder / "config.json")
-    network, is_tied = _llama(config, folder / "config.json")
+    path = folder / "config.json"
+    config = _read_json(path)
+    describe = {"llama": _llama, "bert": _bert}.get(str(config.get("model_type")))
+    if describe is None:
+        raise DataError(
+            f"{path}: model_type: have {str(config.get('model_type'))[:80]!r}, need 'llama' or"
+            " 'bert'"
+        )
+    network = describe(config, path)
     files = _tensor_files(folder)
     if network.num_layers > len(files):
-        raise DataError(
-            f"{folder}: config.json names {network.num_layers} layers, have {len(files)} tensors"
-        )
-    tree = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
-    return Loaded(network, *_read(folder, files, tree, _LLAMA, tied))
+        raise DataError(f"{path} names {network.num_layers} layers, have {len(files)} tensors")
+    tied = {}
+    if isinstance(network, Llama) and config.get("tie_word_embeddings") is True:
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    wanted = [tensor for tensor in entries(network) if head or tensor.path[0] != head_of(network)]
+    return Loaded(network, *_read(folder, files, _shapes(network), wanted, tied, head=head))
 
 
 def save(
@@ -112,7 +171,7 @@ def save(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     *,
-    network: Llama,
+    network: Network,
     dtype: str = "float32",
 ) -> None:
     """Writes a folder that `transformers` loads without a missing or unexpected key.
@@ -132,13 +191,15 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {}
-    for entry in _LLAMA:
+    for entry in entries(network):
         leaf = np.asarray(_at(params, entry.path)).astype(jnp.dtype(dtype))
         for name, place in _layers(entry.name, len(leaf)):
             array = leaf[place].T if entry.transposed else leaf[place]
             tensors[name] = np.ascontiguousarray(array)  # a view's strides would be lost
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    config = _llama_config(network, dtype, tokenizer)
+    is_llama = isinstance(network, Llama)
+    config = _llama_config(network, tokenizer) if is_llama else _bert_config(network)
+    config |= {"dtype": dtype, "torch_dtype": dtype}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save(partial)
@@ -209,79 +270,106 @@ def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return content
 
 
-# --- Llama's config.json ----------------------------------------------------------------------
+# --- config.json --------------------------------------------------------------------------------
 
-# Their key, ours; all are required but the number of key heads, which once was that of heads.
-_LLAMA_SIZES = {
+# Their key, ours.
+_SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "width",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
     "intermediate_size": "mlp_width",
     "max_position_embeddings": "max_length",
 }
 
 
-def _llama(config: Mapping, file: Path) -> tuple[Llama, bool]:
-    """The network that a `config.json` describes, and whether its head is its embedding."""
-    faults = []
+class _Config:
+    """A `config.json` that is read key by key; what is wrong with it gathers in `faults`."""
 
-    def number(key: str, kind: type, default: object = None):
-        value = config.get(key, default)
+    def __init__(self, content: Mapping, file: Path):
+        self.content, self.file, self.faults = content, file, []
+
+    def number(self, key: str, kind: type[N], default: object = None) -> N:
+        """A positive number; 1 in place of what is none."""
+        value = self.content.get(key, default)
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
         if not is_number or not 0 < value < 2**31:
-            faults.append(f"{file}: {key}: have {str(value)[:80]}, need a positive {kind.__name__}")
+            have = str(value)[:80]
+            self.faults.append(f"{self.file}: {key}: have {have}, need a positive {kind.__name__}")
             return kind(1)
         return kind(value)
 
-    if config.get("model_type") != "llama":
-        raise DataError(
-            f"{file}: model_type: have {str(config.get('model_type'))[:80]!r}, need 'llama'"
-        )
-    sizes = {
-        ours: number(
-            theirs, int, config.get("num_attention_heads") if ours == "num_kv_heads" else None
-        )
-        for theirs, ours in _LLAMA_SIZES.items()
-    }
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    def sizes(self) -> dict[str, Any]:
+        return {ours: self.number(theirs, int) for theirs, ours in _SIZES.items()}
+
+    def need(self, key: str, needed: object, have: object) -> None:
+        """What our network does not compute must be off: the weights would mean another one."""
+        if have != needed:
+            self.faults.append(f"{self.file}: {key}: have {str(have)[:80]}, need {needed}")
+
+    def checked(self, network):
+        """The network, if neither its description nor its sizes are at fault."""
+        if not self.faults:
+            try:
+                _shapes(network)
+            except (ValueError, OverflowError) as error:
+                self.faults.append(f"{self.file}: {error}")
+        if self.faults:
+            raise DataError("\n".join(self.faults))
+        return network
+
+
+def _llama(content: Mapping, file: Path) -> Llama:
+    config = _Config(content, file)
+    sizes = config.sizes()
+    # Once there were as many key heads as heads, and no key for them.
+    num_kv_heads = config.number("num_key_value_heads", int, sizes["num_heads"])
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise DataError(f"{file}: rope_parameters: have {str(rope)[:80]}, need an object or null")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    norm_eps = number("rms_norm_eps", float, 1e-6)
+    theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
+    norm_eps = config.number("rms_norm_eps", float, 1e-6)
     if not isinstance(theta, int | float) or not 1 <= theta < 1e12:
-        faults.append(f"{file}: rope_theta: have {str(theta)[:80]}, need a number of at least 1")
+        have = str(theta)[:80]
+        config.faults.append(f"{file}: rope_theta: have {have}, need a number of at least 1")
         theta = 10_000.0
     head_size = sizes["width"] // sizes["num_heads"]
-    # What our Llama does not compute must be off, or the same weights would mean another function.
-    for key, needed, have in (
-        ("hidden_act", "silu", config.get("hidden_act", "silu")),
-        ("attention_bias", False, config.get("attention_bias", False)),
-        ("mlp_bias", False, config.get("mlp_bias", False)),
-        ("rope type", "default", rope.get("rope_type", rope.get("type", "default"))),
-        ("head_dim", head_size, config.get("head_dim") or head_size),
-    ):
-        if have != needed:
-            faults.append(f"{file}: {key}: have {str(have)[:80]}, need {needed}")
-    network = Llama(norm_eps=norm_eps, rope_theta=float(theta), **sizes)
-    if not faults:
-        try:
-            jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-        except (ValueError, OverflowError) as error:
-            faults.append(f"{file}: {error}")
-    if faults:
-        raise DataError("\n".join(faults))
-    return network, config.get("tie_word_embeddings") is True
+    config.need("hidden_act", "silu", content.get("hidden_act", "silu"))
+    config.need("attention_bias", False, content.get("attention_bias", False))
+    config.need("mlp_bias", False, content.get("mlp_bias", False))
+    config.need("rope type", "default", rope.get("rope_type", rope.get("type", "default")))
+    config.need("head_dim", head_size, content.get("head_dim") or head_size)
+    return config.checked(
+        Llama(num_kv_heads=num_kv_heads, norm_eps=norm_eps, rope_theta=float(theta), **sizes)
+    )
 
 
-def _llama_config(network: Llama, dtype: str, tokenizer: Tokenizer | None) -> dict:
-    """What `transformers` 4 and 5 read: the rotary base and the type under old and new names."""
-    eot_id = None if tokenizer is None else tokenizer.eot_id
+def _bert(content: Mapping, file: Path) -> Bert:
+    config = _Config(content, file)
+    sizes = config.sizes()
+    names = content.get("id2label")
+    num_classes = len(names) if isinstance(names, dict) else config.number("num_labels", int, 2)
+    config.need("hidden_act", "gelu", content.get("hidden_act", "gelu"))
+    position = content.get("position_embedding_type", "absolute")
+    config.need("position_embedding_type", "absolute", position)
+    config.need("is_decoder", False, content.get("is_decoder", False))
+    return config.checked(
+        Bert(
+            num_classes=num_classes,
+            type_vocab_size=config.number("type_vocab_size", int, 2),
+            norm_eps=config.number("layer_norm_eps", float, 1e-12),
+            **sizes,
+        )
+    )
+
+
+def _llama_config(network: Llama, tokenizer: Tokenizer | None) -> dict:
+    """What `transformers` 4 and 5 read: the rotary base under its old and new name."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{theirs: getattr(network, ours) for theirs, ours in _LLAMA_SIZES.items()},
+        **{theirs: getattr(network, ours) for theirs, ours in _SIZES.items()},
+        "num_key_value_heads": network.num_kv_heads,
         "hidden_act": "silu",
         "rms_norm_eps": network.norm_eps,
         "rope_theta": network.rope_theta,
@@ -290,10 +378,32 @@ def _llama_config(network: Llama, dtype: str, tokenizer: Tokenizer | None) -> di
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": None,
-        "eos_token_id": eot_id,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        "eos_token_id": None if tokenizer is None else tokenizer.eot_id,
     }
+
+
+def _bert_config(network: Bert) -> dict:
+    labels = {str(label): f"LABEL_{label}" for label in range(network.num_classes)}
+    return {
+        "architectures": ["BertForSequenceClassification"],
+        "model_type": "bert",
+        **{theirs: getattr(network, ours) for theirs, ours in _SIZES.items()},
+        "type_vocab_size": network.type_vocab_size,
+        "layer_norm_eps": network.norm_eps,
+        "hidden_act": "gelu",
+        "problem_type": "single_label_classification",
+        "id2label": labels,
+        "label2id": {name: int(label) for label, name in labels.items()},
+        "hidden_dropout_prob": 0.0,  # as it was trained
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def _shapes(network: Network) -> PyTree:
+    """The parameters' shapes."""
+    tokens_BL, lengths_B = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    inputs = (tokens_BL,) if isinstance(network, Llama) else (tokens_BL, lengths_B)
+    return jax.eval_shape(network.init, jax.random.key(0), *inputs)["params"]
 
 
 # --- safetensors ------------------------------------------------------------------------------
@@ -362,10 +472,15 @@ def _read(
     folder: Path,
     files: Mapping[str, Path],
     tree: PyTree,
-    entries: tuple[_Tensor, ...],
+    entries: list[_Tensor],
     tied: Mapping[str, str],
+    *,
+    head: bool,
 ) -> tuple[PyTree, tuple[str, ...]]:
     """The float32 leaves of `tree`, and the types they were stored in; all is checked first."""
+    # Google's BERT, converted, has its norms' gains and biases under their first names.
+    stored = {re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): name for name in files}
+    files = {name: files[old] for name, old in stored.items()}
     wanted = {}
     for entry in entries:
         whole = _at(tree, entry.path).shape
@@ -374,11 +489,15 @@ def _read(
             wanted[tied.get(name, name)] = shape[::-1] if entry.transposed else shape
     faults = [f"{folder}: {name}: missing, want {wanted[name]}" for name in wanted.keys() - files]
     unknown = files.keys() - wanted.keys() - tied.keys()
-    faults += [f"{folder}: {name}: unexpected" for name in unknown if not _BUFFERS.fullmatch(name)]
+    faults += [
+        f"{folder}: {name}: unexpected"
+        for name in unknown
+        if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
+    ]
     opened = {file: safetensors.safe_open(file, framework="numpy") for file in set(files.values())}
     stored_as = set()
     for name in wanted.keys() & files:
-        tensor = opened[files[name]].get_slice(name)
+        tensor = opened[files[name]].get_slice(stored[name])
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         stored_as.add(_FLOATS.get(kind, kind))
         if shape != wanted[name]:
@@ -392,7 +511,7 @@ def _read(
         leaf = np.empty(_at(tree, entry.path).shape, np.float32)
         for name, place in _layers(entry.name, len(leaf)):
             name = tied.get(name, name)
-            array = opened[files[name]].get_tensor(name).astype(np.float32)
+            array = opened[files[name]].get_tensor(stored[name]).astype(np.float32)
             if not np.isfinite(array).all():
                 raise DataError(f"{files[name]}: {name}: not all of its numbers are finite")
             leaf[place] = array.T if entry.transposed else array

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models.llama import Llama
+from adloco_jax.models import Bert, Llama
 
 NETWORK = Llama(
     vocab_size=11, width=12, num_layers=3, num_heads=3, num_kv_heads=1, mlp_width=10, max_length=16
@@ -213,6 +213,67 @@ def test_an_older_export_is_replaced_as_a_whole(folder, params):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+# --- BERT -------------------------------------------------------------------------------------
+
+BERT = Bert(
+    vocab_size=13, width=8, num_layers=2, num_heads=2, mlp_width=12, max_length=9, num_classes=3
+)
+
+
+@pytest.fixture
+def bert(tmp_path):
+    """Drawn parameters, and the folder they were saved in."""
+    tokens_BL, lengths_B = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    shapes = jax.eval_shape(BERT.init, jax.random.key(0), tokens_BL, lengths_B)["params"]
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    hf.save(params, tmp_path / "bert", load_tokenizer("bytes"), network=BERT)
+    return params, tmp_path / "bert"
+
+
+def test_a_bert_comes_back_bit_for_bit(bert):
+    params, folder = bert
+    loaded = hf.load(folder)
+    assert loaded.network == BERT
+    assert_same(loaded.params, params)
+    names = load_file(folder / "model.safetensors")
+    assert len(names) == 3 + 2 + 2 * 16 + 4
+    assert names["bert.encoder.layer.1.output.dense.weight"].shape == (8, 12)
+
+
+def test_a_bert_without_its_head_and_with_another_models(bert):
+    params, folder = bert
+
+    def edit(tensors):
+        del tensors["classifier.weight"], tensors["classifier.bias"]
+        tensors["cls.predictions.bias"] = np.ones(3, np.float32)
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            old = name.replace("weight", "gamma").replace("bias", "beta")
+            tensors[old] = tensors.pop(name)
+
+    edit_tensors(folder, edit)
+    line = refused(folder)
+    assert "classifier.bias: missing, want (3,)" in line and "cls.predictions.bias" in line
+    loaded = hf.load(folder, head=False)
+    assert "classifier" not in loaded.params
+    assert_same(loaded.params, {name: params[name] for name in params if name != "classifier"})
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(hidden_act="relu"), "hidden_act: have relu, need gelu"),
+        (dict(position_embedding_type="relative_key"), "position_embedding_type"),
+        (dict(is_decoder=True), "is_decoder: have True"),
+        (dict(type_vocab_size=0), "type_vocab_size: have 0"),
+        (dict(id2label=..., num_labels=5), "classifier.bias: have (3,), want (5,)"),
+    ],
+)
+def test_another_bert_is_refused(bert, changes, expected):
+    edit_config(bert[1], **changes)
+    assert expected in refused(bert[1])
+
+
 # --- Checkpoints that are refused -------------------------------------------------------------
 
 
@@ -249,7 +310,10 @@ def test_a_bad_tensor_is_named(folder, edit, expected):
 
 
 BAD_CONFIGS = {
-    "architecture": (dict(model_type="mistral"), "model_type: have 'mistral', need 'llama'"),
+    "architecture": (
+        dict(model_type="mistral"),
+        "model_type: have 'mistral', need 'llama' or 'bert'",
+    ),
     "activation": (dict(hidden_act="gelu"), "hidden_act: have gelu, need silu"),
     "biases": (dict(attention_bias=True), "attention_bias: have True"),
     "rotation": (

@@ -66,7 +66,7 @@ def test_loss_and_gradients(pair):
     ours, grads = jax.value_and_grad(next_token_loss(network))(params, jnp.asarray(rows))
     assert abs(float(ours) - loss.item()) < 1e-5
     theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
-    for entry in hf._LLAMA:
+    for entry in hf.entries(network):
         leaf = np.asarray(hf._at(grads, entry.path))
         for name, place in hf._layers(entry.name, len(leaf)):
             if model.config.tie_word_embeddings and name in (
@@ -155,7 +155,7 @@ def test_one_update_of_adamw(pair):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.copy_(weights[name])
-    for entry in hf._LLAMA:
+    for entry in hf.entries(network):
         leaf = np.asarray(hf._at(ours, entry.path))
         for name, place in hf._layers(entry.name, len(leaf)):
             expected = theirs[name].T if entry.transposed else theirs[name]
