@@ -248,6 +248,19 @@ def test_remat_changes_neither_the_tree_nor_losses_nor_gradients():
     np.testing.assert_allclose(*map(flat, results), rtol=1e-3, atol=1e-6)
 
 
+def test_remat_keeps_no_product_of_the_layer():
+    def kept_mlp_arrays(model):
+        def backward(params, rows):
+            return jax.vjp(lambda p: classification_loss(model)(p, rows), params)[1]
+
+        products = (SIZES["num_layers"], BATCH * LENGTH, SIZES["mlp_width"])
+        kept = jax.eval_shape(backward, make_params(model), make_rows())
+        return sum(leaf.shape == products for leaf in jax.tree.leaves(kept))
+
+    assert kept_mlp_arrays(Bert(**SIZES)) == 1  # before bias and gelu
+    assert kept_mlp_arrays(Bert(**SIZES, remat=True)) == 0
+
+
 def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32():
     exact, rounded = Bert(**SIZES), Bert(**SIZES, dtype="bfloat16")
     params, rows, tap_B = make_params(exact), make_rows(), jnp.zeros(BATCH)
