@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adloco_jax.core.gradstats import gradient_stats, per_example_products, resolve_estimator
+from adloco_jax.core.gradstats import gradient_stats, resolve_estimator
 from adloco_jax.models import Bert, class_logits, classification_loss, classification_losses
 
 SIZES = {
@@ -58,8 +58,8 @@ def losses_of(model):
 
 
 @functools.cache
-def step_of(model):
-    return jax.jit(jax.value_and_grad(classification_loss(model)))
+def loss_of(model):
+    return jax.jit(classification_loss(model))
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def test_loss_is_the_mean_over_examples_of_the_negative_log_softmax_of_the_label
     losses_B = losses_of(model)(params, rows)
     assert losses_B.dtype == jnp.float32
     np.testing.assert_allclose(losses_B, expected_B, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(step_of(model)(params, rows)[0], expected_B.mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss_of(model)(params, rows), expected_B.mean(), rtol=1e-5)
 
 
 def test_an_untrained_model_knows_nothing():
@@ -238,27 +238,43 @@ def test_bert_base_has_109_5_million_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes_of(model))) == 109_483_778
 
 
-def test_remat_changes_neither_the_tree_nor_loss_nor_gradients():
+def test_remat_changes_neither_the_tree_nor_losses_nor_gradients():
     plain, remat = Bert(**SIZES), Bert(**SIZES, remat=True)
     assert shapes_of(plain) == shapes_of(remat)
-    (loss, grads), (other_loss, other_grads) = (
-        step_of(model)(make_params(plain), make_rows()) for model in (plain, remat)
-    )
-    np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
-    np.testing.assert_allclose(flat(grads), flat(other_grads), rtol=1e-3, atol=1e-6)
+    params, rows = make_params(plain), make_rows()
+    losses_B, other_B = (losses_of(model)(params, rows) for model in (plain, remat))
+    np.testing.assert_allclose(losses_B, other_B, rtol=1e-5, atol=1e-6)
+    results = [tapped_grad(model)(params, rows, jnp.zeros(BATCH)) for model in (plain, remat)]
+    np.testing.assert_allclose(*map(flat, results), rtol=1e-3, atol=1e-6)
+
+
+def test_remat_keeps_no_product_of_the_layer():
+    def kept_mlp_arrays(model):
+        def backward(params, rows):
+            return jax.vjp(lambda p: classification_loss(model)(p, rows), params)[1]
+
+        products = (SIZES["num_layers"], BATCH * LENGTH, SIZES["mlp_width"])
+        kept = jax.eval_shape(backward, make_params(model), make_rows())
+        return sum(leaf.shape == products for leaf in jax.tree.leaves(kept))
+
+    assert kept_mlp_arrays(Bert(**SIZES)) == 1  # before bias and gelu
+    assert kept_mlp_arrays(Bert(**SIZES, remat=True)) == 0
 
 
 def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32():
     exact, rounded = Bert(**SIZES), Bert(**SIZES, dtype="bfloat16")
-    params, rows = make_params(exact), make_rows()
-    loss, grads = step_of(rounded)(params, rows)
+    params, rows, tap_B = make_params(exact), make_rows(), jnp.zeros(BATCH)
+    results = jax.eval_shape(tapped_grad(rounded), params, rows, tap_B)
     logits_BC = jax.jit(class_logits(rounded))(params, rows)
-    dtypes = {x.dtype for x in jax.tree.leaves((shapes_of(rounded), logits_BC, loss, grads))}
+    dtypes = {x.dtype for x in jax.tree.leaves((shapes_of(rounded), logits_BC, results))}
     assert dtypes == {jnp.dtype("float32")}
-    np.testing.assert_allclose(loss, step_of(exact)(params, rows)[0], rtol=0.05)
-    program = str(jax.make_jaxpr(tapped_grad(rounded))(params, rows, jnp.zeros(BATCH)))
+    assert not (logits_BC == logits_BC.astype(jnp.bfloat16)).all()
+    np.testing.assert_allclose(
+        logits_BC, jax.jit(class_logits(exact))(params, rows), rtol=0.05, atol=0.05
+    )
+    program = str(jax.make_jaxpr(tapped_grad(rounded))(params, rows, tap_B))
     assert re.search(r":bf16\[[\d,]*\] = dot_general", program)
-    for operation in ("rsqrt", "exp", "log", "reduce_max", "reduce_sum"):
+    for operation in ("rsqrt", "exp", "log", "erfc", "reduce_max", "reduce_sum"):
         found = set(re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program))
         assert found == {"f32"}, operation
 
@@ -282,17 +298,20 @@ def test_what_stands_at_padded_positions_changes_no_bit():
 def test_a_padded_example_has_the_gradient_of_its_real_tokens_alone():
     model = Bert(**SIZES)
     params, rows, grads = make_params(model), make_rows(), plain_example_grads()
-    losses_B = losses_of(model)(params, rows)
-    for b in (0, 2):
-        assert rows[b, 1] < LENGTH
-        loss, grad = step_of(model)(params, rows[b : b + 1, : 2 + rows[b, 1]])
-        np.testing.assert_allclose(losses_B[b], loss, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(flat(grads, 1)[b], flat(grad), rtol=1e-3, atol=1e-6)
-        # Rows of the tables that no real token reads, the other token type's too, get nothing.
-        read = {"embed": rows[b, 2:], "position": np.arange(LENGTH), "token_type": np.zeros(LENGTH)}
+    b = int(np.flatnonzero((rows[:, 1] > 1) & (rows[:, 1] < LENGTH))[0])
+    loss_and_grad = jax.jit(jax.value_and_grad(classification_loss(model)))
+    loss, grad = loss_and_grad(params, rows[b : b + 1, : 2 + rows[b, 1]])
+    np.testing.assert_allclose(losses_of(model)(params, rows)[b], loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(grads, 1)[b], flat(grad), rtol=1e-3, atol=1e-6)
+
+
+def test_rows_of_the_tables_that_no_real_token_reads_have_no_gradient():
+    grads, zeros_L = plain_example_grads(), np.zeros(LENGTH, int)
+    for b, row in enumerate(make_rows()):
+        read = {"embed": row[2:], "position": np.arange(LENGTH), "token_type": zeros_L}
         for name, ids in read.items():
             used = np.abs(grads[name]["embedding"][b]).sum(axis=1) > 0
-            assert set(np.flatnonzero(used)) == set(ids[: rows[b, 1]]), name
+            assert set(np.flatnonzero(used)) == set(ids[: row[1]]), (name, b)
 
 
 @pytest.mark.parametrize(
@@ -325,15 +344,11 @@ def test_taps_are_the_squared_norms_of_per_example_gradients(remat, dtype, toler
 
 def test_forward_mode_agrees_with_per_example_gradients():
     model = Bert(**SIZES)
-    grads = flat(plain_example_grads(), axes=1)
-    mean = grads.mean(axis=0)
-    norms, length = (grads**2).sum(axis=1), np.sqrt(mean @ mean)
-    measure = functools.partial(
-        per_example_products, classification_loss(model), estimator="taps", chunk_size=3
-    )
-    norms_B, products_B = jax.jit(measure)(make_params(model), make_rows())
-    assert relative(norms_B, norms) < 1e-5
-    assert np.max(np.abs(products_B - grads @ mean) / np.sqrt(norms) / length) < 1e-5
+    params, direction, losses_fn = make_params(model), make_params(model, 1), losses_of(model)
+    forward = jax.jit(lambda p, d, rows: jax.jvp(lambda q: losses_fn(q, rows), (p,), (d,)))
+    _, slopes_B = forward(params, direction, make_rows())
+    expected_B = flat(plain_example_grads(), axes=1) @ flat(direction)
+    np.testing.assert_allclose(slopes_B, expected_B, rtol=1e-4, atol=1e-4)
 
 
 def test_every_parameter_has_one_tap_and_a_share_in_the_norms():
@@ -383,10 +398,9 @@ def test_negative_tap_leaves_out_an_example_of_nan():
 
 def test_the_loss_is_the_same_with_taps_and_plain_without():
     model = Bert(**SIZES)
-    loss_fn = classification_loss(model)
     params, rows, tap_B = make_params(model), make_rows(), jnp.zeros(BATCH)
-    assert jax.jit(loss_fn)(params, rows) == jax.jit(loss_fn)(params, rows, tap_B)
-    assert "custom_vjp" not in str(jax.make_jaxpr(loss_fn)(params, rows))
+    assert loss_of(model)(params, rows) == loss_of(model)(params, rows, tap_B)
+    assert "custom_vjp" not in str(jax.make_jaxpr(classification_loss(model))(params, rows))
 
 
 def test_gradient_statistics_by_taps_are_those_by_vmap_and_auto_takes_taps():
