@@ -30,6 +30,7 @@ ZERO_IS_ALLOWED = {
 }
 ONE_IS_REFUSED = {
     "model.vocab_size",
+    "model.num_classes",
     "model.norm_eps",
     "data.heldout_frac",
     "inner.beta1",
@@ -231,6 +232,11 @@ CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "kv heads": dict(model__num_kv_heads=3),
+    "classes of unlabelled text": dict(model__arch="bert"),
+    "no room for a text": dict(
+        model__arch="bert", data__source="jsonl", data__path="x", data__sequence_length=2
+    ),
+    "no label": dict(data__label_column=""),
     "head of no checkpoint": dict(model__reinit_head=True),
     "checkpoints apart": dict(model__init_from="x", ensemble__init="independent"),
     "context": dict(data__sequence_length=513),
@@ -285,6 +291,8 @@ def test_every_rule_has_a_contradiction():
         dict(model__vocab_size=256, data__tokenizer="tokenizer.json"),
         dict(ensemble__num_trainers=1, ensemble__num_workers=1),
         dict(batching__initial_batch_size=16),
+        dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
+        dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
         dict(data__sequence_length=512),
     ],
     ids=str,

@@ -15,7 +15,7 @@ import numpy as np
 from adloco_jax.data import packing, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import stream_rows, subset_size
-from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
 
@@ -88,6 +88,15 @@ class Corpus:
         text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
         return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
+    def describe(self) -> str:
+        """The data of a run in words, with an excerpt of what the model will see."""
+        lines = self.sample(240).splitlines()
+        return (
+            f"data: {self.num_sequences} rows of {self.rows.shape[1] - 1} tokens to train on,"
+            f" {len(self.heldout_rows)} held out; a model will see, for instance:\n"
+            + "\n".join(f"  | {line}" for line in lines)
+        )
+
 
 def load_corpus(
     *,
@@ -137,12 +146,7 @@ def load_corpus(
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
       DataError: If files are missing, damaged, or hold too little.
     """
-    encoder = load_tokenizer(tokenizer)
-    if encoder.vocab_size > vocab_size:
-        raise ConfigError(
-            f"data.tokenizer={tokenizer} has {encoder.vocab_size} ids, model.vocab_size is "
-            f"{vocab_size}: set model.vocab_size to at least {encoder.vocab_size}"
-        )
+    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
     intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
     files, heldout_files = _find_sides(source, path, heldout_path)
     where = f"data.path={path}" if path else f"data.source={source}"

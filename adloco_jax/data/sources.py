@@ -10,10 +10,13 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from adloco_jax.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
 # A shard that unpacks to more than this many times its size, and to more than a few megabytes, is
@@ -157,6 +160,40 @@ def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) 
         truncated, no valid gzip or unpacks to too much, or a line is longer than `MAX_LINE_BYTES`
         or not a JSON object with one string of text; unless it may be left out.
     """
+
+    def read(line: bytes, where: str) -> str:
+        return _text(_json_object(line, where), where, text_column)
+
+    return _jsonl(files, intake, read)
+
+
+def labelled_documents(
+    files: Sequence[Path], intake: Intake, *, text_column: str, label_column: str, num_classes: int
+) -> Iterator[tuple[str, int]]:
+    """Text and class of every JSON line that is not blank; otherwise as `jsonl_documents`.
+
+    Raises:
+      DataError: As there, and for an empty text or a label that is no whole number in
+        [0, num_classes).
+    """
+
+    def read(line: bytes, where: str) -> tuple[str, int]:
+        record = _json_object(line, where)
+        text, label = _text(record, where, text_column), record.get(label_column)
+        if not text:
+            raise DataError(f"{where}: {text_column!r} is empty")
+        if type(label) is not int or not 0 <= label < num_classes:
+            raise DataError(
+                f"{where}: {label_column!r}: have {str(label)[:40]}, need a class from 0 to "
+                f"{num_classes - 1} (model.num_classes={num_classes})"
+            )
+        return text, label
+
+    return _jsonl(files, intake, read)
+
+
+def _jsonl(files: Sequence[Path], intake: Intake, read: Callable[[bytes, str], T]) -> Iterator[T]:
+    """What `read` makes of each line; nothing of blank lines, nor where it is empty."""
     for file in files:
         if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
             raise DataError(
@@ -166,13 +203,13 @@ def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) 
         if record := intake.open(file, _check_unpacks):
             for number, line in _lines(file):
                 try:
-                    text = _json_text(line, f"{file}:{number}", text_column) if line else ""
+                    found = read(line, f"{file}:{number}") if line else None
                 except DataError as error:
                     intake.leave_out(record, error)
                     continue
-                if text:
+                if found:
                     record["rows"] += 1
-                    yield text
+                    yield found
 
 
 def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
@@ -276,7 +313,7 @@ def _read_text(file: Path) -> str:
         raise DataError(f"{file}: unreadable ({error.strerror})") from error
 
 
-def _json_text(line: bytes, where: str, text_column: str) -> str:
+def _json_object(line: bytes, where: str) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
@@ -289,6 +326,10 @@ def _json_text(line: bytes, where: str, text_column: str) -> str:
         raise DataError(f"{where}: not one JSON object per line ({error})") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: have a JSON {type(record).__name__}, need an object")
+    return record
+
+
+def _text(record: dict, where: str, text_column: str) -> str:
     if text_column not in record:
         raise DataError(
             f"{where}: no field {text_column!r} (data.text_column), have {', '.join(record)}"

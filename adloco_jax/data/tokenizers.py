@@ -33,6 +33,7 @@ class Tokenizer:
       encode_batch: Texts to one int32 array of ids each, without special tokens.
       decode: Ids to text; end of text, other special tokens and unknown ids leave no trace.
       save: Writes the files from which `transformers` makes a tokenizer of the same ids.
+      first_id: The id that opens a text to be classified, where there is one of its own.
     """
 
     vocab_size: int
@@ -41,6 +42,7 @@ class Tokenizer:
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int]], str]
     save: Callable[[Path], None]
+    first_id: int | None = None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -84,6 +86,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         raise DataError(f"data.tokenizer={name}: no such file or folder")
     return _hub_tokenizer(name)
+
+
+def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """`load_tokenizer`, for a model of that vocabulary.
+
+    Raises:
+      ConfigError: Also if the tokenizer has more ids than the model.
+    """
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={name} has {tokenizer.vocab_size} ids, model.vocab_size is "
+            f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer
 
 
 def _bytes_tokenizer() -> Tokenizer:
@@ -143,6 +160,7 @@ def _json_tokenizer(path: Path) -> Tokenizer:
         encode_batch,
         lambda ids: backend.decode([int(i) for i in ids]),
         lambda folder: _save_backend(backend, present[0], folder),
+        vocab.get("[CLS]"),
     )
 
 
@@ -288,6 +306,7 @@ def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
         encode_batch,
         decode,
         lambda folder: tokenizer.save_pretrained(str(folder)),
+        tokenizer.cls_token_id,
     )
 
 

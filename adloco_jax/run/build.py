@@ -1,5 +1,6 @@
 """From settings to functions: the network, its loss, the optimizers, what programs are made of."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,12 @@ from adloco_jax import hf
 from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.data import Corpus, load_corpus
+from adloco_jax.data.labelled import NUM_FIELDS, Labelled, load_labelled
+from adloco_jax.data.sources import Intake
+from adloco_jax.data.tokenizers import load_fitting_tokenizer
 from adloco_jax.errors import ConfigError
+from adloco_jax.hf import Network
+from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
@@ -21,19 +27,31 @@ from adloco_jax.run.programs import Spec
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
-# What a checkpoint's weights mean depends on these; on the longest context they do not.
-_SHAPING = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width")
-_SHAPING += ("norm_eps", "rope_theta")
 
-
-def load_data(settings: Settings) -> Corpus:
-    """The configured text or tokens.
+def load_data(settings: Settings) -> Corpus | Labelled:
+    """The configured text or tokens; with classes, where the network is to learn them.
 
     Raises:
       ConfigError: As `load_corpus`.
       DataError: As `load_corpus`.
     """
-    data = settings.data
+    data, model = settings.data, settings.model
+    if model.arch == "bert":
+        return load_labelled(
+            path=data.path,
+            heldout_path=data.heldout_path,
+            text_column=data.text_column,
+            label_column=data.label_column,
+            num_classes=model.num_classes,
+            tokenizer=load_fitting_tokenizer(data.tokenizer, model.vocab_size),
+            sequence_length=data.sequence_length,
+            num_sequences=data.num_sequences,
+            heldout_frac=data.heldout_frac,
+            subset_frac=data.subset_frac,
+            num_streams=settings.ensemble.num_workers,
+            seed=settings.seed,
+            intake=Intake(data.max_bad_rows, data.on_bad_shard == "skip"),
+        )
     return load_corpus(
         source=data.source,
         path=data.path,
@@ -46,15 +64,39 @@ def load_data(settings: Settings) -> Corpus:
         subset_frac=data.subset_frac,
         num_streams=settings.ensemble.num_workers,
         seed=settings.seed,
-        vocab_size=settings.model.vocab_size,
+        vocab_size=model.vocab_size,
         on_bad_shard=data.on_bad_shard,
         max_bad_rows=data.max_bad_rows,
     )
 
 
-def build_network(settings: Settings) -> Llama:
+def class_count(settings: Settings) -> int | None:
+    """Classes to tell apart, where that is what the network learns."""
+    return settings.model.num_classes if settings.model.arch == "bert" else None
+
+
+def row_length(settings: Settings) -> int:
+    """Integers in the longest row: the tokens, and a last target or the fields of `labelled`."""
+    fields = 1 if class_count(settings) is None else NUM_FIELDS
+    return settings.data.sequence_length + fields
+
+
+def build_network(settings: Settings) -> Network:
     """The configured network."""
     model = settings.model
+    if model.arch == "bert":
+        return Bert(
+            vocab_size=model.vocab_size,
+            width=model.width,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            mlp_width=model.mlp_width,
+            max_length=model.max_length,
+            num_classes=model.num_classes,
+            norm_eps=model.norm_eps,
+            dtype=model.dtype,
+            remat=model.remat,
+        )
     return Llama(
         vocab_size=model.vocab_size,
         width=model.width,
@@ -73,11 +115,17 @@ def build_network(settings: Settings) -> Llama:
 def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
     """The configured network as two plain functions."""
     network = build_network(settings)
+    tokens_BL = jnp.zeros((1, 1), jnp.int32)
+    if isinstance(network, Bert):
+        inputs, loss_fn = (tokens_BL, jnp.ones(1, jnp.int32)), classification_loss(network)
+    else:
+        chunk = settings.model.loss_chunk
+        inputs, loss_fn = (tokens_BL,), next_token_loss(network, sequences_per_chunk=chunk)
 
     def init_fn(key):
-        return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return network.init(key, *inputs)["params"]
 
-    return init_fn, next_token_loss(network, sequences_per_chunk=settings.model.loss_chunk)
+    return init_fn, loss_fn
 
 
 def pretrained_params(settings: Settings) -> PyTree:
@@ -87,20 +135,29 @@ def pretrained_params(settings: Settings) -> PyTree:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.
       DataError: If it cannot be used.
     """
-    model = settings.model
-    loaded = hf.load(model.init_from)
+    model, network = settings.model, build_network(settings)
+    loaded = hf.load(model.init_from, head=not model.reinit_head)
+    if type(loaded.network) is not type(network):
+        raise ConfigError(
+            f"model.arch = {model.arch}: {model.init_from} is a {type(loaded.network).__name__}"
+        )
+    # On these, what the weights mean does not depend.
+    free = {"name", "parent", "dtype", "remat"}
+    free |= {"max_length"} if isinstance(network, Llama) else set()
+    free |= {"num_classes"} if model.reinit_head else set()
     faults = [
-        f"model.{name} = {getattr(model, name)}: {model.init_from} has"
+        f"model.{name} = {getattr(network, name)}: {model.init_from} has"
         f" {getattr(loaded.network, name)}; set --config.model.{name} to that"
-        for name in _SHAPING
-        if getattr(model, name) != getattr(loaded.network, name)
+        for name in (field.name for field in dataclasses.fields(network))
+        if name not in free and getattr(network, name) != getattr(loaded.network, name)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    if model.reinit_head:
-        init_fn, _ = build_model(settings)
-        return loaded.params | {"head": jax.jit(init_fn)(jax.random.key(settings.seed))["head"]}
-    return loaded.params
+    if not model.reinit_head:
+        return loaded.params
+    init_fn, _ = build_model(settings)
+    head = hf.head_of(network)
+    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
 
 
 def inner_transform(settings: Settings) -> optax.GradientTransformation:
@@ -126,7 +183,13 @@ def outer_transform(settings: Settings) -> optax.GradientTransformation:
     return optax.sgd(outer.learning_rate, momentum=outer.momentum, nesterov=True)
 
 
-def program_spec(settings: Settings, init_fn: InitFn, loss_fn: LossFn, row_length: int) -> Spec:
+def program_spec(
+    settings: Settings,
+    init_fn: InitFn,
+    loss_fn: LossFn,
+    row_length: int,
+    num_classes: int | None = None,
+) -> Spec:
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
     uses_inner_products = batching.test in ("inner_product", "augmented")
@@ -137,6 +200,7 @@ def program_spec(settings: Settings, init_fn: InitFn, loss_fn: LossFn, row_lengt
         outer_tx=outer_transform(settings),
         num_micro_batches=settings.inner.steps_per_round,
         row_length=row_length,
+        sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or control.AUTO_TEST_MAX,
         estimator=resolve_estimator(
             batching.estimator, loss_fn, inner_products=uses_inner_products

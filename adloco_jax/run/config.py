@@ -30,16 +30,17 @@ def _knob(default: object, within: str = "") -> Any:
 class Model:
     """The network; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
-    arch: Literal["llama"] = _knob("llama")
+    arch: Literal["llama", "bert"] = _knob("llama")  # bert: classifies whole texts
     vocab_size: int = _knob(257, "[2, 2147483647]")  # V; bytes need 257 (256 and end of text)
     width: int = _knob(64, _COUNT)  # D
     num_layers: int = _knob(2, _COUNT)  # N
     num_heads: int = _knob(4, _COUNT)  # H, query heads
-    num_kv_heads: int = _knob(2, _COUNT)  # G, each serves num_heads / num_kv_heads query heads
+    num_kv_heads: int = _knob(2, _COUNT)  # G, each serves num_heads / num_kv_heads; llama only
     mlp_width: int = _knob(176, _COUNT)  # F
     max_length: int = _knob(512, _COUNT)  # tokens, the longest context the model is meant for
-    norm_eps: float = _knob(1e-5, "(0, 1)")  # RMSNorm
-    rope_theta: float = _knob(10_000.0, "[1, 1e9]")  # base of the rotary wavelengths
+    norm_eps: float = _knob(1e-5, "(0, 1)")  # of RMSNorm, or of bert's LayerNorm
+    rope_theta: float = _knob(10_000.0, "[1, 1e9]")  # base of the rotary wavelengths; llama only
+    num_classes: int = _knob(2, "[2, 2147483647]")  # C, bert only
     dtype: Literal["float32", "bfloat16"] = _knob("float32")  # compute; parameters stay float32
     remat: bool = _knob(False)  # recompute each layer in the backward pass: less memory, more time
     loss_chunk: int = _knob(0, _COUNT_OR_0)  # sequences per chunk of the cross-entropy, 0: all
@@ -57,6 +58,7 @@ class Data:
     path: str = _knob("")  # file, folder or glob; empty for stdlib
     heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
     text_column: str = _knob("text")  # field of a JSONL row
+    label_column: str = _knob("label")  # likewise, its class from 0 on; bert only
     tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
     sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
     num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
@@ -376,13 +378,13 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         "the heads must divide the width; choose a width that is a multiple of num_heads",
     ),
     (
-        ("model.num_heads", "model.width"),
-        lambda heads, width: width % heads != 0 or width // heads % 2 == 0,
+        ("model.arch", "model.num_heads", "model.width"),
+        lambda arch, heads, width: arch == "bert" or width % heads != 0 or width // heads % 2 == 0,
         "rotary embeddings need an even head size (width / num_heads); choose another width",
     ),
     (
-        ("model.num_kv_heads", "model.num_heads"),
-        lambda kv_heads, heads: heads % kv_heads == 0,
+        ("model.num_kv_heads", "model.num_heads", "model.arch"),
+        lambda kv_heads, heads, arch: arch == "bert" or heads % kv_heads == 0,
         "the key/value heads must divide the query heads; choose a divisor of num_heads",
     ),
     (
@@ -399,6 +401,21 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("data.sequence_length", "model.max_length"),
         lambda length, max_length: length <= max_length,
         "rows must not be longer than the model's context; lower the first or raise the second",
+    ),
+    (
+        ("model.arch", "data.source"),
+        lambda arch, source: arch != "bert" or source == "jsonl",
+        "bert classifies JSON lines of a text and a label; set data.source=jsonl",
+    ),
+    (
+        ("data.sequence_length", "model.arch"),
+        lambda length, arch: arch != "bert" or length >= 3,
+        "a text has a first and a last token of its own; set at least 3",
+    ),
+    (
+        ("data.label_column",),
+        lambda label_column: label_column != "",
+        "name the field of the class",
     ),
     (
         ("data.tokenizer", "model.vocab_size"),

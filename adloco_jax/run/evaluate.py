@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
+from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
 from adloco_jax.run.programs import Key, Programs
 
@@ -27,12 +28,24 @@ class HeldOut:
 
 
 def split_heldout(
-    rows_EL: np.ndarray, *, num_sequences: int, batch_size: int, seed: int
+    rows_EL: np.ndarray,
+    *,
+    num_sequences: int,
+    batch_size: int,
+    seed: int,
+    num_classes: int | None = None,
 ) -> HeldOut:
-    """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows."""
+    """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows.
+
+    Rows of classes are drawn in equal numbers of each, as many as there are of the rarest.
+    """
     key = np.array([seed], np.uint64)
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=key)
-    num_guard = min(MAX_GUARD_SEQUENCES, len(rows_EL) // 2)
+    if num_classes is not None:
+        order = order[balanced(rows_EL[order])]
+        num_sequences = max(num_classes, num_sequences - num_sequences % num_classes)
+    num_guard = min(MAX_GUARD_SEQUENCES, len(order) // 2)
+    num_guard -= num_guard % (num_classes or 1)
     chosen = order[num_guard : num_guard + num_sequences]
     guard, report = np.sort(order[:num_guard]), np.sort(chosen)
     return HeldOut(rows_EL[guard], rows_EL[report], batch_size)
@@ -40,6 +53,50 @@ def split_heldout(
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
     """Token-mean loss of one model over rows, nats/token; rows are weighted alike."""
+    return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
+
+
+def class_report(
+    programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
+) -> dict:
+    """How well one model tells the classes of labelled rows apart.
+
+    A row's loss under each label in turn is the negative log-probability of that class, so that the
+    program of the held-out loss also predicts.
+
+    Returns:
+      `accuracy`, the share of rows whose likeliest class is theirs, and `classes`: for each class
+      its `precision`, `recall`, `f1` (None where undefined) and `support` in rows.
+    """
+    losses_EC = np.stack(
+        [
+            _losses(programs, params, _relabelled(rows_EL, label), batch_size)
+            for label in range(num_classes)
+        ],
+        axis=1,
+    )
+    predicted_E, labels_E = np.argmin(losses_EC, axis=1), rows_EL[:, 0]
+    classes = []
+    for label in range(num_classes):
+        hits = int(np.sum((predicted_E == label) & (labels_E == label)))
+        claims, support = int(np.sum(predicted_E == label)), int(np.sum(labels_E == label))
+        classes.append(
+            {
+                "precision": hits / claims if claims else None,
+                "recall": hits / support if support else None,
+                "f1": 2 * hits / (claims + support) if claims + support else None,
+                "support": support,
+            }
+        )
+    return {"accuracy": float(np.mean(predicted_E == labels_E)), "classes": classes}
+
+
+def _relabelled(rows_EL: np.ndarray, label: int) -> np.ndarray:
+    return np.concatenate([np.full_like(rows_EL[:, :1], label), rows_EL[:, 1:]], axis=1)
+
+
+def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
+    """Each row's loss."""
     program = programs[evaluate_key(batch_size)]
     params_at, rows_at = program.input_shardings[0]
     params = jax.device_put(params, params_at)
@@ -50,7 +107,7 @@ def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_siz
         full = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
         loss_B = program(params, jax.device_put(full.astype(np.int32), rows_at))
         losses.append((loss_B, len(rows)))
-    return float(np.mean(np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])))
+    return np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])
 
 
 def evaluate_key(batch_size: int) -> Key:

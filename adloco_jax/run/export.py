@@ -1,5 +1,6 @@
 """A model out of a run's folder: the consensus, or one trainer, of any checkpoint."""
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,13 @@ from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.run import checkpoint, evaluate
 from adloco_jax.run import controller as control
-from adloco_jax.run.build import build_model, load_data, program_spec
+from adloco_jax.run.build import (
+    build_model,
+    class_count,
+    load_data,
+    program_spec,
+    row_length,
+)
 from adloco_jax.run.config import Settings
 from adloco_jax.run.controller import Controller
 from adloco_jax.run.programs import Programs, Spec, ensemble_spec, worker_mesh
@@ -61,7 +68,8 @@ def read_trained(
         have = ", ".join(map(str, reversed(rounds))) or "none"
         raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint of round {round}, have {have}")
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
-    spec = program_spec(settings, *build_model(settings), settings.data.sequence_length + 1)
+    classes = class_count(settings)
+    spec = program_spec(settings, *build_model(settings), row_length(settings), num_classes=classes)
     try:
         checkpoint.verify(path)
         controller, ensemble = _read(path, spec)
@@ -78,11 +86,13 @@ def read_trained(
         tokenizer = load_tokenizer(settings.data.tokenizer)
         return Trained(settings, params, tokenizer, controller.round, source)
     corpus = load_data(settings)
+    spec = dataclasses.replace(spec, row_length=corpus.heldout_rows.shape[1])
     heldout = evaluate.split_heldout(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
         batch_size=controller.eval_batch_size,
         seed=settings.seed,
+        num_classes=classes,
     )
     programs = Programs(spec)
     try:

@@ -5,8 +5,9 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax.data import Corpus
+from adloco_jax.data.labelled import Labelled
 from adloco_jax.run import controller as control
-from adloco_jax.run.build import build_model, program_spec
+from adloco_jax.run.build import build_model, class_count, program_spec, row_length
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.evaluate import evaluate_key
 from adloco_jax.run.programs import (
@@ -34,20 +35,18 @@ def plan(config: ConfigDict) -> str:
     """
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
-    row_length = settings.data.sequence_length + 1
-    return "\n".join(_plan_lines(settings, program_spec(settings, init_fn, loss_fn, row_length)))
+    spec = program_spec(
+        settings, init_fn, loss_fn, row_length(settings), num_classes=class_count(settings)
+    )
+    return "\n".join(_plan_lines(settings, spec))
 
 
-def corpus_header(corpus: Corpus) -> str:
+def data_header(corpus: Corpus | Labelled) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []
     lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
-    return "\n".join(lines + [""] * bool(lines)) + (
-        f"data: {corpus.num_sequences} rows of {corpus.rows.shape[1] - 1} tokens to train on,"
-        f" {len(corpus.heldout_rows)} held out; a model will see, for instance:\n"
-        + "\n".join(f"  | {line}" for line in corpus.sample(240).splitlines())
-    )
+    return "\n".join([*lines, corpus.describe()])
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
@@ -132,7 +131,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         lines.append(f"  {str(key):32} {_human(total)}")
     moved = 2 * (num_workers - num_trainers) * spec.param_bytes
     syncs = min(num_trainers, num_workers - num_trainers)
-    sequences = settings.inner.steps_per_round * num_workers * (spec.row_length - 1)
+    sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
     lines += [
         f"peak: {peak} bytes ({_human(peak)})",

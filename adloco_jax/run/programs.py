@@ -55,7 +55,8 @@ class Spec:
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
     num_micro_batches: int  # per dispatch: S
-    row_length: int  # tokens of a sequence and its last target: L + 1
+    row_length: int  # integers of a row: L + 1, the last target's; or 2 + L, class and length first
+    sequence_length: int  # L
     max_test_sequences: int  # per worker
     estimator: Estimator  # resolved: not auto
     inner_products: bool

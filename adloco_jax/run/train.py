@@ -44,6 +44,7 @@ from adloco_jax.run.build import (
     InitFn,
     build_model,
     build_network,
+    class_count,
     load_data,
     pretrained_params,
     program_spec,
@@ -54,7 +55,7 @@ from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, finished_rounds, read
-from adloco_jax.run.plan import corpus_header, devices, max_batch_size, run_header
+from adloco_jax.run.plan import data_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
     Key,
@@ -132,7 +133,7 @@ def train(
     if settings.model.init_from and not checkpoint.list_rounds(Path(workdir) / "checkpoints"):
         params = pretrained_params(settings)
     corpus = load_data(settings)
-    print(corpus_header(corpus))
+    print(data_header(corpus))
     init_fn, loss_fn = build_model(settings)
     result = fit(
         settings,
@@ -140,6 +141,7 @@ def train(
         init_fn=init_fn,
         loss_fn=loss_fn,
         params=params,
+        num_classes=class_count(settings),
         workdir=workdir,
         command=command,
         accept_config_change=accept_config_change,
@@ -159,6 +161,7 @@ def fit(
     loss_fn: LossFn,
     workdir: str | Path,
     params: PyTree | None = None,
+    num_classes: int | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -172,6 +175,8 @@ def fit(
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
       params: What all trainers start from, of `init_fn`'s structure; None draws it.
+      num_classes: Where rows begin with a class and a length (`data.labelled`): how many classes,
+        whose prediction is then evaluated too. None for rows of text.
       command: Recorded in the ledger.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
@@ -185,13 +190,15 @@ def fit(
     workdir = Path(workdir)
     check_workdir(workdir)
     check_config(workdir, settings, accept=accept_config_change)
-    spec = program_spec(settings, init_fn, loss_fn, row_length=corpus.heldout_rows.shape[1])
+    spec = program_spec(
+        settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
+    )
     failed_round, faults, max_batch = None, [], None
     with exclusive(workdir), stop_requests() as stop:
         while True:
             # All that a failed round has touched is made anew, from the newest checkpoint.
             with contextlib.closing(
-                _Run(settings, spec, corpus, workdir, stop, command, faults, max_batch)
+                _Run(settings, spec, corpus, num_classes, workdir, stop, command, faults, max_batch)
             ) as run:
                 run.begin(init_fn, params, accept_data_change=accept_data_change)
                 try:
@@ -216,6 +223,7 @@ class _Run:
     settings: Settings
     spec: Spec
     corpus: Rows
+    num_classes: int | None
     workdir: Path
     stop: threading.Event
     command: str
@@ -262,6 +270,7 @@ class _Run:
             num_sequences=settings.eval.num_sequences,
             batch_size=self.controller.eval_batch_size,
             seed=settings.seed,
+            num_classes=self.num_classes,
         )
         self.tried: set[Key] = set()  # programs that have run without exhausting the memory
         self.progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
@@ -427,7 +436,7 @@ class _Run:
         spent = control.advance(
             self.controller,
             prepared.groups,
-            sequence_length=self.spec.row_length - 1,
+            sequence_length=self.spec.sequence_length,
             param_bytes=self.spec.param_bytes,
         )
         for line, decision in zip(prepared.lines, decisions, strict=True):
@@ -569,14 +578,14 @@ class _Run:
         }
 
         def record(trainer, loss, **more):
-            with np.errstate(over="ignore"):  # not finite: null in the ledger
-                perplexity = float(np.exp(loss))
+            if self.num_classes is None:
+                with np.errstate(over="ignore"):  # not finite: null in the ledger
+                    more["perplexity"] = float(np.exp(loss))
             self.ledger.write(
                 "eval",
                 round=controller.round,
                 trainer=trainer,
                 loss=loss,
-                perplexity=perplexity,
                 **totals,
                 **more,
                 wall_s=round(time.perf_counter() - self.start_s, 3),
@@ -584,10 +593,10 @@ class _Run:
 
         for position, trainer in enumerate(controller.trainers):
             params = evaluate.trainer_params(self.ensemble, position)
-            record(trainer.id, self._mean_loss(params, report))
+            record(trainer.id, self._mean_loss(params, report), **self._class_report(params))
         hit("eval.trainers")
         params, source = self._consensus()
-        record("consensus", self.loss, source=source)
+        record("consensus", self.loss, source=source, **self._class_report(params))
         return params
 
     def _consensus(self) -> tuple[PyTree, str]:
@@ -596,6 +605,13 @@ class _Run:
         params, source = evaluate.consensus(self.ensemble, self.programs, self.heldout, weights)
         self.loss = self._mean_loss(params, self.heldout.report_EL)
         return params, source
+
+    def _class_report(self, params: PyTree) -> dict:
+        """What an evaluation of classes has beside the loss."""
+        if self.num_classes is None:
+            return {}
+        rows, size = self.heldout.report_EL, self.heldout.batch_size
+        return evaluate.class_report(self.programs, params, rows, size, self.num_classes)
 
     def _mean_loss(self, params: PyTree, rows_EL: np.ndarray) -> float:
         return evaluate.mean_loss(self.programs, params, rows_EL, self.heldout.batch_size)

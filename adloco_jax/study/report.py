@@ -145,6 +145,8 @@ def _totals(events: Sequence[dict]) -> dict[str, int | float | str | None]:
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
         "perplexity": final.get("perplexity"),
+        "accuracy": final.get("accuracy"),
+        "classes": final.get("classes"),
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
     }
@@ -180,6 +182,16 @@ def _described(totals: dict) -> list[tuple[str, str]]:
     measured = f"consensus ({totals['loss_source']}) after round {totals['loss_round']}"
     if totals["loss"] is None:
         return [*described, ("held-out loss", f"not finite, {measured}")]
+    if totals["classes"] is not None:
+        described += [
+            ("held-out loss", f"{_number(totals['loss'])} nats/example, {measured}"),
+            ("accuracy", _number(totals["accuracy"])),
+        ]
+        for label, scores in enumerate(totals["classes"]):
+            named = {name: scores[name] for name in ("precision", "recall", "f1")}
+            shown = [f"{name} {_number_or_dash(value)}" for name, value in named.items()]
+            described.append((f"class {label}", f"{', '.join(shown)}, of {scores['support']}"))
+        return described
     described += [
         ("held-out loss", f"{_number(totals['loss'])} nats/token, {measured}"),
         ("perplexity", _number(totals["perplexity"])),
@@ -192,6 +204,10 @@ def _described(totals: dict) -> list[tuple[str, str]]:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
+
+
+def _number_or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _seconds(value: float | None) -> str:
@@ -258,7 +274,8 @@ def _draw_loss(ax: Axes, events: Sequence[dict], x: Sequence[int]) -> None:
     """Held-out loss by trainer and of the consensus; before any evaluation, training loss."""
     evals = _lines(events, "eval")
     lines, field = (evals, "loss") if evals else (_lines(events, "round"), "train_loss")
-    ax.set_ylabel(f"{'held-out' if evals else 'training'} loss (nats/token)")
+    unit = "example" if any("classes" in e for e in evals) else "token"
+    ax.set_ylabel(f"{'held-out' if evals else 'training'} loss (nats/{unit})")
     if all(line[field] is None for line in lines):
         ax.text(
             0.5, 0.5, "no finite loss", ha="center", transform=ax.transAxes, backgroundcolor="white"
