@@ -170,7 +170,7 @@ COMMAND = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
 
 
 def test_killed_at_any_moment_the_same_command_ends_alike(tmp_path, tokenizer_file):
-    source = shards_in(tmp_path / "source", count=8, documents=2000)
+    source = shards_in(tmp_path / "source", count=8, documents=1200)
     command = [*COMMAND, str(source), "--tokenizer", tokenizer_file, "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -204,7 +204,7 @@ def test_a_stop_while_finishing_ends_alike(tmp_path, source, moment, monkeypatch
     wanted = request_for(source)
     prepare.prepare(wanted, tmp_path / "whole")
     stop = {
-        "sidecar written": (os, "truncate"),
+        "sidecar written": (os, "truncate"),  # called at the end alone
         "one tail cut": (prepare, "_sync"),
         "progress gone": (os, "rename"),
     }[moment]
@@ -212,8 +212,8 @@ def test_a_stop_while_finishing_ends_alike(tmp_path, source, moment, monkeypatch
 
     def broken(*arguments):
         calls.append(arguments)
-        # The progress is truncated once, and three folders synced, before the end begins.
-        if len(calls) == {"truncate": 2, "_sync": 3, "rename": 1}[stop[1]]:
+        # Two folders are synced before the end begins.
+        if len(calls) == {"truncate": 1, "_sync": 3, "rename": 1}[stop[1]]:
             raise OSError("stopped")
         return true(*arguments)
 
@@ -249,6 +249,26 @@ def test_other_arguments_are_refused_with_what_differs_and_nothing_is_overwritte
     with pytest.raises(ConfigError, match=r"files none there, part-9\.json\.gz of 4 asked for"):
         prepare.prepare(request_for(source), tmp_path / "out")
     assert content(tmp_path / "out") == whole
+
+
+def test_a_beginning_without_a_shard_binds_nobody_and_a_file_to_come_may_be_mended(
+    tmp_path, source
+):
+    damaged = source / "part-2.json.gz"
+    whole = damaged.read_bytes()
+    with pytest.raises(DataError, match="no field 'body'"):
+        prepare.prepare(request_for(source, text_column="body"), tmp_path / "out")
+    damaged.write_bytes(whole[:-5])
+    with pytest.raises(DataError, match=r"part-2\.json\.gz: damaged"):
+        prepare.prepare(request_for(source), tmp_path / "out")
+    damaged.write_bytes(whole)
+    shards_done = []
+    prepare.prepare(
+        request_for(source), tmp_path / "out", on_progress=lambda done, *_: shards_done.append(done)
+    )
+    assert shards_done[0] == 2
+    prepare.prepare(request_for(source), tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_what_is_not_ours_is_never_touched(tmp_path, source):

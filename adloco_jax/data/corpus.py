@@ -256,9 +256,10 @@ def _check_enough(rows: np.ndarray, where: str, num_streams: int, subset_frac: f
     if have_rows < num_streams:
         raise DataError(
             f"{where}: too little text: have {have_rows} rows of {rows.shape[1]} tokens for a "
-            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}), need {num_streams}, "
-            "one per worker stream; give more text, fewer workers (ensemble.num_workers), a larger "
-            "data.subset_frac or data.num_sequences, or a smaller data.sequence_length"
+            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}), need "
+            f"{num_streams}, one per worker stream; give more text, fewer workers "
+            "(ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller "
+            "data.sequence_length"
         )
 
 

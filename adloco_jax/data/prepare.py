@@ -36,8 +36,8 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
 _PROGRESS = "progress.jsonl"
-_LOCK = ".lock"
-_MIN_SHARD_BYTES = 2**20
+_LOCK, _NEW = ".lock", ".new"
+_MIN_SHARD_BYTES = 2**20  # of text files, which are small and many
 _BLOCKS_PER_PROCESS = 4  # read ahead, so that no worker waits while a new shard is looked at
 
 
@@ -133,7 +133,7 @@ def find_shards(request: Request) -> list[Shard]:
         ]
     groups: list[list[int]] = []
     for number in range(len(files)):
-        # A text file is one document, often a small one; a visit to the disk is for many.
+        # A text file is one document: a shard, with its visit to the disk, is of several.
         if request.source == "text" and groups:
             if sum(sizes[i] for i in groups[-1]) < _MIN_SHARD_BYTES:
                 groups[-1].append(number)
@@ -321,12 +321,12 @@ class _Work:
         path = self._folder / _PROGRESS
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]  # the last may be cut
-        if whole:
+        if len(whole) > 1:
             self._recall(path, whole)
-        else:
-            _write(path, [{"request": self._wanted}], mode="w")
-            _sync(self._folder)
-        os.truncate(path, sum(map(len, whole)) or path.stat().st_size)
+        start = {"request": self._wanted}
+        _write(path.with_name(_NEW), [start, *map(json.loads, whole[1:])], mode="w")
+        os.replace(path.with_name(_NEW), path)
+        _sync(self._folder)
         self._files = {}
         for name in SIDES:
             array = self._folder / f"{name}.npy"
@@ -401,19 +401,23 @@ class _Work:
             shards=self.records,
             **sides,
         )
-        unnamed = self._folder / f".{SIDECAR}"
-        _write(unnamed, [dataclasses.asdict(sidecar)], mode="w")
-        os.replace(unnamed, self._folder / SIDECAR)
+        _write(self._folder / _NEW, [dataclasses.asdict(sidecar)], mode="w")
+        os.replace(self._folder / _NEW, self._folder / SIDECAR)
         _sync(self._folder)
 
     def _recall(self, path: Path, lines: list[bytes]) -> None:
+        """Takes over what was done for the same request; files not yet read may have changed."""
         try:
             (start, *done) = map(json.loads, lines)
-            differences = _differences(start["request"], self._wanted)
-            if done:
-                self._counts = {name: list(map(int, done[-1][name])) for name in SIDES}
+            self._counts = {name: list(map(int, done[-1][name])) for name in SIDES}
             self.records = [record for line in done for record in line["records"]]
             self.done = len(done)
+            num_files = sum(len(shard.files) for shard in self._shards[: self.done])
+            there, wanted = (
+                request | {"files": request["files"][:num_files]}
+                for request in (start["request"], self._wanted)
+            )
+            differences = _differences(there, wanted)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: damaged; delete {path.parent} and start again") from error
         if differences:
@@ -490,7 +494,7 @@ def _lock(partial: Path) -> Iterator[None]:
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ConfigError(f"{partial}: in the way, and no folder; name another output")
     partial.mkdir(parents=True, exist_ok=True)
-    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, f".{SIDECAR}", _LOCK}
+    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, _NEW, _LOCK}
     if strange := sorted({entry.name for entry in partial.iterdir()} - ours):
         raise ConfigError(f"{partial}: in the way, holds {strange[0]}; name another output")
     lock = filelock.FileLock(partial / _LOCK, timeout=0)
