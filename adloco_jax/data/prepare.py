@@ -263,7 +263,12 @@ def tokenising_pool(tokenizer: str, processes: int) -> concurrent.futures.Proces
 
 def encode(texts: list[str]) -> Documents:
     """`packing.encode_chunk` with the tokenizer of this worker."""
-    return packing.encode_chunk(texts, _worker["tokenizer"])
+    return packing.encode_chunk(texts, worker_tokenizer())
+
+
+def worker_tokenizer() -> Tokenizer:
+    """The tokenizer that this process of a `tokenising_pool` has loaded."""
+    return _worker["tokenizer"]
 
 
 def blocks_of(shards: Sequence[Shard], intake: Intake) -> Iterator[list[str] | End]:
