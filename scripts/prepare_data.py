@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130
     except (OSError, MemoryError) as error:
-        print(f"out of resources: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        reason = " ".join(str(error).split())[:300]
+        print(f"out of resources: {reason}; the same command goes on", file=sys.stderr)
         return ResourceError.exit_code
     return 0
 

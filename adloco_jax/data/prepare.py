@@ -2,7 +2,7 @@
 
 Everything is built in `<folder>.partial` and renamed when whole. Tokens are appended to both arrays
 as they come, and a shard counts as done once they and its line of `progress.jsonl` are on the disk;
-a later start cuts the arrays back to the last such line and goes on from there. Memory holds a few
+a later start goes on from the last such line and writes over what came after. Memory holds a few
 blocks of documents, whatever the size of the corpus.
 """
 
@@ -344,7 +344,6 @@ class _Work:
                     "start again"
                 )
             self._files[name] = stack.enter_context(open(array, "r+b"))
-            self._files[name].truncate(size)
             self._files[name].seek(size)
 
     def append(self, documents: Documents) -> None:
