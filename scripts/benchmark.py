@@ -1,6 +1,7 @@
 """Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
 
-    python scripts/benchmark.py statistics | round | compile | trainers [--repeats N]
+    python scripts/benchmark.py statistics | round | compile | trainers | prepare | rows
+                                [--repeats N]
 
 Alternatives are timed in turn within one process, after their compilation and a first call, and
 each call is waited for; figures are medians with quartiles, ratios are of medians.
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gzip
 import io
 import json
 import os
@@ -28,6 +30,9 @@ import numpy as np
 
 import adloco_jax
 from adloco_jax.core.outer import inner_steps, start_round
+from adloco_jax.data import Corpus, load_corpus, packing
+from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
+from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run.build import build_model, inner_transform
 from adloco_jax.run.config import Settings, default_config, validate
@@ -189,6 +194,75 @@ def trainers(repeats: int) -> dict:
     return {"case": "trainers", "over_one_trainer": ratios}
 
 
+def preparation(repeats: int) -> dict:
+    """Text to a prepared folder, against the bare tokenizer on as many processes, from memory.
+
+    The text is the standard library's, thrice, as gzipped JSON lines in shards; the tokenizer a
+    byte-level BPE trained on a part of it. Either time has the start of its processes in it.
+    """
+    processes = os.cpu_count() or 1
+    texts = 3 * list(stdlib_documents())
+    result: dict = {"case": "prepare", "processes": processes}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = _train_tokenizer(texts[::60], f"{folder}/tokenizer.json")
+        size = sum(len(text.encode()) for text in texts)
+        os.mkdir(f"{folder}/shards")
+        for number in range(8):
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[number::8])
+            Path(f"{folder}/shards/{number}.json.gz").write_bytes(gzip.compress(lines.encode(), 6))
+        request = Request("jsonl", f"{folder}/shards", tokenizer=tokenizer, sequence_length=512)
+        blocks = list(packing.chunks(texts))
+        times: dict[str, list[float]] = {"bare tokenizer": [], "prepare": []}
+        for repeat in range(repeats + 1):
+            start_s = time.perf_counter()
+            with tokenising_pool(tokenizer, processes) as pool:
+                list(pool.map(_encode_bare, blocks))
+            middle_s = time.perf_counter()
+            prepare(request, f"{folder}/out{repeat}", processes=processes)
+            end_s = time.perf_counter()
+            if repeat:
+                times["bare tokenizer"].append(middle_s - start_s)
+                times["prepare"].append(end_s - middle_s)
+    report(f"{size / 1e6:.1f} MB of text", times)
+    bare, whole = (np.median(seconds) for seconds in times.values())
+    result |= {"megabytes_per_s": round(size / whole / 1e6, 2)}
+    return result | {"of_bare_tokenizer": round(float(bare / whole), 3)}
+
+
+def row_reading(repeats: int) -> dict:
+    """Rows of 512 tokens from a prepared folder's memory map, in the order of training."""
+    num_rows, result = 100_000, {"case": "rows"}
+    with tempfile.TemporaryDirectory() as folder:
+        text = "all work and no play " * 98  # 2058 bytes
+        lines = json.dumps({"text": text}) + "\n"
+        Path(f"{folder}/text.jsonl").write_text(lines * (num_rows * 513 // 2059 + 2000))
+        request = Request("jsonl", f"{folder}/text.jsonl", sequence_length=512, heldout_frac=0.01)
+        prepare(request, f"{folder}/out")
+        corpus = load_corpus(
+            source="tokens",
+            path=f"{folder}/out",
+            heldout_path="",
+            text_column="",
+            tokenizer="bytes",
+            sequence_length=512,
+            num_sequences=num_rows,
+            heldout_frac=0.01,
+            subset_frac=1.0,
+            num_streams=1,
+            seed=0,
+            vocab_size=257,
+        )
+        calls = {
+            f"batch {size}": functools.partial(_read_rows, corpus, size, num_rows)
+            for size in (64, 1024, 8192)
+        }
+        times = interleave(calls, repeats)
+        report(f"{num_rows} rows", times)
+        for name, seconds in times.items():
+            result[name] = round(num_rows / float(np.median(seconds)))
+    return result
+
+
 def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` times, taken in turn; the first turn does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -223,6 +297,29 @@ def machine() -> str:
         f"{os.cpu_count()} x {cpu}; devices {len(jax.devices())} x {', '.join(kinds)};"
         f" Python {platform.python_version()}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}"
     )
+
+
+def _train_tokenizer(texts: list[str], path: str) -> str:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=8000, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.save(path)
+    return path
+
+
+def _encode_bare(texts: list[str]) -> int:
+    return sum(len(ids) for ids in worker_tokenizer().encode_batch(texts))
+
+
+def _read_rows(corpus: Corpus, batch: int, num_rows: int) -> None:
+    for start in range(0, num_rows, batch):
+        corpus.batch(0, 0, start, batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +367,8 @@ CASES = {
     "round": round_overhead,
     "compile": compilation,
     "trainers": trainers,
+    "prepare": preparation,
+    "rows": row_reading,
 }
 
 

@@ -1,5 +1,6 @@
 """The README's Python runs as printed, and every file it names is there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PREPARE = re.search(r"^### Prepare data once\n.*?^```bash\n(.*?)^```$", README, re.M | re.S)
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -23,6 +25,21 @@ def test_readme_snippet_runs(snippet, tmp_path):
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_that_prepare_data_run(tmp_path):
+    assert PREPARE is not None
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    script = 'set -e; python() { "$PYTHON" "$@"; }\n' + PREPARE[1]
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    run = ["bash", "-c", script]
+    done = subprocess.run(
+        run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "as they were written" in done.stdout
+    assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
 
 
 def test_files_the_readme_names_exist():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adloco_jax.data import packing, sources
+from adloco_jax.data import packing, prepared, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import stream_rows, subset_size
 from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
@@ -83,10 +83,7 @@ class Corpus:
 
     def sample(self, max_chars: int) -> str:
         """The first row trainer 0 trains on, decoded: one printable line, at most `max_chars`."""
-        pieces = packing.cut_at_end_of_text(self.batch(0, 0, 0, 1)[0], self.tokenizer)
-        text = "<end of text>".join(map(self.tokenizer.decode, pieces))
-        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-        return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+        return packing.readable(self.batch(0, 0, 0, 1)[0], self.tokenizer, max_chars=max_chars)
 
     def describe(self) -> str:
         """The data of a run in words, with an excerpt of what the model will see."""
@@ -122,15 +119,18 @@ def load_corpus(
     a lone text document is cut in two instead. With `num_sequences`, reading stops soon after
     there is enough.
 
+    A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
+    stand for the arrays in the fingerprint: only sizes and shapes are looked at, not the content.
+
     Args:
       source: `stdlib`, `text`, `jsonl` or `tokens`.
-      path: File, folder or glob; `""` for `stdlib`.
+      path: File, folder or glob, or a prepared folder; `""` for `stdlib`.
       heldout_path: The same for held-out text, used whole; `""` to split what `path` holds.
       text_column: Field of a JSON line that holds the text.
       tokenizer: See `load_tokenizer`.
       sequence_length: L; rows have L+1 tokens.
       num_sequences: Upper limit on training rows, None for all.
-      heldout_frac: Share of the documents to hold out, in (0, 1).
+      heldout_frac: Share of the documents to hold out, in (0, 1); a prepared folder has its own.
       subset_frac: Share of the rows each trainer draws from, in (0, 1].
       num_streams: Worker streams that a trainer's subset is dealt into.
       seed: Decides the order of the rows.
@@ -140,18 +140,47 @@ def load_corpus(
 
     Returns:
       The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
-      disk, memory-mapped, where `heldout_path` makes a split needless.
+      disk, memory-mapped, where `heldout_path` or a prepared folder makes a split needless.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
       DataError: If files are missing, damaged, or hold too little.
     """
     encoder = load_fitting_tokenizer(tokenizer, vocab_size)
+    where = f"data.path={path}" if path else f"data.source={source}"
+    row_length = sequence_length + 1
+    if source == "tokens" and prepared.is_prepared(path):
+        if heldout_path:
+            raise ConfigError(
+                f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
+                f"{heldout_path} empty"
+            )
+        folder = Path(path).expanduser()
+        sidecar = prepared.read_sidecar(folder)
+        prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
+        rows, heldout_rows = prepared.open_rows(folder, sidecar)
+        rows = rows[:num_sequences]
+        _check_enough(rows, where, num_streams, subset_frac)
+        if len(heldout_rows) < packing.MIN_HELDOUT_ROWS or not sidecar.heldout.text_bytes:
+            raise DataError(f"{where}: too little held-out text; prepare the data again")
+        return Corpus(
+            rows=rows,
+            heldout_rows=heldout_rows,
+            tokenizer=encoder,
+            fingerprint=_prepared_fingerprint(encoder, sidecar, len(rows)),
+            shards=tuple(sidecar.shards),
+            num_documents=sidecar.train.documents,
+            num_heldout_documents=sidecar.heldout.documents,
+            num_tokens=rows.size,
+            num_dropped_tokens=sidecar.train.tokens - rows.size,
+            tokens_per_byte=sidecar.heldout.tokens / sidecar.heldout.text_bytes,
+            seed=seed,
+            num_streams=num_streams,
+            subset_frac=subset_frac,
+        )
     intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
     files, heldout_files = _find_sides(source, path, heldout_path)
-    where = f"data.path={path}" if path else f"data.source={source}"
     heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
-    row_length = sequence_length + 1
     max_tokens = None if num_sequences is None else num_sequences * row_length
 
     def read(
@@ -201,14 +230,7 @@ def load_corpus(
             f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
             "more text, a larger data.heldout_frac or a smaller data.sequence_length"
         )
-    have_rows = min(len(rows), subset_size(len(rows), subset_frac))
-    if have_rows < num_streams:
-        raise DataError(
-            f"{where}: too little text: have {have_rows} rows of {row_length} tokens for a trainer "
-            f"({len(rows)} rows in all, data.subset_frac={subset_frac}), need {num_streams}, one "
-            "per worker stream; give more text, fewer workers (ensemble.num_workers), a larger "
-            "data.subset_frac or data.num_sequences, or a smaller data.sequence_length"
-        )
+    _check_enough(rows, where, num_streams, subset_frac)
     num_heldout_bytes = packing.count_bytes(heldout, encoder)
     if not num_heldout_bytes:
         raise DataError(
@@ -230,6 +252,19 @@ def load_corpus(
         num_streams=num_streams,
         subset_frac=subset_frac,
     )
+
+
+def _check_enough(rows: np.ndarray, where: str, num_streams: int, subset_frac: float) -> None:
+    """DataError where a trainer's subset has no row for one of its streams."""
+    have_rows = min(len(rows), subset_size(len(rows), subset_frac))
+    if have_rows < num_streams:
+        raise DataError(
+            f"{where}: too little text: have {have_rows} rows of {rows.shape[1]} tokens for a "
+            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}), need "
+            f"{num_streams}, one per worker stream; give more text, fewer workers "
+            "(ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller "
+            "data.sequence_length"
+        )
 
 
 def _find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
@@ -272,3 +307,8 @@ def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
         digest.update(f"{rows.dtype.str} {rows.shape}".encode())
         digest.update(np.ascontiguousarray(rows).data)
     return digest.hexdigest()
+
+
+def _prepared_fingerprint(tokenizer: Tokenizer, sidecar: prepared.Sidecar, num_rows: int) -> str:
+    parts = (tokenizer.fingerprint, sidecar.train.sha256, num_rows, sidecar.heldout.sha256)
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()

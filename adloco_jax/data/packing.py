@@ -1,7 +1,7 @@
 """Documents to rows: tokenised, laid end to end, held out whole, cut every L+1 tokens."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -52,27 +52,41 @@ def encode_documents(
     Raises:
       DataError: If there is no text.
     """
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    end_of_text = np.array([tokenizer.eot_id], np.int32)
     min_heldout_tokens = MIN_HELDOUT_ROWS * row_length if heldout_frac else 0
     packed, lengths, num_bytes = bytearray(), [], []
     train_tokens = heldout_tokens = 0
-    for chunk in _chunks(texts):
-        ids = tokenizer.encode_batch(chunk)
-        closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
-        packed += closed.astype(dtype).tobytes()
-        new_lengths = np.array([len(document) + 1 for document in ids])
-        is_heldout = _is_heldout(len(lengths), len(ids), heldout_frac)
-        heldout_tokens += int(new_lengths[is_heldout].sum())
-        train_tokens += int(new_lengths[~is_heldout].sum())
-        lengths += new_lengths.tolist()
-        num_bytes += [len(text.encode()) for text in chunk]
+    for chunk in chunks(texts):
+        new = encode_chunk(chunk, tokenizer)
+        packed += new.tokens.tobytes()
+        mask = is_heldout(len(lengths), len(chunk), heldout_frac)
+        heldout_tokens += int(new.lengths[mask].sum())
+        train_tokens += int(new.lengths[~mask].sum())
+        lengths += new.lengths.tolist()
+        num_bytes += [] if new.num_bytes is None else new.num_bytes.tolist()
         if max_tokens is not None and train_tokens >= max_tokens:
             if heldout_tokens >= min_heldout_tokens:
                 break
     if not lengths:
         raise DataError(f"{where}: no text in it, need at least one document that is not empty")
-    return Documents(np.frombuffer(packed, dtype), np.array(lengths), np.array(num_bytes))
+    tokens = np.frombuffer(packed, id_dtype(tokenizer))
+    return Documents(tokens, np.array(lengths), np.array(num_bytes))
+
+
+def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
+    """Tokenises a few texts, one document each, in the smallest type that holds the ids."""
+    end_of_text = np.array([tokenizer.eot_id], np.int32)
+    ids = tokenizer.encode_batch(texts)
+    closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
+    return Documents(
+        closed.astype(id_dtype(tokenizer)),
+        np.array([len(document) + 1 for document in ids]),
+        np.array([len(text.encode()) for text in texts]),
+    )
+
+
+def id_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The smallest unsigned integer type that holds every id."""
+    return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
 def read_token_documents(
@@ -113,7 +127,7 @@ def split_documents(
     lengths = documents.lengths
     if len(lengths) < 2:
         raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
-    heldout = _is_heldout(0, len(lengths), heldout_frac)
+    heldout = is_heldout(0, len(lengths), heldout_frac)
     while (gap := MIN_HELDOUT_ROWS * row_length - int(lengths[heldout].sum())) > 0:
         rest = np.flatnonzero(~heldout)
         enough = rest[lengths[rest] >= gap]
@@ -125,7 +139,7 @@ def split_documents(
                 f"documents, need {MIN_HELDOUT_ROWS} rows of {row_length} tokens in documents held "
                 "out and more to train on; give more text or a smaller data.sequence_length"
             )
-    return _choose(documents, ~heldout), _choose(documents, heldout)
+    return choose(documents, ~heldout), choose(documents, heldout)
 
 
 def pack_rows(tokens: np.ndarray, row_length: int) -> np.ndarray:
@@ -148,13 +162,31 @@ def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndar
     return [piece[piece != tokenizer.eot_id] for piece in pieces]
 
 
-def _is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Which of `count` documents from number `first` on are held out, whatever comes after."""
+def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
+    """A row decoded, with the ends of documents shown: one printable line, at most `max_chars`."""
+    pieces = cut_at_end_of_text(row, tokenizer)
+    text = "<end of text>".join(map(tokenizer.decode, pieces))
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
+    """Which of `count` documents from number `first` on are held out, whatever comes after.
+
+    Args:
+      first: Number of the first in reading order, from 0.
+      count: Documents asked about.
+      heldout_frac: Share to hold out, in [0, 1).
+
+    Returns:
+      bool[count]; of the first n documents, round(n · heldout_frac) are held out.
+    """
     marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
 
 
-def _choose(documents: Documents, mask: np.ndarray) -> Documents:
+def choose(documents: Documents, mask: np.ndarray) -> Documents:
+    """The documents that a mask bool[documents] marks."""
     return Documents(
         documents.tokens[np.repeat(mask, documents.lengths)],
         documents.lengths[mask],
@@ -162,7 +194,8 @@ def _choose(documents: Documents, mask: np.ndarray) -> Documents:
     )
 
 
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in order, as many at a time as are tokenised together."""
     chunk, num_chars = [], 0
     for text in texts:
         chunk.append(text)

@@ -150,7 +150,7 @@ def _json_tokenizer(path: Path) -> Tokenizer:
     backend.encode_special_tokens = True  # "special" texts in a document are plain text
 
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     return Tokenizer(

@@ -55,14 +55,14 @@ class Data:
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
     source: Literal["stdlib", "text", "jsonl", "tokens"] = _knob("stdlib")  # stdlib: no download
-    path: str = _knob("")  # file, folder or glob; empty for stdlib
+    path: str = _knob("")  # file, folder, prepared folder or glob
     heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
     text_column: str = _knob("text")  # field of a JSONL row
     label_column: str = _knob("label")  # likewise, its class from 0 on; bert only
     tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
     sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
     num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
-    heldout_frac: float = _knob(0.05, "(0, 1)")  # of the documents; not with heldout_path
+    heldout_frac: float = _knob(0.05, "(0, 1)")  # of documents; not with heldout_path, prepared
     subset_frac: float = _knob(1.0, "(0, 1]")  # of the training rows, each trainer's own draw
     on_bad_shard: Literal["reject", "skip"] = _knob("reject")  # a damaged file, skipped whole
     max_bad_rows: int = _knob(0, _COUNT_OR_0)  # JSON lines to leave out before one is an error

@@ -1,0 +1,193 @@
+"""A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
+
+The sidecar is written last and holds the SHA-256 of both arrays, taken when they were written.
+Training goes by those hashes and by the files' exact sizes, and reads no gigabytes to start;
+`damaged_arrays` reads all.
+"""
+
+import dataclasses
+import hashlib
+import json
+import typing
+from pathlib import Path
+
+import numpy as np
+
+from adloco_jax.data.sources import open_tokens
+from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.errors import ConfigError, DataError
+
+SIDECAR = "prepared.json"
+FORMAT = 1
+SIDES = ("train", "heldout")
+_MAX_SIDECAR_BYTES = 2**28  # a million source files
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One array, and the documents it was cut from.
+
+    Attributes:
+      rows: Rows in the array.
+      documents: Documents, the last of which may end beyond the rows.
+      tokens: Tokens of these documents, end-of-text tokens and the tail in no row included.
+      text_bytes: UTF-8 bytes of these documents.
+      file_bytes: Size of the array's file.
+      sha256: Of the array's file, hex.
+    """
+
+    rows: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    file_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sidecar:
+    """What `prepared.json` says.
+
+    Attributes:
+      format: Version of this layout.
+      request: What was asked for, `prepare.Request.record()`.
+      tokenizer: The tokenizer as it was named.
+      fingerprint: The tokenizer's, see `Tokenizer`.
+      vocab_size: Largest id plus one.
+      eot_id: The id that closes a document.
+      row_length: Tokens in a row, L+1.
+      heldout_frac: Share of the documents held out.
+      train: The training rows.
+      heldout: The held-out rows.
+      shards: What was read, see `sources.Intake`.
+    """
+
+    format: int
+    request: dict
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    eot_id: int
+    row_length: int
+    heldout_frac: float
+    train: Side
+    heldout: Side
+    shards: list[dict]
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a folder has a sidecar."""
+    return (Path(path).expanduser() / SIDECAR).is_file()
+
+
+def read_sidecar(folder: Path) -> Sidecar:
+    """Reads a folder's `prepared.json`.
+
+    Raises:
+      DataError: If it is missing, damaged or of another format.
+    """
+    path = folder / SIDECAR
+    try:
+        if path.stat().st_size > _MAX_SIDECAR_BYTES:
+            raise DataError(f"{path}: larger than {_MAX_SIDECAR_BYTES} bytes, no sidecar")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: unreadable ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: damaged, no JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        version = content.get("format") if isinstance(content, dict) else None
+        raise DataError(f"{path}: format {version}, need {FORMAT}; prepare the data again")
+    sides = {n: Side(**_fields(Side, content.get(n), f"{path}: {n}")) for n in SIDES}
+    sidecar = Sidecar(**_fields(Sidecar, content | sides, str(path)))
+    if not all(isinstance(shard, dict) and "name" in shard for shard in sidecar.shards):
+        raise DataError(f"{path}: damaged, not every one of shards has a name")
+    return sidecar
+
+
+def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
+    """Memory-maps both arrays and checks size, type and shape; their content is not read.
+
+    Raises:
+      DataError: If an array is missing, no regular file of the folder, or not as described.
+    """
+    train, heldout = (_open_side(folder, name, sidecar) for name in SIDES)
+    return train, heldout
+
+
+def check_fits(
+    sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, name: str, row_length: int
+) -> None:
+    """Compares prepared rows with what the config asks for.
+
+    Args:
+      sidecar: Of the folder.
+      tokenizer: The configured one.
+      where: The key and value of the folder, for messages.
+      name: The configured tokenizer's name, for messages.
+      row_length: `data.sequence_length` plus one.
+
+    Raises:
+      ConfigError: If the tokenizer or the rows' length is another.
+    """
+    if sidecar.row_length != row_length:
+        raise ConfigError(
+            f"{where}: rows of {sidecar.row_length} tokens, need {row_length} "
+            f"(data.sequence_length={row_length - 1}); set data.sequence_length="
+            f"{sidecar.row_length - 1} or prepare the data again"
+        )
+    have = (sidecar.fingerprint, sidecar.vocab_size, sidecar.eot_id)
+    if have != (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id):
+        raise ConfigError(
+            f"{where}: made with the tokenizer {sidecar.tokenizer} ({sidecar.vocab_size} ids, "
+            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={name} has "
+            f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
+            "the one it was made with, or prepare the data again"
+        )
+
+
+def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
+    """Names of the arrays whose content is no longer what was written; reads both whole."""
+    names = []
+    for name in SIDES:
+        with open(folder / f"{name}.npy", "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != getattr(sidecar, name).sha256:
+                names.append(f"{name}.npy")
+    return names
+
+
+def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:
+    file, side = folder / f"{name}.npy", getattr(sidecar, name)
+    if not file.is_file():
+        raise DataError(f"{file}: missing; prepare the data again")
+    if file.resolve().parent != folder.resolve():
+        raise DataError(f"{file}: a link out of the folder; put the array itself there")
+    if file.stat().st_size != side.file_bytes:
+        raise DataError(
+            f"{file}: {file.stat().st_size} bytes, {SIDECAR} says {side.file_bytes}; damaged, "
+            "prepare the data again"
+        )
+    rows = open_tokens(file, row_length=sidecar.row_length)
+    expected = (side.rows, sidecar.row_length), np.min_scalar_type(max(sidecar.vocab_size - 1, 0))
+    if (rows.shape, rows.dtype) != expected:
+        raise DataError(
+            f"{file}: {rows.dtype} of shape {rows.shape}, {SIDECAR} says {expected[1]} of "
+            f"{expected[0]}; damaged, prepare the data again"
+        )
+    return rows
+
+
+def _fields(kind: type, content: object, where: str) -> dict:
+    """The fields of a flat dataclass out of JSON, each of its type; numbers are not negative."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        value = content.get(field.name) if isinstance(content, dict) else None
+        wanted = typing.get_origin(field.type) or field.type
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            sane = value >= 0 and wanted in (type(value), float)
+        else:
+            sane = not isinstance(value, bool) and type(value) is wanted
+        if not sane:
+            raise DataError(f"{where}: damaged, {field.name} is {value!r:.40}")
+        values[field.name] = value
+    return values
