@@ -415,7 +415,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (
         ("data.label_column",),
         lambda label_column: label_column != "",
-        "name the field of the class",
+        "no field for the class; name it",
     ),
     (
         ("data.tokenizer", "model.vocab_size"),
