@@ -1,6 +1,7 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
 import json
+import time
 from pathlib import Path
 
 import jax
@@ -11,12 +12,14 @@ from toy import Table, bigram_loss, corpus, init_fn, settings_of
 from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
+from adloco_jax.run import train as train_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, needed_bytes
 from adloco_jax.run.resume import check_workdir
+from adloco_jax.run.rounds import read_outcomes
 from adloco_jax.run.train import fit, train
 
 
@@ -399,3 +402,16 @@ def test_the_start_line_holds_the_whole_config(tmp_path):
     assert start["config"]["batching"]["buckets"] == [2, 4]
     assert start["num_params"] == 36
     json.dumps(start, allow_nan=False)
+
+
+def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path, monkeypatch):
+    def late(dispatched):
+        time.sleep(0.5)
+        return read_outcomes(dispatched)
+
+    monkeypatch.setattr(train_module, "read_outcomes", late)
+    alike = {"batching": {"test": "constant"}, "merge": {"policy": "none"}}
+    result = run(tmp_path / "r", settings_of(num_rounds=5, **alike))
+    events = read(result.workdir / "ledger.jsonl")
+    seconds = [e["step_s"] for e in events if e["event"] == "round" and e["trainer"] == 0]
+    assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds

@@ -8,6 +8,7 @@ import copy
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import jax
@@ -81,6 +82,7 @@ class Dispatched(NamedTuple):
     norms: list[Array]  # by group: [M], of the pseudo-gradients
     start_s: float
     stall_s: float  # waited for compilation
+    end_s: Future[float]  # when the devices were done
 
 
 def update_keys(groups: list[Group]) -> list[Key]:
@@ -167,6 +169,11 @@ def prepare(
     return Prepared(groups, parts, tested, counts_R, [lines[m] for m in sorted(lines)])
 
 
+# Waits for the devices on behalf of the host, which may not look in before the next round is under
+# way (and then blocked by it): the clock of a round is read when it ends.
+_clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
+
+
 def dispatch(
     programs: Programs, controller: Controller, ensemble: Ensemble, prepared: Prepared
 ) -> tuple[Ensemble, Dispatched]:
@@ -189,8 +196,9 @@ def dispatch(
         norms.append(norm_M)
     workers = [controller.workers_of(m) for m in range(ensemble.num_trainers)]
     stall_s = programs.stall_s - stall_s
+    end_s = _clock.submit(lambda: (jax.block_until_ready(norms), time.perf_counter())[1])
     return ensemble, Dispatched(
-        prepared.groups, workers, stats_R, measured, norms, start_s, stall_s
+        prepared.groups, workers, stats_R, measured, norms, start_s, stall_s, end_s
     )
 
 

@@ -450,7 +450,7 @@ class _Run:
     def _record(self, dispatched: Dispatched, lines: list[dict]) -> None:
         """Waits for a round, and records what came of it."""
         outcomes = read_outcomes(dispatched)
-        end_s = time.perf_counter()
+        end_s = dispatched.end_s.result()
         step_s = end_s - max(dispatched.start_s, self.last_end_s)
         self.last_end_s = end_s
         index = lines[0]["round"]
