@@ -1,0 +1,270 @@
+"""Classification: labelled rows, balanced held-out texts, scores by class, whole runs."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adloco_jax import hf
+from adloco_jax.data import sources
+from adloco_jax.data.labelled import balanced, load_labelled
+from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import evaluate
+from adloco_jax.run.config import default_config
+from adloco_jax.run.export import read_trained
+from adloco_jax.run.ledger import read
+from adloco_jax.run.train import train
+from adloco_jax.study import report
+
+
+def write(path: Path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def reviews(count: int, seed: int = 0):
+    """Ten words of noise, among which one word decides."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        words = ["".join(rng.choice(list("abcde"), 3)) for _ in range(rng.integers(2, 9))]
+        words[rng.integers(len(words))] = ("BAD", "GOOD")[number % 2]
+        yield {"text": " ".join(words), "label": number % 2}
+
+
+def load(path: str, **changes):
+    options = dict(
+        path=path,
+        heldout_path="",
+        text_column="text",
+        label_column="label",
+        num_classes=2,
+        tokenizer=load_tokenizer("bytes"),
+        sequence_length=24,
+        num_sequences=None,
+        heldout_frac=0.25,
+        subset_frac=1.0,
+        num_streams=2,
+        seed=0,
+        intake=sources.Intake(),
+    )
+    return load_labelled(**(options | changes))
+
+
+# --- Rows -------------------------------------------------------------------------------------
+
+
+def test_a_text_is_its_class_its_length_and_its_tokens(tmp_path):
+    records = [{"text": "ab", "label": n % 2} for n in range(40)] + [{"text": "x" * 50, "label": 1}]
+    data = load(write(tmp_path / "a.jsonl", records))
+    short = data.rows[0]
+    assert short[:6].tolist() == [0, 4, 256, ord("a"), ord("b"), 256] and not short[6:].any()
+    (long,) = [row for row in np.concatenate([data.rows, data.heldout_rows]) if row[1] > 4]
+    assert long.tolist() == [1, 24, 256, *[ord("x")] * 22, 256]
+    assert data.num_truncated == 1
+
+
+@pytest.mark.parametrize("longest, width", [(3, 6), (4, 6), (5, 8), (9, 12), (13, 16), (40, 24)])
+def test_rows_are_as_wide_as_the_longest_text_needs(tmp_path, longest, width):
+    records = [{"text": "x" * (longest if n == 7 else 1), "label": n % 2} for n in range(40)]
+    assert load(write(tmp_path / "a.jsonl", records)).rows.shape == (30, 2 + width)
+
+
+def test_every_text_is_held_out_or_trained_on_class_by_class(tmp_path):
+    records = [{"text": f"{n:03}", "label": int(n % 5 == 0)} for n in range(100)]
+    data = load(write(tmp_path / "a.jsonl", records))
+    tokens = [tuple(row[3:6]) for row in np.concatenate([data.rows, data.heldout_rows])]
+    assert sorted(tokens) == sorted(tuple(record["text"].encode()) for record in records)
+    assert np.bincount(data.heldout_rows[:, 0]).tolist() == [20, 5]
+
+
+def test_a_file_sorted_by_class_is_cut_short_at_random(tmp_path):
+    records = [{"text": f"{n:03}", "label": int(n >= 50)} for n in range(100)]
+    data = load(write(tmp_path / "a.jsonl", records), num_sequences=40)
+    assert len(data.rows) == 40 and 10 < np.bincount(data.rows[:, 0])[0] < 30
+
+
+def test_each_stream_sees_its_rows_once_an_epoch(tmp_path):
+    records = [{"text": f"{n:03}", "label": n % 2} for n in range(40)]
+    data = load(write(tmp_path / "a.jsonl", records))
+    seen = [tuple(row) for stream in (0, 1) for row in data.batch(1, stream, 0, 15)]
+    assert sorted(seen) == sorted(map(tuple, data.rows))
+
+
+def test_balanced_rows_take_turns_and_are_as_many(tmp_path):
+    rows = np.array([[0], [0], [2], [1], [0], [2], [1], [2], [2]])
+    assert balanced(rows).tolist() == [0, 3, 2, 1, 6, 5]
+    heldout = evaluate.split_heldout(
+        np.arange(200).reshape(100, 2) % 3, num_sequences=20, batch_size=4, seed=1, num_classes=3
+    )
+    for part in (heldout.guard_EL, heldout.report_EL):
+        counts = np.bincount(part[:, 0])
+        assert counts.min() == counts.max() > 0
+    assert len(heldout.report_EL) == 18
+
+
+BAD = {
+    "a label out of range": ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
+    "a negative label": ({"text": "x", "label": -1}, "have -1"),
+    "a label as text": ({"text": "x", "label": "pos"}, "have pos"),
+    "a label as a fraction": ({"text": "x", "label": 1.0}, "have 1.0"),
+    "a truth value": ({"text": "x", "label": True}, "have True"),
+    "no label": ({"text": "x"}, "have None"),
+    "no text": ({"text": "", "label": 1}, "'text' is empty"),
+}
+
+
+@pytest.mark.parametrize("record, expected", BAD.values(), ids=BAD)
+def test_a_bad_label_is_refused_by_line_or_left_out(tmp_path, record, expected):
+    records = [*reviews(40), record, *reviews(4)]
+    path = write(tmp_path / "a.jsonl", records)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert f"{path}:41" in str(caught.value) and expected in str(caught.value)
+    intake = sources.Intake(max_bad_rows=1)
+    load(path, intake=intake)
+    assert intake.shards[0]["bad_rows"] == 1 and intake.shards[0]["rows"] == 44
+
+
+def test_too_little_of_a_class_is_said(tmp_path):
+    with pytest.raises(DataError, match="have 40, 0 texts of classes 0 to 1"):
+        load(write(tmp_path / "a.jsonl", ({"text": "x", "label": 0} for _ in range(40))))
+    with pytest.raises(DataError, match="2 held out of the rarest class"):
+        load(write(tmp_path / "b.jsonl", reviews(16)))
+    with pytest.raises(DataError, match="no such file"):
+        load(str(tmp_path / "c.jsonl"))
+
+
+# --- Scores -----------------------------------------------------------------------------------
+
+
+def test_scores_by_class_against_counts_by_hand(monkeypatch):
+    labels = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    predicted = np.array([0, 1, 0, 1, 0, 2, 2, 1])
+    rows = np.stack([labels, predicted], axis=1)
+
+    def losses(programs, params, rows, batch_size):
+        return np.where(rows[:, 0] == rows[:, 1], 0.1, 2.0)  # likeliest: the second column
+
+    monkeypatch.setattr(evaluate, "_losses", losses)
+    scores = evaluate.class_report(None, None, rows, 4, 4)
+    assert scores["accuracy"] == 5 / 8
+    zero, one, two, three = scores["classes"]
+    assert (zero["precision"], zero["recall"], zero["support"]) == (2 / 3, 2 / 3, 3)
+    assert (one["precision"], one["recall"], one["f1"]) == (1 / 3, 1 / 2, 0.4)
+    assert (two["precision"], two["recall"], two["f1"]) == (1.0, 2 / 3, 0.8)
+    assert three == {"precision": None, "recall": None, "f1": None, "support": 0}
+
+
+# --- Runs -------------------------------------------------------------------------------------
+
+
+def bert_config(path: str):
+    config = default_config()
+    config.model.update(
+        dict(arch="bert", width=16, num_layers=1, num_heads=2, mlp_width=32, max_length=48)
+    )
+    config.model.norm_eps = 1e-12
+    config.data.update(dict(source="jsonl", path=path, sequence_length=48, heldout_frac=0.2))
+    config.ensemble.num_trainers = config.ensemble.num_workers = 2
+    config.inner.learning_rate = 3e-3
+    config.inner.weight_decay = 0.0
+    config.outer.update(dict(tx="sgd", learning_rate=1.0))
+    config.batching.update(dict(initial_batch_size=8, max_batch_size=16, buckets=(8, 16)))
+    return config
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory):
+    """A run that learns which word decides; its trainers merge at the fourth round."""
+    folder = tmp_path_factory.mktemp("classified")
+    config = bert_config(write(folder / "reviews.jsonl", reviews(600)))
+    config.num_rounds = 6
+    config.inner.steps_per_round = 40
+    config.batching.batch_cap = 32
+    config.switch.multiplier = 1
+    config.merge.every_rounds = 4
+    config.eval.num_sequences = 60
+    return train(config, folder / "r")
+
+
+def test_a_run_learns_to_tell_classes_apart(classified):
+    evals = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "eval"]
+    assert evals[-1]["accuracy"] > 0.95 and "perplexity" not in evals[-1]
+    assert evals[-1]["loss"] < 0.3 < 0.6 < evals[0]["loss"]
+    assert [scores["support"] for scores in evals[-1]["classes"]] == [30, 30]
+    assert len(classified.controller.trainers) == 1
+    rounds = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "round"]
+    assert rounds[0]["tokens"] == 40 * 8 * 48  # of one worker, padding included
+
+
+def test_its_closing_table_has_the_scores(classified):
+    table = report.closing_table(classified.workdir)
+    assert "nats/example" in table and "accuracy" in table and "class 1 " in table
+    assert "perplexity" not in table
+    report.draw(classified.workdir)
+
+
+def test_its_export_is_a_bert(classified):
+    loaded = hf.load(classified.workdir / "export")
+    assert type(loaded.network).__name__ == "Bert" and loaded.network.num_classes == 2
+    trained = read_trained(classified.workdir)
+    np.testing.assert_array_equal(
+        trained.params["classifier"]["kernel"], loaded.params["classifier"]["kernel"]
+    )
+
+
+def test_another_run_starts_from_it_with_a_fresh_classifier(classified, tmp_path):
+    config = bert_config(write(tmp_path / "reviews.jsonl", reviews(200, seed=1)))
+    config.num_rounds, config.inner.steps_per_round = 1, 1
+    config.inner.learning_rate = 1e-30
+    config.batching.test = "constant"
+    config.model.init_from, config.model.reinit_head = str(classified.workdir / "export"), True
+    params = train(config, tmp_path / "r").params
+    np.testing.assert_array_equal(
+        params["embed"]["embedding"], classified.params["embed"]["embedding"]
+    )
+    assert np.any(params["classifier"]["kernel"] != classified.params["classifier"]["kernel"])
+    config.model.max_length = 64
+    with pytest.raises(ConfigError, match="model.max_length = 64: .* has 48"):
+        train(config, tmp_path / "other")
+    config.model.arch, config.model.reinit_head = "llama", False
+    with pytest.raises(ConfigError, match="is a Bert"):
+        train(config, tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_reviews_of_films_are_told_apart_from_scratch(tmp_path, data_dir):
+    """2,000 real reviews; 360 held out, of which chance gets 0.5 +- 0.026 right."""
+    config = bert_config(str(data_dir / "sentiment" / "movie_reviews.jsonl.gz"))
+    config.num_rounds = 5
+    config.model.update(dict(vocab_size=32_000, width=32, num_heads=4, mlp_width=64))
+    config.model.max_length = config.data.sequence_length = 384
+    config.data.tokenizer = str(data_dir / "tokenizers" / "mistral-v1.model")
+    config.inner.update(dict(steps_per_round=40, learning_rate=2e-3, warmup_updates=40))
+    config.inner.clip_norm = 1.0
+    config.inner.weight_decay = 0.1
+    config.batching.batch_cap = 32
+    config.switch.multiplier = 1
+    config.merge.every_rounds = 3
+    config.eval.num_sequences = 360
+    config.eval.every_rounds = 5
+    result = train(config, tmp_path / "r")
+    events = read(result.workdir / "ledger.jsonl")
+    (last,) = [e for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
+    rounds = [e for e in events if e["event"] == "round"]
+    assert max(e["requested_batch_size"] for e in rounds) > 8
+    assert max(e["num_accum_steps"] for e in rounds) > 1
+    assert [e for e in events if e["event"] == "merge"]
+    assert last["accuracy"] > 0.6
+
+
+def test_gzipped_reviews_are_read(data_dir):
+    path = data_dir / "sentiment" / "movie_reviews.jsonl.gz"
+    data = load(str(path), sequence_length=64)
+    assert len(data.rows) == 1500 and np.bincount(data.heldout_rows[:, 0]).tolist() == [250, 250]
+    with gzip.open(path, "rt") as lines:
+        first = json.loads(next(lines))
+    assert data.rows[0][0] == first["label"]
