@@ -41,10 +41,13 @@ class Standin:
 
     def __init__(self, fail_at=None, hang=None):
         self.calls, self.opened, self.closed = [], [], 0
-        self.fail_at, self.hang = fail_at, hang
+        self.fail_at, self.hang, self.step = fail_at, hang, 0
 
     def open(self, *args, **options):
         self.opened.append((args, options))
+        if options.get("purge_step") == 0:
+            self.calls = []
+        self.step = 1 + max((step for _, _, step in self.calls if step), default=-1)
         return self
 
     def __enter__(self):
@@ -124,7 +127,7 @@ def test_trackers_are_told_the_ledgers_numbers(tmp_path, board, wandb, plain):
         assert told.closed == 1
     assert not events(tmp_path / "r", "fault")
     ((folder,), options) = board.opened[0]
-    assert folder == str(tmp_path / "r" / "tensorboard") and options["purge_step"] == 1
+    assert folder == str(tmp_path / "r" / "tensorboard") and options["purge_step"] == 0
     assert wandb.opened[0][1]["config"]["batching"]["eta"] == 0.5
 
 
@@ -211,12 +214,23 @@ def test_a_run_that_goes_on_does_so_in_the_same_place(tmp_path, board, wandb, pl
     assert run(tmp_path / "r", settings).loss == plain.loss  # finished: nothing is opened
     starts = [e["round"] for e in events(tmp_path / "r", "start")]
     assert len(starts) == 2 and starts[1] > 0
-    assert [options["purge_step"] for _, options in board.opened] == [r + 1 for r in starts]
+    assert len(board.opened) == len(wandb.opened) == 2
     first, second = (options for _, options in wandb.opened)
     assert first["id"] == second["id"] and second["resume"] == "allow"
     for told in (board, wandb):
-        steps = [step for step, _ in told.values("train_loss/trainer_0")]
-        assert steps == [e["round"] for e in events(plain.workdir, "round") if e["trainer"] == 0]
+        rounds = [e for e in events(plain.workdir, "round") if e["trainer"] == 0]
+        losses = [(e["round"], e["train_loss"]) for e in rounds]
+        assert told.values("train_loss/trainer_0") == losses
+
+
+def test_a_tracker_switched_on_late_is_told_the_run_from_its_beginning(tmp_path, board, wandb):
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", settings_of(**RUN), corpus=Signalling())
+    run(tmp_path / "r", settings_of(**RUN, **BOTH))
+    evals = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
+    for told in (board, wandb):
+        assert len(told.opened) == 1
+        assert told.values("heldout_loss/consensus") == [(e["round"], e["loss"]) for e in evals]
 
 
 def test_two_runs_have_two_ids(tmp_path, wandb):

@@ -11,7 +11,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError
@@ -65,18 +65,18 @@ def scalars(event: dict) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def tensorboard(workdir: Path, first: dict, start: dict) -> Iterator[Send]:
-    """Writes to `tensorboard/` in the run's folder.
+def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
+    """Writes to `tensorboard/` in the run's folder, whose older files it takes the place of.
 
     Args:
       workdir: The run's folder.
-      first: The `start` line that the run began with.
-      start: That of this process. What was written of the rounds after it is purged.
+      history: The ledger up to here; its last line is the `start` of this process.
     """
     from tensorboardX import SummaryWriter
 
     folder = str(workdir / "tensorboard")
-    with SummaryWriter(folder, purge_step=start["round"] + 1, flush_secs=10) as writer:
+    # All is written anew: a process that was killed took with it what it had not flushed.
+    with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
             for name, value in scalars(event).items():
@@ -88,30 +88,33 @@ def tensorboard(workdir: Path, first: dict, start: dict) -> Iterator[Send]:
 
 
 @contextlib.contextmanager
-def wandb(workdir: Path, first: dict, start: dict) -> Iterator[Send]:
+def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """Sends to Weights & Biases, or with `WANDB_MODE=offline` to `wandb/` in the run's folder.
 
-    A run that goes on does so under the id of its first `start` line. W&B ignores steps that it has
-    already, so that rounds that are run again stand as they were sent first.
+    A run's id is a hash of the first `start` line in its ledger, so that a run that goes on does so
+    in the same W&B run. The steps that this has already are not sent again: W&B takes none back.
 
     Args:
       workdir: The run's folder.
-      first: The `start` line that the run began with.
-      start: That of this process.
+      history: The ledger up to here; its last line is the `start` of this process.
     """
     import wandb
 
+    first = next(event for event in history if event["event"] == "start")
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", "adloco-jax"),
         id=hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
-        name=start["run"],
-        config=start["config"],
+        name=first["run"],
+        config=history[-1]["config"],
         dir=str(workdir),
         resume="allow",
         settings=wandb.Settings(console="off"),
     ) as run:
+        first_step = run.step
 
         def send(event):
+            if event.get("round", 0) < first_step:
+                return
             if numbers := scalars(event):
                 run.log(numbers, step=event["round"])
             if event["event"] in _TOLD_AS_TEXT:
@@ -144,17 +147,21 @@ class Trackers:
     """Passes ledger lines on to the trackers that a config asks for."""
 
     def __init__(
-        self, log: Log, workdir: Path, first: dict | None, on_fault: Callable[[str, int, str], None]
+        self,
+        log: Log,
+        workdir: Path,
+        history: Sequence[dict],
+        on_fault: Callable[[str, int, str], None],
     ):
         """Starts a thread per tracker, which opens it when a `start` line comes.
 
         Args:
           log: Which trackers.
           workdir: The run's folder.
-          first: The `start` line that the run began with; None for a new run.
+          history: The ledger of a run that goes on, told anew to each tracker.
           on_fault: Told of a tracker that is dropped: its name, the round, the cause.
         """
-        self._workdir, self._first, self._on_fault = workdir, first, on_fault
+        self._workdir, self._history, self._on_fault = workdir, history, on_fault
         self._queues: dict[str, queue.SimpleQueue] = {}
         self._threads: dict[str, threading.Thread] = {}
         for name in _TRACKERS:
@@ -188,8 +195,10 @@ class Trackers:
                 for event in iter(self._queues[name].get, None):
                     at_round = event.get("round", at_round)
                     if event["event"] == "start":
-                        tracker = _TRACKERS[name][1](self._workdir, self._first or event, event)
-                        send = stack.enter_context(tracker)
+                        history = [*self._history, event]
+                        send = stack.enter_context(_TRACKERS[name][1](self._workdir, history))
+                        for line in self._history:
+                            send(line)
                     if send:
                         send(event)
         # What foreign code raises is not ours to know, and no reason to stop training.

@@ -255,8 +255,8 @@ class _Run:
             self.workdir, settings, versions=_versions(), data_fingerprint=self.corpus.fingerprint
         )
         cut(path, host["ledger"])
-        first = next((event for event in events if event["event"] == "start"), None)
-        trackers = Trackers(settings.log, self.workdir, first, self._drop_tracker)
+        kept = read(path) if path.exists() else []
+        trackers = Trackers(settings.log, self.workdir, kept, self._drop_tracker)
         self.ledger = self.exit.enter_context(Ledger(path, trackers))
         self.exit.callback(trackers.close)
         self.saver = Saver(folder, keep=settings.checkpoint.keep, on_saved=self._saved)
