@@ -132,6 +132,7 @@ def test_lines_two_runs_share_leave_out_clocks_and_compilations():
         {"event": "checkpoint", "round": 1},
         {"event": "merge", "round": 1, "members": [0, 1]},
         {"event": "eval", "round": 1, "loss": 2.0, "wall_s": 9.0},
+        {"event": "memory", "round": 1, "host_peak_bytes": 5},
         {"event": "end", "wall_s": 9.0},
     ]
     assert deterministic_lines(events) == [

@@ -47,6 +47,7 @@ def write_run(
     start=True,
     end=True,
     no_loss=(),
+    memory=True,
     command="python -m adloco_jax.main --config configs/quickstart.py --set x='$a_$'",
 ):
     """Writes the lines of a run; `no_loss` are the rounds whose losses are not finite."""
@@ -70,7 +71,14 @@ def write_run(
                 buckets=[2, 4, 8],
             )
         for cache, seconds in (("miss", 1.5), ("miss", 2.25), ("hit", 0.25)):
-            ledger.write("compile", key="k", seconds=seconds, cache=cache, where="foreground")
+            ledger.write(
+                "compile",
+                key="k",
+                seconds=seconds,
+                cache=cache,
+                where="foreground",
+                needed_bytes=int(seconds * 2**30) if memory else None,
+            )
         tokens_total = syncs_total = bytes_total = updates_total = 0
         for number, lines in itertools.groupby(rounds, key=lambda row: row[0]):
             losses = {}
@@ -148,6 +156,13 @@ def write_run(
                     barrier=0.95,
                     action="keep",
                 )
+        for peak in (2, 3) if memory else ():
+            ledger.write(
+                "memory",
+                round=last,
+                host_peak_bytes=peak * 2**29,
+                device_peak_bytes=[None, peak * 2**30, 2**30],
+            )
         if end:
             ledger.write(
                 "end",
@@ -179,6 +194,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "merges          1, 1 refused",
         "batch growths   6, accumulating from round 4",
         "programs        3 compiled in 4.0 s, 1 of them from the cache",
+        "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",
         "held-out loss   2.0000 nats/token, consensus (best) after round 6",
         "perplexity      7.3891",  # e squared
@@ -186,6 +202,12 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "bits per byte   0.7213",  # over ln 2
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_memory_that_nobody_measured_is_not_made_up(tmp_path):
+    write_run(tmp_path, memory=False)
+    assert "memory          -\n" in report.closing_table(tmp_path)
+    assert "Memory" not in report._figure(read(tmp_path / "ledger.jsonl")).get_supxlabel()
 
 
 def test_columns_of_the_table_are_flush(tmp_path):
@@ -372,6 +394,7 @@ def test_an_evaluation_whose_round_is_not_on_record_yet_can_be_drawn(tmp_path):
 def test_the_caption_names_the_run_and_its_command_word_for_word(tmp_path):
     caption = report._figure(read(write_run(tmp_path) / "ledger.jsonl")).get_supxlabel()
     assert caption.startswith("Run quickstart.")
+    assert "Memory: host 1.5 GiB peak, device 3 GiB peak" in caption.replace("\n", " ")
     assert re.search(r"^Command: python -m .* x='\$a_\$'$", caption, re.MULTILINE)
 
 

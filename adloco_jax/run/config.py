@@ -177,9 +177,11 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What the terminal shows."""
+    """What the terminal shows, and who else is told; see `adloco_jax.run.trackers`."""
 
-    every_rounds: int = _knob(1, _COUNT)
+    every_rounds: int = _knob(1, _COUNT)  # of the terminal alone
+    tensorboard: bool = _knob(False)  # to tensorboard/ in the run's folder; an extra
+    wandb: bool = _knob(False)  # Weights & Biases; an extra
 
 
 @dataclasses.dataclass(frozen=True)

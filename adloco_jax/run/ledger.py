@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -30,13 +30,20 @@ START = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # of an empty ledg
 class Ledger:
     """Appends events to a JSONL file; each is on disk (in the kernel) when `write` returns."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        on_write: Callable[[dict], None] = lambda line: None,
+    ):
         """Opens `path` for appending, creating it if need be.
 
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
+          on_write: Told of each line once it is on disk, in the file's order; must not wait, nor
+            write a line of its own.
         """
         self._path = Path(path)
+        self._on_write = on_write
         _mend(self._path)
         with _write_errors(self._path):
             self._file = open(path, "ab", buffering=0)
@@ -63,14 +70,16 @@ class Ledger:
         for name, value in fields.items():
             line[name] = _plain(value, where=f"{event}.{name}")
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
-        with self._lock, _write_errors(self._path):
-            hit("ledger.write")
-            rest = memoryview(text)
-            while rest:  # a full disk takes a part first, and then raises
-                rest = rest[self._file.write(rest) :]
-            hit("ledger.written")
-            self._hash.update(text)
-            self._num_bytes += len(text)
+        with self._lock:
+            with _write_errors(self._path):
+                hit("ledger.write")
+                rest = memoryview(text)
+                while rest:  # a full disk takes a part first, and then raises
+                    rest = rest[self._file.write(rest) :]
+                hit("ledger.written")
+                self._hash.update(text)
+                self._num_bytes += len(text)
+            self._on_write(line)
 
     def position(self) -> dict:
         """Where the ledger stands, forced to the disk: what `cut` needs to come back to here."""

@@ -8,6 +8,8 @@ call and kept by key: `round` and `accumulate` per (trainers, workers, micro-bat
 import functools
 import math
 import os
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -80,6 +82,7 @@ class Compiled(NamedTuple):
     seconds: float
     hit: bool  # it came from the persistent cache
     background: bool
+    needed_bytes: int | None  # on a device while it runs; None where the compiler does not say
 
 
 class Programs:
@@ -123,7 +126,9 @@ class Programs:
         _on_this_thread.hits = 0
         program = lower(self.spec, key).compile()
         seconds = time.perf_counter() - start_s
-        self._on_compile(Compiled(key, seconds, _on_this_thread.hits > 0, background))
+        is_hit = _on_this_thread.hits > 0
+        planned = needed_bytes(program) if program.memory_analysis() else None
+        self._on_compile(Compiled(key, seconds, is_hit, background, planned))
         return program
 
 
@@ -392,6 +397,20 @@ def device_bytes() -> int:
     if limit is not None:
         return limit
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def measured_peaks() -> dict[str, int | list[int | None]]:
+    """The most memory this process has held so far: on the host, and on each device, in bytes.
+
+    A device is null where its backend does not count, as a CPU, whose memory is the host's.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "device_peak_bytes": [
+            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+        ],
+    }
 
 
 def find_max_batch(

@@ -63,6 +63,7 @@ from adloco_jax.run.programs import (
     Spec,
     ensemble_shardings,
     ensemble_spec,
+    measured_peaks,
     use_compilation_cache,
     worker_mesh,
 )
@@ -78,6 +79,7 @@ from adloco_jax.run.rounds import (
     read_outcomes,
     update_keys,
 )
+from adloco_jax.run.trackers import Trackers, check_installed
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def train(
       Preempted: After a signal, once everything is saved.
     """
     settings = validate(config)
+    check_installed(settings.log)
     use_compilation_cache()
     if workdir is None:
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -188,6 +191,7 @@ def fit(
       Exception: As `train`, but for faults in text.
     """
     workdir = Path(workdir)
+    check_installed(settings.log)
     check_workdir(workdir)
     check_config(workdir, settings, accept=accept_config_change)
     spec = program_spec(
@@ -251,7 +255,10 @@ class _Run:
             self.workdir, settings, versions=_versions(), data_fingerprint=self.corpus.fingerprint
         )
         cut(path, host["ledger"])
-        self.ledger = self.exit.enter_context(Ledger(path))
+        kept = read(path) if path.exists() else []
+        trackers = Trackers(settings.log, self.workdir, kept, self._drop_tracker)
+        self.ledger = self.exit.enter_context(Ledger(path, trackers))
+        self.exit.callback(trackers.close)
         self.saver = Saver(folder, keep=settings.checkpoint.keep, on_saved=self._saved)
         self.exit.callback(self.saver.close)
         self.programs = Programs(self.spec, self._compiled)
@@ -597,7 +604,11 @@ class _Run:
         hit("eval.trainers")
         params, source = self._consensus()
         record("consensus", self.loss, source=source, **self._class_report(params))
+        self._record_memory()
         return params
+
+    def _record_memory(self) -> None:
+        self.ledger.write("memory", round=self.controller.round, **measured_peaks())
 
     def _consensus(self) -> tuple[PyTree, str]:
         """The consensus, whose held-out loss becomes the run's, and where it comes from."""
@@ -703,6 +714,10 @@ class _Run:
             )
         )
 
+    def _drop_tracker(self, name: str, at_round: int, cause: str) -> None:
+        self.ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        self.progress.note(f"log.{name} is off from here on: {cause}")
+
     def _last_checkpoint(self) -> str:
         with contextlib.suppress(ResourceError):
             self.saver.wait()
@@ -756,6 +771,7 @@ class _Run:
             seconds=round(compiled.seconds, 3),
             cache="hit" if compiled.hit else "miss",
             where="background" if compiled.background else "foreground",
+            needed_bytes=compiled.needed_bytes,
         )
 
     def _write_start(self, damage: list[str]) -> None:
@@ -786,6 +802,7 @@ class _Run:
 
     def _write_end(self, reason: str) -> None:
         controller = self.controller
+        self._record_memory()
         self.ledger.write(
             "end",
             reason=reason,

@@ -140,6 +140,7 @@ def _totals(events: Sequence[dict]) -> dict[str, int | float | str | None]:
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "compile_s": sum(e["seconds"] for e in programs),
+        **_memory(events),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
         "loss_round": final.get("round"),
@@ -150,6 +151,28 @@ def _totals(events: Sequence[dict]) -> dict[str, int | float | str | None]:
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
     }
+
+
+def _memory(events: Sequence[dict]) -> dict[str, int | None]:
+    """Bytes: the most that was held, of a device the fullest one's, and the largest program's."""
+    measured = _lines(events, "memory")
+    device = [peak for e in measured for peak in e["device_peak_bytes"] if peak is not None]
+    needed = [e["needed_bytes"] for e in _lines(events, "compile") if e.get("needed_bytes")]
+    return {
+        "host_peak_bytes": max((e["host_peak_bytes"] for e in measured), default=None),
+        "device_peak_bytes": max(device, default=None),
+        "program_bytes": max(needed, default=None),
+    }
+
+
+def _memory_in_words(totals: dict) -> str:
+    named = {
+        "host {} peak": totals["host_peak_bytes"],
+        "device {} peak": totals["device_peak_bytes"],
+        "largest program {}": totals["program_bytes"],
+    }
+    known = [text.format(_bytes(value)) for text, value in named.items() if value is not None]
+    return ", ".join(known) or "-"
 
 
 def _described(totals: dict) -> list[tuple[str, str]]:
@@ -175,6 +198,7 @@ def _described(totals: dict) -> list[tuple[str, str]]:
             f"{totals['num_programs']} compiled in {_seconds(totals['compile_s'])}, "
             f"{totals['num_programs_cached']} of them from the cache",
         ),
+        ("memory", _memory_in_words(totals)),
         ("wall time", _seconds(totals["wall_s"])),
     ]
     if totals["loss_round"] is None:
@@ -256,7 +280,8 @@ def _figure(events: Sequence[dict]) -> Figure:
     ncols = math.ceil(len(legend) / num_rows)
     figure.legend(legend.values(), legend, loc="outside upper center", ncols=ncols, frameon=False)
     figure.align_ylabels()
-    caption = _caption(start, width=round(15 * width), has_syncs=len(columns) > 1)
+    memory = _memory_in_words(_memory(events))
+    caption = _caption(start, memory=memory, width=round(15 * width), has_syncs=len(columns) > 1)
     # A label of the whole figure, because the layout keeps room for it; commands may hold a "$".
     figure.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
     return figure
@@ -343,7 +368,7 @@ def _every(lines: Sequence[dict]) -> int:
     return max(1, len(lines) // 10)
 
 
-def _caption(start: dict, *, width: int, has_syncs: bool) -> str:
+def _caption(start: dict, *, memory: str, width: int, has_syncs: bool) -> str:
     """What the figure shows, and the command it came from where the ledger names one."""
     name = start.get("run", "unnamed")
     shown = (
@@ -359,5 +384,7 @@ def _caption(start: dict, *, width: int, has_syncs: bool) -> str:
         )
     else:
         shown += "No trainer had more than one worker, so there are no communications to draw over."
+    if memory != "-":
+        shown += f" Memory: {memory}."
     command = f"Command: {start['command']}" if start.get("command") else ""
     return "\n".join(textwrap.wrap(shown, width) + textwrap.wrap(command, width, max_lines=3))
