@@ -167,9 +167,9 @@ def _finish(ax: Axes) -> None:
 
 def _caption(result: dict) -> str:
     shown = (
-        f"Gradients of run {result['run']} after round {result['round']}, {_model(result)}. Top: how"
-        f" far coordinates of g_b, the gradient of a random batch of b sequences, lie from those of"
-        f" G, the mean gradient over all n = {result['num_sequences']:,};"
+        f"Gradients of run {result['run']} after round {result['round']}, {_model(result)}. Top:"
+        " how far coordinates of g_b, the gradient of a random batch of b sequences, lie from"
+        f" those of G, the mean gradient over all n = {result['num_sequences']:,};"
         f" {result['draws']} batches of each size, {result['num_coordinates']:,} of"
         f" {result['num_params']:,} coordinates. Deviations beyond the axis count in the variance."
         " Bottom: the norm over all coordinates, and the numbers. Parameters are dimensionless, so"
