@@ -566,6 +566,8 @@ def _summary(scatter: Scatter, noise: float) -> dict:
         "batch_size": scatter.batch_size,
         "norm_mean": float(norms.mean()),
         "norm_std": float(norms.std(ddof=1)),
+        "norm_p10": float(np.quantile(norms, 0.1)),
+        "norm_p90": float(np.quantile(norms, 0.9)),
         "norm_rms": rms,
         "law": scatter.law,
         "law_of_independent_draws": math.sqrt(noise / scatter.batch_size),

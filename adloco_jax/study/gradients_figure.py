@@ -134,17 +134,17 @@ def _draw_norms(ax: Axes, result: dict) -> None:
         lw=1.2,
         label=rf"law for draws without replacement from n = {n:,}",
     )
-    ax.errorbar(
-        sizes,
-        [batch["norm_mean"] for batch in batches],
-        [batch["norm_std"] for batch in batches],
-        fmt="o",
-        color=_COLORS[0],
-        ms=5,
-        capsize=4,
-        lw=1.2,
-        label=f"mean and standard deviation of {result['draws']} draws",
+    mean, low, high = (
+        np.array([batch[f"norm_{name}"] for batch in batches]) for name in ("mean", "p10", "p90")
     )
+    spread = np.maximum(0.0, [mean - low, high - mean])
+    label = f"mean, 10th to 90th percentile, {result['draws']:,} draws"
+    ax.errorbar(
+        sizes, mean, spread, fmt="o", color=_COLORS[0], ms=5, capsize=4, lw=1.2, label=label
+    )
+    label = "root mean square, which the law is of"
+    rms = [batch["norm_rms"] for batch in batches]
+    ax.plot(sizes, rms, "D", color=_COLORS[1], mfc="none", ms=8, label=label)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -168,7 +168,7 @@ def _finish(ax: Axes) -> None:
 def _caption(result: dict) -> str:
     shown = (
         f"Gradients of run {result['run']} after round {result['round']}, {_model(result)}. Top:"
-        " how far coordinates of g_b, the gradient of a random batch of b sequences, lie from"
+        f" how far coordinates of g_b, the gradient of a random batch of b sequences, lie from"
         f" those of G, the mean gradient over all n = {result['num_sequences']:,};"
         f" {result['draws']} batches of each size, {result['num_coordinates']:,} of"
         f" {result['num_params']:,} coordinates. Deviations beyond the axis count in the variance."
@@ -183,7 +183,9 @@ def _caption(result: dict) -> str:
 
 def _model(result: dict) -> str:
     source = result["source"]
-    return source if source.startswith("trainer") else f"consensus: {source}"
+    if source == "only":
+        return "the only trainer left"
+    return source if source.startswith("trainer") else f"consensus ({source})"
 
 
 def _batch_cells(batch: dict) -> tuple[str, ...]:
