@@ -151,7 +151,7 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
             raise ConfigError(f"{where}: {_line(error)}") from error
         raise DataError(f"{where}: no data that can be read ({_line(error)})") from error
     if dataset.features is not None:
-        _check_column(dataset.features, where, text_column)
+        _check_column(dataset.features, where, text_column, key="data.text_column")
 
     def open_again():
         dataset: Any = builder.as_streaming_dataset(split=split)
@@ -218,15 +218,15 @@ def _open_parquet(file: Path, text_column: str):
         features = dataset.features or {}
     except Exception as error:  # of pyarrow, fsspec or datasets, a different one per fault
         raise DataError(f"{file}: damaged or no parquet ({_line(error)})") from error
-    _check_column(features, str(file), text_column)
+    _check_column(features, str(file), text_column, key="text_column")
     return dataset.select_columns([text_column])
 
 
-def _check_column(features: Mapping[str, object], where: str, text_column: str) -> None:
+def _check_column(
+    features: Mapping[str, object], where: str, text_column: str, *, key: str
+) -> None:
     if text_column not in features:
-        raise DataError(
-            f"{where}: no column {text_column!r} (text_column), have {', '.join(features)}"
-        )
+        raise DataError(f"{where}: no column {text_column!r} ({key}), have {', '.join(features)}")
     kind = getattr(features[text_column], "dtype", "no plain column")
     if kind not in ("string", "large_string"):
         raise DataError(f"{where}: {text_column!r} must be a column of strings, have {kind}")
