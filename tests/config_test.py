@@ -246,6 +246,16 @@ CONTRADICTIONS = {
     "path of stdlib": dict(data__path="x.txt"),
     "held-out path of stdlib": dict(data__heldout_path="x.txt"),
     "column": dict(data__source="jsonl", data__path="x", data__text_column=""),
+    "configuration of a text": dict(data__name="en"),
+    "split of a text": dict(data__source="text", data__path="x.txt", data__split="test"),
+    "no split": dict(data__source="hf", data__path="x", data__split=""),
+    "held-out path of a stream": dict(
+        data__source="hf", data__path="x", data__heldout_path="y.jsonl"
+    ),
+    "subset of a stream": dict(data__source="hf", data__path="x", data__subset_frac=0.5),
+    "damaged file of a stream": dict(data__source="hf", data__path="x", data__on_bad_shard="skip"),
+    "classes of a stream": dict(model__arch="bert", data__source="hf", data__path="x"),
+    "column of a stream": dict(data__source="hf", data__path="x", data__text_column=""),
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "inner decay": dict(inner__tx="sgd"),
@@ -294,6 +304,7 @@ def test_every_rule_has_a_contradiction():
         dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
         dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
         dict(data__sequence_length=512),
+        dict(data__source="hf", data__path="allenai/c4", data__name="en", data__split="test"),
     ],
     ids=str,
 )

@@ -1,15 +1,42 @@
 """Documents through Hugging Face `datasets`: parquet files, and data sets of the hub, streamed."""
 
 import glob
+import gzip
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from adloco_jax.data.sources import Intake
+from adloco_jax.data.sources import Intake, find_files
+from adloco_jax.data.tokenizers import HUB_NAME
 from adloco_jax.errors import ConfigError, DataError
 
+MAX_LISTED_FILES = 4096  # a checkpoint has room for so many records
+
 _BATCH_ROWS = 256
+_END_BYTES = 2**16  # read of either end of a file
+
+
+class Unreachable(DataError, OSError):
+    """A source that cannot be read just now; as an `OSError`, a run tries the round once more."""
+
+
+class Opened(NamedTuple):
+    """A data set that can be read as a stream.
+
+    Attributes:
+      open: Starts a reading of its own: a `datasets.IterableDataset` of the text column alone.
+      where: The keys and values that name it, for messages; not where its files lie.
+      files: A JSON record of each file in reading order: `name`, and of one on this machine its
+        `bytes` and `sha256`, which is of size and both ends only: a middle that changes shows in
+        the check sum that ends a `.gz`, and in no other format if the size stays.
+    """
+
+    open: Callable[[], Any]
+    where: str
+    files: Sequence[dict]
 
 
 def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
@@ -79,6 +106,103 @@ def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
     record["sha256"] = digest.hexdigest()
 
 
+def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
+    """Finds a data set for a run; reads no more of it than its columns.
+
+    Args:
+      path: A folder in the hub's layout, or of data files; a file or glob; else a name on the hub.
+      name: Configuration, `""` where there is but one.
+      split: Which; files given by name or glob are the split.
+      text_column: Column that holds the text.
+
+    Raises:
+      ConfigError: If there is no such data set, configuration or split, or no network.
+      DataError: If files are missing or damaged, or there is no such column of strings.
+    """
+    datasets = _datasets()
+    start = Path(path).expanduser()
+    files = None
+    if glob.has_magic(path) or start.is_file() or not (start.is_dir() or HUB_NAME.fullmatch(path)):
+        if name:
+            raise ConfigError(
+                f"data.name={name}: files have no configurations; leave it empty, or set data.path "
+                f"to their folder instead of {path}"
+            )
+        files = {split: [glob.escape(str(f.absolute())) for f in find_files(path, key="data.path")]}
+    is_local = files is not None or start.is_dir()
+    where = f"data.path={path}" + (f", data.name={name}" if name else "") + f", data.split={split}"
+    folder = str((start if start.is_dir() else Path()).absolute()) if is_local else path
+    try:
+        builder = datasets.load_dataset_builder(folder, name or None, data_files=files)
+        found = builder.config.data_files or {}
+        if split not in found:
+            raise ConfigError(f"{where}: no such split, have {', '.join(map(str, found))}")
+        dataset: Any = builder.as_streaming_dataset(split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # of pyarrow, fsspec, the hub or datasets, a different one per fault
+        if isinstance(error, OSError) and not is_local:
+            raise ConfigError(
+                f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
+                "data set for it (wrong or private name, or no network); correct the name, log in, "
+                "or download its files and give their folder"
+            ) from error
+        if isinstance(error, ValueError) and not isinstance(error, _arrow_invalid()):
+            raise ConfigError(f"{where}: {_line(error)}") from error
+        raise DataError(f"{where}: no data that can be read ({_line(error)})") from error
+    if dataset.features is not None:
+        _check_column(dataset.features, where, text_column, key="data.text_column")
+
+    def open_again():
+        dataset: Any = builder.as_streaming_dataset(split=split)
+        return dataset if dataset.features is None else dataset.select_columns([text_column])
+
+    names = [str(file) for file in found[split]]
+    return Opened(open_again, where, [_file_record(name) for name in names])
+
+
+def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
+    """The examples of a stream; what goes wrong with it is an error of ours.
+
+    Raises:
+      Unreachable: If the connection, or a disk, gives no more.
+      DataError: If the data are damaged.
+    """
+    rows = iter(dataset)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # as above
+            if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+                raise Unreachable(
+                    f"{where}: cannot be read any further ({_line(error)}); once it can, the same "
+                    "command goes on from the last checkpoint"
+                ) from error
+            raise DataError(f"{where}: damaged ({_line(error)})") from error
+        if row is None:
+            return
+        yield row
+
+
+def _file_record(name: str) -> dict:
+    file = Path(name)
+    if not file.is_file():  # on the hub: without the revision, which any change of a card moves
+        return {"name": re.sub(r"@[0-9a-f]{40}/", "/", name)}
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(file, "rb") as content:
+        digest.update(content.read(_END_BYTES))
+        content.seek(max(0, size - _END_BYTES))
+        digest.update(content.read())
+    return {"name": file.name, "bytes": size, "sha256": digest.hexdigest()}
+
+
+def _arrow_invalid() -> type[Exception]:
+    import pyarrow  # heavy, and not every run needs it
+
+    return pyarrow.ArrowInvalid
+
+
 def _check_parquet(file: Path, text_column: str) -> None:
     dataset = _open_parquet(file, text_column)
     for _ in _batches(dataset, str(file)):
@@ -94,14 +218,18 @@ def _open_parquet(file: Path, text_column: str):
         features = dataset.features or {}
     except Exception as error:  # of pyarrow, fsspec or datasets, a different one per fault
         raise DataError(f"{file}: damaged or no parquet ({_line(error)})") from error
+    _check_column(features, str(file), text_column, key="text_column")
+    return dataset.select_columns([text_column])
+
+
+def _check_column(
+    features: Mapping[str, object], where: str, text_column: str, *, key: str
+) -> None:
     if text_column not in features:
-        raise DataError(
-            f"{file}: no column {text_column!r} (text_column), have {', '.join(features)}"
-        )
+        raise DataError(f"{where}: no column {text_column!r} ({key}), have {', '.join(features)}")
     kind = getattr(features[text_column], "dtype", "no plain column")
     if kind not in ("string", "large_string"):
-        raise DataError(f"{file}: {text_column!r} must be a column of strings, have {kind}")
-    return dataset.select_columns([text_column])
+        raise DataError(f"{where}: {text_column!r} must be a column of strings, have {kind}")
 
 
 def _batches(dataset, where: str) -> Iterator[dict]:

@@ -15,6 +15,7 @@ from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, Labelled, load_labelled
 from adloco_jax.data.sources import Intake
+from adloco_jax.data.streaming import Streaming, load_stream
 from adloco_jax.data.tokenizers import load_fitting_tokenizer
 from adloco_jax.errors import ConfigError
 from adloco_jax.hf import Network
@@ -22,14 +23,17 @@ from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
+from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
 from adloco_jax.run.programs import Spec
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
 
-def load_data(settings: Settings) -> Corpus | Labelled:
+def load_data(settings: Settings) -> Corpus | Labelled | Streaming:
     """The configured text or tokens; with classes, where the network is to learn them.
+
+    Of `data.source=hf` no more is read than the held-out rows take.
 
     Raises:
       ConfigError: As `load_corpus`.
@@ -51,6 +55,20 @@ def load_data(settings: Settings) -> Corpus | Labelled:
             num_streams=settings.ensemble.num_workers,
             seed=settings.seed,
             intake=Intake(data.max_bad_rows, data.on_bad_shard == "skip"),
+        )
+    if data.source == "hf":
+        return load_stream(
+            path=data.path,
+            name=data.name,
+            split=data.split,
+            text_column=data.text_column,
+            tokenizer=data.tokenizer,
+            sequence_length=data.sequence_length,
+            num_sequences=data.num_sequences,
+            heldout_frac=data.heldout_frac,
+            num_heldout_rows=MAX_GUARD_SEQUENCES + settings.eval.num_sequences,
+            vocab_size=model.vocab_size,
+            max_bad_rows=data.max_bad_rows,
         )
     return load_corpus(
         source=data.source,

@@ -54,10 +54,13 @@ class Model:
 class Data:
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "tokens"] = _knob("stdlib")  # stdlib: no download
-    path: str = _knob("")  # file, folder, prepared folder or glob
+    # stdlib: no download. hf: a Hugging Face data set, read while the run goes on.
+    source: Literal["stdlib", "text", "jsonl", "tokens", "hf"] = _knob("stdlib")
+    path: str = _knob("")  # file, folder, prepared folder or glob; of hf, also a hub name
+    name: str = _knob("")  # configuration of a data set; hf only
+    split: str = _knob("train")  # of a data set; hf only
     heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
-    text_column: str = _knob("text")  # field of a JSONL row
+    text_column: str = _knob("text")  # field of a JSONL row, column of hf
     label_column: str = _knob("label")  # likewise, its class from 0 on; bert only
     tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
     sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
@@ -432,7 +435,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (
         ("data.source", "data.path"),
         lambda source, path: source == "stdlib" or path != "",
-        "this source needs a file, folder or glob; set data.path",
+        "this source needs a file, folder or glob (hf: or a hub name); set data.path",
     ),
     (
         ("data.source", "data.path", "data.heldout_path"),
@@ -441,8 +444,33 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("data.source", "data.text_column"),
-        lambda source, column: source != "jsonl" or column != "",
+        lambda source, column: source not in ("jsonl", "hf") or column != "",
         "name the field that holds a row's text; set data.text_column",
+    ),
+    (
+        ("data.source", "data.name", "data.split"),
+        lambda source, name, split: source == "hf" or (name, split) == ("", "train"),
+        "only hf has configurations and splits; leave both as they are or set data.source=hf",
+    ),
+    (
+        ("data.split",),
+        lambda split: split != "",
+        "no part of the data set; name one, such as train",
+    ),
+    (
+        ("data.source", "data.heldout_path"),
+        lambda source, heldout_path: source != "hf" or heldout_path == "",
+        "hf holds out documents of the data set itself; leave data.heldout_path empty",
+    ),
+    (
+        ("data.source", "data.subset_frac"),
+        lambda source, subset_frac: source != "hf" or subset_frac == 1,
+        "a stream is dealt in its order, and no subset drawn; set 1.0, or prepare the data first",
+    ),
+    (
+        ("data.source", "data.on_bad_shard"),
+        lambda source, on_bad_shard: source != "hf" or on_bad_shard == "reject",
+        "a stream is not read to its end before it is used; set reject, or prepare the data first",
     ),
     (
         ("ensemble.num_workers", "ensemble.num_trainers"),

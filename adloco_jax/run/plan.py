@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.data import Corpus
 from adloco_jax.data.labelled import Labelled
+from adloco_jax.data.streaming import Streaming
 from adloco_jax.run import controller as control
 from adloco_jax.run.build import build_model, class_count, program_spec, row_length
 from adloco_jax.run.config import Settings, validate
@@ -41,7 +42,7 @@ def plan(config: ConfigDict) -> str:
     return "\n".join(_plan_lines(settings, spec))
 
 
-def data_header(corpus: Corpus | Labelled) -> str:
+def data_header(corpus: Corpus | Labelled | Streaming) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,23 @@ class Rows(Protocol):
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
+        ...
+
+
+@runtime_checkable
+class SequentialRows(Rows, Protocol):
+    """Rows dealt in the order of asking, whose place in their sequence is part of a run's state."""
+
+    def state(self) -> dict:
+        """The place of the rows not yet dealt, as plain JSON."""
+        ...
+
+    def restore(self, state: dict | None) -> None:
+        """Goes to a place that `state` has given, or to the beginning."""
+        ...
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
         ...
 
 

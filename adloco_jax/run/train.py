@@ -73,6 +73,7 @@ from adloco_jax.run.rounds import (
     Dispatched,
     Prepared,
     Rows,
+    SequentialRows,
     dispatch,
     prepare,
     programs_ahead,
@@ -173,7 +174,8 @@ def fit(
 
     Args:
       settings: From `validate`; its `model` and `data` groups are only recorded.
-      corpus: Rows to train on and to hold out.
+      corpus: Rows to train on and to hold out; `SequentialRows` are taken back to their place at
+        the start and after a failure.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
@@ -234,6 +236,7 @@ class _Run:
     faults: list[dict]  # of the attempt before this one
     max_batch: int | None  # what is left of it after an attempt that ran out of memory
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    place: dict | None = None  # of sequential rows, once those of the last dispatched round are out
 
     def begin(self, init_fn: InitFn, params: PyTree | None, *, accept_data_change: bool) -> None:
         """Takes up the newest checkpoint, or starts from the beginning where there is none."""
@@ -263,6 +266,10 @@ class _Run:
         self.exit.callback(self.saver.close)
         self.programs = Programs(self.spec, self._compiled)
         self.exit.callback(self.programs.close)
+        if isinstance(self.corpus, SequentialRows):
+            self.exit.callback(self.corpus.close)
+            self.place = state.host["data"].get("place") if state else None
+            self.corpus.restore(self.place)
         if state is None:
             self.controller = control.start(settings, max_batch_size(settings, self.programs))
         else:
@@ -412,10 +419,14 @@ class _Run:
             self.ensemble = jax.device_put(backup, shardings)
             self._halve_max_batch(str(error).splitlines()[0])
             groups = control.smaller_micro_batches(self.controller, self.settings, prepared.groups)
+            if isinstance(self.corpus, SequentialRows):
+                self.corpus.restore(self.place)
             return self._dispatch(
                 prepare(self.controller, self.settings, self.spec, self.corpus, groups)
             )
         self.tried.update(keys)
+        if isinstance(self.corpus, SequentialRows):
+            self.place = self.corpus.state()  # now: the next round's rows may be out before a save
         return prepared, dispatched
 
     def _halve_max_batch(self, cause: str) -> None:
@@ -647,7 +658,11 @@ class _Run:
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
             "ledger": self.ledger.position(),
-            "data": {"fingerprint": self.corpus.fingerprint, "shards": list(self.corpus.shards)},
+            "data": {
+                "fingerprint": self.corpus.fingerprint,
+                "shards": list(self.corpus.shards),
+                "place": self.place,
+            },
             "config": dataclasses.asdict(self.settings),
             "versions": _versions(),
             "devices": devices(),

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
+from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
@@ -448,6 +449,11 @@ def analyse_run(
     if not starts:
         raise DataError(f"{workdir / 'ledger.jsonl'}: holds no start of a run; restore it")
     corpus = load_data(settings)
+    if isinstance(corpus, Streaming):
+        raise ConfigError(
+            f"{workdir}: its data are a stream, of which no random rows can be drawn; prepare them"
+            " (scripts/prepare_data.py) and train on that"
+        )
     if corpus.fingerprint != starts[-1]["data_fingerprint"]:
         raise DataError(
             f"{workdir}: the data are not those that this run was trained on; restore them"

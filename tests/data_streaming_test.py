@@ -1,0 +1,524 @@
+"""Training straight from a data set: its rows, its place in a run's state, its faults."""
+
+import dataclasses
+import gzip
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import bigram_loss, settings_of
+
+from adloco_jax.data import hub, load_corpus, packing, streaming
+from adloco_jax.data.streaming import Streaming, load_stream
+from adloco_jax.errors import ConfigError, DataError, Preempted
+from adloco_jax.run import plan as plan_module
+from adloco_jax.run import train as train_module
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.resume import check_config, write_config
+from adloco_jax.run.rounds import SequentialRows
+from adloco_jax.run.train import fit, train
+
+LENGTH = 8
+PACKING = dict(
+    text_column="text",
+    tokenizer="bytes",
+    sequence_length=LENGTH,
+    num_sequences=None,
+    heldout_frac=0.1,
+    vocab_size=257,
+)
+
+
+def stream(path, **changes) -> Streaming:
+    given = dict(name="", split="train", num_heldout_rows=20) | PACKING
+    return load_stream(path=str(path), **(given | changes))
+
+
+def packed(path, **changes):
+    others = dict(heldout_path="", subset_frac=1.0, num_streams=1, seed=0)
+    return load_corpus(source="jsonl", path=str(path), **(PACKING | others | changes))
+
+
+def write_shard(path: Path, examples: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(example) + "\n" for example in examples)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def documents(count: int) -> list[str]:
+    """Texts of uneven length, each of one number that no other has; every eleventh is empty."""
+    repeats = np.random.default_rng(0).integers(1, 15, count)
+    return [f"<{i}>" * int(n) if i % 11 != 5 else "" for i, n in enumerate(repeats)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Four shards in C4's layout, 1,500 rows or so, and one of another split."""
+    texts, stem = documents(480), tmp_path_factory.mktemp("data") / "c4"
+    for number, size in enumerate([200, 7, 150, 123]):
+        taken, texts = texts[:size], texts[size:]
+        name = f"c4-train.{number:05d}-of-00004.json.gz"
+        write_shard(stem / name, [{"text": text, "url": f"u{number}"} for text in taken])
+    assert not texts
+    validation = [{"text": f"({i})" * 9, "url": "u"} for i in range(40)]
+    write_shard(stem / "c4-validation.00000-of-00001.json.gz", validation)
+    return stem
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Many blocks to a shard, as large data have them."""
+    monkeypatch.setattr(packing, "_CHUNK_CHARS", 300)
+
+
+def numbers_in(rows) -> set[str]:
+    flat = rows.reshape(-1)
+    return set(re.findall(r"<(\d+)>", bytes(np.where(flat == 256, 0, flat).astype("u1")).decode()))
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def test_every_epoch_has_the_rows_of_the_same_documents_packed_in_memory(folder):
+    expected = packed(folder / "c4-train*").rows
+    rows = stream(folder)
+    assert isinstance(rows, SequentialRows) and len(expected) > 1000
+    for number in range(2):
+        got = rows.batch(0, 0, number * len(expected), len(expected))
+        np.testing.assert_array_equal(got, expected)
+    assert got.dtype == np.int32
+    rows.close()
+
+
+def test_files_by_glob_and_other_splits_are_read_too(folder):
+    expected = packed(folder / "c4-train*").rows
+    rows = stream(folder / "c4-train*.json.gz")
+    np.testing.assert_array_equal(rows.batch(0, 0, 0, 300), expected[:300])
+    rows.close()
+    rows = stream(folder, split="validation")
+    expected = packed(folder / "c4-validation*").rows
+    np.testing.assert_array_equal(rows.batch(0, 0, 0, 50), expected[:50])
+    rows.close()
+
+
+def test_configurations_are_those_of_the_folders_card(tmp_path):
+    for name in ("en", "de"):
+        examples = [{"body": f"{name} {i} " * 5} for i in range(50)]
+        write_shard(tmp_path / "set" / name / "0.jsonl.gz", examples)
+    card = "---\nconfigs:\n- config_name: en\n  data_files: en/*\n- config_name: de\n"
+    (tmp_path / "set" / "README.md").write_text(card + "  data_files: de/*\n---\n")
+    rows = stream(tmp_path / "set", name="de", text_column="body")
+    assert "de 0 de 0" in rows.describe() and "data.name=de" in rows.describe()
+    with pytest.raises(ConfigError, match="'en', 'de'"):
+        stream(tmp_path / "set", text_column="body")
+
+
+def test_a_limit_of_rows_starts_the_data_over(folder):
+    rows = stream(folder, num_sequences=70)
+    expected = packed(folder / "c4-train*").rows[:70]
+    np.testing.assert_array_equal(rows.batch(0, 0, 0, 210), np.concatenate([expected] * 3))
+    rows.close()
+
+
+def test_rows_go_round_in_the_order_of_asking(folder):
+    expected = packed(folder / "c4-train*").rows
+    rows = stream(folder)
+    asked = [(0, 0, 0, 5), (2, 1, 0, 7), (0, 0, 5, 1), (0, 1, 0, 40), (2, 1, 7, 3), (1, 0, 0, 0)]
+    got = np.concatenate([rows.batch(*arguments) for arguments in asked])
+    np.testing.assert_array_equal(got, expected[: len(got)])
+    for start in (5, 7):
+        with pytest.raises(AssertionError, match="has had 6 rows"):
+            rows.batch(0, 0, start, 1)
+    rows.close()
+
+
+def test_heldout_documents_are_those_of_a_corpus_and_are_never_dealt(folder):
+    corpus, rows = packed(folder / "c4-train*"), stream(folder)
+    np.testing.assert_array_equal(rows.heldout_rows, corpus.heldout_rows[:20])
+    dealt = numbers_in(rows.batch(0, 0, 0, 2 * len(corpus.rows)))
+    assert len(dealt) > 300 and dealt == numbers_in(corpus.rows)
+    assert not dealt & numbers_in(corpus.heldout_rows)
+    assert numbers_in(stream(folder, num_heldout_rows=10**6).heldout_rows) == numbers_in(
+        corpus.heldout_rows
+    )
+    assert rows.tokens_per_byte == pytest.approx(corpus.tokens_per_byte, rel=0.05)
+    rows.close()
+
+
+# -- state -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sequences", [None, 190])
+@pytest.mark.parametrize("counts", [(1,), (17,), (64, 1, 400), (0, 97)])
+def test_a_state_goes_on_with_the_very_next_row(folder, counts, num_sequences):
+    """Resumed after every deal, by another process's object, over three shards and two epochs."""
+    whole = stream(folder, num_sequences=num_sequences)
+    total = 60 if counts == (1,) else 3500
+    expected = whole.batch(0, 0, 0, total)
+    whole.close()
+    rows, dealt, turn = stream(folder, num_sequences=num_sequences), 0, 0
+    while dealt < total:
+        count = min(counts[turn % len(counts)], total - dealt)
+        got = rows.batch(0, 0, dealt, count)
+        np.testing.assert_array_equal(got, expected[dealt : dealt + count])
+        dealt, turn = dealt + count, turn + 1
+        state = json.dumps(rows.state())
+        assert len(state) < 1500 and state == json.dumps(rows.state())
+        rows.close()
+        if turn % 5 == 0:  # opening takes longer than going back
+            rows = stream(folder, num_sequences=num_sequences)
+        rows.restore(json.loads(state))
+        assert json.dumps(rows.state()) == state
+    epochs = json.loads(state)["place"]["epoch"]
+    assert epochs >= (0 if total == 60 else 2 if num_sequences is None else 17)
+    rows.close()
+
+
+def test_a_state_is_a_copy_and_none_is_the_beginning(folder):
+    rows = stream(folder)
+    first = rows.batch(1, 0, 0, 30)
+    state = rows.state()
+    second = rows.batch(1, 0, 30, 300)
+    for _ in range(2):
+        rows.restore(state)
+        np.testing.assert_array_equal(rows.batch(1, 0, 30, 300), second)
+    rows.restore(None)
+    np.testing.assert_array_equal(rows.batch(1, 0, 0, 30), first)
+    rows.close()
+    np.testing.assert_array_equal(rows.batch(1, 0, 30, 300), second)  # a closed one goes on
+    rows.close()
+
+
+def test_other_data_are_noticed_and_begun_at_their_beginning(folder, tmp_path):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, 30)
+    state = rows.state()
+    shutil.copytree(folder, tmp_path / "moved")
+    assert stream(tmp_path / "moved").fingerprint == rows.fingerprint
+    for changes in (dict(split="validation"), dict(text_column="url"), dict(sequence_length=5)):
+        assert stream(folder, **changes).fingerprint != rows.fingerprint
+    last = tmp_path / "moved" / "c4-train.00003-of-00004.json.gz"
+    write_shard(last, [{"text": "other", "url": "u"}])
+    other = stream(tmp_path / "moved")
+    assert other.fingerprint != rows.fingerprint
+    changed = [a["name"] for a, b in zip(rows.shards, other.shards, strict=True) if a != b]
+    assert changed == [last.name]
+    other.restore(state)
+    beginning = packed(tmp_path / "moved" / "c4-train*").rows
+    np.testing.assert_array_equal(other.batch(0, 0, 30, 10), beginning[:10])
+    other.close()
+    rows.close()
+
+
+def test_how_much_is_evaluated_does_not_make_other_data(folder):
+    many, more = stream(folder, num_heldout_rows=40), stream(folder, num_heldout_rows=60)
+    assert (len(many.heldout_rows), len(more.heldout_rows)) == (40, 60)
+    assert many.fingerprint == more.fingerprint
+
+
+def test_how_much_is_evaluated_changes_a_run_only_if_accepted(tmp_path):
+    def settings(**data):
+        config = default_config()
+        config.data.update(data)
+        return config
+
+    for data, is_free in ((dict(), True), (dict(source="hf", path="x"), False)):
+        config = settings(**data)
+        workdir = tmp_path / str(is_free)
+        workdir.mkdir()
+        write_config(workdir, validate(config))
+        config.eval.num_sequences = 128
+        if not is_free:
+            with pytest.raises(ConfigError, match="eval.num_sequences: was 64, is 128"):
+                check_config(workdir, validate(config), accept=False)
+        check_config(workdir, validate(config), accept=not is_free)
+
+
+# -- runs --------------------------------------------------------------------------------------
+
+# Accumulation from the third round on, a merge after it; over three epochs of 100 rows.
+RUN = {
+    "num_rounds": 5,
+    "ensemble": {"num_trainers": 2, "num_workers": 3},
+    "batching": {"test": "ramp", "ramp": ((0, 2), (2, 12))},
+    "merge": {"every_rounds": 3},
+    "eval": {"every_rounds": 2, "num_sequences": 8},
+}
+
+
+def run(workdir, rows, settings=None):
+    return fit(
+        settings or settings_of(**RUN),
+        workdir=workdir,
+        corpus=rows,
+        init_fn=lambda key: {"w": jnp.zeros((257, 257))},
+        loss_fn=bigram_loss,
+    )
+
+
+def at_read(rows, number, action):
+    """The rows, with something done when rows are asked for the given time."""
+    real, asked = rows.batch, []
+
+    def batch(*arguments):
+        asked.append(arguments)
+        if len(asked) == number:
+            action()
+        return real(*arguments)
+
+    rows.batch = batch
+    return rows
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def fail():
+    raise OSError(5, "Input/output error")
+
+
+def lines(workdir):
+    return deterministic_lines(read(Path(workdir) / "ledger.jsonl"))
+
+
+def events(workdir, name):
+    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
+
+
+def assert_same_end(first, second):
+    assert first.controller == second.controller and first.loss == second.loss
+    leaves = zip(jax.tree.leaves(first.ensemble), jax.tree.leaves(second.ensemble), strict=True)
+    assert all(np.array_equal(one, other) for one, other in leaves)
+    assert lines(first.workdir) == lines(second.workdir)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """The run that is never interrupted."""
+    rows = stream(folder, num_sequences=100)
+    result = run(tmp_path_factory.mktemp("whole") / "r", rows)
+    assert {e["event"] for e in lines(result.workdir)} == {"round", "eval", "merge"}
+    assert max(e["num_accum_steps"] for e in events(result.workdir, "round")) > 1
+    assert rows.state()["place"]["epoch"] >= 2
+    return result
+
+
+@pytest.mark.parametrize("first, second", [(1, 1), (5, 3), (9, 1)])
+def test_a_run_stopped_twice_ends_as_the_uninterrupted_one(tmp_path, folder, whole, first, second):
+    for number in (first, second):
+        with pytest.raises(Preempted):
+            run(tmp_path / "r", at_read(stream(folder, num_sequences=100), number, interrupt))
+    result = run(tmp_path / "r", stream(folder, num_sequences=100))
+    assert len(events(tmp_path / "r", "start")) == 3
+    assert_same_end(result, whole)
+
+
+@pytest.mark.parametrize("every_rounds", [1, 100])
+def test_a_failed_round_is_run_again_on_its_own_rows(tmp_path, folder, whole, every_rounds):
+    settings = settings_of(**RUN, checkpoint={"every_rounds": every_rounds})
+    rows = at_read(stream(folder, num_sequences=100), 8, fail)
+    result = run(tmp_path / "r", rows, settings)
+    starts = [e["round"] for e in events(tmp_path / "r", "start")]
+    assert starts == ([0, 1] if every_rounds == 1 else [0, 0])
+    assert_same_end(result, whole)
+
+
+def test_a_round_too_large_for_memory_is_done_again_on_its_own_rows(tmp_path, folder, monkeypatch):
+    groups = {
+        "num_rounds": 3,
+        "ensemble": {"num_trainers": 2, "num_workers": 3},
+        "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
+        "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+        "merge": {"policy": "none"},
+        "switch": {"mode": "accumulate"},
+    }
+    plain = run(tmp_path / "plain", stream(folder), settings_of(**groups))
+    real = train_module.dispatch
+
+    def dispatch(programs, controller, ensemble, prepared):
+        if controller.max_batch_size == 4:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
+        return real(programs, controller, ensemble, prepared)
+
+    monkeypatch.setattr(train_module, "dispatch", dispatch)
+    rows = stream(folder)
+    halved = run(tmp_path / "halved", rows, settings_of(**groups))
+    assert [e["kind"] for e in events(tmp_path / "halved", "fault")] == ["out_of_memory"]
+    assert len(events(tmp_path / "halved", "start")) == 1
+    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
+    assert sum(rows.state()["dealt"].values()) == 3 * 3 * 3 * 4  # rounds, steps, workers, batch
+
+
+def tiny_config(path, **data):
+    config = default_config()
+    config.model.update(width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8)
+    config.data.update(source="hf", path=str(path), sequence_length=LENGTH, heldout_frac=0.1)
+    config.data.update(data)
+    config.ensemble.update(num_trainers=1, num_workers=1)
+    config.inner.steps_per_round = 2
+    config.batching.update(test="constant", max_batch_size=1)
+    config.eval.num_sequences = 8
+    config.num_rounds = 2
+    return config
+
+
+def test_a_config_trains_from_a_folder_and_goes_on(tmp_path, folder, capsys):
+    folder = shutil.copytree(folder, tmp_path / "c4")
+    config = tiny_config(folder)
+    config.num_rounds = 1
+    train(config, tmp_path / "r")
+    header = capsys.readouterr().out
+    assert "streamed from data.path=" in header and "<0><0>" in header
+    assert (tmp_path / "r" / "export" / "model.safetensors").exists()
+    write_shard(folder / "c4-train.00001-of-00004.json.gz", [{"text": "edited", "url": "u"}])
+    config.num_rounds = 2
+    with pytest.raises(DataError, match="00001-of-00004.json.gz: edited"):
+        train(config, tmp_path / "r")
+    result = train(config, tmp_path / "r", accept_data_change=True)
+    assert np.isfinite(result.loss)
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 1]
+
+
+def test_a_plan_reads_no_data(monkeypatch):
+    monkeypatch.setattr(hub, "open_stream", None)
+    assert "parameters" in plan_module.plan(tiny_config("nobody/nothing"))
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        (dict(split="test"), ConfigError, "no such split, have train, validation"),
+        (dict(name="en"), ConfigError, "data.name=en, .*Available: \\['default'\\]"),
+        (dict(text_column="body"), DataError, r"no column 'body' \(data.text_column\), have text"),
+        (dict(path="*.json.gz", name="en"), ConfigError, "files have no configurations"),
+        (dict(path="*.parquet"), DataError, "no file matches"),
+        (dict(path="c5"), DataError, "no such file or folder"),
+        (dict(tokenizer="bytes", vocab_size=256), ConfigError, "set model.vocab_size"),
+        (dict(sequence_length=5000), DataError, "too little held-out text: .* data.heldout_frac"),
+    ],
+)
+def test_faults_are_one_line_with_the_remedy(folder, changes, kind, message):
+    path = folder.parent / changes.pop("path") if "path" in changes else folder
+    if path.name == "*.json.gz":
+        path = folder / path.name
+    with pytest.raises(kind, match=message) as caught:
+        stream(path, **changes)
+    assert "\n" not in str(caught.value) and type(caught.value) is kind
+
+
+def test_without_a_network_a_hub_name_is_one_line_and_nothing_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    config = tiny_config("nobody/nothing-of-the-kind", name="en")
+    with pytest.raises(ConfigError, match="no network.*give their folder") as caught:
+        train(config, tmp_path / "r")
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert not (tmp_path / "r").exists()
+
+
+def test_documents_without_text_are_named_and_some_may_be_left_out(tmp_path):
+    good = [{"text": text, "n": 0} for text in documents(60)]
+    path = tmp_path / "set" / "train.jsonl.gz"
+    write_shard(path, [*good[:20], {"n": 1}, {"text": None, "n": 2}, *good[20:]])
+    with pytest.raises(DataError, match="document 21: 'text' must be a string, have NoneType"):
+        stream(path.parent)
+    with pytest.raises(DataError, match=r"document 22: .*\(data.max_bad_rows=1\)"):
+        stream(path.parent, max_bad_rows=1, num_heldout_rows=10**6)
+    write_shard(tmp_path / "good.jsonl.gz", good)
+    expected, rows = packed(tmp_path / "good.jsonl.gz").rows, stream(path.parent, max_bad_rows=2)
+    got = rows.batch(0, 0, 0, 3 * len(expected))  # so many an epoch
+    np.testing.assert_array_equal(got, np.concatenate([expected] * 3))
+    rows.close()
+    write_shard(path, [{"body": text} for text in documents(60)])
+    with pytest.raises(DataError, match="no column 'text'"):
+        stream(path.parent)
+
+
+def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
+    good = [{"text": text} for text in documents(60)]
+    bad = {"text": None}
+    path = tmp_path / "set" / "train.jsonl.gz"
+    write_shard(path, [*good[:20], bad, *good[20:40], bad, *good[40:]])
+    rows = stream(path.parent, max_bad_rows=1, num_heldout_rows=2)
+    with pytest.raises(DataError, match="document 42"):
+        for dealt in range(1000):
+            rows.batch(0, 0, dealt, 1)
+            rows.restore(rows.state())
+    rows.close()
+
+
+def test_damage_surfaces_as_it_is_and_at_every_asking(tmp_path):
+    good = [{"text": text} for text in documents(100)]
+    write_shard(tmp_path / "set" / "train-00000-of-00002.jsonl.gz", good)
+    (tmp_path / "set" / "train-00001-of-00002.jsonl.gz").write_bytes(b"not gzip")
+    rows = stream(tmp_path / "set")
+    with pytest.raises(DataError, match="damaged .Not a gzipped file") as caught:
+        rows.batch(0, 0, 0, 5000)
+    assert not isinstance(caught.value, OSError)  # trying again would not help
+    with pytest.raises(DataError, match="damaged .Not a gzipped file"):
+        rows.batch(0, 0, 0, 5000)
+    rows.close()
+
+
+def test_a_lost_connection_is_worth_another_try(folder, monkeypatch):
+    class Lost:
+        def __iter__(self):
+            yield {"text": "one"}
+            raise ConnectionError("Server Disconnected")
+
+    with pytest.raises(hub.Unreachable, match="Server Disconnected.*goes on") as caught:
+        list(hub.examples(Lost(), "data.path=x"))
+    assert isinstance(caught.value, OSError) and caught.value.exit_code == 3
+
+
+def test_text_that_makes_no_row_is_an_error_not_an_endless_search(tmp_path):
+    texts = ["held out, and long enough for two rows", "a"] * 3
+    write_shard(tmp_path / "set" / "train.jsonl.gz", [{"text": text} for text in texts])
+    rows = stream(tmp_path / "set", heldout_frac=0.5)
+    with pytest.raises(DataError, match="not one row of 9 tokens"):
+        rows.batch(0, 0, 0, 1)
+    rows.close()
+    write_shard(tmp_path / "set" / "train.jsonl.gz", [{"text": ""}] * 3)
+    with pytest.raises(DataError, match="no text in it"):
+        stream(tmp_path / "set")
+
+
+def test_ids_the_model_does_not_have_are_refused(folder):
+    rows = stream(folder)
+    rows.reader = dataclasses.replace(rows.reader, vocab_size=100)
+    with pytest.raises(DataError, match="ids from .* to 256, need 0 to 99"):
+        rows.batch(0, 0, 0, 1)
+    rows.close()
+
+
+def test_closing_ends_the_thread_at_once_though_it_waits_for_room(folder):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, 1)
+    thread = rows._ahead._thread
+    deadline = time.monotonic() + 5
+    while not rows._ahead._queue.full() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert rows._ahead._queue.qsize() == streaming._NUM_AHEAD  # and no more are made
+    start = time.monotonic()
+    rows.close()
+    assert time.monotonic() - start < 2 and not thread.is_alive()
+    rows.close()
+
+
+def test_a_run_ends_its_thread(tmp_path, folder):
+    rows, threads = stream(folder), []
+    at_read(rows, 2, lambda: threads.append(rows._ahead._thread))
+    run(tmp_path / "r", rows, settings_of(num_rounds=1))
+    assert threads and not threads[0].is_alive()
