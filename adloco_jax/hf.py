@@ -20,13 +20,15 @@ import safetensors
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
-from adloco_jax.data.tokenizers import HUB_NAME, Tokenizer
+from adloco_jax.data.snapshot import HUB_NAME, snapshot
+from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import Llama
 
 MAX_JSON_BYTES = 2**26  # of config.json, of an index, of a safetensors header
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Tensors that hold no parameter of ours: buffers that old versions saved.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
@@ -223,28 +225,7 @@ def _find(name: str) -> Path:
         raise DataError(f"{name[:200]!r}: {error}") from error
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name}: no such folder")
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    """A hub checkpoint's snapshot; the network is asked only for what the cache does not have."""
-    import huggingface_hub
-
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-    try:
-        try:
-            folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=wanted, local_files_only=True
-            )
-        except (OSError, ValueError):
-            folder = huggingface_hub.snapshot_download(name, allow_patterns=wanted)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name}: no folder of that name here, and the Hugging Face hub gave no checkpoint for"
-            " it (wrong or private name, or no network); correct the name, log in, or give a local"
-            " folder"
-        ) from error
-    return Path(folder)
+    return snapshot(name, _HUB_FILES, one_of=["*.safetensors"], where=name, what="checkpoint")
 
 
 def _read_json(file: Path) -> dict:

@@ -166,12 +166,23 @@ def test_a_path_that_does_not_exist_is_a_data_error(name):
 
 
 def test_an_unreachable_hub_name_is_a_config_error(monkeypatch):
-    hub_constants = pytest.importorskip("huggingface_hub").constants
-    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as error:
         load_tokenizer("no-such-owner/no-such-name")
     assert "data.tokenizer=no-such-owner/no-such-name" in str(error.value)
     assert "\n" not in str(error.value) and "Repo id" not in str(error.value)
+
+
+def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--somebody--words" / "snapshots" / ("0" * 40)
+    refs = tmp_path / "models--somebody--words" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("0" * 40)
+    snapshot.parent.mkdir()
+    save_folder(byte_level_tokenizer("</s>"), snapshot, eos_token="</s>")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert_round_trip(load_tokenizer("somebody/words"))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "folder"])

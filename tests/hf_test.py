@@ -175,7 +175,7 @@ def test_an_unreachable_hub_name_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     line = refused("nobody/nothing-of-the-kind", ConfigError)
-    assert "give a local folder" in line and "\n" not in line and "Repo id" not in line
+    assert "give a local path" in line and "\n" not in line and "Repo id" not in line
 
 
 @pytest.mark.parametrize("name", ["bytes", "torchtune_tokenizer_2000.json", "mistral-v1.model"])

@@ -1,7 +1,6 @@
 """What a model would see of a source, before anything is trained."""
 
 import collections
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,12 +15,12 @@ from adloco_jax.data.prepare import (
     find_shards,
     heldout_mask,
 )
+from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_BLOCK = 200, 10  # that are encoded and decoded again
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl", ".npy": "tokens"}
 
 
@@ -37,7 +36,7 @@ def guess_source(path: str) -> str:
     if prepared.is_prepared(path):
         return "tokens"
     name = Path(path).name.removesuffix(".gz")
-    is_hub_name = _HUB_NAME.fullmatch(path) and Path(name).suffix not in (*_SOURCES, ".txt")
+    is_hub_name = HUB_NAME.fullmatch(path) and Path(name).suffix not in (*_SOURCES, ".txt")
     if is_hub_name and not Path(path).exists():
         return "hub"
     first = sources.find_files(path, key="path")[0]

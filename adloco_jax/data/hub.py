@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake, find_files
-from adloco_jax.data.tokenizers import HUB_NAME
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_LISTED_FILES = 4096  # a checkpoint has room for so many records

@@ -9,17 +9,20 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from adloco_jax.data.snapshot import HUB_NAME, snapshot
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# Of a hub repository: what a tokenizer of any kind is made from.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
+_HUB_FILES = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json")
+_HUB_FILES += ("added_tokens.json", "config.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,19 +252,11 @@ def _folder_tokenizer(path: Path) -> Tokenizer:
 
 
 def _hub_tokenizer(name: str) -> Tokenizer:
-    auto = _auto_tokenizer()
-    try:
-        try:
-            tokenizer = auto.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError):  # not in the cache, or not all of it
-            tokenizer = auto.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.tokenizer={name}: no file or folder of that name here, and the Hugging Face "
-            "hub gave no tokenizer for it (wrong or private name, or no network); correct the "
-            "name, log in, or give a local path"
-        ) from error
-    return _transformers_tokenizer(name, tokenizer)
+    # Not by the library's own call, which tries for most of a minute without a network.
+    where = f"data.tokenizer={name}"
+    return _folder_tokenizer(
+        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
+    )
 
 
 def _auto_tokenizer() -> type:

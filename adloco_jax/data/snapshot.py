@@ -1,0 +1,46 @@
+"""Files of the Hugging Face hub, out of its cache or over the network."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from adloco_jax.errors import ConfigError
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def snapshot(
+    name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, what: str
+) -> Path:
+    """The folder of a hub repository's files; the network is asked only where the cache has none.
+
+    Args:
+      name: Of the repository.
+      wanted: Patterns of file names.
+      one_of: Patterns of which the cache must hold at least one file to be taken as it is.
+      where: Begins the message: what the user has called it.
+      what: What it was to be, in the message.
+
+    Raises:
+      ConfigError: If the hub cannot be reached, or has no such repository.
+    """
+    import huggingface_hub
+
+    try:
+        try:
+            cached = Path(
+                huggingface_hub.snapshot_download(
+                    name, allow_patterns=list(wanted), local_files_only=True
+                )
+            )
+            if any(any(cached.glob(pattern)) for pattern in one_of):
+                return cached
+        except (OSError, ValueError):
+            pass  # none of it is there
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(wanted)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: no file or folder of that name here, and the Hugging Face hub gave no {what}"
+            " for it (wrong or private name, or no network); correct the name, log in, or give a"
+            " local path"
+        ) from error
