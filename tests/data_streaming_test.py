@@ -218,6 +218,15 @@ def test_other_data_are_noticed_and_begun_at_their_beginning(folder, tmp_path):
     rows.close()
 
 
+def test_data_that_changed_unseen_under_a_state_are_refused_where_it_shows(folder):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, 1)
+    rows.restore(rows.state() | {"offset": 1000})
+    with pytest.raises(DataError, match="have changed since the checkpoint"):
+        rows.batch(0, 0, 1, 1)
+    rows.close()
+
+
 def test_how_much_is_evaluated_does_not_make_other_data(folder):
     many, more = stream(folder, num_heldout_rows=40), stream(folder, num_heldout_rows=60)
     assert (len(many.heldout_rows), len(more.heldout_rows)) == (40, 60)
@@ -404,6 +413,7 @@ def test_a_plan_reads_no_data(monkeypatch):
         (dict(text_column="body"), DataError, r"no column 'body' \(data.text_column\), have text"),
         (dict(path="*.json.gz", name="en"), ConfigError, "files have no configurations"),
         (dict(path="*.parquet"), DataError, "no file matches"),
+        (dict(path=__file__), DataError, r"reads .jsonl, .*use data.source=text"),
         (dict(path="c5"), DataError, "no such file or folder"),
         (dict(tokenizer="bytes", vocab_size=256), ConfigError, "set model.vocab_size"),
         (dict(sequence_length=5000), DataError, "too little held-out text: .* data.heldout_frac"),
@@ -478,7 +488,7 @@ def test_a_lost_connection_is_worth_another_try(folder, monkeypatch):
             yield {"text": "one"}
             raise ConnectionError("Server Disconnected")
 
-    with pytest.raises(hub.Unreachable, match="Server Disconnected.*goes on") as caught:
+    with pytest.raises(hub.Unreachable, match="Server Disconnected.*again") as caught:
         list(hub.examples(Lost(), "data.path=x"))
     assert isinstance(caught.value, OSError) and caught.value.exit_code == 3
 
