@@ -182,6 +182,20 @@ def test_a_state_goes_on_with_the_very_next_row(folder, counts, num_sequences):
     rows.close()
 
 
+@pytest.mark.parametrize("count", [1, 700, 1500])
+def test_a_state_of_another_version_of_the_library_leads_to_the_same_place(folder, count):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, count)
+    state = rows.state()
+    expected = rows.batch(0, 0, count, 300)
+    strange = {"place": state["place"] | {"source": {"what": "?"}}, "datasets": "0.1"}
+    rows.restore(state | strange)
+    np.testing.assert_array_equal(rows.batch(0, 0, count, 300), expected)
+    rows.restore(rows.state())  # and from there by the library's own again
+    assert count == 1 or rows.state()["place"]["source"]
+    rows.close()
+
+
 def test_a_state_is_a_copy_and_none_is_the_beginning(folder):
     rows = stream(folder)
     first = rows.batch(1, 0, 0, 30)
