@@ -182,6 +182,20 @@ def test_a_state_goes_on_with_the_very_next_row(folder, counts, num_sequences):
     rows.close()
 
 
+@pytest.mark.parametrize("count", [1, 700, 1500])
+def test_a_state_of_another_version_of_the_library_leads_to_the_same_place(folder, count):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, count)
+    state = rows.state()
+    expected = rows.batch(0, 0, count, 300)
+    strange = {"place": state["place"] | {"source": {"what": "?"}}, "datasets": "0.1"}
+    rows.restore(state | strange)
+    np.testing.assert_array_equal(rows.batch(0, 0, count, 300), expected)
+    rows.restore(rows.state())  # and from there by the library's own again
+    assert count == 1 or rows.state()["place"]["source"]
+    rows.close()
+
+
 def test_a_state_is_a_copy_and_none_is_the_beginning(folder):
     rows = stream(folder)
     first = rows.batch(1, 0, 0, 30)
@@ -215,6 +229,15 @@ def test_other_data_are_noticed_and_begun_at_their_beginning(folder, tmp_path):
     beginning = packed(tmp_path / "moved" / "c4-train*").rows
     np.testing.assert_array_equal(other.batch(0, 0, 30, 10), beginning[:10])
     other.close()
+    rows.close()
+
+
+def test_data_that_changed_unseen_under_a_state_are_refused_where_it_shows(folder):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, 1)
+    rows.restore(rows.state() | {"offset": 1000})
+    with pytest.raises(DataError, match="have changed since the checkpoint"):
+        rows.batch(0, 0, 1, 1)
     rows.close()
 
 
@@ -404,6 +427,7 @@ def test_a_plan_reads_no_data(monkeypatch):
         (dict(text_column="body"), DataError, r"no column 'body' \(data.text_column\), have text"),
         (dict(path="*.json.gz", name="en"), ConfigError, "files have no configurations"),
         (dict(path="*.parquet"), DataError, "no file matches"),
+        (dict(path=__file__), DataError, r"reads .jsonl, .*use data.source=text"),
         (dict(path="c5"), DataError, "no such file or folder"),
         (dict(tokenizer="bytes", vocab_size=256), ConfigError, "set model.vocab_size"),
         (dict(sequence_length=5000), DataError, "too little held-out text: .* data.heldout_frac"),
@@ -478,7 +502,7 @@ def test_a_lost_connection_is_worth_another_try(folder, monkeypatch):
             yield {"text": "one"}
             raise ConnectionError("Server Disconnected")
 
-    with pytest.raises(hub.Unreachable, match="Server Disconnected.*goes on") as caught:
+    with pytest.raises(hub.Unreachable, match="Server Disconnected.*again") as caught:
         list(hub.examples(Lost(), "data.path=x"))
     assert isinstance(caught.value, OSError) and caught.value.exit_code == 3
 

@@ -1,5 +1,6 @@
 """Documents through Hugging Face `datasets`: parquet files, and data sets of the hub, streamed."""
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -16,6 +17,7 @@ from adloco_jax.errors import ConfigError, DataError
 MAX_LISTED_FILES = 4096  # a checkpoint has room for so many records
 
 _BATCH_ROWS = 256
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _END_BYTES = 2**16  # read of either end of a file
 
 
@@ -121,25 +123,20 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
     """
     datasets = _datasets()
     start = Path(path).expanduser()
-    files = None
-    if glob.has_magic(path) or start.is_file() or not (start.is_dir() or HUB_NAME.fullmatch(path)):
+    where = f"data.path={path}" + (f", data.name={name}" if name else "") + f", data.split={split}"
+    is_folder = start.is_dir()
+    is_local = is_folder or not HUB_NAME.fullmatch(path) or start.is_file()
+    found, files = str(start.absolute()) if is_folder else path, None
+    if is_local and not is_folder:
         if name:
             raise ConfigError(
                 f"data.name={name}: files have no configurations; leave it empty, or set data.path "
                 f"to their folder instead of {path}"
             )
-        files = {split: [glob.escape(str(f.absolute())) for f in find_files(path, key="data.path")]}
-    is_local = files is not None or start.is_dir()
-    where = f"data.path={path}" + (f", data.name={name}" if name else "") + f", data.split={split}"
-    folder = str((start if start.is_dir() else Path()).absolute()) if is_local else path
+        paths = find_files(path, key="data.path")
+        found, files = _format(paths[0]), {split: [glob.escape(str(p.absolute())) for p in paths]}
     try:
-        builder = datasets.load_dataset_builder(folder, name or None, data_files=files)
-        found = builder.config.data_files or {}
-        if split not in found:
-            raise ConfigError(f"{where}: no such split, have {', '.join(map(str, found))}")
-        dataset: Any = builder.as_streaming_dataset(split=split)
-    except ConfigError:
-        raise
+        builder = datasets.load_dataset_builder(found, name or None, data_files=files)
     except Exception as error:  # of pyarrow, fsspec, the hub or datasets, a different one per fault
         if isinstance(error, OSError) and not is_local:
             raise ConfigError(
@@ -147,18 +144,22 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
                 "data set for it (wrong or private name, or no network); correct the name, log in, "
                 "or download its files and give their folder"
             ) from error
-        if isinstance(error, ValueError) and not isinstance(error, _arrow_invalid()):
-            raise ConfigError(f"{where}: {_line(error)}") from error
-        raise DataError(f"{where}: no data that can be read ({_line(error)})") from error
-    if dataset.features is not None:
-        _check_column(dataset.features, where, text_column, key="data.text_column")
+        kind = ConfigError if isinstance(error, ValueError) else DataError
+        raise kind(f"{where}: no such data set ({_line(error)})") from error
+    names = builder.config.data_files or {}
+    if split not in names:
+        raise ConfigError(f"{where}: no such split, have {', '.join(map(str, names))}")
 
     def open_again():
-        dataset: Any = builder.as_streaming_dataset(split=split)
-        return dataset if dataset.features is None else dataset.select_columns([text_column])
+        with _faults(where):
+            dataset: Any = builder.as_streaming_dataset(split=split)
+            return dataset if dataset.features is None else dataset.select_columns([text_column])
 
-    names = [str(file) for file in found[split]]
-    return Opened(open_again, where, [_file_record(name) for name in names])
+    with _faults(where):
+        dataset: Any = builder.as_streaming_dataset(split=split)
+    if dataset.features is not None:
+        _check_column(dataset.features, where, text_column, key="data.text_column")
+    return Opened(open_again, where, [_file_record(str(name)) for name in names[split]])
 
 
 def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
@@ -170,18 +171,35 @@ def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
     """
     rows = iter(dataset)
     while True:
-        try:
+        with _faults(where):
             row = next(rows, None)
-        except Exception as error:  # as above
-            if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-                raise Unreachable(
-                    f"{where}: cannot be read any further ({_line(error)}); once it can, the same "
-                    "command goes on from the last checkpoint"
-                ) from error
-            raise DataError(f"{where}: damaged ({_line(error)})") from error
         if row is None:
             return
         yield row
+
+
+@contextlib.contextmanager
+def _faults(where: str):
+    """Errors of reading as ours."""
+    try:
+        yield
+    except Exception as error:  # as in `_batches`
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise Unreachable(
+                f"{where}: cannot be read ({_line(error)}); once it can, run the same command again"
+            ) from error
+        raise DataError(f"{where}: damaged ({_line(error)})") from error
+
+
+def _format(file: Path) -> str:
+    """What `datasets` calls the format of a file."""
+    suffix = Path(re.sub(r"\.(gz|bz2|xz|zst)$", "", file.name)).suffix
+    if suffix not in _FORMATS:
+        raise DataError(
+            f"{file}: data.source=hf reads {', '.join(_FORMATS)}, each also compressed; for others "
+            "use data.source=text or tokens"
+        )
+    return _FORMATS[suffix]
 
 
 def _file_record(name: str) -> dict:
@@ -195,12 +213,6 @@ def _file_record(name: str) -> dict:
         content.seek(max(0, size - _END_BYTES))
         digest.update(content.read())
     return {"name": file.name, "bytes": size, "sha256": digest.hexdigest()}
-
-
-def _arrow_invalid() -> type[Exception]:
-    import pyarrow  # heavy, and not every run needs it
-
-    return pyarrow.ArrowInvalid
 
 
 def _check_parquet(file: Path, text_column: str) -> None:

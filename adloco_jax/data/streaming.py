@@ -9,10 +9,12 @@ same again.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from importlib import metadata
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -48,7 +50,7 @@ class Source(Protocol):
 class _Place:
     """A place between two documents from which the stream can go on; all counts are the epoch's."""
 
-    source: dict | None = None  # the library's own; None is the beginning
+    source: dict | None = None  # the library's own; None: to be found by counting the examples
     leftover: tuple[int, ...] = ()  # tokens of earlier documents that are in no row, fewer than one
     num_examples: int = 0
     num_documents: int = 0  # examples with text, which `packing.is_heldout` counts
@@ -131,13 +133,20 @@ class Streaming:
     def state(self) -> dict:
         """Where the rows not yet dealt begin, as plain JSON: for `restore`."""
         place = self._block.place if self._block else self._place
-        state = {"place": dataclasses.asdict(place), "offset": self._offset, "dealt": self._dealt}
-        return json.loads(json.dumps(state | {"fingerprint": self.fingerprint}))
+        state = {
+            "place": dataclasses.asdict(place),
+            "offset": self._offset,
+            "dealt": self._dealt,
+            "fingerprint": self.fingerprint,
+            "datasets": metadata.version("datasets"),
+        }
+        return json.loads(json.dumps(state))
 
     def restore(self, state: dict | None) -> None:
         """Goes to where `state` was taken, or back to the beginning.
 
-        Of the state of other data, only how many rows each stream has had is used.
+        Of the state of other data, only how many rows each stream has had is used. Where another
+        version of `datasets` wrote it, the examples up to there are read and left.
         """
         self.close()
         self._place, self._offset, self._dealt = _Place(), 0, {}
@@ -145,8 +154,10 @@ class Streaming:
             return
         self._dealt = dict(state["dealt"])
         if state["fingerprint"] == self.fingerprint:
-            place = state["place"]
-            self._place = _Place(**place | {"leftover": tuple(place["leftover"])})
+            place = state["place"] | {"leftover": tuple(state["place"]["leftover"])}
+            if state["datasets"] != metadata.version("datasets"):
+                place["source"] = None
+            self._place = _Place(**place)
             self._offset = state["offset"]
 
     def close(self) -> None:
@@ -329,7 +340,8 @@ class _Reading:
 
     def __iter__(self) -> Iterator[str]:
         where, column = self._reader.where, self._reader.text_column
-        for example in hub.examples(self._source, where):
+        num_read = self.place.num_examples if self.place.source is None else 0
+        for example in itertools.islice(hub.examples(self._source, where), num_read, None):
             number, num_bad = self.place.num_examples + 1, self.place.num_bad
             if column not in example:
                 raise DataError(
