@@ -249,6 +249,12 @@ def test_rounds_that_are_run_again_leave_no_gap(tmp_path, board, wandb):
         assert [step for step, _ in told.values("heldout_loss/consensus")] == [1, 2, 3, 4]
 
 
+def test_what_wandb_has_already_is_not_sent_again(tmp_path, wandb):
+    for num_rounds in (3, 4):
+        run(tmp_path / "r", settings_of(**RUN | {"num_rounds": num_rounds}, log={"wandb": True}))
+    assert len(wandb.opened) == 2 and len(wandb.values("merge")) == 1
+
+
 def test_two_runs_have_two_ids(tmp_path, wandb):
     settings = settings_of(**RUN | {"num_rounds": 1}, log={"wandb": True})
     for name in ("a", "b"):
