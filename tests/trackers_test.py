@@ -66,6 +66,9 @@ class Standin:
     add_scalar = add_text = told
 
     def log(self, numbers, step=None, commit=None):
+        if step is not None and step < self.step:
+            return  # as W&B does
+        self.step = self.step if step is None else step
         for name, value in numbers.items():
             self.told(name, value, step)
 
@@ -192,15 +195,18 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
 
 
 class Signalling:
-    """The toy's rows; SIGTERM comes when the rows of the third round are read."""
+    """The toy's rows; in the third round SIGTERM comes, or reading them fails."""
 
-    reads = 0
+    def __init__(self, fails=False):
+        self.reads, self.fails = 0, fails
 
     def __getattr__(self, name):
         return getattr(corpus(), name)
 
     def batch(self, *args):
         self.reads += 1
+        if self.reads == 10 and self.fails:
+            raise OSError(5, "Input/output error")
         if self.reads == 10:
             signal.raise_signal(signal.SIGTERM)
         return corpus().batch(*args)
@@ -231,6 +237,22 @@ def test_a_tracker_switched_on_late_is_told_the_run_from_its_beginning(tmp_path,
     for told in (board, wandb):
         assert len(told.opened) == 1
         assert told.values("heldout_loss/consensus") == [(e["round"], e["loss"]) for e in evals]
+
+
+def test_rounds_that_are_run_again_leave_no_gap(tmp_path, board, wandb):
+    settings = settings_of(**RUN | {"eval": {"every_rounds": 1}}, **BOTH)
+    run(tmp_path / "r", settings, corpus=Signalling(fails=True))
+    assert [e["kind"] for e in events(tmp_path / "r", "fault")] == ["round_failed"]
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 0]
+    assert [e["round"] for e in events(tmp_path / "r", "memory")] == [1, 2, 3, 4, 4]
+    for told in (board, wandb):
+        assert [step for step, _ in told.values("heldout_loss/consensus")] == [1, 2, 3, 4]
+
+
+def test_what_wandb_has_already_is_not_sent_again(tmp_path, wandb):
+    for num_rounds in (3, 4):
+        run(tmp_path / "r", settings_of(**RUN | {"num_rounds": num_rounds}, log={"wandb": True}))
+    assert len(wandb.opened) == 2 and len(wandb.values("merge")) == 1
 
 
 def test_two_runs_have_two_ids(tmp_path, wandb):

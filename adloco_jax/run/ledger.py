@@ -22,7 +22,7 @@ from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run.crashpoints import hit
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "eval", "merge", "refusal"})
-_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault"}  # written anew when rounds are run again
+_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # anew when rounds are run again
 
 START = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # of an empty ledger, see `cut`
 
