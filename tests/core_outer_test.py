@@ -359,9 +359,9 @@ def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, v
     for bad_step in range(3):
         clean = broken = start_round(different_trainers(2, [0, 1, 1], inner_tx))
         for step in range(3):
-            batch = batch_of(1, 3, 4, seed=step)
-            clean, *_ = steps(clean, batch)
+            clean, *_ = steps(clean, batch_of(1, 3, 4, seed=step))
             before = broken
+            batch = batch_of(1, 3, 4, seed=step)  # its own: a step may still read what it was given
             if step == bad_step:
                 batch["y"][:, 1, 0] = value
             broken, loss_TR, skipped_TR = steps(broken, batch)
