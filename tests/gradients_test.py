@@ -173,19 +173,11 @@ def test_unequal_spread_is_heavy_tailed_only_on_one_scale(measured):
 
 
 def test_passes_of_any_size_measure_the_same(measured):
-    for pass_size in (1, 40, 999):
+    for pass_size in (1, 7, 999):
         other = measure(rows_of(), pass_size=pass_size, draws=20)
         assert other.noise == pytest.approx(measured.noise, rel=1e-5)
         for one, two in zip(measured.batches, other.batches, strict=True):
             np.testing.assert_allclose(one.norms[:20], two.norms, rtol=1e-5)
-
-
-def test_tiny_gradients_do_not_vanish(measured):
-    small = measure(1e-15 * rows_of(), batch_sizes=[5])
-    assert small.noise == pytest.approx(1e-30 * measured.noise, rel=1e-5, abs=0)
-    np.testing.assert_allclose(
-        small.batches[0].norms, 1e-15 * np.array(measured.batches[1].norms), rtol=1e-5
-    )
 
 
 def test_progress_counts_every_sequence():
