@@ -317,10 +317,7 @@ def _deviation(
 
     total, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, mean), index_AB)
     leaves = jax.tree.leaves(jax.tree.map(lambda t, m: t / len(index_AB) - m, total, mean))
-    # Divide before squaring: the squares of tiny deviations would vanish in float32.
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]))
-    safe = jnp.where(largest > 0, largest, 1.0)
-    norm = safe * jnp.sqrt(sum(jnp.sum(jnp.square(leaf / safe)) for leaf in leaves))
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in leaves))
     chosen = [leaf.reshape(-1)[places] for leaf, places in zip(leaves, coordinates, strict=True)]
     return norm, jnp.concatenate(chosen)
 
