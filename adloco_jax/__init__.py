@@ -12,6 +12,7 @@ from adloco_jax.core.batching import (
     next_batch_size,
     norm_test,
     ramp,
+    replay,
     switch_mode,
 )
 from adloco_jax.core.ensemble import init, put, reassign, take
@@ -43,6 +44,7 @@ __all__ = [
     "pool",
     "put",
     "ramp",
+    "replay",
     "reassign",
     "start_round",
     "switch_mode",

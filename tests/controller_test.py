@@ -15,6 +15,7 @@ from toy import settings_of
 from adloco_jax.core.base import BatchPlan, GradientStats
 from adloco_jax.run import controller as control
 from adloco_jax.run.controller import Controller, Merge, Trainer
+from adloco_jax.run.ledger import batch_history
 
 
 def a_controller(batches=(4, 4, 4), owners=(0, 0, 1, 2), max_batch_size=4):
@@ -197,6 +198,48 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
         groups = control.plan_round(controller, settings)
         control.advance(controller, groups, sequence_length=8, param_bytes=4)
     assert sizes == [2, 6, 6]
+
+
+def test_a_run_is_over_by_rounds_or_by_tokens():
+    settings = settings_of(num_rounds=10, num_tokens=1000)
+    shares = [control.share_done(*done, settings) for done in ((5, 100), (2, 750), (3, 1000))]
+    assert shares == [0.5, 0.75, 1.0]
+    assert control.share_done(9, 10**9, settings_of(num_rounds=10)) == 0.9
+
+
+def test_where_tokens_end_a_run_the_schedule_follows_them():
+    settings = settings_of(
+        num_rounds=99,
+        num_tokens=1000,
+        inner={"steps_per_round": 4, "learning_rate": 1.0, "schedule": "linear"},
+    )
+    controller = a_controller()
+    controller.tokens_total = 600
+    for trainer, updates in zip(controller.trainers, (3, 22, 7), strict=True):
+        trainer.updates = updates  # does not matter
+    (group,) = control.plan_round(controller, settings)
+    rate_TR = control.learning_rates(controller, group, settings, round_tokens=480)
+    expected_T = [0.4, 0.28, 0.16, 0.04]  # a quarter of 480 tokens a step
+    np.testing.assert_allclose(rate_TR, np.tile(expected_T, (4, 1)).T, rtol=1e-6)
+    controller.tokens_total = 990
+    rate_TR = control.learning_rates(controller, group, settings, round_tokens=480)
+    np.testing.assert_allclose(rate_TR[:, 0], [0.01, 0, 0, 0], rtol=1e-5, atol=1e-9)
+
+
+def test_a_history_is_replayed_by_trainer_or_as_the_mean_over_workers():
+    def line(index, trainer, workers, size):
+        shape = {"workers": workers, "requested_batch_size": size}
+        return {"event": "round", "round": index, "trainer": trainer, **shape}
+
+    events = [
+        *({"event": "start"}, line(1, 0, 2, 4), line(1, 1, 1, 4)),
+        *(line(2, 0, 2, 5), line(2, 1, 1, 9), {"event": "merge"}, line(3, 1, 3, 12)),
+    ]
+    assert batch_history(events, num_trainers=2) == {"0": [4, 5, 5], "1": [4, 9, 12]}
+    # (2 x 5 + 9) / 3, up
+    assert batch_history(events, num_trainers=1) == {"0": [4, 7, 12]}
+    assert batch_history(events, num_trainers=3) == dict.fromkeys("012", [4, 7, 12])
+    assert batch_history(events[:1], num_trainers=1) == {}
 
 
 def test_accounting_of_a_round():

@@ -1,6 +1,8 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
+import collections
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -9,14 +11,14 @@ import numpy as np
 import pytest
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run import train as train_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.evaluate import split_heldout
-from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.ledger import batch_history, deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, needed_bytes
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.run.rounds import read_outcomes
@@ -415,3 +417,72 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
     events = read(result.workdir / "ledger.jsonl")
     seconds = [e["step_s"] for e in events if e["event"] == "round" and e["trainer"] == 0]
     assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
+
+
+def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path):
+    growing = GROWING | {"num_rounds": 50}
+    tokens = collections.Counter()
+    for line in events(run(tmp_path / "long", settings_of(**GROWING)).workdir, "round"):
+        tokens[line["round"]] += line["tokens"]
+    budget = tokens[1] + tokens[2] + 1
+    result = run(tmp_path / "r", settings_of(**growing, num_tokens=budget))
+    assert result.controller.round == 3
+    (end,) = events(tmp_path / "r", "end")
+    assert (end["reason"], end["tokens_total"]) == ("finished", tokens[1] + tokens[2] + tokens[3])
+    # A larger budget goes on, an equal one has nothing to do.
+    run(tmp_path / "r", settings_of(**growing, num_tokens=end["tokens_total"]))
+    assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3]
+    run(tmp_path / "r", settings_of(**growing, num_tokens=end["tokens_total"] + 1))
+    assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3, 4]
+
+
+REPLAYED = {"batching": {"eta": 0.5}, "merge": {"every_rounds": 3}}  # grows, and merges
+
+
+def batches(workdir):
+    return [
+        (e["round"], e["trainer"], e["requested_batch_size"], e["micro_batch_size"])
+        for e in events(workdir, "round")
+    ]
+
+
+def test_a_replayed_run_has_the_recorded_batches_and_is_the_recorded_run(tmp_path):
+    recorded = run(tmp_path / "recorded", settings_of(**REPLAYED))
+    replay = {"batching": {"test": "replay", "replay": str(tmp_path / "recorded")}}
+    replayed = run(tmp_path / "r", settings_of(**REPLAYED | replay))
+    assert len({size for _, _, size, _ in batches(tmp_path / "r")}) > 2
+    assert batches(tmp_path / "r") == batches(tmp_path / "recorded")
+    assert replayed.loss == recorded.loss  # merged alike: nothing else was different
+
+
+def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp_path):
+    """The recorded run is gone by then: its batches are in the state."""
+    run(tmp_path / "recorded", settings_of(**REPLAYED))
+    expected = batch_history(read(tmp_path / "recorded" / "ledger.jsonl"), num_trainers=1)["0"]
+    replay = {"test": "replay", "replay": str(tmp_path / "recorded")}
+    alone = {
+        "ensemble": {"num_trainers": 1, "num_workers": 4},
+        "batching": replay,
+        "merge": {"policy": "none"},
+    }
+    run(tmp_path / "r", settings_of(**alone | {"num_rounds": 4}))
+    shutil.rmtree(tmp_path / "recorded")
+    run(tmp_path / "r", settings_of(**alone))
+    assert [size for _, _, size, _ in batches(tmp_path / "r")] == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"initial_batch_size": 1}, "begins with 2 and reaches"),
+        ({"batch_cap": 4}, "begins with 2 and reaches [0-9]+"),
+    ],
+)
+def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, change, message):
+    run(tmp_path / "recorded", settings_of(**REPLAYED))
+    replay = {"test": "replay", "replay": str(tmp_path / "recorded")}
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "r", settings_of(batching=replay | change))
+    assert not (tmp_path / "r" / "ledger.jsonl").exists()
+    with pytest.raises(DataError, match="cannot read the ledger"):
+        run(tmp_path / "r", settings_of(batching=replay | {"replay": str(tmp_path / "none")}))

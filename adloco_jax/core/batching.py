@@ -151,6 +151,24 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     return next(size for first, size in reversed(schedule) if first <= round_index)
 
 
+def replay(*, history: Sequence[int], round_index: int) -> int:
+    """A recorded batch history: what tells the effect of batches from that of merging.
+
+    Args:
+      history: Sequences per worker of the recorded run's rounds, in order.
+      round_index: Rounds completed.
+
+    Returns:
+      Sequences per worker of the round to come; after the recorded ones, the last.
+
+    Raises:
+      ValueError: If the history is empty.
+    """
+    if not history:
+        raise ValueError("history: empty, expected at least one round's batch")
+    return history[min(round_index, len(history) - 1)]
+
+
 def next_batch_size(
     requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
 ) -> int:

@@ -116,7 +116,9 @@ class Outer:
 class Batching:
     """How the requested batch per worker grows (ALGORITHM 2 and 3); batches are in sequences."""
 
-    test: Literal["norm", "inner_product", "augmented", "constant", "ramp"] = _knob("norm")
+    test: Literal["norm", "inner_product", "augmented", "constant", "ramp", "replay"] = _knob(
+        "norm"
+    )
     mode: Literal["unbiased", "paper"] = _knob("unbiased")
     scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
@@ -138,6 +140,9 @@ class Batching:
     buckets: tuple[int, ...] = _knob((), _COUNT)
     # Pairs (from round, batch), for test=ramp only; --config.batching.ramp="((0, 4), (10, 8))".
     ramp: tuple[tuple[int, int], ...] = _knob((), _COUNT_OR_0)
+    # Folder of a run whose batches are used again, trainer by trainer, or of a run with another
+    # number of trainers their mean over workers, rounded up; for test=replay only.
+    replay: str = _knob("")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +209,9 @@ class Settings:
     log: Log
     seed: int = _knob(0, "[0, 4294967295]")
     num_rounds: int = _knob(20, _COUNT)  # AdLoCo table A.2: outer steps
+    # Ends the run after the round in which all trainers together have used so many; unset: rounds
+    # alone end it. Schedules then fall over tokens, as growing batches make updates no measure.
+    num_tokens: int | None = _knob(None, "[1, 4e18]")
 
 
 # The schema above as tables: the groups, and each knob's field under its full key.
@@ -270,7 +278,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         )
         for name, group in _GROUPS.items()
     }
-    return Settings(seed=values["seed"], num_rounds=values["num_rounds"], **groups)
+    return Settings(**{key: values[key] for key in KNOBS if "." not in key}, **groups)
 
 
 def allowed(key: str) -> str:
@@ -521,6 +529,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("batching.ramp",),
         lambda ramp: not ramp or (ramp[0][0] == 0 and all(a[0] < b[0] for a, b in pairwise(ramp))),
         "the first round must be 0 and rounds must increase; mend the (round, batch) pairs",
+    ),
+    (
+        ("batching.test", "batching.replay"),
+        lambda test, replay: (test == "replay") == (replay != ""),
+        "the two belong together; set test='replay' and the folder of a run, or neither",
     ),
     (
         ("batching.ramp", "batching.initial_batch_size"),

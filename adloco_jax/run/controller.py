@@ -19,6 +19,7 @@ from adloco_jax.core.batching import (
     next_batch_size,
     norm_test,
     ramp,
+    replay,
     switch_mode,
 )
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT, pool
@@ -62,6 +63,7 @@ class Controller:
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
+    replayed: dict[str, list[int]] = field(default_factory=dict)  # batches by trainer id, by round
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -134,8 +136,7 @@ class Merge(NamedTuple):
 
 def start(settings: Settings, max_batch_size: int) -> Controller:
     """The controller before the first round: workers spread as evenly as possible."""
-    ensemble, batching = settings.ensemble, settings.batching
-    first = batching.ramp[0][1] if batching.test == "ramp" else batching.initial_batch_size
+    ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     owners = np.arange(ensemble.num_workers) * ensemble.num_trainers // ensemble.num_workers
     return Controller(
         trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
@@ -188,11 +189,20 @@ def update_flags(group: Group) -> np.ndarray:
     return flags
 
 
-def learning_rates(controller: Controller, group: Group, settings: Settings) -> np.ndarray:
+def share_done(rounds: int, tokens: int, settings: Settings) -> float:
+    """How much of a run is behind it; from 1 on it is over."""
+    by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
+    return max(rounds / settings.num_rounds, by_tokens)
+
+
+def learning_rates(
+    controller: Controller, group: Group, settings: Settings, *, round_tokens: int = 0
+) -> np.ndarray:
     """Float32 [T, R of the group]: the learning rate of the update each micro-batch belongs to.
 
     Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
-    restarts a schedule.
+    restarts a schedule. Where tokens end the run, a schedule depends on those of all trainers:
+    `round_tokens` are this round's.
     """
     inner = settings.inner
     effective = group.plan.micro_batch_size * group.plan.num_accum_steps
@@ -203,7 +213,12 @@ def learning_rates(controller: Controller, group: Group, settings: Settings) -> 
     count_TR = update_T[:, None] + start_R[None, :]
     warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
     horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
-    progress = np.clip((count_TR - inner.warmup_updates) / horizon, 0.0, 1.0)
+    if settings.num_tokens is None:
+        progress = (count_TR - inner.warmup_updates) / horizon
+    else:
+        used_T = controller.tokens_total + update_T / group.num_updates * round_tokens
+        progress = np.broadcast_to(used_T[:, None] / settings.num_tokens, count_TR.shape)
+    progress = np.clip(progress, 0.0, 1.0)
     decay = {
         "constant": np.ones_like(progress),
         "linear": 1 - progress,
@@ -239,7 +254,7 @@ def min_examples(settings: Settings) -> int:
 
 def measures_gradients(settings: Settings) -> bool:
     """Whether the batch size follows the gradients rather than a declaration."""
-    return settings.batching.test not in ("constant", "ramp")
+    return settings.batching.test not in ("constant", "ramp", "replay")
 
 
 def observe(
@@ -522,6 +537,9 @@ def _scheduled(controller: Controller, settings: Settings, trainer: Trainer) -> 
     size = trainer.requested_batch_size
     if batching.test == "ramp":
         size = ramp(schedule=batching.ramp, round_index=controller.round + 1)
+    elif batching.test == "replay":
+        history = controller.replayed[str(trainer.id)]
+        size = replay(history=history, round_index=controller.round + 1)
     reason = "kept" if size == trainer.requested_batch_size else "schedule"
     return Decision(None, None, None, size, reason)
 

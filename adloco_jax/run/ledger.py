@@ -130,11 +130,42 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
     return events if last is None else [*events, last]
 
 
-def finished_rounds(events: Iterable[dict]) -> int:
-    """Rounds of a run that has come to its end and has not begun again since; else 0."""
+def finish(events: Iterable[dict]) -> dict | None:
+    """The last line of a run that has come to its end and has not begun again since."""
     marks = [event for event in events if event["event"] in ("start", "end")]
-    is_finished = bool(marks) and marks[-1].get("reason") == "finished"
-    return marks[-1]["rounds"] if is_finished else 0
+    return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
+
+
+def batch_history(events: Iterable[dict], *, num_trainers: int) -> dict[str, list[int]]:
+    """The requested batches of a run, for another run to use again.
+
+    Args:
+      events: The ledger's lines.
+      num_trainers: Of the run that will use them. If the recorded one had as many, each trainer has
+        its own batches; else all have the mean over the round's workers, rounded up.
+
+    Returns:
+      Sequences per worker by trainer id and round; empty if the ledger has no round.
+    """
+    rounds: dict[int, list[dict]] = {}
+    for event in events:
+        if event["event"] == "round":
+            rounds.setdefault(event["round"], []).append(event)
+    if not rounds:
+        return {}
+    own = len(rounds[min(rounds)]) == num_trainers
+    history: dict[str, list[int]] = {}
+    for index in sorted(rounds):
+        lines = rounds[index]
+        workers = sum(line["workers"] for line in lines)
+        asked = sum(line["requested_batch_size"] * line["workers"] for line in lines)
+        by_id = {line["trainer"]: line["requested_batch_size"] for line in lines}
+        for trainer in range(num_trainers):
+            past = history.setdefault(str(trainer), [])
+            past.append(
+                by_id.get(trainer, past[-1] if past else 0) if own else -(-asked // workers)
+            )
+    return history
 
 
 def cut(path: str | os.PathLike[str], position: dict) -> None:

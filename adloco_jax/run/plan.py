@@ -59,6 +59,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         "augmented": f"augmented test, vartheta {batching.vartheta}, nu {batching.nu}",
         "constant": "constant",
         "ramp": "declared ramp",
+        "replay": f"those of {batching.replay}",
     }[batching.test]
     if control.measures_gradients(settings):
         test += f", {batching.mode}, estimator {spec.estimator}"

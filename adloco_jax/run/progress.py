@@ -39,20 +39,25 @@ class Progress:
         else:
             print(line, file=self._file, flush=True)
 
-    def round(self, index: int, fields: Mapping[str, object]) -> None:
+    def round(
+        self, index: int, fields: Mapping[str, object], *, share_done: float | None = None
+    ) -> None:
         """Shows a finished round.
 
         Args:
           index: The round's number, from 1.
           fields: What to show beside it, in order: numbers, strings, None, or lists of numbers.
+          share_done: Of the whole run; 1 is its end. None goes by the rounds.
         """
+        if share_done is None:
+            share_done = index / self._num_rounds
         shown = " ".join(f"{name} {_format(value)}" for name, value in fields.items())
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(index - self._bar.n)
-        elif index % self._every == 0 or index == self._num_rounds:
+        elif index % self._every == 0 or share_done >= 1:
             elapsed_s = time.perf_counter() - self._start_s
-            eta_s = elapsed_s / index * (self._num_rounds - index)
+            eta_s = elapsed_s * max(0.0, 1 / share_done - 1)
             self.note(f"round {index}/{self._num_rounds} {shown} eta_s {eta_s:.0f}")
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
 from adloco_jax.run.config import KNOBS, Settings, default_config, validate
+from adloco_jax.run.controller import share_done
 from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import finished_rounds, read
+from adloco_jax.run.ledger import finish, read
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -30,6 +31,7 @@ Change = Literal["harmless", "accepted", "refused"]
 _CLASSES: dict[str, Change] = {
     "seed": "refused",
     "num_rounds": "harmless",  # but see `_class`
+    "num_tokens": "harmless",  # likewise
     "model": "refused",
     "model.dtype": "accepted",
     "model.remat": "accepted",
@@ -45,6 +47,7 @@ _CLASSES: dict[str, Change] = {
     "outer.tx": "refused",
     "batching": "accepted",
     "batching.initial_batch_size": "refused",  # the learning rate's growth is counted from it
+    "batching.replay": "refused",  # the batches to come are part of the state
     "batching.memory_frac": "harmless",  # max_batch_size is found once, and saved
     "switch": "accepted",
     "merge": "accepted",
@@ -123,7 +126,8 @@ def finished(
     check_workdir(folder)
     check_config(folder, settings, accept=accept_config_change)
     ledger = folder / "ledger.jsonl"
-    if not ledger.exists() or finished_rounds(read(ledger)) < settings.num_rounds:
+    end = finish(read(ledger)) if ledger.exists() else None
+    if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
         return None
     if not (folder / "export").exists():
         return None
@@ -227,8 +231,8 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the rounds to come.
-    if key == "num_rounds" and settings.inner.schedule != "constant":
+    # A decaying schedule is stretched over the rounds, or tokens, to come.
+    if key in ("num_rounds", "num_tokens") and settings.inner.schedule != "constant":
         return "accepted"
     # Of a stream, so many documents are held out that there are rows enough: the guard's change.
     if key == "eval.num_sequences" and settings.data.source == "hf":

@@ -149,13 +149,17 @@ def prepare(
     test_shape = (len(counts_R), spec.max_test_sequences, spec.row_length)
     test_rows_RBL = np.zeros(test_shape, np.int32)
     steps = spec.num_micro_batches
+    round_tokens = spec.sequence_length * sum(
+        group.num_micro_batches * group.plan.micro_batch_size * len(group.workers)
+        for group in groups
+    )
     parts, lines = [], {}
     for group in groups:
         rows_TRBL = _sequences(controller, group, spec, corpus)
         for place, worker in enumerate(group.workers):
             flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
             test_rows_RBL[worker, : counts_R[worker]] = flat[: counts_R[worker]]
-        rate_TR = control.learning_rates(controller, group, settings)
+        rate_TR = control.learning_rates(controller, group, settings, round_tokens=round_tokens)
         flag_T = control.update_flags(group)
         mesh = worker_mesh(len(group.workers), group.plan.micro_batch_size)
         tokens_at = round_shardings(mesh)["tokens_TRBL"]

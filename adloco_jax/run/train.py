@@ -33,6 +33,7 @@ from adloco_jax.core.merge import merge
 from adloco_jax.data.sources import shard_changes
 from adloco_jax.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     DivergedError,
     Preempted,
@@ -54,7 +55,7 @@ from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.interrupts import stop_requests
-from adloco_jax.run.ledger import START, Ledger, cut, finished_rounds, read
+from adloco_jax.run.ledger import START, Ledger, batch_history, cut, finish, read
 from adloco_jax.run.plan import data_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
@@ -252,6 +253,8 @@ class _Run:
                 " copy, or name another folder"
             )
         host = state.host if state else {"ledger": START, "wall_s": 0.0, "loss": None}
+        known = state is not None and state.controller.replayed
+        replayed = known or _replayed(settings)
         if state and not accept_data_change:
             self._check_data(state.host["data"])
         write_config(
@@ -271,12 +274,14 @@ class _Run:
             self.place = state.host["data"].get("place") if state else None
             self.corpus.restore(self.place)
         if state is None:
-            self.controller = control.start(settings, max_batch_size(settings, self.programs))
+            max_batch = max_batch_size(settings, self.programs)
+            self.controller = control.start(settings, max_batch)
         else:
             self.controller = state.controller
             given = settings.batching.max_batch_size
             if given is not None and given != host["max_batch_size_given"]:
                 self.controller.max_batch_size = given
+        self.controller.replayed = replayed
         if self.max_batch is not None:
             self.controller.max_batch_size = min(self.controller.max_batch_size, self.max_batch)
         self.heldout = evaluate.split_heldout(
@@ -293,7 +298,9 @@ class _Run:
         self.last_end_s = self.last_save_s = time.perf_counter()
         self.loss = float("nan") if host["loss"] is None else host["loss"]
         # What is damaged in a finished run is run again.
-        self.ended = finished_rounds(events) >= settings.num_rounds <= self.controller.round
+        end = finish(events)
+        said = bool(end) and control.share_done(end["rounds"], end["tokens_total"], settings) >= 1
+        self.ended = said and self._share_done() >= 1
         if not self.ended:
             self._write_start(damage)
         for line in damage:
@@ -311,7 +318,7 @@ class _Run:
     def execute(self) -> Result:
         """All rounds that are left."""
         settings, controller = self.settings, self.controller
-        if controller.round >= settings.num_rounds:
+        if self._share_done() >= 1:
             consensus, _ = self._consensus()
             if not self.ended:
                 self._write_end("finished")
@@ -319,13 +326,13 @@ class _Run:
         ahead = programs_ahead(controller, settings)
         self.programs.prefetch([*ahead, evaluate.evaluate_key(self.heldout.batch_size)])
         prepared, previous, consensus = self._prepare(), None, None
-        while controller.round < settings.num_rounds:
+        while self._share_done() < 1:
             prepared, dispatched = self._dispatch(prepared)
             if previous:
                 self._record(*previous)
-            previous = dispatched, self._decide(dispatched, prepared)
+            previous = dispatched, self._decide(dispatched, prepared), self._share_done()
             hit("round.decided")
-            last = controller.round == settings.num_rounds
+            last = self._share_done() >= 1
             if not last:
                 self.programs.prefetch(programs_ahead(controller, settings))
             evaluate_now = last or controller.round % settings.eval.every_rounds == 0
@@ -363,6 +370,11 @@ class _Run:
         self._settle_saves()
         self._write_end("finished")
         return Result(self.workdir, consensus, self.loss, self.ensemble, controller)
+
+    def _share_done(self) -> float:
+        return control.share_done(
+            self.controller.round, self.controller.tokens_total, self.settings
+        )
 
     def after_failure(
         self, error: jax.errors.JaxRuntimeError | OSError, failed_round: int | None
@@ -465,8 +477,8 @@ class _Run:
             for line, cost, decision in zip(prepared.lines, spent, decisions, strict=True)
         ]
 
-    def _record(self, dispatched: Dispatched, lines: list[dict]) -> None:
-        """Waits for a round, and records what came of it."""
+    def _record(self, dispatched: Dispatched, lines: list[dict], share_done: float) -> None:
+        """Waits for a round, and records what came of it; so much of the run was done then."""
         outcomes = read_outcomes(dispatched)
         end_s = dispatched.end_s.result()
         step_s = end_s - max(dispatched.start_s, self.last_end_s)
@@ -496,6 +508,7 @@ class _Run:
                 "accum": [line["num_accum_steps"] for line in lines],
                 "tokens/s": sum(line["tokens"] for line in lines) / step_s,
             },
+            share_done=share_done,
         )
         if len(control.broken_trainers(self.controller, by_round=index)) == len(outcomes):
             self._diverged(index)
@@ -842,6 +855,25 @@ def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...
     return take(ensemble, trainers, workers=workers)
 
 
+def _replayed(settings: Settings) -> dict[str, list[int]]:
+    """The batches that `batching.replay` names, once they are known to fit the config."""
+    batching = settings.batching
+    if batching.test != "replay":
+        return {}
+    events = read(Path(batching.replay) / "ledger.jsonl")
+    history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
+    firsts = {batches[0] for batches in history.values()}
+    largest = max((max(batches) for batches in history.values()), default=0)
+    if firsts != {batching.initial_batch_size} or largest > batching.batch_cap:
+        found = f"begins with {firsts.pop()} and reaches {largest}" if firsts else "has no round"
+        raise ConfigError(
+            f"batching.replay = {batching.replay!r}: that run {found}; set"
+            " batching.initial_batch_size to its first batch and batching.batch_cap to no less"
+            " than its largest"
+        )
+    return history
+
+
 def _versions() -> dict[str, str]:
     """Of what may change a run's bits."""
     packages = (jax, flax, optax, orbax.checkpoint, np)
@@ -855,7 +887,7 @@ def _batch_note(line: dict, decision: Decision) -> str:
         "shrank": "the test asks for {:.1f}",
         "capped": "the test asks for {:.1f}, held by max_growth or batch_cap",
         "signal": "no signal above the noise yet, one step of growth",
-        "schedule": "by the declared ramp",
+        "schedule": "as declared",
     }[decision.reason].format(decision.test_value or 0.0)
     return (
         f"round {line['round']}: trainer {line['trainer']} batch per worker"
