@@ -386,7 +386,7 @@ def measured(step_times: Mapping[int, float]) -> StepTime:
       ConfigError: If there is none, or one is not positive.
     """
     if not step_times or not all(
-        0 < min(pair) <= max(pair) < math.inf for pair in step_times.items()
+        size > 0 and 0 < seconds < math.inf for size, seconds in step_times.items()
     ):
         raise ConfigError(
             f"step times {dict(step_times)}: expected one at least, of positive batches and seconds"
