@@ -11,10 +11,8 @@ import io
 import os
 import re
 import resource
-import runpy
 import shlex
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +22,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.run import config_file
 from adloco_jax.run.config import (
     KNOBS,
     allowed,
@@ -35,23 +34,7 @@ from adloco_jax.run.config import (
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 
-_MAX_CONFIG_BYTES = 2**20
 _MIN_ADDRESS_BYTES = 4 * 2**30
-
-# What a broken config file raises: it is anybody's Python, so most of the builtin errors.
-_CONFIG_FILE_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 class _Outlived(io.FileIO):
@@ -188,8 +171,8 @@ def _configure(name: str | None, words: Sequence[str]) -> tuple[Path, ConfigDict
     faults = []
     path, config = Path(), default_config()  # to check the overrides against without a file
     try:
-        path = _find(name)
-        config = _load(path)
+        path = config_file.find(name)
+        config = config_file.load(path, "get_config", ConfigDict)
     except ConfigError as error:
         faults.append(str(error))
     is_loaded = not faults
@@ -203,44 +186,6 @@ def _configure(name: str | None, words: Sequence[str]) -> tuple[Path, ConfigDict
     if faults:
         raise ConfigError("\n".join(faults))
     return path, config
-
-
-def _find(name: str | None) -> Path:
-    """The config file, looked for from here, and beside the package as a path or a bare name."""
-    if name is None:
-        raise ConfigError("--config: missing; name a file, such as configs/quickstart.py")
-    home = Path(__file__).resolve().parents[1]
-    for path in (Path(name), home / name, home / "configs" / f"{name}.py"):
-        if os.path.isfile(path):
-            return path
-    known = ", ".join(sorted(file.stem for file in home.glob("configs/*.py"))) or "none"
-    raise ConfigError(f"--config {name}: no such file; configs beside the package: {known}")
-
-
-def _load(path: Path) -> ConfigDict:
-    """What the file's `get_config()` returns."""
-    if (size := path.stat().st_size) > _MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: {size} bytes, no config is larger than {_MAX_CONFIG_BYTES}")
-    root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
-    sys.path.insert(0, root)
-    try:
-        get_config = runpy.run_path(str(path)).get("get_config")
-        config = get_config() if callable(get_config) else None
-    except _CONFIG_FILE_ERRORS as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
-        # A locked ConfigDict lists all its fields before it names the nearest one.
-        text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
-        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
-    finally:
-        sys.path.remove(root)
-    if type(config) is not ConfigDict:
-        raise ConfigError(
-            f"{path}: needs a get_config() that returns a ConfigDict; start it from "
-            f"adloco_jax.run.config.default_config()"
-        )
-    return config
 
 
 def _arguments(words: Sequence[str]) -> Iterator[list[str]]:

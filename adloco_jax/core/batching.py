@@ -198,7 +198,7 @@ def switch_mode(
     *,
     max_batch_size: int,
     multiplier: int = 2,
-    mode: Literal["threshold", "accumulate", "clip"] = "threshold",
+    mode: Literal["threshold", "accumulate", "clip", "lengthen"] = "threshold",
 ) -> BatchPlan:
     """How a requested batch is run on a device that holds `max_batch_size` sequences per worker.
 
@@ -210,6 +210,7 @@ def switch_mode(
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
       multiplier: n >= 1 of the paper.
       mode: `threshold`: as above. `accumulate`: whenever it does not fit. `clip`: never accumulate.
+        `lengthen` (ours): as `accumulate`, for a caller who makes each of the steps an update.
 
     Returns:
       The micro-batch and the number of accumulation steps; their product covers the request, or is
@@ -225,8 +226,8 @@ def switch_mode(
             f"requested_batch_size={requested_batch_size}, max_batch_size={max_batch_size},"
             f" multiplier={multiplier}: expected positive whole numbers"
         )
-    if mode not in ("threshold", "accumulate", "clip"):
-        raise ValueError(f"mode={mode!r}: expected threshold, accumulate or clip")
+    if mode not in ("threshold", "accumulate", "clip", "lengthen"):
+        raise ValueError(f"mode={mode!r}: expected threshold, accumulate, clip or lengthen")
     if requested_batch_size <= max_batch_size:
         return BatchPlan(requested_batch_size, 1)
     clipped = requested_batch_size <= multiplier * max_batch_size and mode == "threshold"

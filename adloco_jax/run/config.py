@@ -149,7 +149,9 @@ class Batching:
 class Switch:
     """When a batch that no device holds is accumulated (ALGORITHM 3)."""
 
-    mode: Literal["threshold", "accumulate", "clip"] = _knob("threshold")
+    # lengthen (ours): the micro-batches that would be accumulated are updates of their own, so that
+    # rounds grow in place of batches.
+    mode: Literal["threshold", "accumulate", "clip", "lengthen"] = _knob("threshold")
     multiplier: int = _knob(2, _COUNT)  # accumulate above this many times max_batch_size
 
 
@@ -489,6 +491,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("inner.warmup_updates", "num_rounds", "inner.steps_per_round"),
         lambda warmup, rounds, steps: warmup < rounds * steps,
         "the warm-up would outlast the run's updates; shorten it",
+    ),
+    (
+        ("switch.mode", "inner.schedule", "num_tokens"),
+        lambda mode, schedule, tokens: mode != "lengthen" or schedule == "constant" or tokens,
+        "rounds that grow make as many updates as nobody knows; end the run, and its schedule, by"
+        " num_tokens, or set inner.schedule=constant",
     ),
     (
         ("inner.tx", "inner.weight_decay"),

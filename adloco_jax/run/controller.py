@@ -101,6 +101,7 @@ class Group(NamedTuple):
     plan: BatchPlan
     num_micro_batches: int  # T, per worker
     num_updates: int
+    num_dispatches: int  # what is compiled takes steps_per_round micro-batches at a time
 
 
 class Decision(NamedTuple):
@@ -163,6 +164,8 @@ def smaller_micro_batches(
     plans = {}
     for group in groups:
         micro, accum = group.plan
+        if settings.switch.mode == "lengthen":
+            accum = group.num_dispatches
         if micro > controller.max_batch_size:
             micro, accum = controller.max_batch_size, -(-micro * accum // controller.max_batch_size)
         plans |= dict.fromkeys(group.trainers, BatchPlan(micro, accum))
@@ -525,10 +528,14 @@ def _group(controller: Controller, settings: Settings, plans: list[BatchPlan]) -
     groups = []
     for plan, trainers in by_plan.items():
         workers = [w for w, owner in enumerate(controller.owners) if owner in trainers]
-        micro_batches, updates = steps * plan.num_accum_steps, steps
-        if settings.inner.unit == "microbatches":
-            micro_batches, updates = steps, -(-steps // plan.num_accum_steps)
-        groups.append(Group(tuple(trainers), tuple(workers), plan, micro_batches, updates))
+        dispatches, updates = plan.num_accum_steps, steps
+        if settings.switch.mode == "lengthen":
+            plan, updates = plan._replace(num_accum_steps=1), steps * plan.num_accum_steps
+        elif settings.inner.unit == "microbatches":
+            dispatches, updates = 1, -(-steps // plan.num_accum_steps)
+        groups.append(
+            Group(tuple(trainers), tuple(workers), plan, steps * dispatches, updates, dispatches)
+        )
     return groups
 
 

@@ -106,7 +106,7 @@ def update_keys(groups: list[Group]) -> list[Key]:
     """The program that each group runs."""
     return [
         Key(
-            "round" if group.plan.num_accum_steps == 1 else "accumulate",
+            "round" if group.plan.num_accum_steps == group.num_dispatches == 1 else "accumulate",
             len(group.trainers),
             len(group.workers),
             group.plan.micro_batch_size,

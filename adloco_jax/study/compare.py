@@ -1,0 +1,416 @@
+"""Runs against each other: a declared set of variants and seeds, and the table that comes of them.
+
+Every figure is read from the runs' ledgers, at the points where a consensus was evaluated. Where
+that was the average of several trainers, which a run could only use after it had moved the trainers
+to one place, its communications are counted with that.
+"""
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
+from adloco_jax.run.ledger import finish, read
+from adloco_jax.run.resume import finished
+from adloco_jax.run.train import train
+from adloco_jax.study.network import PRESETS, Cluster, replay, roofline
+
+MEASURES = {
+    "tokens": "tokens",
+    "syncs": "synchronisations",
+    "bytes": "bytes moved",
+    "updates": "updates in a row",
+    "time_s": "simulated seconds",
+    "rounds": "rounds",
+}
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The cluster whose time is reported, and the model that is to be trained there.
+
+    A small model's run is timed as if its schedule were a large one's.
+    """
+
+    preset: str = "two_sites"  # of `network.PRESETS`
+    num_devices: int = 4
+    device: str = "a100_80gb"
+    num_params: int = 300_000_000
+    sequence_length: int = 1024  # tokens
+
+    def cluster(self) -> Cluster:
+        """As the network model takes it."""
+        step_time = roofline(
+            self.device, num_params=self.num_params, sequence_length=self.sequence_length
+        )
+        return Cluster(num_devices=self.num_devices, step_time=step_time, **PRESETS[self.preset])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What runs, and what is asked of the runs."""
+
+    base: ConfigDict
+    variants: Mapping[str, Mapping[str, object]]
+    """By name: the keys in which it departs from `base`. `batching.replay` may name a variant,
+    whose run of the same seed is replayed."""
+    baseline: str
+    """The variant whose own final loss the others are asked to reach."""
+    target_loss: float
+    """Nats per token, which all are asked to reach."""
+    seeds: Sequence[int] = (0, 1, 2)
+    simulated: Simulated = field(default_factory=Simulated)
+
+
+class Run(NamedTuple):
+    """One run of a comparison."""
+
+    variant: str
+    seed: int
+    config: ConfigDict
+    workdir: Path
+
+
+class Point(NamedTuple):
+    """What a run had spent when its consensus had a loss; of one that never had it, None."""
+
+    loss: float
+    tokens: int
+    syncs: int
+    bytes: int
+    updates: int
+    time_s: float
+    rounds: int
+
+
+def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
+    """The runs, checked, in the order in which they have to be made.
+
+    Args:
+      comparison: From a config file's `get_comparison()`.
+      folder: Where they are, or will be: `<folder>/<variant>/seed-<seed>`.
+
+    Returns:
+      Every variant with every seed; what is replayed comes before what replays it.
+
+    Raises:
+      ConfigError: All faults at once, each with its variant.
+    """
+    variants, seeds = comparison.variants, comparison.seeds
+    faults, runs = [], []
+    if len(set(seeds)) < 3 or len(set(seeds)) != len(seeds):
+        faults.append(f"seeds = {tuple(seeds)}: a band needs three different ones at least")
+    if comparison.baseline not in variants:
+        faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
+    for name, changes in variants.items():
+        source = changes.get("batching.replay")
+        if source is not None and (source not in variants or "batching.replay" in variants[source]):
+            faults.append(f"{name}: batching.replay = {source!r}: no variant that can be replayed")
+        unknown = [key for key in changes if key not in KNOBS]
+        faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
+        if unknown:
+            continue
+        for seed in seeds:
+            config = ConfigDict(comparison.base.to_dict())
+            for key, value in (changes | {"seed": seed}).items():
+                if key == "batching.replay":
+                    value = str(_workdir(folder, str(value), seed))
+                group, _, knob = key.rpartition(".")
+                (config[group] if group else config)[knob] = value
+            runs.append(Run(name, seed, config, _workdir(folder, name, seed)))
+        try:
+            validate(runs[-1].config)
+        except ConfigError as error:
+            faults += [f"{name}: {line}" for line in str(error).splitlines()]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return sorted(runs, key=lambda run: "batching.replay" in variants[run.variant])
+
+
+def execute(
+    comparison: Comparison, folder: str | Path, *, on_end: Callable[[Run, bool], None]
+) -> bool:
+    """Makes the runs that are not finished, one after the other.
+
+    A run that another process has in hand is left to it, so that several may work at one
+    comparison. What each says goes to `output.txt` in its folder. Programs that runs share are
+    compiled once: the compilation cache is on.
+
+    Args:
+      comparison: What runs.
+      folder: Where; runs that are there go on.
+      on_end: Called with each run, and whether it was made just now.
+
+    Returns:
+      Whether all are finished.
+
+    Raises:
+      UserError: As `train`; the comparison can be taken up again.
+    """
+    whole = True
+    for run in runs_of(comparison, folder):
+        if finished(run.workdir, run.config) is not None:
+            on_end(run, False)
+            continue
+        replayed = comparison.variants[run.variant].get("batching.replay")
+        if replayed is not None and not _is_finished(_workdir(folder, str(replayed), run.seed)):
+            whole = False  # in another process's hands
+            continue
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        with open(run.workdir / "output.txt", "a", encoding="utf-8") as output:
+            try:
+                with contextlib.redirect_stdout(output):
+                    train(run.config, run.workdir)
+            except ConfigError as error:
+                if "another process runs there" not in str(error):
+                    raise
+                whole = False
+                continue
+        on_end(run, True)
+    return whole
+
+
+def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
+    """What a run had spent at each evaluation of its consensus.
+
+    Args:
+      events: The ledger's lines.
+      simulated: Where, and what for, its time is simulated.
+
+    Returns:
+      One point per evaluation with a finite loss, in order.
+
+    Raises:
+      DataError: If the ledger has no evaluation or no round.
+    """
+    as_large = [
+        event | {"num_params": simulated.num_params} if event["event"] == "start" else event
+        for event in events
+    ]
+    end_s = replay(as_large, simulated.cluster()).end_s
+    num_params = next(event["num_params"] for event in events if event["event"] == "start")
+    updates: dict[int, int] = {}
+    alive: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "round":
+            index = event["round"]
+            updates[index] = max(updates.get(index, 0), event["updates"])
+            alive[index] = alive.get(index, 0) + 1
+        elif event["event"] == "merge":
+            alive[event["round"]] -= len(event["members"]) - 1
+    points = []
+    for event in events:
+        if (event["event"], event.get("trainer")) != ("eval", "consensus"):
+            continue
+        if event["loss"] is None:
+            continue
+        index = event["round"]
+        moved = alive[index] - 1 if event["source"] == "average" else 0
+        points.append(
+            Point(
+                loss=event["loss"],
+                tokens=event["tokens_total"],
+                syncs=event["syncs_total"] + (moved > 0),
+                bytes=event["bytes_total"] + moved * 4 * num_params,
+                updates=sum(count for r, count in updates.items() if r <= index),
+                time_s=end_s[index],
+                rounds=index,
+            )
+        )
+    if not points:
+        raise DataError("the ledger has no evaluation with a finite loss")
+    return points
+
+
+def tabulate(comparison: Comparison, folder: str | Path) -> dict:
+    """The comparison in numbers.
+
+    "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
+    end (of synchronisations and bytes: every run that communicates); "to reach" a loss is what was
+    spent at the first evaluation that had it.
+
+    Args:
+      comparison: What ran.
+      folder: Where; all of it finished.
+
+    Returns:
+      Plain JSON: `budgets` by measure, `target_loss`, and `rows` by variant: `final`, `at_equal`,
+      `to_target`, `to_baseline` (each seed's own), by measure a `median`, `low`, `high` over the
+      seeds and how many `reached`, of how many `seeds`.
+
+    Raises:
+      DataError: If a run is missing or not finished.
+    """
+    curves: dict[str, dict[int, list[Point]]] = {}
+    for run in runs_of(comparison, folder):
+        if not _is_finished(run.workdir):
+            raise DataError(f"{run.workdir}: not finished; run the comparison again")
+        events = read(run.workdir / "ledger.jsonl")
+        curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
+    ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
+    budgets = {
+        name: min((v for v in (getattr(end, name) for end in ends) if v > 0), default=0)
+        for name in MEASURES
+    }
+    rows = {}
+    for name in comparison.variants:
+        seeds = curves[name]
+        targets = {s: curves[comparison.baseline][s][-1].loss for s in seeds}
+        to_target = [_first(points, comparison.target_loss) for points in seeds.values()]
+        to_baseline = [_first(points, targets[seed]) for seed, points in seeds.items()]
+        finals = [points[-1] for points in seeds.values()]
+        rows[name] = {
+            "final": {key: _spread([getattr(p, key) for p in finals]) for key in Point._fields},
+            "at_equal": {
+                key: _spread([_lowest(points, key, budgets[key]) for points in seeds.values()])
+                for key in MEASURES
+            },
+            "to_target": {
+                key: _spread([p and getattr(p, key) for p in to_target]) for key in MEASURES
+            },
+            "to_baseline": {
+                key: _spread([p and getattr(p, key) for p in to_baseline]) for key in MEASURES
+            },
+        }
+    return {
+        "baseline": comparison.baseline,
+        "target_loss": comparison.target_loss,
+        "seeds": list(comparison.seeds),
+        "budgets": budgets,
+        "rows": rows,
+    }
+
+
+def markdown(table: dict) -> str:
+    """The table for people: medians, with the range over seeds in brackets.
+
+    Args:
+      table: As `tabulate` gives it.
+
+    Returns:
+      Three tables in Markdown: loss at equal cost, cost of the target, cost of the baseline's loss.
+    """
+    rows, num_seeds = table["rows"], len(table["seeds"])
+    equal = [f"{MEASURES[m]} ({_short(table['budgets'][m])})" for m in MEASURES]
+    lines = [
+        f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much;"
+        f" median of {num_seeds} seeds (range).",
+        "",
+        *_grid(
+            ["variant", *equal, "at its end"],
+            (
+                [name, *(_loss(row["at_equal"][m]) for m in MEASURES), _loss(row["final"]["loss"])]
+                for name, row in rows.items()
+            ),
+        ),
+        "",
+        f"What it took to reach {table['target_loss']:g} nats/token; a dash where fewer than half"
+        " of the seeds did.",
+        "",
+        *_cost_grid(rows, "to_target"),
+        "",
+        f"What it took to reach the final loss of {table['baseline']}, seed by seed.",
+        "",
+        *_cost_grid(rows, "to_baseline"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(comparison: Comparison, folder: str | Path) -> dict:
+    """Writes `comparison.json` and `comparison.md` into the folder.
+
+    Returns:
+      The table.
+
+    Raises:
+      DataError: As `tabulate`.
+    """
+    table = tabulate(comparison, folder)
+    text = json.dumps(table, indent=2, allow_nan=False)
+    (Path(folder) / "comparison.json").write_text(text + "\n", encoding="utf-8")
+    (Path(folder) / "comparison.md").write_text(markdown(table), encoding="utf-8")
+    return table
+
+
+def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
+    name = "".join(c if c.isalnum() or c in "-+." else "-" for c in variant.lower())
+    return Path(folder) / name / f"seed-{seed}"
+
+
+def _is_finished(workdir: Path) -> bool:
+    path = workdir / "ledger.jsonl"
+    return path.exists() and finish(read(path)) is not None
+
+
+def _first(points: Sequence[Point], loss: float) -> Point | None:
+    return next((point for point in points if point.loss <= loss), None)
+
+
+def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | None:
+    return min((p.loss for p in points if getattr(p, measure) <= budget), default=None)
+
+
+def _spread(values: Sequence[float | None]) -> dict:
+    """Median and range; a value that was not reached counts as larger than all."""
+    reached = sorted(value for value in values if value is not None)
+    ranked = [*reached, *[math.inf] * (len(values) - len(reached))]
+    median = statistics.median_low(ranked) if len(ranked) % 2 else statistics.median_high(ranked)
+    return {
+        "median": None if math.isinf(median) else median,
+        "low": reached[0] if reached else None,
+        "high": reached[-1] if len(reached) == len(values) else None,
+        "reached": len(reached),
+        "seeds": len(values),
+    }
+
+
+def _cost_grid(rows: Mapping[str, dict], which: str) -> Iterator[str]:
+    return _grid(
+        ["variant", *MEASURES.values(), "seeds that did"],
+        (
+            [
+                name,
+                *(_cost(row[which][m]) for m in MEASURES),
+                f"{row[which]['tokens']['reached']} of {row[which]['tokens']['seeds']}",
+            ]
+            for name, row in rows.items()
+        ),
+    )
+
+
+def _grid(header: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _loss(spread: dict) -> str:
+    return _described(spread, "{:.3f}".format)
+
+
+def _cost(spread: dict) -> str:
+    return _described(spread, _short)
+
+
+def _described(spread: dict, shown: Callable[[float], str]) -> str:
+    if spread["median"] is None:
+        return "-"
+    high = "-" if spread["high"] is None else shown(spread["high"])
+    return f"{shown(spread['median'])} ({shown(spread['low'])} to {high})"
+
+
+def _short(value: float) -> str:
+    """Three digits and a thousand's prefix."""
+    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}"
+    return f"{value:.3g}"

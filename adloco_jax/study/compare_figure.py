@@ -1,0 +1,113 @@
+"""The front of a comparison: communications against tokens and time, at one loss."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+# Okabe and Ito's colours; markers tell variants apart in grey print.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+
+# Panels: across, up, labels.
+_PANELS = (
+    ("syncs", "tokens", "blocking synchronisations", "tokens"),
+    ("bytes", "tokens", "bytes moved", "tokens"),
+    ("bytes", "time_s", "bytes moved", "simulated seconds"),
+)
+
+
+def draw(table: dict, folder: str | Path, *, command: str) -> Path:
+    """Writes `front.png`: for each variant, what reaching the target loss took.
+
+    Args:
+      table: As `compare.tabulate` gives it.
+      folder: The comparison's.
+      command: What made the comparison, for the caption.
+
+    Returns:
+      The figure's path.
+    """
+    path = Path(folder) / "front.png"
+    figure(table, command=command).savefig(path, dpi=150)
+    return path
+
+
+def figure(table: dict, *, command: str) -> Figure:
+    """The front as a figure; see `draw`."""
+    reached = {
+        name: row["to_target"]
+        for name, row in table["rows"].items()
+        if row["to_target"]["tokens"]["median"] is not None
+    }
+    missing = [name for name in table["rows"] if name not in reached]
+    page = Figure(figsize=(11, 5.2), layout="constrained")
+    for ax, (x, y, x_label, y_label) in zip(page.subplots(1, 3), _PANELS, strict=True):
+        _panel(ax, reached, list(table["rows"]), x, y)
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(y_label)
+    handles, labels = page.axes[0].get_legend_handles_labels()
+    if handles:
+        page.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    text = (
+        f"What each variant had spent when its consensus first reached {table['target_loss']:g}"
+        f" nats/token on held-out text: median of {len(table['seeds'])} seeds, bars from the lowest"
+        " to the highest; down and left is better. Grey: the front, variants that no other beats in"
+        " both."
+    )
+    if missing:
+        text += f" Not reached by half of the seeds of: {'; '.join(missing)}."
+    caption = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
+    page.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
+    return page
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one is at most equal to in both coordinates, by the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def _panel(ax: Axes, reached: dict, names: Sequence[str], x: str, y: str) -> None:
+    points = [(row[x]["median"], row[y]["median"]) for row in reached.values()]
+    for name, row in reached.items():
+        index = names.index(name)
+        color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
+        spans = [[[s["median"] - s["low"]], [_high(s) - s["median"]]] for s in (row[x], row[y])]
+        ax.errorbar(
+            row[x]["median"],
+            row[y]["median"],
+            xerr=spans[0],
+            yerr=spans[1],
+            color=color,
+            marker=marker,
+            ms=8,
+            lw=1,
+            capsize=2,
+            ls="",
+            label=name,
+        )
+    edge = front(points)
+    ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0) if edge else None
+    # A variant may communicate nothing, which a logarithm cannot show.
+    positive = [point[0] for point in points if point[0] > 0]
+    ax.set_xscale("symlog", linthresh=min(positive, default=1.0))
+    ax.set_xlim(left=0 if len(positive) < len(points) else None)
+    ax.set_yscale("log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(EngFormatter(sep=" "))
+        axis.set_minor_formatter(EngFormatter(sep=" "))
+    ax.tick_params(which="both", labelsize=8)
+    ax.grid(color="0.92", which="both")
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _high(spread: dict) -> float:
+    return spread["median"] if spread["high"] is None else spread["high"]

@@ -1,0 +1,78 @@
+"""Runs variants against each other and says what each loss has cost.
+
+    python scripts/compare.py --config configs/compare_quick.py [--workdir FOLDER] [--processes 2]
+
+Stopped, the same command goes on with the same --workdir (by default `runs/<config's name>`).
+Several processes share the runs among themselves; so do several such commands with one folder.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from adloco_jax.errors import UserError
+from adloco_jax.run import config_file
+from adloco_jax.run.train import use_compilation_cache
+from adloco_jax.study import compare, report
+from adloco_jax.study.compare_figure import draw
+
+
+def main() -> int:
+    """Makes the runs that are left, then the tables and figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", required=True, help="a file with get_comparison(), or its name")
+    parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    try:
+        return _compare(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _compare(options: argparse.Namespace) -> int:
+    path = config_file.find(options.config)
+    comparison = config_file.load(path, "get_comparison", compare.Comparison)
+    folder = options.workdir or Path("runs") / path.stem
+    runs = compare.runs_of(comparison, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    start_s = time.monotonic()
+
+    def say(run: compare.Run, made: bool) -> None:
+        how = f"after {time.monotonic() - start_s:.0f} s" if made else "was finished"
+        print(f"{run.variant}, seed {run.seed}: {how}", flush=True)
+
+    print(f"{len(runs)} runs in {folder}", flush=True)
+    others = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--config", str(path), "--workdir", str(folder)]
+        )
+        for _ in range(options.processes - 1)
+    ]
+    use_compilation_cache()
+    try:
+        whole = compare.execute(comparison, folder, on_end=say)
+        codes = [other.wait() for other in others]
+    finally:
+        for other in others:
+            other.terminate()  # saves, and ends with the round
+    # Another's replay may have waited for the run that this process made.
+    whole = whole or compare.execute(comparison, folder, on_end=say)
+    if not whole:
+        print("the other runs are in another process's hands")
+        return max(codes, default=0)
+    table = compare.write(comparison, folder)
+    print(compare.markdown(table))
+    command = shlex.join(["python", *sys.argv])
+    print(f"front: {draw(table, folder, command=command)}")
+    groups = [run.workdir for run in runs]
+    print(f"report: {report.write(groups, folder / 'report', labels=[r.variant for r in runs])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
