@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import settings_of
 
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import controller as control
+from adloco_jax.run.controller import Controller, Merge, Trainer
 from adloco_jax.study.network import (
     DEVICES,
     PRESETS,
@@ -301,6 +304,38 @@ def test_the_closed_form_by_hand():
     assert alone_s == pytest.approx(3 * 25 * 0.502)
     with pytest.raises(ConfigError, match="4 workers do not divide evenly among 3"):
         closed_form_s(place, steps_per_round=1, num_trainers=3, **shared)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["demand", "retire"]))
+def test_replicas_move_as_the_controller_moves_workers(data, allocation):
+    num_trainers = data.draw(st.integers(2, 5))
+    num_workers = data.draw(st.integers(num_trainers, 9))
+    knobs = settings_of(
+        ensemble={
+            "num_trainers": num_trainers,
+            "num_workers": num_workers,
+            "allocation": allocation,
+        }
+    )
+    trainers = [Trainer(i, data.draw(st.integers(1, 40))) for i in range(num_trainers)]
+    owners = [r * num_trainers // num_workers for r in range(num_workers)]
+    controller = Controller(trainers, owners, list(range(num_workers)), 8, 8)
+    events, expected = [start()], {}
+    for index in (1, 2, 3):
+        for position, trainer in enumerate(controller.trainers):
+            own = controller.workers_of(position)
+            events.append(line(index, trainer.id, len(own), 1))
+            expected[index, trainer.id] = tuple(controller.streams[worker] for worker in own)
+        if len(controller.trainers) > 1:
+            positions = data.draw(st.permutations(range(len(controller.trainers))))
+            members = tuple(positions[: data.draw(st.integers(2, len(positions)))])
+            events.append(merge(index, [controller.trainers[m].id for m in members]))
+            control.apply_merge(
+                controller, knobs, Merge(members, (1,) * len(members)), param_bytes=0
+            )
+    times = replay(events, cluster(num_workers)).rounds
+    assert {(time.round, time.trainer): time.replicas for time in times} == expected
 
 
 @st.composite

@@ -31,7 +31,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -100,24 +100,33 @@ DEVICES: Mapping[str, Device] = {
     "l4": Device(121e12, 0.3e12),
 }
 
+
+class Preset(TypedDict):
+    """A cluster but for its devices: `Cluster(num_devices=..., step_time=..., **preset)`."""
+
+    num_sites: int
+    within: Link
+    between: Link
+    compute_jitter: float
+
+
 # NVLink is the A100's 600 GB/s, of which half goes each way. The rest are round figures of our own:
-# what one may rent, not what was measured. A preset is all of a Cluster but devices and step time.
+# what one may rent, not what was measured.
 _NVLINK = Link(300e9, 5e-6)
-_ETHERNET_100G = Link(100e9 / 8, 20e-6)
-PRESETS: Mapping[str, Mapping[str, int | float | Link]] = {
+_ETHERNET = Link(100e9 / 8, 20e-6)
+PRESETS: Mapping[str, Preset] = {
     # One host; `between` is never crossed.
-    "one_host": {"num_sites": 1, "within": _NVLINK, "between": _NVLINK},
-    # One data centre: hosts behind 100 Gbit/s Ethernet, taken for every transfer.
-    "one_datacenter": {"num_sites": 1, "within": _ETHERNET_100G, "between": _ETHERNET_100G},
-    # Two data centres, a leased 10 Gbit/s line of 30 ms.
-    "two_sites": {"num_sites": 2, "within": _NVLINK, "between": Link(10e9 / 8, 0.03, 0.1)},
-    # Eight sites on the open internet.
-    "eight_sites": {
-        "num_sites": 8,
-        "within": _ETHERNET_100G,
-        "between": Link(1e9 / 8, 0.1, 0.3),
-        "compute_jitter": 0.05,
-    },
+    "one_host": Preset(num_sites=1, within=_NVLINK, between=_NVLINK, compute_jitter=0.0),
+    # One data centre: every transfer over 100 Gbit/s Ethernet.
+    "one_datacenter": Preset(num_sites=1, within=_ETHERNET, between=_ETHERNET, compute_jitter=0.01),
+    # Two data centres, a leased line of 10 Gbit/s and 30 ms.
+    "two_sites": Preset(
+        num_sites=2, within=_NVLINK, between=Link(10e9 / 8, 0.03, 0.1), compute_jitter=0.01
+    ),
+    # Eight sites on the open internet: 1 Gbit/s, 100 ms.
+    "eight_sites": Preset(
+        num_sites=8, within=_ETHERNET, between=Link(1e9 / 8, 0.1, 0.3), compute_jitter=0.05
+    ),
 }
 
 
@@ -130,6 +139,7 @@ class RoundTime(NamedTuple):
     round: int
     trainer: int
     workers: int
+    replicas: tuple[int, ...]  # which of the R it had, numbered from the first site on
     devices: float  # a fraction where workers share a device
     start_s: float
     compute_s: float
@@ -580,6 +590,7 @@ def _round_time(
         round=index,
         trainer=line.trainer,
         workers=len(own),
+        replicas=tuple(own),
         devices=layout.width * len(own),
         start_s=start_s,
         compute_s=compute_s,
@@ -673,16 +684,16 @@ def _reassign(
         raise DataError(f"a merge after round {index} names trainers {sorted(unknown)}, not in it")
     after = {trainer: list(own) for trainer, own in replicas.items()}
     for into, *others in (merge.members for merge in merges if merge.is_final):
-        for other in others:
-            after[into] += after.pop(other)
+        after[into] += sorted(replica for other in others for replica in after.pop(other))
     if counts is None:  # nothing follows
         return after, {}
     gone = [replica for trainer in set(after) - set(counts) for replica in after.pop(trainer)]
     free = sorted(replica for trainer, own in after.items() for replica in own[counts[trainer] :])
     after = {trainer: own[: counts[trainer]] for trainer, own in after.items()}
-    for trainer, own in after.items():
+    for trainer, own in sorted(after.items()):
         while len(own) < counts[trainer] and free:
             own.append(free.pop(0))
+        own.sort()
     if {trainer: len(own) for trainer, own in after.items()} != dict(counts):
         raise DataError(
             f"round {index + 1}: workers {dict(counts)} by trainer do not follow from round {index}"
