@@ -1,5 +1,6 @@
-"""The README's Python runs as printed, and every file it names is there."""
+"""The README's Python runs as printed, every file it names is there; notebooks match scripts."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PREPARE = re.search(r"^### Prepare data once\n.*?^```bash\n(.*?)^```$", README, re.M | re.S)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -46,3 +48,39 @@ def test_files_the_readme_names_exist():
     named = re.findall(r"`((?:configs|scripts|docs|notebooks)/[\w./]+\.\w+)`", README)
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def cells_of_script(text):
+    """Cells of jupytext's percent format: (is it code, tags, source)."""
+    # What precedes the first cell is jupytext's header.
+    parts = re.split(r"^# %%(.*)\n", text, flags=re.MULTILINE)[1:]
+    cells = []
+    for marker, source in zip(parts[::2], parts[1::2], strict=True):
+        source = source.strip("\n")
+        code = "[markdown]" not in marker
+        if not code:
+            source = re.sub(r"^# ?", "", source, flags=re.MULTILINE)
+        tags = re.search(r"tags=(\[.*\])", marker)
+        cells.append((code, json.loads(tags[1]) if tags else [], source))
+    return cells
+
+
+@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_its_script_without_outputs(script):
+    notebook = json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    cells = [
+        (cell["cell_type"] == "code", cell["metadata"].get("tags", []), "".join(cell["source"]))
+        for cell in notebook["cells"]
+    ]
+    assert cells == cells_of_script(script.read_text(encoding="utf-8")), (
+        "run: jupytext --to ipynb --update notebooks/*.py"
+    )
+    ran = [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")]
+    assert ran == []
+
+
+def test_every_notebook_has_a_script_and_installs_the_package_on_colab():
+    assert [path.with_suffix(".py") for path in sorted(ROOT.glob("notebooks/*.ipynb"))] == NOTEBOOKS
+    for script in NOTEBOOKS:
+        first_code = next(source for code, _, source in cells_of_script(script.read_text()) if code)
+        assert 'if "google.colab" in sys.modules' in first_code
