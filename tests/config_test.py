@@ -258,6 +258,7 @@ CONTRADICTIONS = {
     "column of a stream": dict(data__source="hf", data__path="x", data__text_column=""),
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
+    "rounds that grow": dict(switch__mode="lengthen", inner__schedule="cosine"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
     "first batch above the device's": dict(

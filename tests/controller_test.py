@@ -77,6 +77,21 @@ def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
     assert control.update_flags(group).tolist() == [False, False, True] * 2 + [True]
 
 
+def test_lengthening_makes_updates_of_what_would_be_accumulated():
+    settings = settings_of(switch={"mode": "lengthen"}, inner={"steps_per_round": 3})
+    controller = a_controller(batches=(3, 9, 4))
+    short, long = control.plan_round(controller, settings)
+    assert (short.trainers, short.plan) == ((0, 2), BatchPlan(4, 1))
+    assert (long.trainers, long.plan) == ((1,), BatchPlan(4, 1))
+    assert [short.num_updates, short.num_micro_batches, short.num_dispatches] == [3, 3, 1]
+    assert [long.num_updates, long.num_micro_batches, long.num_dispatches] == [9, 9, 3]
+    assert control.update_flags(long).all()
+    controller.max_batch_size = 2  # after running out of memory: the same sequences
+    short, long = control.smaller_micro_batches(controller, settings, [short, long])
+    assert (short.plan, short.num_updates) == (BatchPlan(2, 1), 6)
+    assert (long.plan, long.num_updates) == (BatchPlan(2, 1), 18)
+
+
 def test_learning_rate_follows_the_trainers_own_updates():
     settings = settings_of(
         num_rounds=10,

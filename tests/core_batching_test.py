@@ -223,6 +223,7 @@ def test_defect_07_growth_stops_at_the_cap():
         ("threshold", [(1, 1), (8, 1), (8, 1), (8, 1), (8, 3), (8, 4)]),
         ("accumulate", [(1, 1), (8, 1), (8, 2), (8, 2), (8, 3), (8, 4)]),
         ("clip", [(1, 1), (8, 1), (8, 1), (8, 1), (8, 1), (8, 1)]),
+        ("lengthen", [(1, 1), (8, 1), (8, 2), (8, 2), (8, 3), (8, 4)]),
     ],
 )
 def test_switch_mode_at_its_borders(mode, plans):
@@ -267,7 +268,7 @@ def test_switch_mode_refuses_what_is_not_positive(wrong):
 
 
 def test_switch_mode_refuses_an_unknown_mode(unchecked):
-    with pytest.raises(ValueError, match="mode='never': expected threshold, accumulate or clip"):
+    with pytest.raises(ValueError, match="mode='never': expected threshold, accumulate, clip or"):
         switch_mode(4, max_batch_size=8, mode="never")
 
 

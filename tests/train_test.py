@@ -486,3 +486,23 @@ def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, change, mes
     assert not (tmp_path / "r" / "ledger.jsonl").exists()
     with pytest.raises(DataError, match="cannot read the ledger"):
         run(tmp_path / "r", settings_of(batching=replay | {"replay": str(tmp_path / "none")}))
+
+
+def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):
+    """Three times as many in the second round, also of a run told so in between."""
+    ramp = {"test": "ramp", "ramp": ((0, 4), (1, 12)), "initial_batch_size": 4}
+    settings = settings_of(num_rounds=2, batching=ramp, switch={"mode": "lengthen"})
+    lengthened = run(tmp_path / "r", settings)
+    lines = events(tmp_path / "r", "round")
+    shapes = {
+        (e["round"], e["micro_batch_size"], e["num_accum_steps"], e["updates"]) for e in lines
+    }
+    assert shapes == {(1, 4, 1, 3), (2, 4, 1, 9)}
+    plain = {"batching": {"test": "constant", "initial_batch_size": 4}}
+    run(tmp_path / "p", settings_of(num_rounds=1, **plain))
+    longer = settings_of(num_rounds=2, inner={"steps_per_round": 9}, **plain)
+    expected = run(tmp_path / "p", longer, accept_config_change=True)
+    assert lengthened.controller.tokens_total == expected.controller.tokens_total
+    assert lengthened.controller.syncs_total == expected.controller.syncs_total
+    for one, other in zip(*map(jax.tree.leaves, (lengthened.params, expected.params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
