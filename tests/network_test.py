@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import settings_of
+from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import controller as control
 from adloco_jax.run.controller import Controller, Merge, Trainer
+from adloco_jax.run.ledger import read
+from adloco_jax.run.train import fit
 from adloco_jax.study.network import (
     DEVICES,
     PRESETS,
@@ -259,6 +261,16 @@ def test_failures_cost_what_a_poisson_process_predicts():
     assert result.compute_s == pytest.approx(2 * 3000 * round_s)
 
 
+def test_devices_without_a_sequence_do_not_fail():
+    events = [start(), *(line(index, 0, 1, 1) for index in range(1, 401))]
+    few, many = (
+        replay(events, cluster(count, failures_per_device_hour=360.0, restart_s=1.0))
+        for count in (1, 64)
+    )
+    assert few.lost_s > 0
+    assert many.wall_s == pytest.approx(few.wall_s)
+
+
 def test_a_round_that_no_replica_survives_is_an_error():
     with pytest.raises(ConfigError, match="failures_per_device_hour=3600.0: .* 10 times"):
         replay([start(), line(1, 0, 1, 10)], cluster(1, failures_per_device_hour=3600.0))
@@ -336,6 +348,32 @@ def test_replicas_move_as_the_controller_moves_workers(data, allocation):
             )
     times = replay(events, cluster(num_workers)).rounds
     assert {(time.round, time.trainer): time.replicas for time in times} == expected
+
+
+def test_a_resumed_runs_own_ledger_is_replayed_to_the_last_token(tmp_path):
+    for num_rounds in (1, 3):
+        knobs = settings_of(
+            num_rounds=num_rounds,
+            batching={"test": "ramp", "ramp": ((0, 2), (1, 7))},
+            inner={"unit": "microbatches"},
+            switch={"mode": "accumulate"},
+            merge={"every_rounds": 2, "width": 3},
+        )
+        parts = {"corpus": corpus(), "init_fn": init_fn, "loss_fn": bigram_loss}
+        fit(knobs, workdir=tmp_path / "r", **parts)
+    events = read(tmp_path / "r" / "ledger.jsonl")
+    rounds = [event for event in events if event["event"] == "round"]
+    assert sum(event["event"] == "start" for event in events) == 2
+    assert sum(event["event"] == "merge" for event in events) == 1
+    # Two of the round's three micro-batches make an update; the last one is short.
+    assert {event["num_accum_steps"] for event in rounds} == {1, 2}
+    result = replay(events, cluster(5))
+    assert [(time.round, time.trainer) for time in result.rounds] == [
+        (event["round"], event["trainer"]) for event in rounds
+    ]
+    tokens = sum(event["tokens"] for event in rounds)
+    assert result.compute_s == pytest.approx(0.1 * tokens / LENGTH)
+    assert set(result.end_s) == {1, 2, 3}
 
 
 @st.composite

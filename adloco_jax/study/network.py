@@ -20,8 +20,9 @@ The model, which the tests check against cases computed by hand and against `clo
   Trainers wait for one another only at a merge: its members, and all whose workers change then. A
   refused merge costs what the merge would have cost, since it has to be tried to be refused. At the
   end of the run, trainers that are done wait for the last.
-- **Loss of workers.** A device fails at a constant rate while it computes. Its replica restarts and
-  redoes the round from the parameters that the round began with; the trainer's others wait.
+- **Loss of workers.** A device that has a sequence fails at a constant rate while its replica makes
+  updates. The replica restarts and redoes the round from the parameters that the round began with;
+  the trainer's others wait.
 - **Left out**: evaluation, checkpoints, the batch-size test's own pass (some 4 % of a round), the
   optimizer's update, traffic of different trainers on one link, overlap of communication with
   computing, and what it takes to bring a worker the parameters of a trainer it joins.
@@ -637,7 +638,7 @@ def _replica_s(
     """A replica's round: seconds of compute, communication, waiting, idle, lost, and their sum."""
     factor = float(_noise(rng, cluster.compute_jitter, 1)[0])
     link = _link(cluster, layout, [replica])
-    compute_s = communication_s = waiting_s = idle_s = total_s = 0.0
+    compute_s = communication_s = waiting_s = idle_s = total_s = device_s = 0.0
     for num_updates, num_used, busy_s, mean_s in passes:
         busy_s, mean_s = factor * num_updates * busy_s, factor * num_updates * mean_s
         ring_s = _ring_s(num_used, param_bytes, link)
@@ -648,21 +649,25 @@ def _replica_s(
         waiting_s += used_frac * (busy_s - mean_s)
         idle_s += (1 - used_frac) * (busy_s + ring_s)
         total_s += busy_s + ring_s
-    lost_s = _lost_s(total_s, layout, cluster, rng)
+        device_s += num_used / layout.tenants * (busy_s + ring_s)
+    lost_s = _lost_s(total_s, device_s, cluster, rng)
     return compute_s, communication_s, waiting_s, idle_s, lost_s, total_s + lost_s
 
 
-def _lost_s(attempt_s: float, layout: _Layout, cluster: Cluster, rng: np.random.Generator) -> float:
-    """Seconds that failures cost a replica until an attempt at its round goes through."""
-    rate = cluster.failures_per_device_hour * layout.width / 3600
-    if rate * attempt_s > MAX_EXPECTED_FAILURES:
+def _lost_s(attempt_s: float, device_s: float, cluster: Cluster, rng: np.random.Generator) -> float:
+    """Seconds that failures cost a replica until an attempt at its round goes through.
+
+    `device_s` is what the attempt takes, summed over the devices that may fail.
+    """
+    expected = cluster.failures_per_device_hour / 3600 * device_s
+    if expected > MAX_EXPECTED_FAILURES:
         raise ConfigError(
-            f"failures_per_device_hour={cluster.failures_per_device_hour}: a replica of "
-            f"{layout.width:g} devices would fail {rate * attempt_s:.3g} times in a round of "
-            f"{attempt_s:.3g} s and get through none; expected fewer failures, or shorter rounds"
+            f"failures_per_device_hour={cluster.failures_per_device_hour}: a replica would fail"
+            f" {expected:.3g} times in a round of {attempt_s:.3g} s and get through none; expected"
+            f" fewer failures, or shorter rounds"
         )
     lost_s = 0.0
-    while rate and (until_s := rng.exponential(1 / rate)) < attempt_s:
+    while expected and (until_s := rng.exponential(attempt_s / expected)) < attempt_s:
         lost_s += until_s + cluster.restart_s
     return lost_s
 
