@@ -1,0 +1,455 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What the batch-size tests measure
+#
+# AdLoCo asks at every round how large the next batch should be, from a handful of per-example
+# gradients. Here the tests meet a problem whose answers are known in closed form. We see which
+# estimates are unbiased, how much they scatter, and why the plug-in form that the paper uses stops
+# growing too early. About a minute on two CPU cores.
+#
+# Sources: Byrd et al. 2012 (norm test, eq. 3.9); Bollapragada et al. 2017 (inner-product tests, eq.
+# 2.6 and 3.3); McCandlish et al. 2018 (arXiv 1812.06162: noise scale and its unbiased estimates);
+# AdLoCo (arXiv 2508.18182, eq. 10, 12, 13).
+
+# %%
+import sys
+
+if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
+    import subprocess
+
+    source = ".."  # a checkout of this project, or its repository's address
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
+
+# %% tags=["parameters"]
+num_repeats = 2000  # independent test batches behind every point
+
+# %%
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import adloco_jax as al
+
+BLACK, BLUE, RED, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito
+plt.rcParams |= {"figure.constrained_layout.use": True, "font.size": 10, "lines.markersize": 5}
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+
+# %% [markdown]
+# ## A problem with known noise and signal
+#
+# The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$, so its gradient is $g = x
+# - z$: mean $G = x$, covariance $\Sigma$. We give $\Sigma$ the eigenvalues $k^{-3/4}$ in 500
+# dimensions, and let $G$ lean to where the noise is large ($G_k^2\propto\Sigma_{kk}$). Then
+#
+# $$\operatorname{tr}\Sigma\ \text{(the noise)},\qquad |G|^2\ \text{(the signal)},\qquad
+# B_\text{simple} = \operatorname{tr}\Sigma/|G|^2,\qquad V = G^\top\Sigma G$$
+#
+# are plain numbers. $B_\text{simple}$ (McCandlish et al.) is the batch, in examples, at which the
+# noise of the mean gradient is as large as the signal. Training makes it grow: $G$ falls, the noise
+# stays. The effective dimension $(\operatorname{tr}\Sigma)^2/\operatorname{tr}\Sigma^2$ says over
+# how many directions the noise spreads; a network has far more than this problem.
+
+# %%
+eigenvalues = np.arange(1, 501) ** -0.75
+noise = eigenvalues.sum()  # tr Sigma
+noise_square = np.sum(eigenvalues**2)  # tr Sigma^2
+direction = np.sqrt(eigenvalues / noise)
+
+
+scales = jnp.asarray(np.sqrt(eigenvalues), jnp.float32)
+
+
+def loss_fn(x, z_B):
+    return jnp.mean(0.5 * jnp.sum((x - z_B) ** 2, axis=-1))
+
+
+def point(noise_scale):
+    """Where B_simple has this value; and |G|^2 and V there."""
+    signal = noise / noise_scale
+    x = np.sqrt(signal) * direction
+    return jnp.asarray(x, jnp.float32), signal, x @ (eigenvalues * x)
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "num_repeats", "inner_products"))
+def repeated_stats(key, x, *, batch_size, num_repeats, inner_products=False):
+    """Statistics of independent test batches: fields of shape [num_repeats]."""
+
+    def once(key):
+        z_B = jax.random.normal(key, (batch_size, 500)) * scales
+        return al.gradient_stats(loss_fn, x, z_B, inner_products=inner_products)
+
+    return jax.lax.map(once, jax.random.split(key, num_repeats), batch_size=50)
+
+
+effective_dimension = noise**2 / noise_square
+print(f"noise {noise:.2f}, effective dimension {effective_dimension:.0f}")
+
+# %% [markdown]
+# ## (a) Bias
+#
+# From $b$ per-example gradients with mean $\bar g$,
+#
+# $$\hat S = \frac{\sum_j |g_j|^2 - b|\bar g|^2}{b-1},\qquad
+# \hat G_2 = \frac{b^2|\bar g|^2 - \sum_j |g_j|^2}{b(b-1)}$$
+#
+# estimate noise and signal without bias. The plug-in $|\bar g|^2$ does not: its mean is $|G|^2 +
+# \operatorname{tr}\Sigma/b$, since the noise that is left in the mean counts as signal. At $b =
+# B_\text{simple}$ it is twice too large. Below, $B_\text{simple} = 32$.
+
+# %%
+batch_sizes = np.array([4, 8, 16, 32, 64, 128])
+x, signal, _ = point(32)
+stats = [
+    repeated_stats(jax.random.key(i), x, batch_size=int(b), num_repeats=num_repeats)
+    for i, b in enumerate(batch_sizes)
+]
+noises = np.array([s.noise for s in stats]) / noise  # [batch size, repeat]
+signals = np.array([s.signal for s in stats]) / signal
+plugins = signals + np.array([s.noise for s in stats]) / batch_sizes[:, None] / signal  # |mean|^2
+
+
+def mean_with_error(axes, batch_sizes, values, **style):
+    """The mean over repeats, and its 95 % interval."""
+    error = 1.96 * values.std(axis=1) / np.sqrt(values.shape[1])
+    axes.errorbar(batch_sizes, values.mean(axis=1), error, capsize=3, **style)
+
+
+def batch_axis(axes, label="test batch (examples)"):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batch_sizes, batch_sizes)
+    axes.set_xlabel(label)
+
+
+figure, axes = plt.subplots(figsize=(7, 3.4))
+axes.axhline(1, color=BLACK, lw=1)
+axes.plot(batch_sizes, 1 + 32 / batch_sizes, color=RED, lw=1, label=r"theory: $1+B_{simple}/b$")
+mean_with_error(
+    axes, batch_sizes, plugins, fmt="s", color=RED, label=r"plug-in $|\bar g|^2$ / $|G|^2$"
+)
+mean_with_error(axes, batch_sizes, signals, fmt="o", color=BLUE, label=r"$\hat G_2$ / $|G|^2$")
+mean_with_error(axes, batch_sizes, noises, fmt="^", color=GREEN, label=r"$\hat S$ / tr $\Sigma$")
+batch_axis(axes)
+axes.set_yscale("log", base=2)
+axes.set_yticks([1, 2, 4, 8], [1, 2, 4, 8])
+axes.set_ylim(0.7, 12)
+axes.set_ylabel("mean estimate / truth")
+figure.legend(loc="outside right upper", frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## (b) Spread
+#
+# Unbiased does not mean precise. For Gaussian gradients the variances are exact:
+#
+# $$\operatorname{Var}\hat S = \frac{2\operatorname{tr}\Sigma^2}{b-1},\qquad
+# \operatorname{Var}\hat G_2 = \frac{4V}{b} + \frac{2\operatorname{tr}\Sigma^2}{b(b-1)}$$
+#
+# (the second holds for any distribution: $\hat G_2$ is a U-statistic). A handful of examples tells
+# the noise well. The signal takes more, the more the larger $B_\text{simple}$ is, and from small
+# test batches $\hat G_2$ is often negative. Several tests `pool` their sums: the spread falls with
+# the square root of their number, with no bias, and so a run smooths over rounds instead of taking
+# one large test.
+
+# %%
+pooled = [jax.vmap(al.pool)(jax.tree.map(lambda f: f.reshape(-1, 10), s)) for s in stats]
+pooled_signals = np.array([s.signal for s in pooled]) / signal
+v = point(32)[2]
+theory_noise = np.sqrt(2 * noise_square / (batch_sizes - 1)) / noise
+theory_signal = (
+    np.sqrt(4 * v / batch_sizes + 2 * noise_square / (batch_sizes * (batch_sizes - 1))) / signal
+)
+
+figure, axes = plt.subplots(figsize=(7, 3.4))
+for values, theory, color, marker, label in (
+    (signals, theory_signal, BLUE, "o", r"$\hat G_2$, one test"),
+    (pooled_signals, theory_signal / np.sqrt(10), BLACK, "D", r"$\hat G_2$, ten tests pooled"),
+    (noises, theory_noise, GREEN, "^", r"$\hat S$, one test"),
+):
+    axes.plot(batch_sizes, values.std(axis=1), marker, color=color, label=label)
+    axes.plot(batch_sizes, theory, color=color, lw=1)
+axes.plot([], [], color=BLACK, lw=1, label="lines: theory")
+batch_axis(axes)
+axes.set_yscale("log")
+axes.set_ylabel("standard deviation / truth")
+figure.legend(loc="outside right upper", frameon=False)
+plt.show()
+negative = ", ".join(
+    f"{b}: {np.mean(g < 0):.0%}" for b, g in zip(batch_sizes, signals, strict=True)
+)
+print(f"tests whose signal estimate is negative, by test batch: {negative}")
+
+# %% [markdown]
+# ## (c) The batch that is requested, and why the paper's mode stalls
+#
+# The norm test (Byrd et al., eq. 3.9) wants the noise of the averaged gradient to be at most
+# $\eta^2$ of its squared norm:
+#
+# $$b \ge T = \frac{\operatorname{tr}\Sigma}{\eta^2|G|^2} = \frac{B_\text{simple}}{\eta^2}.$$
+#
+# The paper puts the plug-in $|\bar g|^2$ of the present batch into the denominator. On average it
+# then sees
+#
+# $$T_\text{paper} = \frac{\operatorname{tr}\Sigma}{\eta^2(|G|^2 + \operatorname{tr}\Sigma/b)}
+# \le \frac{b}{\eta^2},$$
+#
+# whatever the signal. The request exceeds $b$, and the batch grows, only while $b <
+# B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ that is $0.56\,B_\text{simple}$, where the test
+# itself asks for $1.56\,B_\text{simple}$. In particular a batch of 8 stays 8 until
+# $B_\text{simple}$ has reached 14.2. With $\eta \ge 1$ it never grows at all.
+#
+# The curves below ask the library's own `norm_test`, given the true noise and signal.
+
+# %%
+eta = 0.8
+
+
+def true_stats(noise_scale):
+    """What `gradient_stats` would measure on an endless test batch."""
+    zero, one = np.zeros(()), np.ones(())
+    return al.GradientStats(
+        scale=one,
+        num_examples=one,
+        noise_sum=np.float64(noise),
+        noise_weight=one,
+        signal_sum=np.float64(noise / noise_scale),
+        signal_weight=one,
+        ip_sum=zero,
+        ip_weight=zero,
+        plugin_ip_sum=zero,
+        plugin_orth_sum=zero,
+    )
+
+
+def settles(noise_scale, batch_size, mode):
+    """The batch at which repeated tests come to rest, at an unchanging point."""
+    for _ in range(100):
+        wanted = al.norm_test(true_stats(noise_scale), eta=eta, mode=mode, batch_size=batch_size)
+        batch_size = al.next_batch_size(
+            wanted, batch_size=batch_size, max_growth=4, batch_cap=100_000
+        )
+    return batch_size
+
+
+noise_scales = np.geomspace(2, 900, 60)  # at 1,000 the floor under the signal would show
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), sharex=True)
+for batch_size, style in ((8, ":"), (32, "--"), (128, "-.")):
+    wanted = [
+        al.norm_test(true_stats(n), eta=eta, mode="paper", batch_size=batch_size)
+        for n in noise_scales
+    ]
+    left.plot(noise_scales, wanted, style, color=RED, label=f"paper, batch {batch_size} so far")
+wanted = [al.norm_test(true_stats(n), eta=eta) for n in noise_scales]
+left.plot(noise_scales, wanted, color=BLUE, label="unbiased")
+left.set_ylabel("requested batch (examples)")
+for mode, color, label in (("unbiased", BLUE, None), ("paper", RED, "paper, from 8, at rest")):
+    rest = [settles(n, 8, mode) for n in noise_scales]
+    right.plot(noise_scales, rest, color=color, label=label)
+right.axhline(8, color=BLACK, lw=0.5)
+theory = noise_scales * (1 / eta**2 - 1)
+right.plot(noise_scales, theory, color=BLACK, lw=1, ls=":", label=r"$B_{simple}(1/\eta^2-1)$")
+right.set_ylabel("batch where growth stops (examples)")
+for axes in (left, right):
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(1, 4000)
+    axes.set_xlabel(r"$B_{simple}$ = noise / signal (examples)")
+figure.legend(loc="outside lower center", ncols=4, frameon=False)
+plt.show()
+for n in (12, 14, 15, 100):
+    print(
+        f"B_simple {n}: right batch {n / eta**2:.1f}; from 8, unbiased mode stops at"
+        f" {settles(n, 8, 'unbiased')}, paper mode at {settles(n, 8, 'paper')}"
+    )
+
+# %% [markdown]
+# Those were expectations. Now runs with noisy tests: $B_\text{simple}$ rises from 2 to 900 over 200
+# tests, each on a batch as large as the run's own at that time. The unbiased mode smooths its sums
+# with decay 0.9, as a run does; the paper's mode uses each test alone. (For Gaussian examples $\bar
+# g$ and $\hat S$ can be drawn directly, which saves making the examples.)
+#
+# The unbiased mode follows the right batch, behind it by the memory of its smoothing. The paper's
+# mode follows $B_\text{simple}(1/\eta^2 - 1)$. That it lies above that line is luck made permanent:
+# a batch never shrinks, so a test that scatters upwards is not taken back. The higher the effective
+# dimension, the smaller the scatter and this gap.
+
+# %%
+path = np.geomspace(2, 900, 200)
+
+
+def simulate(mode, decay, num_runs=100):
+    """Batches [test, run]."""
+    random = np.random.default_rng(0)
+    batch_R, history = np.full(num_runs, 8), []
+    sums = np.zeros((4, num_runs))
+    for n in path:
+        b = batch_R[:, None]
+        mean = point(n)[0] + random.standard_normal((num_runs, 500)) * np.sqrt(eigenvalues / b)
+        noise_R = (random.chisquare(b - 1, (num_runs, 500)) @ eigenvalues) / (batch_R - 1)
+        signal_R = np.sum(mean**2, axis=1) - noise_R / batch_R
+        weights = batch_R - 1, batch_R * (batch_R - 1)
+        new = noise_R * weights[0], weights[0], signal_R * weights[1], weights[1]
+        sums = decay * sums + np.array(new)
+        stats = true_stats(n).replace(
+            noise_sum=sums[0], noise_weight=sums[1], signal_sum=sums[2], signal_weight=sums[3]
+        )
+        wanted_R = al.norm_test(stats, eta=eta, mode=mode, batch_size=batch_R)
+        batch_R = np.array(
+            [
+                al.next_batch_size(wanted, batch_size=int(now), max_growth=4, batch_cap=4096)
+                for wanted, now in zip(wanted_R, batch_R, strict=True)
+            ]
+        )
+        history.append(batch_R)
+    return np.array(history)
+
+
+figure, axes = plt.subplots(figsize=(8, 3.6))
+for mode, decay, color in (("unbiased", 0.9, BLUE), ("paper", 0.0, RED)):
+    low, middle, high = np.quantile(simulate(mode, decay), [0.1, 0.5, 0.9], axis=1)
+    axes.fill_between(path, low, high, color=color, alpha=0.25, lw=0)
+    axes.plot(path, middle, color=color, label=f"{mode}: median,\n10 to 90 % of 100 runs")
+axes.plot(path, path / eta**2, color=BLACK, lw=1, label=r"right: $B_{simple}/\eta^2$")
+rest = path * (1 / eta**2 - 1)
+axes.plot(path, rest, color=BLACK, lw=1, ls=":", label=r"$B_{simple}(1/\eta^2-1)$")
+axes.set_xscale("log")
+axes.set_yscale("log")
+axes.set_xlabel(r"$B_{simple}$ (examples), rising as in training")
+axes.set_ylabel("batch (examples)")
+figure.legend(loc="outside right upper", frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## (d) The inner-product test
+#
+# Bollapragada et al. (eq. 2.6) only ask that the mean gradient point forward: the variance of
+# $\langle g_j, G\rangle$, which is $V = G^\top\Sigma G$, should be at most $b\,\vartheta^2|G|^4$,
+# so $T = V/(\vartheta^2|G|^4)$. The plug-in replaces $G$ by $\bar g$, which holds each $g_j$
+# itself:
+#
+# $$\mathrm{E}\,\hat V_\text{plug-in} = V + \operatorname{tr}\Sigma^2/b .$$
+#
+# The unbiased estimate takes two independent means, of the first and the second third of the test
+# batch, and the covariance of the products with each over the last third. Here $B_\text{simple} =
+# 32$ again.
+
+# %%
+v = point(32)[2]
+ip_sizes = batch_sizes[1::2]  # a compilation each
+ip_stats = [
+    repeated_stats(
+        jax.random.key(500 + i), x, batch_size=int(b), num_repeats=num_repeats, inner_products=True
+    )
+    for i, b in enumerate(ip_sizes)
+]
+unbiased_v = np.array([s.scale**2 * s.ip_sum / s.ip_weight for s in ip_stats]) / v
+plugin_v = np.array([s.scale**2 * s.plugin_ip_sum / s.noise_weight for s in ip_stats]) / v
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9))
+left.axhline(1, color=BLACK, lw=1)
+theory = 1 + noise_square / batch_sizes / v
+left.plot(batch_sizes, theory, color=RED, lw=1, label=r"theory: $1+$tr $\Sigma^2/(bV)$")
+mean_with_error(left, ip_sizes, plugin_v, fmt="s", color=RED, label=r"plug-in $\hat V$ / $V$")
+mean_with_error(left, ip_sizes, unbiased_v, fmt="o", color=BLUE, label=r"unbiased $\hat V$ / $V$")
+batch_axis(left)
+left.set_ylabel("mean estimate / truth")
+
+vartheta = 0.9
+truth = [point(n)[2] / point(n)[1] ** 2 / vartheta**2 for n in noise_scales]
+right.plot(noise_scales, truth, color=BLUE, label="request, true $V$ and $|G|^2$")
+for batch_size, style in ((8, ":"), (32, "--"), (128, "-.")):
+    request = [
+        (point(n)[2] + noise_square / batch_size)
+        / (vartheta * (point(n)[1] + noise / batch_size)) ** 2
+        for n in noise_scales
+    ]
+    right.plot(
+        noise_scales, request, style, color=RED, label=f"request, plug-in, batch {batch_size}"
+    )
+right.set_xscale("log")
+right.set_yscale("log")
+right.set_xlabel(r"$B_{simple}$ = noise / signal (examples)")
+right.set_ylabel("requested batch (examples)")
+figure.legend(loc="outside lower center", ncols=3, frameon=False)
+plt.show()
+
+# %% [markdown]
+# Left, the bias: the plug-in variance is several times too large from a small batch (as
+# $G^2_k\propto\Sigma_{kk}$ here, by the same factor as in (a)). The request does not rise with it
+# (right), because the plug-in $|\bar g|^4$ in the denominator is inflated more. As $|G|\to 0$ the
+# plug-in request tends to
+#
+# $$\frac{b}{\vartheta^2}\cdot\frac{\operatorname{tr}\Sigma^2}{(\operatorname{tr}\Sigma)^2},$$
+#
+# the batch divided by the effective dimension: it stays below the running batch, and the test never
+# makes it grow, however weak the signal; the true request passes 8 at $B_\text{simple}\approx 600$.
+# The curves take the expectations of numerator and denominator; only growth above the batch so far
+# counts.
+#
+# The augmented test (Bollapragada et al., eq. 3.3) adds a bound $\nu$ on the noise orthogonal to
+# $G$. In high dimension that is nearly all of the noise, so it acts like a norm test with $\eta =
+# \nu$.
+#
+# ## (e) The same numbers from one backward pass
+#
+# Per-example gradients by `vmap` take memory for the batch times the parameters. The models of this
+# package form each example's squared gradient norm inside the backward pass ("taps"): the same
+# numbers from one plain gradient. `chunks` works for any loss function with the memory of one
+# gradient, but it sees means of several examples only: unbiased too, with more spread.
+
+# %%
+from adloco_jax.models.llama import Llama, next_token_loss
+
+model = Llama(
+    vocab_size=257,
+    width=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_width=128,
+    max_length=64,
+)
+tokens_BL = jax.random.randint(jax.random.key(0), (32, 65), 0, 64)  # a quarter of the ids
+params = model.init(jax.random.key(1), tokens_BL[:, :-1])["params"]
+llama_loss = next_token_loss(model)
+
+by_estimator = {}
+for estimator, chunk_size in (("vmap", None), ("taps", None), ("chunks", 4)):
+    measure = jax.jit(
+        functools.partial(
+            al.gradient_stats,
+            llama_loss,
+            estimator=estimator,
+            chunk_size=chunk_size,
+            inner_products=False,
+        )
+    )
+    measured_stats = jax.block_until_ready(measure(params, tokens_BL))  # compiles
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(measure(params, tokens_BL))
+        seconds.append(time.perf_counter() - start)
+    print(
+        f"{estimator:7} noise {measured_stats.noise:.6f}  signal {measured_stats.signal:.6f}"
+        f"  {1e3 * np.median(seconds):.0f} ms"
+    )
+    by_estimator[estimator] = measured_stats
+
+difference = abs(by_estimator["taps"].noise / by_estimator["vmap"].noise - 1)
+print(f"relative difference of the noise, taps against vmap: {difference:.1e}")
+assert difference < 1e-5
