@@ -1,0 +1,238 @@
+"""Comparisons: what runs, what its ledgers come to, and the tables."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.config import default_config
+from adloco_jax.run.ledger import read
+from adloco_jax.study import compare, network
+from adloco_jax.study.compare import Comparison, Simulated, curve, execute, markdown, runs_of
+from adloco_jax.study.compare_figure import figure as front_figure
+from adloco_jax.study.compare_figure import front
+
+
+def tiny() -> ConfigDict:
+    """A run of seconds on the standard library's text."""
+    config = default_config()
+    config.num_rounds = 3
+    config.model.width, config.model.mlp_width, config.model.num_layers = 16, 32, 1
+    config.data.sequence_length, config.data.num_sequences = 16, 400
+    config.ensemble.num_trainers, config.ensemble.num_workers = 1, 2
+    config.inner.steps_per_round = 2
+    config.batching.test, config.merge.policy = "constant", "none"
+    config.batching.initial_batch_size, config.batching.max_batch_size = 2, 4
+    config.batching.buckets, config.batching.batch_cap = (2, 4), 8
+    config.eval.num_sequences = 8
+    return config
+
+
+ADAPTIVE = {
+    "batching.test": "norm",
+    "batching.eta": 0.1,
+    "ensemble.num_trainers": 2,
+    "merge.policy": "worst_with_worst",
+    "merge.every_rounds": 2,
+}
+VARIANTS = {
+    "DiLoCo's batches": {"batching.test": "replay", "batching.replay": "AdLoCo"},
+    "DiLoCo": {},
+    "AdLoCo": ADAPTIVE,
+}
+
+
+def comparison(**changes) -> Comparison:
+    fields = {
+        "base": tiny(),
+        "variants": VARIANTS,
+        "baseline": "DiLoCo",
+        "target_loss": 5.5,
+        "seeds": (0, 1, 2),
+    }
+    return Comparison(**fields | changes)
+
+
+def test_every_variant_runs_with_every_seed_and_sources_before_their_replays(tmp_path):
+    runs = runs_of(comparison(), tmp_path)
+    assert [(run.variant, run.seed) for run in runs] == [
+        *(("DiLoCo", seed) for seed in (0, 1, 2)),
+        *(("AdLoCo", seed) for seed in (0, 1, 2)),
+        *(("DiLoCo's batches", seed) for seed in (0, 1, 2)),
+    ]
+    replay = runs[-1]
+    assert replay.config.batching.replay == str(runs[5].workdir)  # of its own seed
+    assert replay.config.seed == 2 and runs[5].seed == 2
+    assert len({run.workdir for run in runs}) == 9
+
+
+def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
+    wrong = {
+        "a": {"batching.batchcap": 3},
+        "b": {"inner.learning_rate": -1.0},
+        "c": {"batching.test": "replay", "batching.replay": "z"},
+    }
+    with pytest.raises(ConfigError) as error:
+        runs_of(comparison(variants=wrong, seeds=(1, 1)), tmp_path)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    for part in ("seeds", "baseline", "a: batching.batchcap", "b: inner.learning_rate", "c: batch"):
+        assert sum(part in line for line in lines) == 1
+
+
+def ledger(*, rounds, merges=(), evals=(), num_params=10):
+    """Events of rounds [(index, trainer, workers, updates)] of batches of 4 sequences."""
+    config = {"inner": {"unit": "updates", "steps_per_round": 5}}
+    events = [{"event": "start", "num_params": num_params, "config": config, "devices": "1 x cpu"}]
+    last = max(index for index, *_ in rounds)
+    for r in range(1, last + 1):
+        for index, trainer, workers, updates in rounds:
+            if index == r:
+                events.append(
+                    {
+                        "event": "round",
+                        "round": r,
+                        "trainer": trainer,
+                        "workers": workers,
+                        "requested_batch_size": 4,
+                        "micro_batch_size": 4,
+                        "num_accum_steps": 1,
+                        "updates": updates,
+                        "tokens": updates * 4 * 8 * workers,
+                        "syncs": int(workers > 1),
+                        "bytes": 2 * (workers - 1) * 4 * num_params,
+                        "step_s": 1.0,
+                        "stall_s": 0.0,
+                    }
+                )
+        events += [
+            {"event": "merge", "round": r, "members": list(m), "into": m[0], "bytes": 40}
+            for at, m in merges
+            if at == r
+        ]
+        events += [
+            {"event": "eval", "round": r, "trainer": "consensus", **fields}
+            for at, fields in evals
+            if at == r
+        ]
+    return events
+
+
+def spent(loss, tokens, syncs, moved, source="only"):
+    totals = {"tokens_total": tokens, "syncs_total": syncs, "bytes_total": moved}
+    return {"loss": loss, "source": source, "updates_total": 0, **totals}
+
+
+def test_an_average_of_trainers_is_charged_for_being_made():
+    """Three trainers are averaged: two of them move, once, and all wait for it."""
+    rounds = [(1, t, 1, 5) for t in range(3)] + [(2, t, 1, 5) for t in range(3)]
+    evals = [(1, spent(3.0, 480, 0, 0, "average")), (2, spent(2.5, 960, 0, 0, "best"))]
+    points = curve(ledger(rounds=rounds, evals=evals), Simulated(num_devices=3))
+    assert [(p.syncs, p.bytes) for p in points] == [(1, 2 * 4 * 10), (0, 0)]
+    assert [(p.updates, p.rounds, p.tokens) for p in points] == [(5, 1, 480), (10, 2, 960)]
+
+
+def test_a_merge_leaves_fewer_to_average():
+    rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
+    evals = [(1, spent(3.0, 480, 0, 40, "average")), (2, spent(2.5, 960, 1, 120, "average"))]
+    events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
+    first, second = curve(events, Simulated(num_devices=3))
+    assert first.bytes == 40 + 40  # two were left when it was taken
+    assert second.bytes == 120 + 40
+    assert second.updates == 5 + 9  # in a row: of the trainer that makes the most
+
+
+def test_time_is_that_of_the_large_model_on_the_cluster():
+    rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
+    evals = [(2, spent(2.5, 640, 2, 160))]
+    simulated = Simulated(preset="two_sites", num_devices=2, num_params=10**9)
+    (point,) = curve(ledger(rounds=rounds, evals=evals), simulated)
+    cluster = simulated.cluster()
+    # Two synchronisations over the slow link, without its jitter: 2 x (1/2) x P x 4 bytes each.
+    transfer_s = 4e9 / cluster.between.bandwidth + 2 * cluster.between.latency_s
+    compute_s = 5 * cluster.step_time(4)
+    assert point.time_s == pytest.approx(2 * (compute_s + transfer_s), rel=0.5)
+    assert point.time_s == network.replay(
+        [e | {"num_params": 10**9} if e["event"] == "start" else e
+         for e in ledger(rounds=rounds, evals=evals)],
+        cluster,
+    ).end_s[2]  # fmt: skip
+
+
+def test_what_is_not_finite_is_no_point():
+    rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
+    evals = [(1, spent(None, 320, 1, 80)), (2, spent(2.5, 640, 2, 160))]
+    assert len(curve(ledger(rounds=rounds, evals=evals), Simulated())) == 1
+    with pytest.raises(DataError, match="no evaluation"):
+        curve(ledger(rounds=rounds, evals=evals[:1]), Simulated())
+
+
+def test_a_spread_counts_what_was_not_reached_as_more_than_all():
+    assert compare._spread([3, 1, 2]) | {} == {
+        "median": 2,
+        "low": 1,
+        "high": 3,
+        "reached": 3,
+        "seeds": 3,
+    }
+    assert compare._spread([None, 5, 2])["median"] == 5
+    assert compare._spread([None, 5, None]) == {
+        "median": None,
+        "low": 5,
+        "high": None,
+        "reached": 1,
+        "seeds": 3,
+    }
+    assert compare._spread([1, 2, 3, None])["median"] == 3  # of an even number the upper one
+
+
+def test_the_front_is_what_no_other_beats_in_both():
+    points = [(3, 1), (1, 5), (2, 5), (2, 2), (4, 1), (0, 9)]
+    assert front(points) == [(0, 9), (1, 5), (2, 2), (3, 1)]
+    assert front([]) == []
+
+
+@pytest.mark.slow
+def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
+    """Three variants, three seeds; then nothing is run again, and a lost run is."""
+    what, told = comparison(), []
+
+    def note(run, made):
+        told.append((run.variant, run.seed, made))
+
+    assert execute(what, tmp_path, on_end=note)
+    assert len(told) == 9 and all(made for *_, made in told)
+    table = compare.write(what, tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == table
+    rows = table["rows"]
+    assert list(rows) == list(VARIANTS)
+    # A baseline reaches its own final loss, with what it has spent at most.
+    own = rows["DiLoCo"]
+    assert own["to_baseline"]["tokens"]["reached"] == 3
+    assert own["to_baseline"]["tokens"]["median"] <= own["final"]["tokens"]["median"]
+    for name, row in rows.items():
+        for measure, budget in table["budgets"].items():
+            best = row["at_equal"][measure]["median"]
+            # Lowest within the budget, computed here once more.
+            lows = []
+            for run in runs_of(what, tmp_path):
+                if run.variant == name:
+                    points = curve(read(run.workdir / "ledger.jsonl"), what.simulated)
+                    lows.append(
+                        min(
+                            (p.loss for p in points if getattr(p, measure) <= budget),
+                            default=float("inf"),
+                        )
+                    )
+            assert sorted(lows)[1] == (float("inf") if best is None else best)
+    text = markdown(table)
+    assert all(f"| {name} |" in text for name in VARIANTS)
+    front_figure(table, command="x").savefig(tmp_path / "front.png")
+
+    told.clear()
+    assert execute(what, tmp_path, on_end=note)
+    assert not any(made for *_, made in told)
+    (tmp_path / "diloco" / "seed-1" / "ledger.jsonl").unlink()
+    with pytest.raises(DataError, match="not finished"):
+        compare.tabulate(what, tmp_path)
