@@ -318,6 +318,17 @@ def test_the_closed_form_by_hand():
         closed_form_s(place, steps_per_round=1, num_trainers=3, **shared)
 
 
+def test_freed_replicas_go_to_trainers_in_order():
+    before, after = {0: 1, 1: 2, 2: 2, 3: 1}, {0: 2, 1: 1, 3: 3}
+    events = [start(), *(line(1, trainer, count, 1) for trainer, count in before.items())]
+    events += [merge(1, [2, 1]), *(line(2, trainer, count, 1) for trainer, count in after.items())]
+    with pytest.raises(DataError, match="round 2: workers"):
+        replay(events, cluster(6))  # trainer 1 was absorbed
+    events[5] = merge(1, [1, 2])
+    times = replay(events, cluster(6)).rounds
+    assert [time.replicas for time in times[4:]] == [(0, 2), (1,), (3, 4, 5)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(["demand", "retire"]))
 def test_replicas_move_as_the_controller_moves_workers(data, allocation):

@@ -25,7 +25,8 @@ The model, which the tests check against cases computed by hand and against `clo
   the trainer's others wait.
 - **Left out**: evaluation, checkpoints, the batch-size test's own pass (some 4 % of a round), the
   optimizer's update, traffic of different trainers on one link, overlap of communication with
-  computing, and what it takes to bring a worker the parameters of a trainer it joins.
+  computing, and the way of parameters from a representative to its other workers, or from a trainer
+  to workers that join it.
 """
 
 import math
@@ -219,21 +220,14 @@ def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay
             )
         merges = run.merges[index]
         after, left = _reassign(replicas, merges, following, index)
-        waits = {t for t, own in after.items() if set(own) != set(replicas[t])}
         members = {trainer for merge in merges for trainer in merge.members}
-        waits |= members
+        waits = members | {t for t, own in after.items() if set(own) != set(replicas[t])}
         if waits:
             meeting_s = max(times[index, trainer].end_s for trainer in waits)
             moved_s = _merges_s(merges, replicas, layout, cluster, param_bytes, rng)
             for trainer in waits:
-                time = times[index, trainer]
-                waited_s, taken_s = meeting_s - time.end_s, moved_s
-                if trainer not in members:
-                    waited_s, taken_s = waited_s + moved_s, 0.0
-                times[index, trainer] = time._replace(
-                    waiting_s=time.waiting_s + waited_s,
-                    communication_s=time.communication_s + taken_s,
-                    end_s=meeting_s + moved_s,
+                times[index, trainer] = _meet(
+                    times[index, trainer], meeting_s, moved_s, is_member=trainer in members
                 )
         ready = {trainer: times[index, trainer].end_s for trainer in replicas}
         retired += [(ready[trainer], count) for trainer, count in left.items()]
@@ -725,6 +719,18 @@ def _merges_s(
             transfer_s = link.latency_s + param_bytes / link.bandwidth
             seconds += transfer_s * float(_noise(rng, link.jitter, 1)[0])
     return seconds
+
+
+def _meet(time: RoundTime, meeting_s: float, moved_s: float, *, is_member: bool) -> RoundTime:
+    """A trainer's round with the merge after it; who is no member waits for its end."""
+    waited_s, taken_s = meeting_s - time.end_s, moved_s
+    if not is_member:
+        waited_s, taken_s = waited_s + moved_s, 0.0
+    return time._replace(
+        waiting_s=time.waiting_s + waited_s,
+        communication_s=time.communication_s + taken_s,
+        end_s=meeting_s + moved_s,
+    )
 
 
 def _link(cluster: Cluster, layout: _Layout, replicas: Sequence[int]) -> Link:
