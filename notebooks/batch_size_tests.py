@@ -52,8 +52,8 @@ plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 # %% [markdown]
 # ## A problem with known noise and signal
 #
-# The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$, so its gradient is $g = x
-# - z$: mean $G = x$, covariance $\Sigma$. We give $\Sigma$ the eigenvalues $k^{-3/4}$ in 500
+# The loss of an example $z$ is $\frac12|x-z|^2$ with $z\sim N(0,\Sigma)$, so its gradient is
+# $g = x-z$: mean $G = x$, covariance $\Sigma$. We give $\Sigma$ the eigenvalues $k^{-3/4}$ in 500
 # dimensions, and let $G$ lean to where the noise is large ($G_k^2\propto\Sigma_{kk}$). Then
 #
 # $$\operatorname{tr}\Sigma\ \text{(the noise)},\qquad |G|^2\ \text{(the signal)},\qquad
@@ -69,8 +69,6 @@ eigenvalues = np.arange(1, 501) ** -0.75
 noise = eigenvalues.sum()  # tr Sigma
 noise_square = np.sum(eigenvalues**2)  # tr Sigma^2
 direction = np.sqrt(eigenvalues / noise)
-
-
 scales = jnp.asarray(np.sqrt(eigenvalues), jnp.float32)
 
 
@@ -207,10 +205,11 @@ print(f"tests whose signal estimate is negative, by test batch: {negative}")
 # $$T_\text{paper} = \frac{\operatorname{tr}\Sigma}{\eta^2(|G|^2 + \operatorname{tr}\Sigma/b)}
 # \le \frac{b}{\eta^2},$$
 #
-# whatever the signal. The request exceeds $b$, and the batch grows, only while $b <
-# B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ that is $0.56\,B_\text{simple}$, where the test
-# itself asks for $1.56\,B_\text{simple}$. In particular a batch of 8 stays 8 until
-# $B_\text{simple}$ has reached 14.2. With $\eta \ge 1$ it never grows at all.
+# whatever the signal. The request exceeds $b$, and the batch grows, only while
+# $b < B_\text{simple}(1/\eta^2 - 1)$. At $\eta = 0.8$ that is $0.56\,B_\text{simple}$, where the
+# test itself asks for $1.56\,B_\text{simple}$. So a batch of 8 does not grow in a run whose
+# $B_\text{simple}$ stays below 14.2, and with $\eta \ge 1$ none ever does, chance aside. (Where
+# several workers are averaged, $b$ is their total batch.)
 #
 # The curves below ask the library's own `norm_test`, given the true noise and signal.
 
@@ -401,8 +400,8 @@ plt.show()
 # counts.
 #
 # The augmented test (Bollapragada et al., eq. 3.3) adds a bound $\nu$ on the noise orthogonal to
-# $G$. In high dimension that is nearly all of the noise, so it acts like a norm test with $\eta =
-# \nu$.
+# $G$. In high dimension that is nearly all of the noise, so it acts like a norm test with
+# $\eta = \nu$.
 #
 # ## (e) The same numbers from one backward pass
 #
