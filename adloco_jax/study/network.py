@@ -516,7 +516,7 @@ def _line(event: dict, start: dict) -> _Line:
         micro_batch_size=event["micro_batch_size"],
         num_accum_steps=accum,
         num_updates=updates,
-        num_micro_batches=updates * accum if in_updates else inner["steps_per_round"],
+        num_micro_batches=updates * accum if in_updates or accum == 1 else inner["steps_per_round"],
         step_s=event["step_s"],
         stall_s=event["stall_s"],
         host_devices=int(start["devices"].split()[0]),

@@ -1,0 +1,71 @@
+"""Every baseline, and AdLoCo with each of its parts off in turn.
+
+Command:   python scripts/compare.py --config configs/compare_full.py --processes 2
+Hardware:  two CPU cores, under two hours; stopped, the same command goes on
+Model:     that of configs/compare_quick.py, whose variants are here too
+"""
+
+from adloco_jax.study.compare import Comparison
+from configs.compare_quick import ADLOCO, AVERAGE, RAMP, get_base
+
+
+def _batch(size: int) -> dict[str, object]:
+    return {
+        "batching.initial_batch_size": size,
+        "batching.max_batch_size": size,
+        "batching.buckets": (size,),
+        "batching.batch_cap": size,
+    }
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    # The batches of ADLOCO's requests, made in updates of their own there.
+    grown = {"batching.max_batch_size": 16, "batching.buckets": (4, 8, 16)}
+    return Comparison(
+        base=get_base(),
+        variants={
+            "data parallel": {
+                "inner.tx": "sgd",
+                "inner.learning_rate": 1.0,
+                "outer.tx": "adamw",
+                "outer.learning_rate": 2e-3,
+                "inner.steps_per_round": 1,
+                "eval.every_rounds": 400,
+                "log.every_rounds": 400,
+            },
+            "LocalSGD": {"inner.tx": "sgd", "inner.learning_rate": 0.5, **AVERAGE},
+            "DiLoCo": {"num_tokens": 4_900_000},
+            "DiLoCo, batch 8": _batch(8),
+            "DiLoCo, batch 16": _batch(16),
+            "DiLoCo, 100 steps": {"inner.steps_per_round": 100},
+            "DiLoCo, 1600 steps": {"inner.steps_per_round": 1600},
+            "DiLoCo, tuned": {"inner.steps_per_round": 1600, **AVERAGE},
+            "DiLoCo, one worker": {"ensemble.num_workers": 1},
+            "DiLoCo, ramp": RAMP,
+            "DiLoCo, AdLoCo's batches": {
+                "batching.test": "replay",
+                "batching.replay": "AdLoCo, batches grow",
+                "batching.batch_cap": 16,
+                **grown,
+                **AVERAGE,
+            },
+            "AdLoCo, one trainer": ADLOCO | {"ensemble.num_trainers": 1},
+            "AdLoCo": ADLOCO,
+            "AdLoCo, batches grow": ADLOCO | grown | {"switch.mode": "threshold"},
+            "AdLoCo, fixed batch": ADLOCO | {"batching.test": "constant"},
+            "AdLoCo, no merging": ADLOCO | {"merge.policy": "none"},
+            "AdLoCo, no switch": ADLOCO | {"switch.mode": "clip"},
+            # Table A.2, with steps and learning rate of a model trained from scratch.
+            "AdLoCo, as in the paper": {
+                "ensemble.num_trainers": 4,
+                "outer.tx": "sgd",
+                "outer.learning_rate": 0.5,
+                "batching.test": "norm",
+                "merge.policy": "worst_with_worst",
+                "merge.every_rounds": 3,
+            },
+        },
+        baseline="DiLoCo",
+        target_loss=1.65,
+    )

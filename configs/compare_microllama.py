@@ -1,0 +1,44 @@
+"""The paper's own comparison: AdLoCo and DiLoCo, MicroLlama on C4, from the published checkpoint.
+
+Command:   python scripts/compare.py --config configs/compare_microllama.py
+           (needs the hub, or the folders that the environment names, see below)
+Hardware:  four 80 GB GPUs
+Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as in
+           configs/microllama.py
+"""
+
+import os
+
+from adloco_jax.study.compare import Comparison, Simulated
+from configs import microllama
+
+
+def get_comparison() -> Comparison:
+    """What runs; MICROLLAMA and C4 may name a local checkpoint and local shards."""
+    model = os.environ.get("MICROLLAMA", "keeeeenw/MicroLlama")
+    config = microllama.get_config()
+    config.model.init_from = model
+    config.data.tokenizer = model
+    if shards := os.environ.get("C4"):
+        config.data.path = shards
+    else:
+        config.data.source, config.data.path, config.data.name = "hf", "allenai/c4", "en"
+    diloco = {
+        "ensemble.num_trainers": 1,
+        "batching.test": "constant",
+        "merge.policy": "none",
+    }
+    nesterov = {"outer.tx": "nesterov", "outer.learning_rate": 0.7}
+    return Comparison(
+        base=config,
+        variants={
+            "DiLoCo, as in the paper": diloco,
+            "DiLoCo": diloco | nesterov,
+            "AdLoCo": {},
+            "AdLoCo, one trainer": {"ensemble.num_trainers": 1, "merge.policy": "none"},
+            "AdLoCo, rounds grow": {"switch.mode": "lengthen"},
+        },
+        baseline="DiLoCo, as in the paper",
+        target_loss=2.9,  # nats per token; the published model's own is not known to us
+        simulated=Simulated(num_devices=16, num_params=304_600_000, sequence_length=512),
+    )
