@@ -1,4 +1,4 @@
-"""What reports draw, as numbers: runs read and grouped into variants, curves, bands, totals."""
+"""What reports draw, as numbers: runs read and grouped into variants, curves, bands."""
 
 import itertools
 import json
@@ -241,55 +241,6 @@ def _interpolate(grid: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _nan(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]:
-    """The run in numbers; None for what the ledger does not tell (yet), or was not finite."""
-    rounds, merges, programs = (lines(events, name) for name in ("round", "merge", "compile"))
-    start = next(reversed(lines(events, "start")), {})
-    evals = [e for e in lines(events, "eval") if e["trainer"] == "consensus"]
-    final = evals[-1] if evals else {}
-    loss = final.get("loss")
-    tokens_per_byte = start.get("tokens_per_byte")
-    nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
-    return {
-        "rounds": max((e["round"] for e in rounds), default=0),
-        "tokens_total": sum(e["tokens"] for e in rounds),
-        "updates_total": sum(e["updates"] for e in rounds),
-        "syncs_total": sum(e["syncs"] for e in rounds),
-        "bytes_total": sum(e["bytes"] for e in [*rounds, *merges]),
-        "num_merges": len(merges),
-        "num_refusals": len(lines(events, "refusal")),
-        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
-        "first_accumulating_round": min(
-            (e["round"] for e in rounds if e["num_accum_steps"] > 1), default=None
-        ),
-        "num_programs": len(programs),
-        "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
-        "compile_s": sum(e["seconds"] for e in programs),
-        **peaks(events),
-        "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
-        "loss": loss,
-        "loss_round": final.get("round"),
-        "loss_source": final.get("source"),
-        "perplexity": final.get("perplexity"),
-        "accuracy": final.get("accuracy"),
-        "classes": final.get("classes"),
-        "nats_per_byte": nats_per_byte,
-        "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
-    }
-
-
-def peaks(events: Sequence[dict]) -> dict[str, int | None]:
-    """Bytes: the most that was held, of a device the fullest one's, and the largest program's."""
-    measured = lines(events, "memory")
-    device = [peak for e in measured for peak in e["device_peak_bytes"] if peak is not None]
-    needed = [e["needed_bytes"] for e in lines(events, "compile") if e.get("needed_bytes")]
-    return {
-        "host_peak_bytes": max((e["host_peak_bytes"] for e in measured), default=None),
-        "device_peak_bytes": max(device, default=None),
-        "program_bytes": max(needed, default=None),
-    }
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:

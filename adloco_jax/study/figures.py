@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from adloco_jax.study import curves
 from adloco_jax.study.curves import Run, Variant
@@ -161,6 +161,16 @@ def over_rounds(ax: Axes, num_rounds: int) -> None:
     ax.set_xlim(-margin, num_rounds + margin)
 
 
+def plain_decades(ax: Axes, lowest: float, highest: float) -> None:
+    """Labels of a logarithmic y axis: between decades too, where there are few of them."""
+    if highest < 30 * lowest:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_locator(NullLocator())
+    if highest < 1e5 and lowest > 1e-4:
+        ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
 def printable(label: str) -> str:
     """A label for a figure: one line, not too long, of letters that the font has."""
     glyphs = _glyphs()
@@ -212,8 +222,10 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
             for number, variant in enumerate(variants):
                 _draw_variant(ax, variant, look(number), cost, clock, points)
         _cost_axis(ax, cost, clock)
-        ax.set_ylabel(_quantity(runs, field, heldout))
-        ax.label_outer(remove_inner_ticks=False)
+        if str(index) in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
+            ax.tick_params(labelleft=False)
+        else:
+            ax.set_ylabel(_quantity(runs, field, heldout))
         if not ax.lines or all(
             np.isnan(np.asarray(line.get_ydata(), float)).all() for line in ax.lines
         ):
@@ -280,7 +292,7 @@ def _xy(
 
 
 def _cost_axis(ax: Axes, cost: str, clock: Clock | None) -> None:
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
     if clock and cost == "simulated_s":
         ax.set_xlabel(f"simulated time on {clock.cluster} ({clock.unit[1]})")
     else:

@@ -27,15 +27,9 @@ The model, which the tests check against cases computed by hand and against `clo
   computing, and what it takes to bring a worker the parameters of a trainer it joins.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
-
-from adloco_jax.errors import ConfigError, DataError
 
 StepTime = Callable[[int], float]
 """Seconds of one forward and backward pass, by the sequences that one device holds."""

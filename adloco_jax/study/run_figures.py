@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from adloco_jax.study import curves
+from adloco_jax.study import curves, summary
 from adloco_jax.study.curves import Run
 from adloco_jax.study.figures import (
     WIDTH,
@@ -19,6 +19,7 @@ from adloco_jax.study.figures import (
     look_every,
     others_caption,
     over_rounds,
+    plain_decades,
     printable,
     small_letters,
     trainer_looks,
@@ -178,10 +179,8 @@ def noise(run: Run) -> Drawing | None:
             if name == "test_value":
                 following = [e["next_batch_size"] for e in own]
                 ax.plot(x, following, **style | {"marker": "", "linestyle": "--"})
-        if positive and max(positive) < 30 * min(positive):
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_locator(NullLocator())
+        if positive:
+            plain_decades(ax, min(positive), max(positive))
         _mark_merges(ax, run)
         over_rounds(ax, max(e["round"] for e in rounds))
         finish(ax)
@@ -285,12 +284,13 @@ def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
 @small_letters
 def memory(run: Run) -> Drawing | None:
     """The most memory held so far, by round; None where nobody measured it."""
-    measured = curves.lines(run.events, "memory")
+    by_round = {e["round"]: e for e in curves.lines(run.events, "memory")}
+    measured = list(by_round.values())
     if not measured:
         return None
     host = [e["host_peak_bytes"] for e in measured]
     device = [max((d for d in e["device_peak_bytes"] if d), default=math.nan) for e in measured]
-    program = curves.peaks(run.events)["program_bytes"]
+    program = summary.peaks(run.events)["program_bytes"]
     highest = np.nanmax([*host, *device, program or 0])
     unit, name = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")

@@ -1,0 +1,156 @@
+"""What models say of recorded runs: their time on a cluster, and the paper's theory beside them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.study import curves, network, theory
+from adloco_jax.study.curves import Run
+from adloco_jax.study.figures import (
+    WIDTH,
+    Clock,
+    Drawing,
+    finish,
+    legend,
+    look_every,
+    plain_decades,
+    small_letters,
+)
+
+DEVICE = "a100_80gb"
+PRESET = "two_sites"  # what loss is drawn over: far enough apart for communication to matter
+PRESET_IN_WORDS = "two sites with a leased line of 10 Gbit/s and 30 ms between them"
+# The table of clusters: preset and devices.
+SIZES = (
+    ("one_host", 4),
+    ("one_host", 8),
+    ("one_datacenter", 32),
+    ("one_datacenter", 256),
+    ("two_sites", 32),
+    ("two_sites", 256),
+    ("eight_sites", 256),
+    ("eight_sites", 4096),
+)
+
+
+def cluster(run: Run, preset: str, num_devices: int) -> network.Cluster:
+    """A preset cluster whose devices compute this run's model at the pace of their data sheet.
+
+    Raises:
+      DataError: If the ledger does not tell the model's size.
+    """
+    try:
+        num_params = run.start["num_params"]
+        sequence_length = run.start["config"]["data"]["sequence_length"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{run.folder}: the start line lacks {error}") from error
+    step_time = network.roofline(DEVICE, num_params=num_params, sequence_length=sequence_length)
+    settings: Mapping[str, Any] = network.PRESETS[preset]
+    return network.Cluster(num_devices=num_devices, step_time=step_time, **settings)
+
+
+def simulate(runs: Sequence[Run]) -> tuple[Clock | None, list[str]]:
+    """The runs' times on one preset cluster, with a device for each worker of the largest run.
+
+    Returns:
+      The clock, None where no run can be simulated; and for each run that cannot, a line why.
+    """
+    num_devices = max(_num_workers(run) for run in runs)
+    end_s, reasons = {}, []
+    for run in runs:
+        try:
+            times = network.replay(run.events, cluster(run, PRESET, num_devices))
+        except (ConfigError, DataError) as error:
+            reasons.append(f"{run.folder.name}: {error}")
+        else:
+            end_s[run.folder] = times.end_s
+    name = f"{PRESET}, {num_devices} × {DEVICE}"
+    return (Clock(name, end_s) if end_s else None), reasons
+
+
+def cluster_table(run: Run) -> list[dict] | str:
+    """How the run would have gone on clusters from one host to thousands of devices.
+
+    Returns:
+      A dict per cluster: preset, and the columns of `network.scaling`; or why there is none.
+    """
+    try:
+        clusters = [cluster(run, preset, devices) for preset, devices in SIZES]
+        rows = network.scaling(run.events, clusters)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    return [{"preset": preset, **row} for (preset, _), row in zip(SIZES, rows, strict=True)]
+
+
+def _num_workers(run: Run) -> int:
+    """Workers of all trainers in the first round."""
+    rounds = curves.lines(run.events, "round")
+    first = min(e["round"] for e in rounds)
+    return sum(e["workers"] for e in rounds if e["round"] == first)
+
+
+@small_letters
+def theory_drawing(run: Run) -> tuple[Drawing, theory.Constants | None, str]:
+    """Measured signal, batch growth and communications beside the paper's bounds.
+
+    Returns:
+      The drawing, the fitted constants, and why there are none where the run does not tell them.
+    """
+    constants, reason = None, ""
+    try:
+        constants = theory.fit(run.events)
+    except DataError as error:
+        reason = str(error)
+    points = theory.measured(run.events, constants)
+    figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
+    signal, batch, communications = figure.subplots(3, 1, sharex=True)
+    _draw(signal, points, "mean_signal", "measured", "#0072B2", "o", "-")
+    _draw(signal, points, "signal_bound", "upper bound (Lemma 2)", "#D55E00", "", "--")
+    _draw(batch, points, "mean_total_batch_size", "measured", "#0072B2", "o", "-")
+    _draw(batch, points, "batch_bound", "lower bound (Theorem 1)", "#009E73", "", "-.")
+    _draw(communications, points, "communications", "measured", "#0072B2", "o", "-")
+    _draw(communications, points, "communications_bound", "upper bound (direct)", "black", "", ":")
+    paper = "upper bound (Theorem 2, as the paper has it)"
+    _draw(communications, points, "paper_communications", paper, "#CC79A7", "s", "--")
+    signal.set_ylabel("signal |G|²,\nmean so far")
+    batch.set_ylabel("batch of a trainer\n(sequences), mean so far")
+    communications.set_ylabel("communications\nC(N)")
+    communications.set_xlabel("updates of a worker, N")
+    for ax in (signal, batch, communications):
+        ax.set_yscale("log")
+        values = [y for line in ax.lines for y in line.get_ydata() if y is not None and y > 0]
+        if values:
+            plain_decades(ax, min(values), max(values))
+        finish(ax)
+    figure.align_ylabels()
+    legend(figure)
+    caption = (
+        "The run beside the bounds of the AdLoCo paper (arXiv 2508.18182). Top: the squared norm"
+        " of the gradient, which Lemma 2 bounds from above. Middle: the requested batch of all"
+        " workers of a trainer, which Theorem 1 bounds from below. Bottom: the paper's count of"
+        " communications C(N) = Σ max_batch/b. Measured values are means over the trainers alive;"
+        " all vertical axes are logarithmic."
+    )
+    if constants is None:
+        caption += " There are no bounds, because the run does not tell their constants."
+    return Drawing("theory", "Theory beside the run", figure, caption), constants, reason
+
+
+def _draw(
+    ax: Axes,
+    points: Sequence[theory.Point],
+    field: str,
+    label: str,
+    color: str,
+    marker: str,
+    linestyle: str,
+) -> None:
+    known = [(p.num_steps, getattr(p, field)) for p in points if getattr(p, field) is not None]
+    if known:
+        x, y = zip(*known, strict=True)
+        every = look_every(len(x))
+        style = {"color": color, "marker": marker, "ls": linestyle, "lw": 1.3, "ms": 4}
+        ax.plot(x, y, markevery=every, label=label, **style)
