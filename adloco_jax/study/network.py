@@ -9,8 +9,8 @@ The model, which the tests check against cases computed by hand and against `clo
   a device and each of its passes takes as many times longer.
 - **Computing.** An update's batch (micro-batch x accumulation steps) is dealt over the replica's
   devices, whole sequences, as evenly as may be; a device runs its share in passes of at most the
-  recorded micro-batch, one after the other. A device without a sequence is idle. Where the replica
-  has several devices, each update ends with a ring all-reduce of the gradients among them.
+  recorded micro-batch, one after the other. A device without a sequence is idle. Each update ends
+  with a ring all-reduce of the gradients among the devices that have one.
 - **Communicating.** A ring all-reduce of P bytes among m takes 2 (m - 1) / m * P / bandwidth +
   2 (m - 1) * latency, over the slowest link that its ring crosses (ALGORITHM 6). A trainer with
   several workers does one per round among its replicas; with one worker, none. A merge moves P
@@ -27,9 +27,15 @@ The model, which the tests check against cases computed by hand and against `clo
   computing, and what it takes to bring a worker the parameters of a trainer it joins.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+
+from adloco_jax.errors import ConfigError, DataError
 
 StepTime = Callable[[int], float]
 """Seconds of one forward and backward pass, by the sequences that one device holds."""
@@ -46,6 +52,13 @@ class Link:
     latency_s: float
     jitter: float = 0.0  # coefficient of variation of a transfer's time (lognormal, mean 1)
 
+    def __post_init__(self) -> None:
+        if not (self.bandwidth > 0 <= self.latency_s < math.inf > self.jitter >= 0):
+            raise ConfigError(
+                f"{self}: expected a bandwidth above 0 bytes/s, and a latency and a jitter of 0 or"
+                " more"
+            )
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -59,6 +72,16 @@ class Cluster:
     compute_jitter: float = 0.0  # coefficient of variation of a replica's computing in a round
     failures_per_device_hour: float = 0.0
     restart_s: float = 0.0  # from a failure until the replica begins its round again
+
+    def __post_init__(self) -> None:
+        if not self.num_devices >= self.num_sites >= 1:
+            raise ConfigError(
+                f"a cluster of {self.num_devices} devices in {self.num_sites} sites: expected at"
+                " least one site, and a device in each"
+            )
+        for name in ("compute_jitter", "failures_per_device_hour", "restart_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a number of 0 or more")
 
 
 @dataclass(frozen=True)
@@ -121,7 +144,8 @@ class RoundTime(NamedTuple):
 class Replay:
     """A run's times on a cluster; the five totals are device-seconds.
 
-    compute_s + communication_s + waiting_s + idle_s + lost_s = num_devices * wall_s.
+    compute_s + communication_s + waiting_s + idle_s + lost_s = num_devices * wall_s. The waiting
+    here has, beside that of the rounds, what trainers wait for the end of the run.
     """
 
     rounds: tuple[RoundTime, ...]
@@ -156,10 +180,72 @@ def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay
       The times.
 
     Raises:
-      ConfigError: If the cluster cannot run it.
-      DataError: If the ledger lacks a start or a round, or its rounds are not in order.
+      ConfigError: If a replica would fail so often that it gets through no round.
+      DataError: If the ledger lacks a start or a round, or contradicts itself.
     """
-    raise NotImplementedError
+    run = _read(events)
+    rng = np.random.default_rng(seed)
+    param_bytes = BYTES_PER_PARAM * run.num_params
+    counts = [{line.trainer: line.workers for line in lines} for lines in run.rounds.values()]
+    replicas = _owners(counts[0])
+    num_replicas = sum(map(len, replicas.values()))
+    layout = _layout(cluster, num_replicas)
+    times: dict[tuple[int, int], RoundTime] = {}
+    ready = dict.fromkeys(replicas, 0.0)
+    retired: list[tuple[float, int]] = []  # since when, replicas
+    end_s: dict[int, float] = {}
+    for index, following in zip(run.rounds, [*counts[1:], None], strict=True):
+        for line in run.rounds[index]:
+            times[index, line.trainer] = _round_time(
+                index,
+                line,
+                ready[line.trainer],
+                replicas[line.trainer],
+                layout,
+                cluster,
+                param_bytes,
+                rng,
+            )
+        merges = run.merges[index]
+        after, left = _reassign(replicas, merges, following, index)
+        waits = {t for t, own in after.items() if set(own) != set(replicas[t])}
+        members = {trainer for merge in merges for trainer in merge.members}
+        waits |= members
+        if waits:
+            meeting_s = max(times[index, trainer].end_s for trainer in waits)
+            moved_s = _merges_s(merges, replicas, layout, cluster, param_bytes, rng)
+            for trainer in waits:
+                time = times[index, trainer]
+                waited_s, taken_s = meeting_s - time.end_s, moved_s
+                if trainer not in members:
+                    waited_s, taken_s = waited_s + moved_s, 0.0
+                times[index, trainer] = time._replace(
+                    waiting_s=time.waiting_s + waited_s,
+                    communication_s=time.communication_s + taken_s,
+                    end_s=meeting_s + moved_s,
+                )
+        ready = {trainer: times[index, trainer].end_s for trainer in replicas}
+        retired += [(ready[trainer], count) for trainer, count in left.items()]
+        replicas = after
+        end_s[index] = max([*ready.values(), *end_s.values()])
+    wall_s = max(end_s.values())
+    totals = {
+        name: sum(time.devices * getattr(time, name) for time in times.values())
+        for name in ("compute_s", "communication_s", "waiting_s", "idle_s", "lost_s")
+    }
+    last = max(run.rounds)
+    totals["waiting_s"] += sum(
+        time.devices * (wall_s - time.end_s) for time in times.values() if time.round == last
+    )
+    totals["idle_s"] += sum(layout.width * count * (wall_s - since) for since, count in retired)
+    totals["idle_s"] += (cluster.num_devices - layout.width * num_replicas) * wall_s
+    return Replay(
+        rounds=tuple(times.values()),
+        end_s=end_s,
+        num_devices=cluster.num_devices,
+        wall_s=wall_s,
+        **totals,
+    )
 
 
 def closed_form_s(
@@ -172,22 +258,73 @@ def closed_form_s(
     steps_per_round: int,
     num_rounds: int,
 ) -> float:
-    """Wall-clock seconds of a run with a constant batch and no merge, jitter or failure.
+    """Wall-clock seconds of a run with a constant batch: the replay in one line.
 
-    Data parallel is one trainer with `steps_per_round=1`; DiLoCo one trainer with several workers;
-    one-worker trainers are `num_workers=num_trainers`.
+    Data parallel is one trainer with `steps_per_round=1`, DiLoCo one trainer with several workers,
+    independent instances `num_workers=num_trainers`.
+
+    Args:
+      cluster: Jitter and failures are not looked at.
+      num_params: Of the model.
+      num_trainers: Each with as many workers as the others.
+      num_workers: All trainers' together.
+      batch_size: Sequences per worker and update, one micro-batch.
+      steps_per_round: Updates between synchronisations.
+      num_rounds: Synchronisations.
+
+    Returns:
+      Seconds. No trainer merges; the slowest one counts.
+
+    Raises:
+      ConfigError: If the workers cannot be divided evenly among the trainers.
     """
-    raise NotImplementedError
+    if num_workers % num_trainers:
+        raise ConfigError(f"{num_workers} workers do not divide evenly among {num_trainers}")
+    layout, param_bytes = _layout(cluster, num_workers), BYTES_PER_PARAM * num_params
+    per_trainer = num_workers // num_trainers
+    compute_s = layout.tenants * cluster.step_time(-(-batch_size // layout.num_devices))
+    num_used = min(layout.num_devices, batch_size)
+    rounds_s = []
+    for own in _owners(dict.fromkeys(range(num_trainers), per_trainer)).values():
+        inner_s = _ring_s(num_used, param_bytes, _link(cluster, layout, own[:1]))
+        sync_s = _ring_s(per_trainer, param_bytes, _link(cluster, layout, own))
+        rounds_s.append(steps_per_round * (compute_s + inner_s) + sync_s)
+    return num_rounds * max(rounds_s)
 
 
 def scaling(events: Iterable[dict], clusters: Iterable[Cluster], *, seed: int = 0) -> list[dict]:
-    """One table row per cluster.
+    """How a run would do on several clusters, one table row each.
+
+    Args:
+      events: A ledger's lines.
+      clusters: In the order of the rows.
+      seed: As in `replay`.
 
     Returns:
-      Dicts with devices, sites, wall_s, utilisation, waiting_frac, communication_frac, idle_frac,
-      lost_frac.
+      Dicts of devices, sites, wall_s (seconds), and as fractions of all device-time utilisation,
+      communication_frac, waiting_frac, idle_frac, lost_frac.
+
+    Raises:
+      ConfigError: As `replay`.
+      DataError: As `replay`.
     """
-    raise NotImplementedError
+    events = list(events)
+    rows = []
+    for cluster in clusters:
+        result = replay(events, cluster, seed=seed)
+        rows.append(
+            {
+                "devices": cluster.num_devices,
+                "sites": cluster.num_sites,
+                "wall_s": result.wall_s,
+                "utilisation": result.utilisation,
+                "communication_frac": result.frac("communication_s"),
+                "waiting_frac": result.frac("waiting_s"),
+                "idle_frac": result.frac("idle_s"),
+                "lost_frac": result.frac("lost_s"),
+            }
+        )
+    return rows
 
 
 def roofline(
@@ -199,15 +336,396 @@ def roofline(
     overhead_s: float = 0.0,
     bytes_per_param: float = 16.0,
 ) -> StepTime:
-    """A device's step time from its data sheet."""
-    raise NotImplementedError
+    """A device's step time from its data sheet.
+
+    Args:
+      device: One of `DEVICES`, or figures of one's own.
+      num_params: Of the model.
+      sequence_length: Tokens of a sequence.
+      efficiency: Of the peak that matrix multiplications reach; 0.4 is our assumption, what well
+        tuned training of large models reports.
+      overhead_s: Seconds per pass that do not depend on the batch.
+      bytes_per_param: Moved to and from memory per pass whatever the batch: by default float32
+        weights read forward and backward, gradients read and written.
+
+    Returns:
+      Seconds of a pass: the longer of 6 * parameters * tokens FLOPs (Kaplan et al. 2020, section
+      2.1; the attention scores, small for short sequences, are left out) and the parameters'
+      traffic, plus the overhead.
+
+    Raises:
+      ConfigError: If the device is unknown or a figure is not positive.
+    """
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise ConfigError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
+        device = DEVICES[device]
+    if not (min(num_params, sequence_length, efficiency) > 0 <= min(overhead_s, bytes_per_param)):
+        raise ConfigError(
+            f"roofline of num_params={num_params}, sequence_length={sequence_length}, "
+            f"efficiency={efficiency}, overhead_s={overhead_s}, bytes_per_param={bytes_per_param}: "
+            "expected the first three above 0 and the others not below"
+        )
+    sequence_s = 6 * num_params * sequence_length / (device.peak_flops * efficiency)
+    memory_s = bytes_per_param * num_params / device.memory_bandwidth
+    return lambda num_sequences: max(num_sequences * sequence_s, memory_s) + overhead_s
 
 
 def measured(step_times: Mapping[int, float]) -> StepTime:
-    """A step time that interpolates measured ones."""
-    raise NotImplementedError
+    """A step time that goes through measured ones.
+
+    Args:
+      step_times: Seconds of one pass by sequences on the device, e.g. of `measured_step_times`.
+
+    Returns:
+      Straight lines between them. Below the smallest batch, the line through the two smallest ones
+      as far as it lies between that batch's time and its time per sequence; with a single one, its
+      time per sequence, which flatters small shares. Above the largest, its time per sequence.
+
+    Raises:
+      ConfigError: If there is none, or one is not positive.
+    """
+    if not step_times or not all(
+        0 < min(pair) <= max(pair) < math.inf for pair in step_times.items()
+    ):
+        raise ConfigError(
+            f"step times {dict(step_times)}: expected one at least, of positive batches and seconds"
+        )
+    sizes, seconds = zip(*sorted(step_times.items()), strict=True)
+    fixed_s = 0.0
+    if len(sizes) > 1:
+        slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+        fixed_s = min(max(seconds[0] - slope * sizes[0], 0.0), seconds[0])
+
+    def step_time(num_sequences: int) -> float:
+        if num_sequences < sizes[0]:
+            return fixed_s + (seconds[0] - fixed_s) * num_sequences / sizes[0]
+        if num_sequences > sizes[-1]:
+            return seconds[-1] * num_sequences / sizes[-1]
+        return float(np.interp(num_sequences, sizes, seconds))
+
+    return step_time
 
 
 def measured_step_times(events: Iterable[dict]) -> dict[int, float]:
-    """Seconds of one pass by sequences on a device, as a run's own rounds show them."""
-    raise NotImplementedError
+    """Seconds of one pass by the sequences that a device held, as the run's own rounds show them.
+
+    `step_s` is of a round of all groups, so only rounds count in which every trainer ran with the
+    same micro-batch and accumulation, and of these those that waited for no compilation (less than
+    1 % of the time). A pass holds all workers of its device, so what several workers of one batch
+    took is here one worker's of the sum of their batches. The test's own pass is in it.
+
+    Args:
+      events: A ledger's lines.
+
+    Returns:
+      The median of each number of sequences; empty if no round qualifies.
+
+    Raises:
+      DataError: If the ledger lacks a start or a round.
+    """
+    run = _read(events)
+    passes = defaultdict(list)
+    for lines in run.rounds.values():
+        line = lines[0]
+        plans = {(line.micro_batch_size, line.num_accum_steps) for line in lines}
+        if len(plans) > 1 or not line.step_s or line.stall_s > 0.01 * line.step_s:
+            continue
+        workers, micro_batch_size = sum(line.workers for line in lines), line.micro_batch_size
+        # As the runner's mesh divides them: workers first, then a worker's batch.
+        over_workers = math.gcd(line.host_devices, workers)
+        used = over_workers * math.gcd(line.host_devices // over_workers, micro_batch_size)
+        passes[workers * micro_batch_size // used].append(line.step_s / line.num_micro_batches)
+    return {size: float(np.median(seconds)) for size, seconds in sorted(passes.items())}
+
+
+class _Line(NamedTuple):
+    """What one trainer did in a round; counts are each worker's."""
+
+    trainer: int
+    workers: int
+    micro_batch_size: int
+    num_accum_steps: int
+    num_updates: int
+    num_micro_batches: int  # the last update may have fewer than the others
+    step_s: float  # of all trainers, on the devices of the host
+    stall_s: float
+    host_devices: int
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Pairs of updates and their batch, in sequences."""
+        full = self.num_accum_steps * self.micro_batch_size
+        rest = self.num_micro_batches * self.micro_batch_size - (self.num_updates - 1) * full
+        return [(self.num_updates - 1, full), (1, rest)]
+
+
+class _Merge(NamedTuple):
+    """A merge after a round, or one that was tried in vain."""
+
+    members: tuple[int, ...]  # by id, the representative first
+    is_final: bool  # whether the members after the first left
+
+
+class _Recorded(NamedTuple):
+    """What of a ledger the replay needs."""
+
+    num_params: int
+    rounds: dict[int, list[_Line]]  # in order
+    merges: Mapping[int, list[_Merge]]  # by the round before
+
+
+def _read(events: Iterable[dict]) -> _Recorded:
+    start, rounds, merges = None, defaultdict(list), defaultdict(list)
+    for event in events:
+        kind = event["event"]
+        if kind == "start":
+            start = event
+        elif kind == "round" and start is not None:
+            rounds[event["round"]].append(_line(event, start))
+        elif kind in ("merge", "refusal"):
+            is_final = kind == "merge" or event["action"] != "keep"
+            merges[event["round"]].append(_Merge(tuple(event["members"]), is_final))
+    if start is None or not rounds:
+        raise DataError(
+            "the ledger has no start, or no round after it, so there is nothing to replay; let the"
+            " run reach the end of round 1"
+        )
+    if list(rounds) != list(range(1, len(rounds) + 1)):
+        shown = ", ".join(map(str, list(rounds)[:8]))
+        raise DataError(
+            f"the ledger's rounds begin {shown}; expected every one from 1 on, in order"
+        )
+    for index, lines in rounds.items():
+        trainers = [line.trainer for line in lines]
+        if len(set(trainers)) < len(trainers):
+            raise DataError(f"round {index}: more than one line of a trainer among {trainers}")
+    return _Recorded(start["num_params"], dict(rounds), merges)
+
+
+def _line(event: dict, start: dict) -> _Line:
+    inner, updates, accum = start["config"]["inner"], event["updates"], event["num_accum_steps"]
+    in_updates = inner["unit"] == "updates"
+    return _Line(
+        trainer=event["trainer"],
+        workers=event["workers"],
+        micro_batch_size=event["micro_batch_size"],
+        num_accum_steps=accum,
+        num_updates=updates,
+        num_micro_batches=updates * accum if in_updates else inner["steps_per_round"],
+        step_s=event["step_s"],
+        stall_s=event["stall_s"],
+        host_devices=int(start["devices"].split()[0]),
+    )
+
+
+class _Layout(NamedTuple):
+    """Where the replicas are."""
+
+    num_devices: int  # of each replica
+    tenants: int  # replicas that share a device
+    sites: tuple[frozenset[int], ...]  # by replica
+
+    @property
+    def width(self) -> float:
+        """Devices that a replica has to itself."""
+        return self.num_devices / self.tenants
+
+
+def _layout(cluster: Cluster, num_replicas: int) -> _Layout:
+    num_sites, per_site = cluster.num_sites, cluster.num_devices // cluster.num_sites
+    if num_replicas < num_sites:
+        span = num_sites // num_replicas
+        sites = [frozenset(range(r * span, (r + 1) * span)) for r in range(num_replicas)]
+        return _Layout(span * per_site, 1, tuple(sites))
+    sites = [frozenset({r * num_sites // num_replicas}) for r in range(num_replicas)]
+    fullest = -(-num_replicas // num_sites)
+    return _Layout(max(1, per_site // fullest), -(-fullest // per_site), tuple(sites))
+
+
+def _owners(counts: Mapping[int, int]) -> dict[int, list[int]]:
+    """Replicas by trainer, as a run deals them out at its start: in blocks."""
+    owners, first = {}, 0
+    for trainer in sorted(counts):
+        owners[trainer] = list(range(first, first + counts[trainer]))
+        first += counts[trainer]
+    return owners
+
+
+def _round_time(
+    index: int,
+    line: _Line,
+    start_s: float,
+    own: Sequence[int],
+    layout: _Layout,
+    cluster: Cluster,
+    param_bytes: int,
+    rng: np.random.Generator,
+) -> RoundTime:
+    """A trainer's round, without what follows it."""
+    passes = [
+        _Passes.of(batch, count, line.micro_batch_size, layout, cluster.step_time)
+        for count, batch in line.batches()
+    ]
+    # By replica: compute, communication, waiting, idle, lost, all of it.
+    seconds = np.array(
+        [_replica_s(passes, replica, layout, cluster, param_bytes, rng) for replica in own]
+    )
+    slowest_s = float(seconds[:, -1].max())
+    seconds[:, 2] += slowest_s - seconds[:, -1]
+    compute_s, communication_s, waiting_s, idle_s, lost_s, _ = seconds.mean(axis=0).tolist()
+    link = _link(cluster, layout, own)
+    sync_s = _ring_s(len(own), param_bytes, link)
+    sync_s *= float(_noise(rng, link.jitter, 1)[0]) if sync_s else 0.0
+    return RoundTime(
+        round=index,
+        trainer=line.trainer,
+        workers=len(own),
+        devices=layout.width * len(own),
+        start_s=start_s,
+        compute_s=compute_s,
+        communication_s=communication_s + sync_s,
+        waiting_s=waiting_s,
+        idle_s=idle_s,
+        lost_s=lost_s,
+        end_s=start_s + slowest_s + sync_s,
+    )
+
+
+class _Passes(NamedTuple):
+    """The computing of a replica's equal updates."""
+
+    num_updates: int
+    num_used: int  # devices that have a sequence
+    busy_s: float  # of one update, until the last of them is done
+    mean_s: float  # of one update, in the mean over them
+
+    @staticmethod
+    def of(
+        batch_size: int, num_updates: int, micro_batch_size: int, layout: _Layout, time: StepTime
+    ) -> "_Passes":
+        def share_s(num_sequences: int) -> float:
+            num_full, rest = divmod(num_sequences, micro_batch_size)
+            full_s = num_full * time(micro_batch_size) if num_full else 0.0
+            return layout.tenants * (full_s + (time(rest) if rest else 0.0))
+
+        num_used = min(batch_size, layout.num_devices)
+        low, more = divmod(batch_size, num_used)
+        low_s, high_s = share_s(low), share_s(low + 1) if more else share_s(low)
+        mean_s = low_s + (high_s - low_s) * more / num_used
+        return _Passes(num_updates, num_used, max(low_s, high_s), mean_s)
+
+
+def _replica_s(
+    passes: Sequence[_Passes],
+    replica: int,
+    layout: _Layout,
+    cluster: Cluster,
+    param_bytes: int,
+    rng: np.random.Generator,
+) -> tuple[float, ...]:
+    """A replica's round: seconds of compute, communication, waiting, idle, lost, and their sum."""
+    factor = float(_noise(rng, cluster.compute_jitter, 1)[0])
+    link = _link(cluster, layout, [replica])
+    compute_s = communication_s = waiting_s = idle_s = total_s = 0.0
+    for num_updates, num_used, busy_s, mean_s in passes:
+        busy_s, mean_s = factor * num_updates * busy_s, factor * num_updates * mean_s
+        ring_s = _ring_s(num_used, param_bytes, link)
+        ring_s *= float(_noise(rng, link.jitter, num_updates).sum()) if ring_s else 0.0
+        used_frac = num_used / layout.num_devices
+        compute_s += used_frac * mean_s
+        communication_s += used_frac * ring_s
+        waiting_s += used_frac * (busy_s - mean_s)
+        idle_s += (1 - used_frac) * (busy_s + ring_s)
+        total_s += busy_s + ring_s
+    lost_s = _lost_s(total_s, layout, cluster, rng)
+    return compute_s, communication_s, waiting_s, idle_s, lost_s, total_s + lost_s
+
+
+def _lost_s(attempt_s: float, layout: _Layout, cluster: Cluster, rng: np.random.Generator) -> float:
+    """Seconds that failures cost a replica until an attempt at its round goes through."""
+    rate = cluster.failures_per_device_hour * layout.width / 3600
+    if rate * attempt_s > MAX_EXPECTED_FAILURES:
+        raise ConfigError(
+            f"failures_per_device_hour={cluster.failures_per_device_hour}: a replica of "
+            f"{layout.width:g} devices would fail {rate * attempt_s:.3g} times in a round of "
+            f"{attempt_s:.3g} s and get through none; expected fewer failures, or shorter rounds"
+        )
+    lost_s = 0.0
+    while rate and (until_s := rng.exponential(1 / rate)) < attempt_s:
+        lost_s += until_s + cluster.restart_s
+    return lost_s
+
+
+def _reassign(
+    replicas: Mapping[int, list[int]],
+    merges: Sequence[_Merge],
+    counts: Mapping[int, int] | None,
+    index: int,
+) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Replicas by trainer after a round, and how many each trainer gave up for good.
+
+    As the controller does it: a trainer keeps its own and those of the members it absorbed, as far
+    as the next round's count goes; what is over goes to who lacks some, else it retires. A trainer
+    that is in no merge and has no further line was broken, and retires with its workers.
+    """
+    unknown = {trainer for merge in merges for trainer in merge.members} - set(replicas)
+    if unknown:
+        raise DataError(f"a merge after round {index} names trainers {sorted(unknown)}, not in it")
+    after = {trainer: list(own) for trainer, own in replicas.items()}
+    for into, *others in (merge.members for merge in merges if merge.is_final):
+        for other in others:
+            after[into] += after.pop(other)
+    if counts is None:  # nothing follows
+        return after, {}
+    gone = [replica for trainer in set(after) - set(counts) for replica in after.pop(trainer)]
+    free = sorted(replica for trainer, own in after.items() for replica in own[counts[trainer] :])
+    after = {trainer: own[: counts[trainer]] for trainer, own in after.items()}
+    for trainer, own in after.items():
+        while len(own) < counts[trainer] and free:
+            own.append(free.pop(0))
+    if {trainer: len(own) for trainer, own in after.items()} != dict(counts):
+        raise DataError(
+            f"round {index + 1}: workers {dict(counts)} by trainer do not follow from round {index}"
+        )
+    left = Counter(t for t, own in replicas.items() for replica in own if replica in [*gone, *free])
+    return after, dict(left)
+
+
+def _merges_s(
+    merges: Sequence[_Merge],
+    replicas: Mapping[int, Sequence[int]],
+    layout: _Layout,
+    cluster: Cluster,
+    param_bytes: int,
+    rng: np.random.Generator,
+) -> float:
+    """Seconds in which the absorbed trainers' parameters arrive, one after the other."""
+    seconds = 0.0
+    for into, *others in (merge.members for merge in merges):
+        near = frozenset().union(*(layout.sites[r] for r in replicas[into]))
+        for other in others:
+            is_near = any(layout.sites[r] & near for r in replicas[other])
+            link = cluster.within if is_near else cluster.between
+            transfer_s = link.latency_s + param_bytes / link.bandwidth
+            seconds += transfer_s * float(_noise(rng, link.jitter, 1)[0])
+    return seconds
+
+
+def _link(cluster: Cluster, layout: _Layout, replicas: Sequence[int]) -> Link:
+    """The link that a ring through these replicas has to cross."""
+    num_sites = len(frozenset().union(*(layout.sites[r] for r in replicas)))
+    return cluster.within if num_sites == 1 else cluster.between
+
+
+def _ring_s(num_members: int, num_bytes: int, link: Link) -> float:
+    """Seconds of a ring all-reduce: reduce-scatter, then all-gather (ALGORITHM 6)."""
+    steps = 2 * (num_members - 1)
+    return steps * (num_bytes / num_members / link.bandwidth + link.latency_s)
+
+
+def _noise(rng: np.random.Generator, variation: float, count: int) -> np.ndarray:
+    """Lognormal factors of mean 1 with a coefficient of variation; draws nothing for 0."""
+    if not variation:
+        return np.ones(count)
+    variance = math.log1p(variation**2)
+    return rng.lognormal(-variance / 2, math.sqrt(variance), count)
