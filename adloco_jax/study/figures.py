@@ -336,7 +336,7 @@ def _loss_caption(
     if "syncs" in costs:
         shown += (
             " A trainer with one worker has no synchronisation, so where all have one the curve"
-            " moves straight down."
+            " moves straight up or down."
         )
     else:
         shown += " Nothing was synchronised, so there are no communications to draw over."

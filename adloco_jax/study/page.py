@@ -32,25 +32,25 @@ a { color: #004a80; }
 code, pre { font: 0.85em/1.45 ui-monospace, monospace; }
 pre { white-space: pre-wrap; overflow-wrap: normal; }
 figure { margin: 1.5rem 0; }
-figcaption, caption { font-size: 0.9rem; text-align: left; }
-caption { padding-bottom: 0.4rem; }
+figcaption, .caption { font-size: 0.9rem; }
+.caption { margin: 1.5rem 0 0.4rem; }
 .made { display: block; margin-top: 0.3rem; color: #444; font-size: 0.85rem; }
 .wide { overflow-x: auto; }
 img { display: block; width: 100%; min-width: 34rem; height: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums;
   overflow-wrap: normal; }
-th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right;
+th, td { padding: 0.25rem 0.5rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
 thead th { border-bottom: 2px solid #888; vertical-align: bottom; }
 .text, tbody th { text-align: left; }
-td.text { overflow-wrap: anywhere; min-width: 9rem; }
+td.text { overflow-wrap: anywhere; min-width: 7rem; }
 small { display: block; color: #444; white-space: nowrap; }
 summary { cursor: pointer; font-size: 1.1rem; font-weight: 600; margin: 1rem 0; }
 @page { size: A4; margin: 14mm; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   figure, tr, pre { break-inside: avoid; }
-  h1, h2, h3, summary, caption { break-after: avoid; }
+  h1, h2, h3, summary, .caption { break-after: avoid; }
   img { min-width: 0; width: 180mm; max-width: 100%; }
   .wide { overflow: visible; }
   table { font-size: 8pt; }
@@ -162,8 +162,9 @@ def table(
         cells = [_cell("th", first, True, ' scope="row"')]
         cells += [_cell("td", cell, i < texts, "") for i, cell in enumerate(rest, start=1)]
         body.append(f"<tr>{''.join(cells)}</tr>")
+    # A caption within the table would be as wide, and scroll away with it.
     return (
-        f'<div class="wide"><table>\n<caption>{escape(caption)}</caption>\n'
+        f'<p class="caption">{escape(caption)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{''.join(names)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"
         "</table></div>"
     )

@@ -124,6 +124,9 @@ def theory_drawing(run: Run) -> tuple[Drawing, theory.Constants | None, str]:
         values = [y for line in ax.lines for y in line.get_ydata() if y is not None and y > 0]
         if values:
             plain_decades(ax, min(values), max(values))
+        else:
+            ax.text(0.5, 0.5, "nothing measured", ha="center", transform=ax.transAxes)
+            ax.set_yticks([])
         finish(ax)
     figure.align_ylabels()
     legend(figure)

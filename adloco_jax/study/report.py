@@ -143,7 +143,6 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
         return Section("totals", "Totals", table)
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "held-out loss (nats)": ("loss", number),
-        "perplexity": ("perplexity", lambda x: f"{x:.4g}"),
         "accuracy": ("accuracy", lambda x: f"{x:.3f}"),
         "tokens": ("tokens_total", lambda x: f"{x:,.0f}"),
         "updates": ("updates_total", lambda x: f"{x:,.0f}"),
@@ -180,10 +179,8 @@ def _spread(values: Sequence, in_words: Callable[[float], str]) -> str | Cell:
     """Median, and the range below it; a dash where a run lacks the value."""
     if any(value is None for value in values):
         return "-"
-    middle = in_words(statistics.median(values))
-    if len(values) == 1:
-        return middle
-    return Cell(middle, f"{in_words(min(values))} – {in_words(max(values))}")
+    low, middle, high = map(in_words, (min(values), statistics.median(values), max(values)))
+    return middle if low == high else Cell(middle, f"{low} – {high}")
 
 
 def _loss_section(
@@ -300,8 +297,8 @@ def _cluster_table(run: Run) -> str:
             row["preset"],
             f"{row['devices']:,}",
             f"{row['sites']:,}",
-            f"{row['wall_s']:.4g}",
-            *(f"{100 * row[name]:.2f}" for name in shares),
+            f"{row['wall_s']:.3g}",
+            *(f"{100 * row[name]:.3g}" for name in shares),
         )
         for row in table
     ]
