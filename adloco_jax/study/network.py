@@ -386,7 +386,7 @@ def measured(step_times: Mapping[int, float]) -> StepTime:
       ConfigError: If there is none, or one is not positive.
     """
     if not step_times or not all(
-        0 < min(pair) <= max(pair) < math.inf for pair in step_times.items()
+        size > 0 and 0 < seconds < math.inf for size, seconds in step_times.items()
     ):
         raise ConfigError(
             f"step times {dict(step_times)}: expected one at least, of positive batches and seconds"
@@ -673,16 +673,16 @@ def _reassign(
         raise DataError(f"a merge after round {index} names trainers {sorted(unknown)}, not in it")
     after = {trainer: list(own) for trainer, own in replicas.items()}
     for into, *others in (merge.members for merge in merges if merge.is_final):
-        for other in others:
-            after[into] += after.pop(other)
+        after[into] += sorted(replica for other in others for replica in after.pop(other))
     if counts is None:  # nothing follows
         return after, {}
     gone = [replica for trainer in set(after) - set(counts) for replica in after.pop(trainer)]
     free = sorted(replica for trainer, own in after.items() for replica in own[counts[trainer] :])
     after = {trainer: own[: counts[trainer]] for trainer, own in after.items()}
-    for trainer, own in after.items():
+    for trainer, own in sorted(after.items()):
         while len(own) < counts[trainer] and free:
             own.append(free.pop(0))
+        own.sort()
     if {trainer: len(own) for trainer, own in after.items()} != dict(counts):
         raise DataError(
             f"round {index + 1}: workers {dict(counts)} by trainer do not follow from round {index}"

@@ -1,0 +1,513 @@
+"""Replays against cases computed by hand, closed forms, and what must hold of any run."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.study.network import (
+    DEVICES,
+    PRESETS,
+    Cluster,
+    Device,
+    Link,
+    closed_form_s,
+    measured,
+    measured_step_times,
+    replay,
+    roofline,
+    scaling,
+)
+
+FREE = Link(math.inf, 0.0)
+
+
+def tenth(num_sequences):
+    """A tenth of a second per sequence."""
+    return 0.1 * num_sequences
+
+
+def start(**changes):
+    inner = {"unit": "updates", "steps_per_round": 10}
+    event = {"event": "start", "num_params": 250, "config": {"inner": inner}, "devices": "1 x cpu"}
+    return event | changes  # 250 parameters are 1000 bytes
+
+
+def line(round, trainer, workers, batch, *, accum=1, updates=10, step_s=1.0, stall_s=0.0):
+    return {
+        "event": "round",
+        "round": round,
+        "trainer": trainer,
+        "workers": workers,
+        "micro_batch_size": batch,
+        "num_accum_steps": accum,
+        "updates": updates,
+        "step_s": step_s,
+        "stall_s": stall_s,
+    }
+
+
+def merge(round, members, **changes):
+    return {"event": "merge", "round": round, "members": members} | changes
+
+
+def cluster(num_devices, num_sites=1, *, within=FREE, between=FREE, step_time=tenth, **changes):
+    return Cluster(num_devices, num_sites, step_time, within, between, **changes)
+
+
+def test_diloco_over_two_sites_by_hand():
+    events = [start(), line(1, 0, 2, 4), line(2, 0, 2, 4)]
+    result = replay(events, cluster(2, 2, between=Link(100.0, 0.5)))
+    # Compute 10 x 0.4; ring of two: 2 x 1/2 x 1000 / 100 + 2 x 0.5.
+    first, second = result.rounds
+    assert (first.compute_s, first.communication_s) == pytest.approx((4, 11))
+    assert (first.end_s, second.start_s, second.end_s) == pytest.approx((15, 15, 30))
+    assert result.end_s == pytest.approx({1: 15, 2: 30})
+    assert result.utilisation == pytest.approx(8 / 30)
+    assert result.frac("communication_s") == pytest.approx(22 / 30)
+    assert (result.waiting_s, result.idle_s, result.lost_s) == (0, 0, 0)
+
+
+def test_trainers_wait_for_one_another_only_at_a_merge():
+    events = [start()]
+    for index in (1, 2):
+        events += [line(index, 0, 1, 1), line(index, 1, 1, 4), line(index, 2, 1, 2)]
+    events += [merge(2, [1, 0]), line(3, 1, 2, 4), line(3, 2, 1, 2)]
+    result = replay(events, cluster(3, within=Link(1000.0, 0.25)))
+    times = {(time.round, time.trainer): time for time in result.rounds}
+    assert times[2, 0].start_s == pytest.approx(1)
+    assert times[2, 1].start_s == pytest.approx(4)
+    # Trainer 0 is done at 2 and waits till 8; 1000 bytes take 1.25 s.
+    assert times[2, 0].waiting_s == pytest.approx(6)
+    assert times[2, 0].communication_s == pytest.approx(1.25)
+    assert times[3, 1].start_s == times[2, 0].end_s == pytest.approx(9.25)
+    # Trainer 2 has nothing to do with it, until the run's end.
+    assert times[3, 2].start_s == pytest.approx(4)
+    assert times[3, 2].end_s == pytest.approx(6)
+    # Ring of two: 2 x 1/2 x 1000 / 1000 + 2 x 0.25 = 1.5.
+    assert result.wall_s == pytest.approx(9.25 + 4 + 1.5)
+    assert result.end_s == pytest.approx({1: 4, 2: 9.25, 3: 14.75})
+    assert result.waiting_s == pytest.approx(6 + (14.75 - 6))
+    assert result.compute_s == pytest.approx(2 * (1 + 4 + 2) + 2 * 4 + 2)
+
+
+def test_a_trainer_whose_workers_change_waits_for_the_merge():
+    events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1), line(1, 2, 1, 2)]
+    events += [merge(1, [0, 1]), line(2, 0, 1, 4), line(2, 2, 2, 2)]
+    result = replay(events, cluster(3, within=Link(1000.0, 0.25)))
+    bystander = next(time for time in result.rounds if (time.round, time.trainer) == (1, 2))
+    assert bystander.waiting_s == pytest.approx((4 - 2) + 1.25)  # it gets trainer 1's worker
+    assert bystander.communication_s == 0
+    assert bystander.end_s == pytest.approx(5.25)
+
+
+def test_a_merge_of_three_moves_two_trainers_parameters():
+    events = [start(), *(line(1, trainer, 1, 1) for trainer in range(3)), merge(1, [2, 0, 1])]
+    events += [line(2, 2, 3, 1)]
+    # Sites 0, 0, 1 of the three workers: both others lie across the slow link.
+    slow = replay(events, cluster(4, 2, between=Link(100.0, 0.5)))
+    assert slow.end_s[1] == pytest.approx(1 + 2 * 10.5)
+    near = replay([*events[:4], merge(1, [0, 1]), line(2, 0, 2, 1), line(2, 2, 1, 1)], _slow())
+    assert near.end_s[1] == pytest.approx(1)  # trainers 0 and 1 share a site
+
+
+def _slow():
+    return cluster(4, 2, between=Link(100.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    "batch, compute_s, waiting_s, idle_s",
+    [
+        (6, 0.15, 0.05, 0.0),  # shares of 2, 2, 1, 1
+        (3, 0.075, 0.0, 0.025),  # one device has none
+        (8, 0.2, 0.0, 0.0),
+    ],
+)
+def test_a_replicas_devices_share_its_batch(batch, compute_s, waiting_s, idle_s):
+    (time,) = replay([start(), line(1, 0, 1, batch, updates=1)], cluster(4)).rounds
+    assert time.compute_s == pytest.approx(compute_s)
+    assert time.waiting_s == pytest.approx(waiting_s)
+    assert time.idle_s == pytest.approx(idle_s)
+    assert time.end_s == pytest.approx(compute_s + waiting_s + idle_s)
+
+
+def test_every_update_is_reduced_over_the_devices_that_have_a_sequence():
+    link = Link(1000.0, 0.01)
+    (time,) = replay([start(), line(1, 0, 1, 8)], cluster(4, within=link)).rounds
+    assert time.communication_s == pytest.approx(10 * (2 * 3 / 4 + 6 * 0.01))
+    (time,) = replay([start(), line(1, 0, 1, 2)], cluster(4, within=link)).rounds
+    ring_s = 2 * 1 / 2 + 2 * 0.01  # of two; the other half of the devices are idle meanwhile
+    assert time.communication_s == pytest.approx(10 * ring_s / 2)
+    assert time.idle_s == pytest.approx(10 * (0.1 + ring_s) / 2)
+
+
+def test_micro_batches_run_one_after_the_other():
+    def costly(num_sequences):
+        return 0.1 + 0.01 * num_sequences
+
+    events = [start(), line(1, 0, 1, 2, accum=3, updates=1)]
+    alone = replay(events, cluster(1, step_time=costly))
+    assert alone.wall_s == pytest.approx(3 * 0.12)
+    pair = replay(events, cluster(2, step_time=costly))  # three sequences each: two, then one
+    assert pair.wall_s == pytest.approx(0.12 + 0.11)
+
+
+def test_the_last_update_of_a_round_counted_in_micro_batches_may_be_short():
+    inner = {"unit": "microbatches", "steps_per_round": 5}
+    events = [start(config={"inner": inner}), line(1, 0, 1, 2, accum=2, updates=3)]
+    assert replay(events, cluster(1)).wall_s == pytest.approx(0.4 + 0.4 + 0.2)
+
+
+def test_workers_share_devices_where_there_are_too_few():
+    result = replay([start(), line(1, 0, 4, 1, updates=1)], cluster(2))
+    assert result.wall_s == pytest.approx(0.2)
+    assert result.utilisation == pytest.approx(1)
+    three = replay([start(), line(1, 0, 3, 1, updates=1)], cluster(2))
+    assert three.wall_s == pytest.approx(0.2)
+    assert three.utilisation == pytest.approx(3 / 4)
+    assert three.idle_s == pytest.approx(0.1)
+
+
+def test_devices_left_over_by_equal_replicas_are_idle():
+    result = replay([start(), line(1, 0, 3, 2, updates=1)], cluster(8))
+    assert result.rounds[0].devices == 6
+    assert result.idle_s == pytest.approx(2 * result.wall_s)
+
+
+def test_a_replica_spans_sites_only_where_there_are_fewer_workers_than_sites():
+    slow = Link(100.0, 0.5)
+    one = replay([start(), line(1, 0, 1, 2, updates=1)], cluster(2, 2, between=slow))
+    assert one.wall_s == pytest.approx(0.1 + 11)
+    two = replay([start(), line(1, 0, 2, 2, updates=1)], cluster(4, 2, between=slow))
+    assert two.wall_s == pytest.approx(0.1 + 11)  # one synchronisation, within nothing to pay
+    apart = [start(), line(1, 0, 1, 2, updates=1), line(1, 1, 1, 2, updates=1)]
+    assert replay(apart, cluster(4, 2, between=slow)).wall_s == pytest.approx(0.1)
+
+
+def test_retired_workers_are_idle_from_their_merge_on():
+    events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1), merge(1, [0, 1]), line(2, 0, 1, 4)]
+    result = replay(events, cluster(2, within=Link(1000.0, 0.0)))
+    assert result.wall_s == pytest.approx(4 + 1 + 4)
+    assert result.idle_s == pytest.approx(4)
+    assert result.waiting_s == pytest.approx(3)
+
+
+def test_a_quarantined_trainer_holds_nobody_up():
+    events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1)]
+    events += [{"event": "fault", "kind": "quarantine", "round": 1, "trainer": 0}]
+    result = replay([*events, line(2, 1, 1, 1), line(3, 1, 1, 1)], cluster(2))
+    assert result.rounds[2].start_s == pytest.approx(1)
+    assert result.wall_s == pytest.approx(4)
+    assert result.idle_s == pytest.approx(0)  # its round was the longest thing
+    assert result.waiting_s == pytest.approx(1)
+    assert list(result.end_s.values()) == pytest.approx([4, 4, 4])  # never back in time
+
+
+@pytest.mark.parametrize("action, workers", [("keep", (1, 1)), ("retire", (2,))])
+def test_a_refused_merge_costs_its_attempt(action, workers):
+    events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1)]
+    events += [merge(1, [0, 1], event="refusal", action=action)]
+    events += [line(2, trainer, count, 1) for trainer, count in enumerate(workers)]
+    result = replay(events, cluster(2, within=Link(1000.0, 0.25)))
+    assert result.end_s[1] == pytest.approx(4 + 1.25)
+    sync_s = 1.5 if action == "retire" else 0
+    assert result.wall_s == pytest.approx(5.25 + 1 + sync_s)
+
+
+def test_a_resumed_ledger_and_one_in_file_order_replay_alike():
+    events = [start(), line(1, 0, 2, 4), line(2, 0, 2, 4), line(3, 0, 2, 8)]
+    eval_line = {"event": "eval", "round": 1, "trainer": 0, "loss": 1.0}
+    resumed = [*events[:2], eval_line, start(round=1), *events[2:]]
+    place = cluster(4, 2, between=Link(100.0, 0.5, 0.2), compute_jitter=0.1)
+    assert replay(resumed, place) == replay(events, place)
+    assert replay(events[:3], place).end_s == {k: replay(events, place).end_s[k] for k in (1, 2)}
+
+
+def test_the_seed_alone_decides_jitter():
+    events = [start(), line(1, 0, 2, 4)]
+    place = cluster(2, 2, between=Link(100.0, 0.5, 0.2), compute_jitter=0.1)
+    assert replay(events, place, seed=1) == replay(events, place, seed=1)
+    assert replay(events, place, seed=1).wall_s != replay(events, place, seed=2).wall_s
+
+
+def test_jitter_has_mean_one_and_the_given_variation():
+    events = [start(), *(line(index, 0, 1, 1, updates=1) for index in range(1, 4001))]
+    result = replay(events, cluster(1, compute_jitter=0.3))
+    seconds = np.array([time.compute_s for time in result.rounds]) / 0.1
+    assert np.mean(seconds) == pytest.approx(1, abs=5 * 0.3 / math.sqrt(4000))
+    assert np.std(seconds) == pytest.approx(0.3, rel=0.1)
+
+
+def test_failures_cost_what_a_poisson_process_predicts():
+    # With rate a and restart c, a round of T takes (exp(aT) - 1)(1/a + c) in the mean.
+    events = [start(), *(line(index, 0, 1, 10) for index in range(1, 3001))]
+    rate, restart_s, round_s = 0.05, 4.0, 10.0
+    result = replay(
+        events, cluster(2, failures_per_device_hour=3600 * rate / 2, restart_s=restart_s)
+    )
+    round_s /= 2  # two devices share the batch, and the rate is theirs together
+    expected_s = (math.exp(rate * round_s) - 1) * (1 / rate + restart_s)
+    assert result.wall_s / 3000 == pytest.approx(expected_s, rel=0.05)
+    assert result.lost_s == pytest.approx(2 * (result.wall_s - 3000 * round_s))
+    assert result.compute_s == pytest.approx(2 * 3000 * round_s)
+
+
+def test_a_round_that_no_replica_survives_is_an_error():
+    with pytest.raises(ConfigError, match="failures_per_device_hour=3600.0: .* 10 times"):
+        replay([start(), line(1, 0, 1, 10)], cluster(1, failures_per_device_hour=3600.0))
+
+
+@pytest.mark.parametrize("num_sites", [1, 2])
+@pytest.mark.parametrize(
+    "num_trainers, num_workers, steps",
+    [(1, 4, 1), (1, 4, 25), (4, 4, 25), (2, 4, 5)],
+    ids=["data parallel", "DiLoCo", "one-worker trainers", "two trainers of two"],
+)
+@pytest.mark.parametrize("num_devices", [4, 16, 256])
+def test_replay_equals_the_closed_form(num_sites, num_trainers, num_workers, steps, num_devices):
+    place = cluster(num_devices, num_sites, within=Link(1e4, 1e-3), between=Link(300.0, 0.2))
+    each = num_workers // num_trainers
+    events = [start()] + [
+        line(index, trainer, each, 8, updates=steps)
+        for index in (1, 2, 3)
+        for trainer in range(num_trainers)
+    ]
+    expected_s = closed_form_s(
+        place,
+        num_params=250,
+        num_trainers=num_trainers,
+        num_workers=num_workers,
+        batch_size=8,
+        steps_per_round=steps,
+        num_rounds=3,
+    )
+    assert replay(events, place).wall_s == pytest.approx(expected_s)
+
+
+def test_the_closed_form_by_hand():
+    # 4 workers of 2 devices, 2 per site; batch 8: 0.4 s; ring of two within: 0.1 + 0.002; ring of
+    # four between: 2 x 3/4 x 1000 / 300 + 6 x 0.2 = 6.2.
+    place = cluster(8, 2, within=Link(1e4, 1e-3), between=Link(300.0, 0.2))
+    shared = {"num_params": 250, "num_workers": 4, "batch_size": 8, "num_rounds": 3}
+    diloco_s = closed_form_s(place, steps_per_round=25, **shared)
+    assert diloco_s == pytest.approx(3 * (25 * 0.502 + 6.2))
+    parallel_s = closed_form_s(place, steps_per_round=1, **shared)
+    assert parallel_s == pytest.approx(3 * (0.502 + 6.2))
+    alone_s = closed_form_s(place, steps_per_round=25, num_trainers=4, **shared)
+    assert alone_s == pytest.approx(3 * 25 * 0.502)
+    with pytest.raises(ConfigError, match="4 workers do not divide evenly among 3"):
+        closed_form_s(place, steps_per_round=1, num_trainers=3, **shared)
+
+
+@st.composite
+def ledgers(draw):
+    """Runs with merges of both allocations, refusals and quarantines."""
+    workers = {t: draw(st.integers(1, 3)) for t in range(draw(st.integers(1, 4)))}
+    events = [start()]
+    for index in range(1, draw(st.integers(1, 5)) + 1):
+        for trainer, count in workers.items():
+            batch, accum = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+            updates = draw(st.integers(1, 4))
+            events.append(line(index, trainer, count, batch, accum=accum, updates=updates))
+        ids = draw(st.permutations(list(workers)))
+        happening = draw(st.sampled_from(["nothing", "merge", "retire", "keep", "quarantine"]))
+        if len(ids) < 2 or happening == "nothing":
+            continue
+        if happening == "quarantine":
+            workers.pop(ids[0])
+            fault = {"event": "fault", "kind": "quarantine", "round": index, "trainer": ids[0]}
+            events.append(fault)
+            continue
+        members = ids[: draw(st.integers(2, len(ids)))]
+        refused = {} if happening != "keep" else {"event": "refusal", "action": "keep"}
+        events.append(merge(index, members, **refused))
+        if happening == "keep":
+            continue
+        freed = sum(workers.pop(trainer) for trainer in members[1:])
+        if happening == "merge":  # all workers stay in the run, somewhere
+            for _ in range(freed):
+                workers[draw(st.sampled_from(sorted(workers)))] += 1
+    return events
+
+
+links = st.builds(Link, st.floats(1, 1e6), st.floats(0, 1))
+clusters = st.builds(
+    lambda devices, sites, within, between, jitter, failures: cluster(
+        max(devices, sites),
+        sites,
+        within=within,
+        between=dataclasses.replace(between, jitter=jitter),
+        compute_jitter=jitter,
+        failures_per_device_hour=failures,
+        restart_s=2.0,
+    ),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    links,
+    links,
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0.0, 0.01]),
+)
+few = settings(max_examples=60, deadline=None)
+
+
+@few
+@given(ledgers(), clusters)
+def test_every_second_of_every_device_is_accounted_for(events, place):
+    result = replay(events, place, seed=3)
+    parts = ("compute_s", "communication_s", "waiting_s", "idle_s", "lost_s")
+    assert sum(map(result.frac, parts)) == pytest.approx(1)
+    assert all(-1e-9 <= result.frac(name) for name in parts)
+    assert 0 < result.utilisation <= 1 + 1e-9
+    for time in result.rounds:
+        spent_s = sum(getattr(time, name) for name in parts)
+        assert spent_s == pytest.approx(time.end_s - time.start_s)
+
+
+@few
+@given(ledgers(), clusters, st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(events, place, factor):
+    def faster(link):
+        return dataclasses.replace(link, bandwidth=factor * link.bandwidth)
+
+    place = dataclasses.replace(place, failures_per_device_hour=0.0)
+    before = replay(events, place)
+    wide = dataclasses.replace(place, within=faster(place.within), between=faster(place.between))
+    assert replay(events, wide).wall_s <= before.wall_s * (1 + 1e-9)
+
+
+@few
+@given(ledgers(), clusters)
+def test_free_links_leave_only_computing(events, place):
+    place = dataclasses.replace(place, within=FREE, between=FREE)
+    result = replay(events, place)
+    assert result.communication_s == 0
+    # What was computed is the recorded sequences, wherever it happened.
+    sequences = sum(
+        e["workers"] * e["micro_batch_size"] * e["num_accum_steps"] * e["updates"]
+        for e in events
+        if e["event"] == "round"
+    )
+    if not place.compute_jitter:
+        assert result.compute_s == pytest.approx(0.1 * sequences)
+
+
+@few
+@given(ledgers(), clusters)
+def test_twice_the_times_are_twice_the_wall_clock(events, place):
+    def slower(link):
+        return dataclasses.replace(link, bandwidth=link.bandwidth / 2, latency_s=2 * link.latency_s)
+
+    place = dataclasses.replace(place, failures_per_device_hour=0.0)
+    twice = dataclasses.replace(
+        place,
+        step_time=lambda num_sequences: 2 * place.step_time(num_sequences),
+        within=slower(place.within),
+        between=slower(place.between),
+    )
+    assert replay(events, twice).wall_s == pytest.approx(2 * replay(events, place).wall_s)
+
+
+def test_a_table_from_4_to_4096_devices():
+    events = [start(), *(line(index, 0, 4, 64) for index in (1, 2))]
+    step_time = roofline("a100_80gb", num_params=250, sequence_length=64, overhead_s=1e-3)
+    places = [
+        Cluster(num_devices=num_devices, step_time=step_time, **PRESETS["two_sites"])
+        for num_devices in (4, 64, 4096)
+    ]
+    rows = scaling(events, places)
+    assert [(row["devices"], row["sites"]) for row in rows] == [(4, 2), (64, 2), (4096, 2)]
+    for row in rows:
+        parts = ("communication_frac", "waiting_frac", "idle_frac", "lost_frac", "utilisation")
+        assert sum(row[name] for name in parts) == pytest.approx(1)
+    assert rows[0]["utilisation"] > rows[2]["utilisation"]
+    assert rows[0]["wall_s"] == replay(events, places[0]).wall_s
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_clusters(name):
+    place = Cluster(num_devices=64, step_time=tenth, **PRESETS[name])
+    assert replay([start(), line(1, 0, 8, 8)], place).wall_s > 1.0
+
+
+def test_roofline_by_hand():
+    # 6 x 1e9 x 1000 FLOPs per sequence at half of 989e12; 16e9 bytes at 3.35e12.
+    time = roofline("h100", num_params=10**9, sequence_length=1000, efficiency=0.5, overhead_s=0.1)
+    assert time(1) == pytest.approx(0.1 + 6e12 / 494.5e12)
+    assert time(8) == pytest.approx(0.1 + 48e12 / 494.5e12)
+    short = roofline(DEVICES["h100"], num_params=10**9, sequence_length=10, efficiency=0.5)
+    assert short(1) == pytest.approx(16 / 3350)
+    own = roofline(Device(6e12, 1e12), num_params=10**6, sequence_length=1000, efficiency=1.0)
+    assert own(1) == pytest.approx(1e-3)
+    with pytest.raises(ConfigError, match="device 'tpu': expected one of a100_80gb, h100"):
+        roofline("tpu", num_params=1, sequence_length=1)
+    with pytest.raises(ConfigError, match="efficiency=0"):
+        roofline("l4", num_params=1, sequence_length=1, efficiency=0)
+
+
+def test_measured_times_are_met_and_carried_on():
+    time = measured({8: 0.5, 4: 0.3, 16: 0.9})
+    assert [time(size) for size in (4, 6, 8, 16)] == pytest.approx([0.3, 0.4, 0.5, 0.9])
+    assert time(2) == pytest.approx(0.2)  # the line through 4 and 8 has 0.1 left at no sequence
+    assert time(32) == pytest.approx(1.8)
+    assert measured({4: 0.4})(1) == pytest.approx(0.1)
+    assert measured({4: 0.4, 8: 0.3})(1) == pytest.approx(0.4)  # no faster than what was seen
+    for wrong in ({}, {0: 1.0}, {4: 0.0}, {4: math.nan}):
+        with pytest.raises(ConfigError, match="step times"):
+            measured(wrong)
+
+
+def test_step_times_are_read_from_rounds_that_ran_alone_and_without_stall():
+    events = [
+        start(devices="2 x gpu"),
+        line(1, 0, 1, 4, step_s=9.0, stall_s=5.0),  # waited for a program
+        line(1, 1, 3, 4, step_s=9.0, stall_s=5.0),
+        line(2, 0, 1, 4, step_s=2.0),
+        line(2, 1, 3, 4, step_s=2.0),
+        line(3, 0, 1, 4, step_s=7.0),  # two programs, one after the other
+        line(3, 1, 3, 8, step_s=7.0),
+        merge(3, [1, 0]),
+        line(4, 1, 4, 8, accum=2, step_s=6.0),
+        line(5, 1, 4, 8, accum=2, step_s=8.0),
+    ]
+    # Four workers on two devices: twice the batch on each. Ten passes; then twenty.
+    assert measured_step_times(events) == pytest.approx({8: 0.2, 16: 0.35})
+    assert measured_step_times(events[:3]) == {}
+
+
+@pytest.mark.parametrize(
+    "events, message",
+    [
+        ([], "no start"),
+        ([start()], "no round"),
+        ([line(1, 0, 1, 4)], "no start"),
+        ([start(), line(2, 0, 1, 4)], "rounds begin 2; expected every one from 1 on"),
+        ([start(), line(1, 0, 1, 4), line(1, 0, 1, 4)], "round 1: more than one line"),
+        ([start(), line(1, 0, 1, 4), merge(1, [0, 5])], r"names trainers \[5\], not in it"),
+        ([start(), line(1, 0, 1, 4), line(2, 0, 2, 4)], "round 2: workers {0: 2}"),
+        ([start(), line(1, 0, 1, 4), line(2, 7, 1, 4)], "round 2: workers {7: 1}"),
+    ],
+)
+def test_a_ledger_that_cannot_be_replayed_says_why(events, message):
+    with pytest.raises(DataError, match=message):
+        replay(events, cluster(4))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Link(0.0, 0.0), "bandwidth above 0"),
+        (lambda: Link(1.0, -1.0), "a latency"),
+        (lambda: Link(math.nan, 0.0), "bandwidth above 0"),
+        (lambda: cluster(1, 2), "1 devices in 2 sites"),
+        (lambda: cluster(4, compute_jitter=-0.1), "compute_jitter=-0.1"),
+        (lambda: cluster(4, restart_s=math.inf), "restart_s=inf"),
+    ],
+)
+def test_a_cluster_that_cannot_be_says_why(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,242 @@
+"""The bounds' algebra, a quadratic on which they are known to be tight, and poor ledgers."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.study.theory import (
+    ASSUMPTIONS,
+    Constants,
+    batch_bound,
+    communications_bound,
+    fit,
+    local_batch_bound,
+    local_signal_bound,
+    measured,
+    paper_communications,
+    reach,
+    signal_bound,
+)
+
+C = Constants(smoothness=3.0, gap=2.0, noise=50.0, eta=0.5)
+
+
+def start(**batching):
+    batching = {"test": "norm", "eta": 0.5, "nu": 1.0} | batching
+    return {"event": "start", "max_batch_size": 16, "config": {"batching": batching}}
+
+
+def line(round, **changes):
+    event = {
+        "event": "round",
+        "round": round,
+        "trainer": 0,
+        "workers": 2,
+        "updates": 10,
+        "requested_batch_size": 4,
+        "noise": 8.0,
+        "signal": 1.0,
+        "train_loss": 3.0 - 0.5 * round,
+        "syncs": 1,
+    }
+    return event | changes
+
+
+def evaluation(loss):
+    return {"event": "eval", "round": 1, "trainer": "consensus", "loss": loss}
+
+
+def test_the_bounds_by_hand():
+    # 2 x 3 x 1.25 x 2 = 15.
+    assert signal_bound(10, C) == pytest.approx(1.5)
+    assert batch_bound(10, C) == pytest.approx(50 * 10 / (0.25 * 15))
+    assert communications_bound(C, max_batch_size=8) == pytest.approx(8 * 0.25 * 15 / 50)
+    # 2 x 3 x (5 x 4 + 0.25) x 2 / (4 x 10)
+    local = {"steps_per_round": 5, "num_workers": 4}
+    assert local_signal_bound(10, C, **local) == pytest.approx(6.075)
+    assert local_batch_bound(10, C, **local) == pytest.approx(50 / (4 * 0.25 * 6.075))
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 1000])
+def test_one_worker_and_one_step_turn_lemma_1_into_lemma_2_and_theorem_1(num_steps):
+    alone = {"steps_per_round": 1, "num_workers": 1}
+    assert local_signal_bound(num_steps, C, **alone) == pytest.approx(signal_bound(num_steps, C))
+    assert local_batch_bound(num_steps, C, **alone) == pytest.approx(batch_bound(num_steps, C))
+
+
+def test_the_corollary_follows_from_lemma_2():
+    steps, communications, batch_size = reach(0.01, C, steps_per_round=20)
+    assert signal_bound(steps, C) == pytest.approx(0.01)
+    assert communications == pytest.approx(steps / 20)
+    assert batch_size == pytest.approx(50 / (0.25 * 0.01))
+    assert batch_size == pytest.approx(batch_bound(steps, C))  # it ends where Theorem 1 points
+
+
+@pytest.mark.parametrize("num_steps", [1, 50, 4000])
+def test_the_direct_bound_holds_for_any_signal_of_lemma_2s_budget(num_steps):
+    # Whatever way the budget is spent over the steps, the sum of max_batch / b_k is the same.
+    budget = num_steps * signal_bound(num_steps, C)
+    shares = np.random.default_rng(0).dirichlet(np.full(num_steps, 0.3)) * budget
+    batches = C.noise / (C.eta**2 * np.maximum(shares, 1e-300))
+    total = np.sum(8 / batches)
+    assert total == pytest.approx(communications_bound(C, max_batch_size=8))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 99, 100, 5000])
+def test_the_papers_communications_are_a_sum_over_theorem_1(num_steps):
+    expected = sum(8 / batch_bound(k, C) for k in range(1, num_steps + 1))
+    assert paper_communications(num_steps, C, max_batch_size=8) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.1, 7.0])
+def test_smoothness_and_gap_enter_as_their_product(scale):
+    other = dataclasses.replace(C, smoothness=scale * C.smoothness, gap=C.gap / scale)
+    assert signal_bound(9, other) == pytest.approx(signal_bound(9, C))
+    assert batch_bound(9, other) == pytest.approx(batch_bound(9, C))
+    assert reach(0.1, other, steps_per_round=5) == pytest.approx(reach(0.1, C, steps_per_round=5))
+
+
+QUADRATIC = Constants(smoothness=2.0, gap=4.0, noise=3000.0, eta=2.0)
+
+
+def quadratic_run(num_steps, *, num_trainers=500, width=8, test_noise=0.0):
+    """SGD with the exact norm test on L/2 |x|^2, on which Lemma 2 is an equality for large N.
+
+    E|G|^2 shrinks by eta^2 / (1 + eta^2) a step, so its sum is |G_0|^2 (1 + eta^2).
+    """
+    c, rng = QUADRATIC, np.random.default_rng(5)
+    x_MW = np.zeros((num_trainers, width))
+    x_MW[:, 0] = math.sqrt(2 * c.gap / c.smoothness)
+    events = [start(eta=c.eta)]
+    for step in range(1, num_steps + 1):
+        gradient_MW = c.smoothness * x_MW
+        signal_M = np.sum(gradient_MW**2, axis=1)
+        batch_M = np.ceil(c.noise / (c.eta**2 * signal_M))
+        loss_M = c.smoothness / 2 * np.sum(x_MW**2, axis=1)
+        estimate_M = signal_M + test_noise * rng.standard_normal(num_trainers)
+        for trainer in range(num_trainers):
+            events.append(
+                line(
+                    step,
+                    trainer=trainer,
+                    workers=1,
+                    updates=1,
+                    requested_batch_size=int(batch_M[trainer]),
+                    noise=c.noise,
+                    signal=float(estimate_M[trainer]),
+                    train_loss=float(loss_M[trainer]),
+                    syncs=0,
+                )
+            )
+        deviation_MW = rng.standard_normal(x_MW.shape) * np.sqrt(c.noise / width / batch_M)[:, None]
+        x_MW = x_MW - (gradient_MW + deviation_MW) / (c.smoothness * (1 + c.eta**2))
+    return events
+
+
+@pytest.mark.parametrize("test_noise", [0.0, 30.0], ids=["exact signal", "signal often negative"])
+def test_constants_of_a_quadratic_are_found(test_noise):
+    found = fit([*quadratic_run(25, test_noise=test_noise), evaluation(0.0)])
+    assert found.noise == pytest.approx(QUADRATIC.noise)
+    assert found.eta == QUADRATIC.eta
+    assert found.gap == pytest.approx(QUADRATIC.gap)
+    # The sum of 25 estimates' means over 500 trainers has a spread of 30 x sqrt(25 / 500) = 6.7,
+    # the sum itself is 2 L (1 + eta^2) Delta0 = 80.
+    assert found.smoothness == pytest.approx(QUADRATIC.smoothness, rel=0.16 if test_noise else 0.05)
+
+
+def test_a_quadratic_obeys_the_bounds():
+    events = quadratic_run(25)
+    for constants in (fit([*events, evaluation(0.0)]), dataclasses.replace(QUADRATIC, gap=4.3)):
+        points = measured(events, constants)
+        assert [point.num_steps for point in points] == list(range(1, 26))
+        for point in points:
+            assert point.mean_signal <= point.signal_bound * (1 + 1e-9)
+            assert point.mean_total_batch_size >= point.batch_bound
+            assert point.mean_batch_size >= point.local_batch_bound
+            assert point.communications <= point.communications_bound
+    # Both bounds are nearly met: the first at the end, the second from rounding alone.
+    assert points[-1].mean_signal > 0.85 * points[-1].signal_bound
+    assert points[-1].communications > 0.8 * points[-1].communications_bound
+    assert points[-1].paper_communications > 3 * points[-1].communications_bound
+
+
+def test_measured_means_by_hand():
+    events = [
+        start(),
+        line(1, signal=None),
+        line(2, trainer=0, signal=-1.0, requested_batch_size=8),
+        line(2, trainer=1, signal=4.0, workers=1, requested_batch_size=2, syncs=0),
+        line(3, trainer=1, workers=3, updates=20, signal=6.0, requested_batch_size=8),
+    ]
+    first, second, third = measured(events)
+    assert (first.mean_signal, first.num_steps, first.syncs) == (None, 10, 1)
+    assert second.mean_signal == pytest.approx(1.5)
+    assert third.mean_signal == pytest.approx((10 * 1.5 + 20 * 6) / 30)
+    assert third.num_steps == 40
+    assert third.mean_batch_size == pytest.approx((10 * 4 + 10 * 5 + 20 * 8) / 40)
+    assert third.mean_total_batch_size == pytest.approx((10 * 8 + 10 * 9 + 20 * 24) / 40)
+    # 16 over the totals 8; 16 and 2; 24.
+    assert third.communications == pytest.approx(10 * 2 + 10 * (1 + 8) / 2 + 20 * 16 / 24)
+    assert third.syncs == 3
+    assert third.signal_bound is third.batch_bound is third.paper_communications is None
+
+
+def test_constants_by_hand():
+    events = [start(), line(1), line(2, signal=-3.0, noise=16.0), line(3, signal=0.5)]
+    found = fit([*events, evaluation(0.5), evaluation(None)])
+    # Sums of |G|^2: 10, -20, -15; the largest is the first's.
+    assert (found.noise, found.gap, found.eta) == pytest.approx((32 / 3, 2.0, 0.5))
+    assert found.smoothness == pytest.approx(10 / (2 * 1.25 * 2.0))
+    assert fit([start(test="augmented"), *events[1:]]).eta == 1.0
+
+
+def test_lemma_2_holds_of_the_fitted_run_and_of_no_smaller_constant():
+    rng = np.random.default_rng(0)
+    events = [start(), *(line(1 + i, signal=float(rng.normal(0.3))) for i in range(4))]
+    found = fit(events)
+    ratios = [point.mean_signal / point.signal_bound for point in measured(events, found)]
+    assert max(ratios) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "events, message",
+    [
+        ([], "no start"),
+        ([start()], "no round"),
+        ([start(test="constant"), line(1, noise=None, signal=None)], "'constant' measured no"),
+        ([start(test="inner_product"), line(1)], "the theory is of the norm test"),
+        ([start(), line(1, noise=0.0)], "mean gradient noise is 0"),
+        ([start(), line(1, signal=-1.0), line(2, signal=0.0)], "nowhere positive"),
+        ([start(), line(1, signal=None), line(2, signal=None)], "nowhere positive"),
+        ([start(), line(1, train_loss=None)], "no round has a finite training loss"),
+        ([start(), line(1)], "no loss is below the first round's 2.5"),
+        ([start(), line(1), evaluation(2.75)], "no loss is below"),
+    ],
+)
+def test_a_ledger_that_does_not_determine_the_constants_says_why(events, message):
+    with pytest.raises(DataError, match=message):
+        fit(events)
+
+
+@pytest.mark.parametrize("constants", [None, C])
+def test_no_value_is_nan_even_where_nothing_was_measured(constants):
+    events = [start(), line(1, signal=None, noise=None, train_loss=None), line(2, signal=-1e-300)]
+    for point in measured(events, constants):
+        assert all(value is None or math.isfinite(value) for value in point)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_constants_have_to_be_positive_numbers(value):
+    with pytest.raises(ConfigError, match="gap="):
+        dataclasses.replace(C, gap=value)
+    with pytest.raises(ConfigError, match="epsilon="):
+        reach(value, C, steps_per_round=1)
+
+
+def test_assumptions_are_sentences():
+    assert all(text[0].isupper() and text.endswith(".") for text in ASSUMPTIONS)
+    for word in ("AdamW", "Nesterov", "batch_cap", "several", "noise"):
+        assert any(word in text for text in ASSUMPTIONS)
