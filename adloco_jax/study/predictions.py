@@ -1,8 +1,10 @@
 """What models say of recorded runs: their time on a cluster, and the paper's theory beside them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -35,21 +37,38 @@ SIZES = (
     ("eight_sites", 4096),
 )
 
+# What the models read of a start line; a ledger may be older than one of them.
+_NEEDED = (
+    *("num_params", "devices", "max_batch_size", "config.data.sequence_length"),
+    *("config.inner.unit", "config.inner.steps_per_round"),
+    *("config.batching.test", "config.batching.eta", "config.batching.nu"),
+)
+
 
 def cluster(run: Run, preset: str, num_devices: int) -> network.Cluster:
     """A preset cluster whose devices compute this run's model at the pace of their data sheet.
 
     Raises:
-      DataError: If the ledger does not tell the model's size.
+      DataError: If the start line lacks what the network model and the theory need.
     """
-    try:
-        num_params = run.start["num_params"]
-        sequence_length = run.start["config"]["data"]["sequence_length"]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{run.folder}: the start line lacks {error}") from error
-    step_time = network.roofline(DEVICE, num_params=num_params, sequence_length=sequence_length)
+    _check_start(run)
+    step_time = network.roofline(
+        DEVICE,
+        num_params=run.start["num_params"],
+        sequence_length=run.start["config"]["data"]["sequence_length"],
+    )
     settings: Mapping[str, Any] = network.PRESETS[preset]
     return network.Cluster(num_devices=num_devices, step_time=step_time, **settings)
+
+
+def _check_start(run: Run) -> None:
+    for start in curves.lines(run.events, "start") or [{}]:
+        for path in _NEEDED:
+            value: object = start
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is None:
+                raise DataError(f"{run.folder / 'ledger.jsonl'}: the start line lacks {path}")
 
 
 def simulate(runs: Sequence[Run]) -> tuple[Clock | None, list[str]]:
@@ -92,38 +111,62 @@ def _num_workers(run: Run) -> int:
     return sum(e["workers"] for e in rounds if e["round"] == first)
 
 
+@dataclass(frozen=True)
+class Theory:
+    """The theory's figure, and the constants its bounds are made of or why there are none."""
+
+    drawing: Drawing
+    constants: theory.Constants | None
+    reason: str
+
+
 @small_letters
-def theory_drawing(run: Run) -> tuple[Drawing, theory.Constants | None, str]:
+def theory_of(run: Run) -> Theory | str:
     """Measured signal, batch growth and communications beside the paper's bounds.
 
     Returns:
-      The drawing, the fitted constants, and why there are none where the run does not tell them.
+      The figure and the fitted constants; or why there is nothing to draw.
     """
     constants, reason = None, ""
     try:
-        constants = theory.fit(run.events)
+        _check_start(run)
+        try:
+            constants = theory.fit(run.events)
+        except DataError as error:
+            reason = str(error)
+        points = theory.measured(run.events, constants)
     except DataError as error:
-        reason = str(error)
-    points = theory.measured(run.events, constants)
-    figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
-    signal, batch, communications = figure.subplots(3, 1, sharex=True)
+        return str(error)
+    figure = Figure(figsize=(WIDTH, 6.8), layout="constrained")
+    signal, batch, communications = figure.subplots(3, 1, sharex=True, height_ratios=(4, 5, 4))
     _draw(signal, points, "mean_signal", "measured", "#0072B2", "o", "-")
     _draw(signal, points, "signal_bound", "upper bound (Lemma 2)", "#D55E00", "", "--")
     _draw(batch, points, "mean_total_batch_size", "measured", "#0072B2", "o", "-")
     _draw(batch, points, "batch_bound", "lower bound (Theorem 1)", "#009E73", "", "-.")
+    _draw(batch, points, "mean_batch_size", "measured, per worker", "#E69F00", "s", "-")
+    _draw(
+        batch,
+        points,
+        "local_batch_bound",
+        "lower bound, per worker (Lemma 1)",
+        "#CC79A7",
+        "v",
+        "--",
+    )
     _draw(communications, points, "communications", "measured", "#0072B2", "o", "-")
     _draw(communications, points, "communications_bound", "upper bound (direct)", "black", "", ":")
-    paper = "upper bound (Theorem 2, as the paper has it)"
-    _draw(communications, points, "paper_communications", paper, "#CC79A7", "s", "--")
+    paper = "the paper's estimate (Theorem 2)"
+    _draw(communications, points, "paper_communications", paper, "#56B4E9", "^", "--")
     signal.set_ylabel("signal |G|²,\nmean so far")
-    batch.set_ylabel("batch of a trainer\n(sequences), mean so far")
+    batch.set_ylabel("batch (sequences),\nmean so far")
     communications.set_ylabel("communications\nC(N)")
     communications.set_xlabel("updates of a worker, N")
     for ax in (signal, batch, communications):
         ax.set_yscale("log")
-        values = [y for line in ax.lines for y in line.get_ydata() if y is not None and y > 0]
-        if values:
-            plain_decades(ax, min(values), max(values))
+        values = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines] or [[]])
+        values = values[values > 0]
+        if values.size:
+            plain_decades(ax, values.min(), values.max())
         else:
             ax.text(0.5, 0.5, "nothing measured", ha="center", transform=ax.transAxes)
             ax.set_yticks([])
@@ -131,15 +174,17 @@ def theory_drawing(run: Run) -> tuple[Drawing, theory.Constants | None, str]:
     figure.align_ylabels()
     legend(figure)
     caption = (
-        "The run beside the bounds of the AdLoCo paper (arXiv 2508.18182). Top: the squared norm"
-        " of the gradient, which Lemma 2 bounds from above. Middle: the requested batch of all"
-        " workers of a trainer, which Theorem 1 bounds from below. Bottom: the paper's count of"
-        " communications C(N) = Σ max_batch/b. Measured values are means over the trainers alive;"
-        " all vertical axes are logarithmic."
+        "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD. Top: the"
+        " squared norm of the gradient, which Lemma 2 bounds from above. Middle: the requested"
+        " batch of all workers of a trainer, which Theorem 1 bounds from below, and of each of"
+        " them, for which Lemma 1 does. Bottom: the paper's count of communications,"
+        " C(N) = Σ max_batch/b; its own estimate in Theorem 2 is no bound. Measured values are"
+        " means over the trainers alive; all vertical axes are logarithmic, and a mean signal that is"
+        " not positive is left out."
     )
     if constants is None:
         caption += " There are no bounds, because the run does not tell their constants."
-    return Drawing("theory", "Theory beside the run", figure, caption), constants, reason
+    return Theory(Drawing("theory", "Theory beside the run", figure, caption), constants, reason)
 
 
 def _draw(
@@ -151,7 +196,7 @@ def _draw(
     marker: str,
     linestyle: str,
 ) -> None:
-    known = [(p.num_steps, getattr(p, field)) for p in points if getattr(p, field) is not None]
+    known = [(p.num_steps, getattr(p, field)) for p in points if (getattr(p, field) or 0) > 0]
     if known:
         x, y = zip(*known, strict=True)
         every = look_every(len(x))

@@ -62,6 +62,7 @@ def write(
     sections.append(_loss_section(variants, clock, not_simulated, book))
     if len(read) == 1:
         sections += _sections_of(read[0], book, stem="")
+        sections.append(Section("assumptions", "What the theory assumes", _assumptions()))
         title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
     else:
         sections += _compared_sections(variants, book)
@@ -230,6 +231,7 @@ def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section
     return [
         Section("time", "Time and compilation", _time_table(variants)),
         Section("variants", "Each variant's first seed", "\n".join(details)),
+        Section("assumptions", "What the theory assumes", _assumptions()),
     ]
 
 
@@ -315,18 +317,23 @@ def _cluster_table(run: Run) -> str:
 
 
 def _theory(run: Run, book: _Book, stem: str) -> str:
-    drawing, constants, reason = predictions.theory_drawing(run)
-    parts = [book.figure(drawing, stem)]
-    if constants is None:
-        parts.append(page.paragraph(f"No constants: {reason}"))
+    found = predictions.theory_of(run)
+    if isinstance(found, str):
+        return page.paragraph(f"Nothing to hold against the theory: {found}")
+    parts = [book.figure(found.drawing, stem)]
+    if found.constants is None:
+        parts.append(page.paragraph(f"No constants: {found.reason}"))
     else:
         rows = [
-            ("L, smoothness", f"{constants.smoothness:.4g}"),
-            ("Δ0, gap to the optimum (nats/token)", f"{constants.gap:.4g}"),
-            ("σ², gradient noise", f"{constants.noise:.4g}"),
-            ("η of the norm test", f"{constants.eta:.4g}"),
+            ("L, smoothness", f"{found.constants.smoothness:.4g}"),
+            ("Δ0, gap to the lowest loss (nats)", f"{found.constants.gap:.4g}"),
+            ("σ², gradient noise", f"{found.constants.noise:.4g}"),
+            ("η of the norm test", f"{found.constants.eta:.4g}"),
         ]
-        parts.append(page.table("Constants fitted on this run.", ("constant", "value"), rows))
-    parts.append(page.paragraph("What the theory does not cover:"))
-    parts.append(page.bullets(theory.ASSUMPTIONS))
+        caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
+        parts.append(page.table(caption, ("constant", "value"), rows))
     return "\n".join(parts)
+
+
+def _assumptions() -> str:
+    return page.bullets(theory.ASSUMPTIONS)
