@@ -106,8 +106,9 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
 
     Args:
       runs: As `read_run` gives them. A run without a start line is a variant of its own.
-      labels: One per run; a variant takes its first run's. By default the folder's name, with
-        as much of the path before it as tells variants apart.
+      labels: One per run; a variant takes its first run's. By default the name of its first
+        run's folder, or of the folder that holds all its runs and no others, with as much of the
+        path before it as tells variants apart.
 
     Raises:
       ConfigError: If there are no runs, one is named twice, the number of labels is not that of
@@ -123,8 +124,10 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
         config = {k: v for k, v in run.start.get("config", {}).items() if k != "seed"}
         key = json.dumps(config, sort_keys=True) if config else str(folders[index])
         groups.setdefault(key, []).append(index)
-    firsts = [members[0] for members in groups.values()]
-    names = [labels[i] for i in firsts] if labels else _short([folders[i] for i in firsts])
+    if labels is not None:
+        names = [labels[members[0]] for members in groups.values()]
+    else:
+        names = _short([[folders[i] for i in members] for members in groups.values()])
     if len(set(names)) < len(names):
         raise ConfigError(f"labels: {names}: runs of one label must differ in their seed alone")
     return [
@@ -133,12 +136,25 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
     ]
 
 
-def _short(folders: list[Path]) -> list[str]:
-    """The last parts of the paths, as many as make them differ."""
-    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
-            break
+def _short(folders_by_variant: list[list[Path]]) -> list[str]:
+    """A path for each variant, cut to as many of its last parts as make it differ.
+
+    It is the folder that holds a variant's runs and no others, or else its first run's own.
+    """
+    paths = []
+    for own in folders_by_variant:
+        common = Path(os.path.commonpath(own))
+        others = [f for folders in folders_by_variant if folders is not own for f in folders]
+        is_theirs_alone = others and not any(f.is_relative_to(common) for f in others)
+        paths.append(common if is_theirs_alone else own[0])
+    names = [path.name for path in paths]
+    depth = 1
+    while len(set(names)) < len(names):
+        depth += 1
+        names = [
+            "/".join(path.parts[-depth:]) if names.count(name) > 1 else name
+            for path, name in zip(paths, names, strict=True)
+        ]
     return names
 
 

@@ -1,5 +1,6 @@
 """The look that all figures share, and the figures that compare runs: loss against its costs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -28,7 +29,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _SMALL = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9}
 _SMALL |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5)
 
-_MAX_LABEL = 48  # characters of a legend's entry
+_MAX_LABEL = 36  # characters of a legend's entry
 _MAX_NAMED = 12  # trainers that a legend names one by one
 
 P = ParamSpec("P")
@@ -147,6 +148,8 @@ def legend(figure: Figure) -> None:
         return
     longest = max(map(len, handles))
     ncols = max(1, min(len(handles), int(WIDTH * 72 / (4.7 * longest + 42))))
+    more_rows = math.ceil(len(handles) / ncols) - 1
+    figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
     shown = figure.legend(
         handles.values(), handles, loc="outside upper center", ncols=ncols, frameon=False
     )
@@ -175,7 +178,8 @@ def printable(label: str) -> str:
     """A label for a figure: one line, not too long, of letters that the font has."""
     glyphs = _glyphs()
     text = "".join(c if ord(c) in glyphs else "\N{REPLACEMENT CHARACTER}" for c in label.strip())
-    text = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
+    if len(text) > _MAX_LABEL:
+        text = f"{text[: _MAX_LABEL // 2]}…{text[1 - _MAX_LABEL // 2 :]}"
     return f" {text}" if text.startswith("_") else text  # Matplotlib hides what begins with one
 
 
@@ -205,6 +209,9 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
     points = {run.folder: _points(run, field, heldout) for run in runs}
+    names = [printable(variant.label) for variant in variants]
+    if len(set(names)) < len(names):  # shortened, they came out alike
+        names = [f"{place}. {name}" for place, name in enumerate(names, start=1)]
     costs = [
         cost
         for cost in curves.COSTS
@@ -219,8 +226,13 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
         if len(runs) == 1:
             _draw_run(ax, runs[0], cost, clock, field, heldout)
         else:
-            for number, variant in enumerate(variants):
-                _draw_variant(ax, variant, look(number), cost, clock, points)
+            for number, (variant, name) in enumerate(zip(variants, names, strict=True)):
+                drawn = [
+                    _xy(points[run.folder], run, cost, clock)
+                    for run in variant.runs
+                    if points[run.folder]
+                ]
+                _draw_variant(ax, drawn, name, look(number))
         _cost_axis(ax, cost, clock)
         if str(index) in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
             ax.tick_params(labelleft=False)
@@ -260,22 +272,15 @@ def _draw_run(
 
 
 def _draw_variant(
-    ax: Axes,
-    variant: Variant,
-    style: Look,
-    cost: str,
-    clock: Clock | None,
-    points: Mapping[Path, list[dict]],
+    ax: Axes, drawn: Sequence[tuple[list[float], list[float]]], name: str, style: Look
 ) -> None:
     """A line for a single run; for several seeds their median, with a band."""
-    runs = [run for run in variant.runs if points[run.folder]]
-    drawn = [_xy(points[run.folder], run, cost, clock) for run in runs]
-    label = printable(variant.label) + (f" ({len(runs)} seeds)" if len(runs) > 1 else "")
     if len(drawn) == 1:
         [(x, y)] = drawn
-        ax.plot(x, y, markevery=look_every(len(x)), label=label, **style)
+        ax.plot(x, y, markevery=look_every(len(x)), label=name, **style)
     elif drawn:
         band = curves.band(drawn)
+        label = f"{name} ({len(drawn)} seeds)"
         ax.plot(band.x, band.median, markevery=look_every(len(band.x)), label=label, **style)
         ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, lw=0)
 
@@ -292,14 +297,24 @@ def _xy(
 
 
 def _cost_axis(ax: Axes, cost: str, clock: Clock | None) -> None:
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
     if clock and cost == "simulated_s":
         ax.set_xlabel(f"simulated time on {clock.cluster} ({clock.unit[1]})")
     else:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=" ", unit="B" if cost == "bytes" else ""))
         ax.set_xlabel(curves.COSTS[cost])
-    highest = max((np.max(line.get_xdata(), initial=0.0) for line in ax.lines), default=0.0)
-    ax.set_xlim(-0.03 * highest, 1.03 * highest if highest else 1)
+    drawn = [np.asarray(line.get_xdata(), float) for line in ax.lines]
+    drawn = [x[x > 0] for x in drawn if (x > 0).any()]
+    if not drawn:
+        ax.set_xlim(-0.5, 1)
+        return
+    ends, every = [x.max() for x in drawn], np.concatenate(drawn)
+    if max(ends) >= 10 * min(min(ends), np.median(every)):
+        ax.set_xscale("symlog", linthresh=every.min(), linscale=0.3)
+        ax.set_xlim(-0.3 * every.min(), 1.2 * max(ends))
+    else:
+        ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
+    if cost != "simulated_s":
+        ax.xaxis.set_major_formatter(EngFormatter(sep=" ", unit="B" if cost == "bytes" else ""))
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
@@ -340,7 +355,10 @@ def _loss_caption(
         )
     else:
         shown += " Nothing was synchronised, so there are no communications to draw over."
-    return shown + " A gap is a value that was not finite."
+    return shown + (
+        " A horizontal axis that spans decades is logarithmic, except next to zero. A gap is a"
+        " value that was not finite."
+    )
 
 
 def _sentence(field: str, heldout: bool) -> str:

@@ -179,8 +179,8 @@ def theory_of(run: Run) -> Theory | str:
         " batch of all workers of a trainer, which Theorem 1 bounds from below, and of each of"
         " them, for which Lemma 1 does. Bottom: the paper's count of communications,"
         " C(N) = Σ max_batch/b; its own estimate in Theorem 2 is no bound. Measured values are"
-        " means over the trainers alive; all vertical axes are logarithmic, and a mean signal that is"
-        " not positive is left out."
+        " means over the trainers alive; all vertical axes are logarithmic, and a mean signal that"
+        " is not positive is left out."
     )
     if constants is None:
         caption += " There are no bounds, because the run does not tell their constants."

@@ -26,7 +26,7 @@ from adloco_jax.study.figures import (
 )
 
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
-_MAX_NOTED = 12  # merges whose weights and barriers are written beside them
+_ROOM = 0.1  # of the axis, between merges whose weights and barriers are written beside them
 _MAX_PROGRAMS = 16  # bars of compiled programs
 
 
@@ -110,7 +110,9 @@ def merges(run: Run) -> Drawing | None:
                 lw=min(8, 0.8 + 0.9 * workers),
                 solid_capstyle="butt",
             )
-    is_noted = len(merged) + len(refused) <= _MAX_NOTED
+    last = max(e["round"] for e in rounds)
+    at = sorted({0, *(e["round"] for e in [*merged, *refused])})
+    is_noted = min(np.diff(at), default=last) >= _ROOM * last
     for event in [*merged, *refused]:
         _draw_merge(ax, event, lanes, is_noted=is_noted)
     left = [e for e in curves.lines(run.events, "fault") if e.get("kind") == "quarantine"]
@@ -120,7 +122,7 @@ def merges(run: Run) -> Drawing | None:
     ax.set_yticks([*lanes.values()], [f"trainer {trainer}" for trainer in lanes])
     ax.set_ylim(len(lanes) - 0.4, -0.9)
     ax.set_xlabel("round")
-    over_rounds(ax, max(e["round"] for e in rounds))
+    over_rounds(ax, last)
     finish(ax)
     ax.grid(visible=False, axis="y")
     legend(figure)
@@ -134,7 +136,7 @@ def merges(run: Run) -> Drawing | None:
         caption += " No merge came about in this run."
     elif is_noted:
         caption += (
-            " Beside each member its weight in the average; beside the dot the barrier, the loss"
+            " Beside each member its weight in the average; below the dot the barrier, the loss"
             " after less the weighted mean of the losses before (nats), on a fixed batch."
         )
     else:
@@ -382,10 +384,9 @@ def _draw_merge(ax: Axes, event: dict, lanes: dict[int, int], *, is_noted: bool)
     if not is_noted:
         return
     whole = sum(event["weights"])
-    near = {"textcoords": "offset points", "fontsize": 8.5, "va": "bottom"}
+    near = {"textcoords": "offset points", "fontsize": 8.5}
     for weight, row in zip(event["weights"], rows, strict=True):
         text = f"{weight / whole:.2f}" if whole else "-"
-        ax.annotate(text, (at, row), (-4, 4), ha="right", **near)
-    barrier = "not finite" if event["barrier"] is None else f"{event['barrier']:+.4f}"
-    text = f"{'refused, ' if is_refused else ''}{barrier}"
-    ax.annotate(text, (at, lanes[into]), (4, 4), ha="left", **near)
+        ax.annotate(text, (at, row), (-4, 3), ha="right", va="bottom", **near)
+    text = "not finite" if event["barrier"] is None else f"{event['barrier']:+.4f}"
+    ax.annotate(text, (at, lanes[into]), (4, -4), ha="left", va="top", **near)
