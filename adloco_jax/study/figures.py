@@ -30,6 +30,7 @@ _SMALL = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9}
 _SMALL |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5)
 
 _MAX_LABEL = 36  # characters of a legend's entry
+_APART = 0.06  # of a panel's diagonal, from one marker to the next
 _MAX_NAMED = 12  # trainers that a legend names one by one
 
 P = ParamSpec("P")
@@ -265,7 +266,7 @@ def _draw_run(
         else:
             own = curves.training_points(run.events, trainer=trainer)
         x, y = _xy(own, run, cost, clock)
-        ax.plot(x, y, markevery=look_every(len(x)), label=label or None, **style)
+        ax.plot(x, y, markevery=_APART, label=label or None, **style)
     if heldout:
         x, y = _xy(_points(run, field, heldout), run, cost, clock)
         ax.plot(x, y, color="black", lw=3, zorder=1.5, label="consensus")
@@ -277,12 +278,12 @@ def _draw_variant(
     """A line for a single run; for several seeds their median, with a band."""
     if len(drawn) == 1:
         [(x, y)] = drawn
-        ax.plot(x, y, markevery=look_every(len(x)), label=name, **style)
+        ax.plot(x, y, markevery=_APART, label=name, **style)
     elif drawn:
         band = curves.band(drawn)
         label = f"{name} ({len(drawn)} seeds)"
-        ax.plot(band.x, band.median, markevery=look_every(len(band.x)), label=label, **style)
-        ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, lw=0)
+        ax.plot(band.x, band.median, markevery=_APART, label=label, **style)
+        ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.25, lw=0)
 
 
 def _xy(
@@ -308,13 +309,29 @@ def _cost_axis(ax: Axes, cost: str, clock: Clock | None) -> None:
         return
     ends, every = [x.max() for x in drawn], np.concatenate(drawn)
     if max(ends) >= 10 * min(min(ends), np.median(every)):
-        ax.set_xscale("symlog", linthresh=every.min(), linscale=0.3)
-        ax.set_xlim(-0.3 * every.min(), 1.2 * max(ends))
+        _decades(ax, float(every.min()), max(ends))
     else:
         ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
-    if cost != "simulated_s":
+    if cost == "simulated_s":
+        ax.xaxis.set_major_formatter("{x:g}")
+    else:
         ax.xaxis.set_major_formatter(EngFormatter(sep=" ", unit="B" if cost == "bytes" else ""))
+
+
+def _decades(ax: Axes, lowest: float, highest: float) -> None:
+    """A logarithmic x axis; one that begins at 0 where there is something to see."""
+    first, last = math.floor(math.log10(lowest)), math.floor(math.log10(highest))
+    ticks = [10.0**power for power in range(first, last + 1, math.ceil((last - first + 1) / 6))]
+    if any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines):
+        ax.set_xscale("symlog", linthresh=ticks[0], linscale=1)
+        ax.set_xlim(-0.2 * ticks[0], 1.3 * highest)
+        ticks.insert(0, 0.0)
+    else:
+        ax.set_xscale("log")
+        ax.set_xlim(lowest / 1.3, 1.3 * highest)
+    ax.set_xticks(ticks)
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
