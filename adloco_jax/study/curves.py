@@ -21,6 +21,11 @@ COSTS = {
 }
 
 _NUMBER = (int, float, type(None))
+_MERGE: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("round", "into"), int),
+    **dict.fromkeys(("members", "weights", "loss_before"), list),
+    **dict.fromkeys(("loss_after", "barrier"), _NUMBER),
+}
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "round": {
         **dict.fromkeys(("round", "trainer", "workers", "requested_batch_size"), int),
@@ -34,11 +39,8 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "trainer": (int, str),
         "loss": _NUMBER,
     },
-    "merge": {
-        **dict.fromkeys(("round", "into", "bytes"), int),
-        **dict.fromkeys(("members", "weights", "loss_before"), list),
-        **dict.fromkeys(("loss_after", "barrier"), _NUMBER),
-    },
+    "merge": {"bytes": int} | _MERGE,
+    "refusal": _MERGE,
     "compile": {"key": str, "seconds": (int, float), "cache": str, "where": str},
     "memory": {"round": int, "host_peak_bytes": int, "device_peak_bytes": list},
 }

@@ -85,7 +85,8 @@ class _Book:
     def figure(self, drawing: Drawing, stem: str = "") -> str:
         file_name = f"{stem}{drawing.name}.png"
         buffer = io.BytesIO()
-        about = {"Title": drawing.title, "Description": f"{drawing.caption} {self.command}"}
+        words = f"{drawing.caption} Made by {self.command}"  # a path need not be text
+        about = {"Title": drawing.title, "Description": words.encode(errors="replace").decode()}
         drawing.figure.savefig(buffer, dpi=_DPI, metadata=about)
         (self._folder / file_name).write_bytes(buffer.getvalue())
         return page.figure(drawing, buffer.getvalue(), file_name=file_name, command=self.command)
