@@ -226,7 +226,9 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
         ax = panels[str(index)]
         if len(runs) == 1:
             _draw_run(ax, runs[0], cost, clock, field, heldout)
+            spent = [_xy(points[runs[0].folder], runs[0], cost, clock)[0]]
         else:
+            spent = []
             for number, (variant, name) in enumerate(zip(variants, names, strict=True)):
                 drawn = [
                     _xy(points[run.folder], run, cost, clock)
@@ -234,7 +236,8 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
                     if points[run.folder]
                 ]
                 _draw_variant(ax, drawn, name, look(number))
-        _cost_axis(ax, cost, clock)
+                spent += [x for x, _ in drawn]
+        _cost_axis(ax, cost, clock, spent)
         if str(index) in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
             ax.tick_params(labelleft=False)
         else:
@@ -266,7 +269,7 @@ def _draw_run(
         else:
             own = curves.training_points(run.events, trainer=trainer)
         x, y = _xy(own, run, cost, clock)
-        ax.plot(x, y, markevery=_APART, label=label or None, **style)
+        ax.plot(x, y, markevery=_apart(y), label=label or None, **style)
     if heldout:
         x, y = _xy(_points(run, field, heldout), run, cost, clock)
         ax.plot(x, y, color="black", lw=3, zorder=1.5, label="consensus")
@@ -278,12 +281,17 @@ def _draw_variant(
     """A line for a single run; for several seeds their median, with a band."""
     if len(drawn) == 1:
         [(x, y)] = drawn
-        ax.plot(x, y, markevery=_APART, label=name, **style)
+        ax.plot(x, y, markevery=_apart(y), label=name, **style)
     elif drawn:
         band = curves.band(drawn)
         label = f"{name} ({len(drawn)} seeds)"
-        ax.plot(band.x, band.median, markevery=_APART, label=label, **style)
+        ax.plot(band.x, band.median, markevery=_apart(band.median), label=label, **style)
         ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.25, lw=0)
+
+
+def _apart(y: Sequence[float] | np.ndarray) -> float | None:
+    """Markers evenly apart on paper, which Matplotlib cannot do for a curve without a point."""
+    return _APART if np.isfinite(y).any() else None
 
 
 def _xy(
@@ -297,13 +305,14 @@ def _xy(
     return [end_s[p["round"]] / clock.unit[0] for p in known], [p["value"] for p in known]
 
 
-def _cost_axis(ax: Axes, cost: str, clock: Clock | None) -> None:
+def _cost_axis(ax: Axes, cost: str, clock: Clock | None, spent: Sequence[Sequence[float]]) -> None:
+    """Label, scale and ticks; logarithmic where curves, or most of their points, would be lost."""
     if clock and cost == "simulated_s":
         ax.set_xlabel(f"simulated time on {clock.cluster} ({clock.unit[1]})")
     else:
         ax.set_xlabel(curves.COSTS[cost])
-    drawn = [np.asarray(line.get_xdata(), float) for line in ax.lines]
-    drawn = [x[x > 0] for x in drawn if (x > 0).any()]
+    drawn = [np.array([value for value in x if value > 0]) for x in spent]
+    drawn = [x for x in drawn if x.size]
     if not drawn:
         ax.set_xlim(-0.5, 1)
         return
