@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import controller as control
+from adloco_jax.run.controller import Controller, Merge, Trainer
+from adloco_jax.run.ledger import read
+from adloco_jax.run.train import fit
 from adloco_jax.study.network import (
     DEVICES,
     PRESETS,
@@ -256,6 +261,16 @@ def test_failures_cost_what_a_poisson_process_predicts():
     assert result.compute_s == pytest.approx(2 * 3000 * round_s)
 
 
+def test_devices_without_a_sequence_do_not_fail():
+    events = [start(), *(line(index, 0, 1, 1) for index in range(1, 401))]
+    few, many = (
+        replay(events, cluster(count, failures_per_device_hour=360.0, restart_s=1.0))
+        for count in (1, 64)
+    )
+    assert few.lost_s > 0
+    assert many.wall_s == pytest.approx(few.wall_s)
+
+
 def test_a_round_that_no_replica_survives_is_an_error():
     with pytest.raises(ConfigError, match="failures_per_device_hour=3600.0: .* 10 times"):
         replay([start(), line(1, 0, 1, 10)], cluster(1, failures_per_device_hour=3600.0))
@@ -301,6 +316,75 @@ def test_the_closed_form_by_hand():
     assert alone_s == pytest.approx(3 * 25 * 0.502)
     with pytest.raises(ConfigError, match="4 workers do not divide evenly among 3"):
         closed_form_s(place, steps_per_round=1, num_trainers=3, **shared)
+
+
+def test_freed_replicas_go_to_trainers_in_order():
+    before, after = {0: 1, 1: 2, 2: 2, 3: 1}, {0: 2, 1: 1, 3: 3}
+    events = [start(), *(line(1, trainer, count, 1) for trainer, count in before.items())]
+    events += [merge(1, [2, 1]), *(line(2, trainer, count, 1) for trainer, count in after.items())]
+    with pytest.raises(DataError, match="round 2: workers"):
+        replay(events, cluster(6))  # trainer 1 was absorbed
+    events[5] = merge(1, [1, 2])
+    times = replay(events, cluster(6)).rounds
+    assert [time.replicas for time in times[4:]] == [(0, 2), (1,), (3, 4, 5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["demand", "retire"]))
+def test_replicas_move_as_the_controller_moves_workers(data, allocation):
+    num_trainers = data.draw(st.integers(2, 5))
+    num_workers = data.draw(st.integers(num_trainers, 9))
+    knobs = settings_of(
+        ensemble={
+            "num_trainers": num_trainers,
+            "num_workers": num_workers,
+            "allocation": allocation,
+        }
+    )
+    trainers = [Trainer(i, data.draw(st.integers(1, 40))) for i in range(num_trainers)]
+    owners = [r * num_trainers // num_workers for r in range(num_workers)]
+    controller = Controller(trainers, owners, list(range(num_workers)), 8, 8)
+    events, expected = [start()], {}
+    for index in (1, 2, 3):
+        for position, trainer in enumerate(controller.trainers):
+            own = controller.workers_of(position)
+            events.append(line(index, trainer.id, len(own), 1))
+            expected[index, trainer.id] = tuple(controller.streams[worker] for worker in own)
+        if len(controller.trainers) > 1:
+            positions = data.draw(st.permutations(range(len(controller.trainers))))
+            members = tuple(positions[: data.draw(st.integers(2, len(positions)))])
+            events.append(merge(index, [controller.trainers[m].id for m in members]))
+            control.apply_merge(
+                controller, knobs, Merge(members, (1,) * len(members)), param_bytes=0
+            )
+    times = replay(events, cluster(num_workers)).rounds
+    assert {(time.round, time.trainer): time.replicas for time in times} == expected
+
+
+def test_a_resumed_runs_own_ledger_is_replayed_to_the_last_token(tmp_path):
+    for num_rounds in (1, 3):
+        knobs = settings_of(
+            num_rounds=num_rounds,
+            batching={"test": "ramp", "ramp": ((0, 2), (1, 7))},
+            inner={"unit": "microbatches"},
+            switch={"mode": "accumulate"},
+            merge={"every_rounds": 2, "width": 3},
+        )
+        parts = {"corpus": corpus(), "init_fn": init_fn, "loss_fn": bigram_loss}
+        fit(knobs, workdir=tmp_path / "r", **parts)
+    events = read(tmp_path / "r" / "ledger.jsonl")
+    rounds = [event for event in events if event["event"] == "round"]
+    assert sum(event["event"] == "start" for event in events) == 2
+    assert sum(event["event"] == "merge" for event in events) == 1
+    # Two of the round's three micro-batches make an update; the last one is short.
+    assert {event["num_accum_steps"] for event in rounds} == {1, 2}
+    result = replay(events, cluster(5))
+    assert [(time.round, time.trainer) for time in result.rounds] == [
+        (event["round"], event["trainer"]) for event in rounds
+    ]
+    tokens = sum(event["tokens"] for event in rounds)
+    assert result.compute_s == pytest.approx(0.1 * tokens / LENGTH)
+    assert set(result.end_s) == {1, 2, 3}
 
 
 @st.composite

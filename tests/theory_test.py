@@ -184,6 +184,13 @@ def test_measured_means_by_hand():
     assert third.signal_bound is third.batch_bound is third.paper_communications is None
 
 
+def test_communications_count_the_max_batch_of_their_own_time():
+    resumed = start() | {"max_batch_size": 8}
+    first, second = measured([start(), line(1), resumed, line(2)], C)
+    assert first.communications == pytest.approx(10 * 16 / 8)
+    assert second.communications == pytest.approx(10 * 16 / 8 + 10 * 8 / 8)
+
+
 def test_constants_by_hand():
     events = [start(), line(1), line(2, signal=-3.0, noise=16.0), line(3, signal=0.5)]
     found = fit([*events, evaluation(0.5), evaluation(None)])

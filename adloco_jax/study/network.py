@@ -20,18 +20,20 @@ The model, which the tests check against cases computed by hand and against `clo
   Trainers wait for one another only at a merge: its members, and all whose workers change then. A
   refused merge costs what the merge would have cost, since it has to be tried to be refused. At the
   end of the run, trainers that are done wait for the last.
-- **Loss of workers.** A device fails at a constant rate while it computes. Its replica restarts and
-  redoes the round from the parameters that the round began with; the trainer's others wait.
+- **Loss of workers.** A device that has a sequence fails at a constant rate while its replica makes
+  updates. The replica restarts and redoes the round from the parameters that the round began with;
+  the trainer's others wait.
 - **Left out**: evaluation, checkpoints, the batch-size test's own pass (some 4 % of a round), the
   optimizer's update, traffic of different trainers on one link, overlap of communication with
-  computing, and what it takes to bring a worker the parameters of a trainer it joins.
+  computing, and the way of parameters from a representative to its other workers, or from a trainer
+  to workers that join it.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -100,24 +102,33 @@ DEVICES: Mapping[str, Device] = {
     "l4": Device(121e12, 0.3e12),
 }
 
+
+class Preset(TypedDict):
+    """A cluster but for its devices: `Cluster(num_devices=..., step_time=..., **preset)`."""
+
+    num_sites: int
+    within: Link
+    between: Link
+    compute_jitter: float
+
+
 # NVLink is the A100's 600 GB/s, of which half goes each way. The rest are round figures of our own:
-# what one may rent, not what was measured. A preset is all of a Cluster but devices and step time.
+# what one may rent, not what was measured.
 _NVLINK = Link(300e9, 5e-6)
-_ETHERNET_100G = Link(100e9 / 8, 20e-6)
-PRESETS: Mapping[str, Mapping[str, int | float | Link]] = {
+_ETHERNET = Link(100e9 / 8, 20e-6)
+PRESETS: Mapping[str, Preset] = {
     # One host; `between` is never crossed.
-    "one_host": {"num_sites": 1, "within": _NVLINK, "between": _NVLINK},
-    # One data centre: hosts behind 100 Gbit/s Ethernet, taken for every transfer.
-    "one_datacenter": {"num_sites": 1, "within": _ETHERNET_100G, "between": _ETHERNET_100G},
-    # Two data centres, a leased 10 Gbit/s line of 30 ms.
-    "two_sites": {"num_sites": 2, "within": _NVLINK, "between": Link(10e9 / 8, 0.03, 0.1)},
-    # Eight sites on the open internet.
-    "eight_sites": {
-        "num_sites": 8,
-        "within": _ETHERNET_100G,
-        "between": Link(1e9 / 8, 0.1, 0.3),
-        "compute_jitter": 0.05,
-    },
+    "one_host": Preset(num_sites=1, within=_NVLINK, between=_NVLINK, compute_jitter=0.0),
+    # One data centre: every transfer over 100 Gbit/s Ethernet.
+    "one_datacenter": Preset(num_sites=1, within=_ETHERNET, between=_ETHERNET, compute_jitter=0.01),
+    # Two data centres, a leased line of 10 Gbit/s and 30 ms.
+    "two_sites": Preset(
+        num_sites=2, within=_NVLINK, between=Link(10e9 / 8, 0.03, 0.1), compute_jitter=0.01
+    ),
+    # Eight sites on the open internet: 1 Gbit/s, 100 ms.
+    "eight_sites": Preset(
+        num_sites=8, within=_ETHERNET, between=Link(1e9 / 8, 0.1, 0.3), compute_jitter=0.05
+    ),
 }
 
 
@@ -130,6 +141,7 @@ class RoundTime(NamedTuple):
     round: int
     trainer: int
     workers: int
+    replicas: tuple[int, ...]  # which of the R it had, numbered from the first site on
     devices: float  # a fraction where workers share a device
     start_s: float
     compute_s: float
@@ -208,21 +220,14 @@ def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay
             )
         merges = run.merges[index]
         after, left = _reassign(replicas, merges, following, index)
-        waits = {t for t, own in after.items() if set(own) != set(replicas[t])}
         members = {trainer for merge in merges for trainer in merge.members}
-        waits |= members
+        waits = members | {t for t, own in after.items() if set(own) != set(replicas[t])}
         if waits:
             meeting_s = max(times[index, trainer].end_s for trainer in waits)
             moved_s = _merges_s(merges, replicas, layout, cluster, param_bytes, rng)
             for trainer in waits:
-                time = times[index, trainer]
-                waited_s, taken_s = meeting_s - time.end_s, moved_s
-                if trainer not in members:
-                    waited_s, taken_s = waited_s + moved_s, 0.0
-                times[index, trainer] = time._replace(
-                    waiting_s=time.waiting_s + waited_s,
-                    communication_s=time.communication_s + taken_s,
-                    end_s=meeting_s + moved_s,
+                times[index, trainer] = _meet(
+                    times[index, trainer], meeting_s, moved_s, is_member=trainer in members
                 )
         ready = {trainer: times[index, trainer].end_s for trainer in replicas}
         retired += [(ready[trainer], count) for trainer, count in left.items()]
@@ -580,6 +585,7 @@ def _round_time(
         round=index,
         trainer=line.trainer,
         workers=len(own),
+        replicas=tuple(own),
         devices=layout.width * len(own),
         start_s=start_s,
         compute_s=compute_s,
@@ -626,7 +632,7 @@ def _replica_s(
     """A replica's round: seconds of compute, communication, waiting, idle, lost, and their sum."""
     factor = float(_noise(rng, cluster.compute_jitter, 1)[0])
     link = _link(cluster, layout, [replica])
-    compute_s = communication_s = waiting_s = idle_s = total_s = 0.0
+    compute_s = communication_s = waiting_s = idle_s = total_s = device_s = 0.0
     for num_updates, num_used, busy_s, mean_s in passes:
         busy_s, mean_s = factor * num_updates * busy_s, factor * num_updates * mean_s
         ring_s = _ring_s(num_used, param_bytes, link)
@@ -637,21 +643,25 @@ def _replica_s(
         waiting_s += used_frac * (busy_s - mean_s)
         idle_s += (1 - used_frac) * (busy_s + ring_s)
         total_s += busy_s + ring_s
-    lost_s = _lost_s(total_s, layout, cluster, rng)
+        device_s += num_used / layout.tenants * (busy_s + ring_s)
+    lost_s = _lost_s(total_s, device_s, cluster, rng)
     return compute_s, communication_s, waiting_s, idle_s, lost_s, total_s + lost_s
 
 
-def _lost_s(attempt_s: float, layout: _Layout, cluster: Cluster, rng: np.random.Generator) -> float:
-    """Seconds that failures cost a replica until an attempt at its round goes through."""
-    rate = cluster.failures_per_device_hour * layout.width / 3600
-    if rate * attempt_s > MAX_EXPECTED_FAILURES:
+def _lost_s(attempt_s: float, device_s: float, cluster: Cluster, rng: np.random.Generator) -> float:
+    """Seconds that failures cost a replica until an attempt at its round goes through.
+
+    `device_s` is what the attempt takes, summed over the devices that may fail.
+    """
+    expected = cluster.failures_per_device_hour / 3600 * device_s
+    if expected > MAX_EXPECTED_FAILURES:
         raise ConfigError(
-            f"failures_per_device_hour={cluster.failures_per_device_hour}: a replica of "
-            f"{layout.width:g} devices would fail {rate * attempt_s:.3g} times in a round of "
-            f"{attempt_s:.3g} s and get through none; expected fewer failures, or shorter rounds"
+            f"failures_per_device_hour={cluster.failures_per_device_hour}: a replica would fail"
+            f" {expected:.3g} times in a round of {attempt_s:.3g} s and get through none; expected"
+            f" fewer failures, or shorter rounds"
         )
     lost_s = 0.0
-    while rate and (until_s := rng.exponential(1 / rate)) < attempt_s:
+    while expected and (until_s := rng.exponential(attempt_s / expected)) < attempt_s:
         lost_s += until_s + cluster.restart_s
     return lost_s
 
@@ -709,6 +719,18 @@ def _merges_s(
             transfer_s = link.latency_s + param_bytes / link.bandwidth
             seconds += transfer_s * float(_noise(rng, link.jitter, 1)[0])
     return seconds
+
+
+def _meet(time: RoundTime, meeting_s: float, moved_s: float, *, is_member: bool) -> RoundTime:
+    """A trainer's round with the merge after it; who is no member waits for its end."""
+    waited_s, taken_s = meeting_s - time.end_s, moved_s
+    if not is_member:
+        waited_s, taken_s = waited_s + moved_s, 0.0
+    return time._replace(
+        waiting_s=time.waiting_s + waited_s,
+        communication_s=time.communication_s + taken_s,
+        end_s=meeting_s + moved_s,
+    )
 
 
 def _link(cluster: Cluster, layout: _Layout, replicas: Sequence[int]) -> Link:
