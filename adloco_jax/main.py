@@ -21,7 +21,7 @@ from typing import NoReturn
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import (
     KNOBS,
@@ -149,7 +149,10 @@ def _run(argv: Sequence[str]) -> int:
     for line in damage or ():
         print(f"damaged: {line}", file=sys.stderr)
     print(report.closing_table(folder))
-    print(f"report: {report.draw(folder)}")
+    try:
+        print(f"report: {report.write([folder], Path(folder) / 'report')}")
+    except (DataError, OSError) as error:  # the run itself is done, and saved
+        print(f"the report was not written: {error}", file=sys.stderr)
     return 0
 
 

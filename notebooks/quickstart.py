@@ -64,7 +64,7 @@ result = train(config, workdir)
 from adloco_jax.study import report
 
 print(report.closing_table(result.workdir))
-figure = report.draw(result.workdir)
+figure = report.write([result.workdir], result.workdir / "report").with_name("loss.png")
 
 # %%
 from IPython.display import Image

@@ -204,7 +204,11 @@ def test_its_closing_table_has_the_scores(classified):
     table = report.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table
-    report.draw(classified.workdir)
+
+
+def test_its_report_has_the_accuracy(classified, tmp_path):
+    report.write([classified.workdir], tmp_path / "report")
+    assert (tmp_path / "report" / "accuracy.png").exists()
 
 
 def test_its_export_is_a_bert(classified):

@@ -59,7 +59,7 @@ CONTINUES = {
 def test_a_run_goes_on_without_what_it_does_not_need(tmp_path, case):
     done = train(tmp_path, **case)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "run" / "report" / "summary.png").exists()
+    assert (tmp_path / "run" / "report" / "index.html").exists()
 
 
 @pytest.mark.slow
@@ -89,4 +89,4 @@ def test_a_terminal_that_has_gone_does_not_end_training(tmp_path, output):
     with stdout:
         done = train(tmp_path, stdout=stdout)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "run" / "report" / "summary.png").exists()
+    assert (tmp_path / "run" / "report" / "index.html").exists()

@@ -1,180 +1,24 @@
-"""The closing table and the figure, on a small written ledger whose numbers are added by hand."""
+"""The closing table and the page, on a small written ledger whose numbers are added by hand."""
 
-import itertools
+import base64
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from matplotlib.colors import to_hex
+from ledgers import ROUNDS, write_run
 
-from adloco_jax.errors import DataError
-from adloco_jax.run.ledger import Ledger, read
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import report
+from adloco_jax.study.summary import in_bytes
 
-LENGTH = 16  # tokens per sequence; every trainer makes 4 updates per round
-# Six rounds, max_batch_size 8, switch multiplier 2, four workers; trainer 1 goes into 2 after
-# round 3. Columns: round, trainer, workers, requested, micro, accum, train loss, next, reason.
-ROUNDS = [
-    (1, 0, 2, 2, 2, 1, 5.50, 4, "grew"),
-    (1, 1, 1, 2, 2, 1, 5.52, 2, "kept"),
-    (1, 2, 1, 2, 2, 1, 5.51, 4, "grew"),
-    (2, 0, 2, 4, 4, 1, 4.40, 12, "capped"),
-    (2, 1, 1, 2, 2, 1, 4.72, 2, "kept"),
-    (2, 2, 1, 4, 4, 1, 4.61, 4, "signal"),
-    (3, 0, 2, 12, 8, 1, 3.60, 20, "grew"),
-    (3, 1, 1, 2, 2, 1, 4.12, 4, "grew"),
-    (3, 2, 1, 4, 4, 1, 4.01, 4, "kept"),
-    (4, 0, 3, 20, 8, 3, 2.90, 20, "kept"),
-    (4, 2, 1, 4, 4, 1, 3.51, 9, "grew"),
-    (5, 0, 3, 20, 8, 3, 2.50, 20, "kept"),
-    (5, 2, 1, 9, 8, 1, 3.11, 9, "kept"),
-    (6, 0, 3, 20, 8, 3, 2.25, 20, "degenerate"),
-    (6, 2, 1, 9, 8, 1, 2.81, 9, "skipped"),
-]
-
-
-def write_run(
-    workdir,
-    *,
-    rounds=ROUNDS,
-    merge=True,
-    refusal=False,
-    evals=True,
-    start=True,
-    end=True,
-    no_loss=(),
-    memory=True,
-    command="python -m adloco_jax.main --config configs/quickstart.py --set x='$a_$'",
-):
-    """Writes the lines of a run; `no_loss` are the rounds whose losses are not finite."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    last = max(row[0] for row in rounds)
-    with Ledger(workdir / "ledger.jsonl") as ledger:
-        if start:
-            ledger.write(
-                "start",
-                time="2025-01-01T00:00:00",
-                run="quickstart",
-                command=command,
-                config={"seed": 0},
-                num_params=250_000,
-                devices="1 cpu",
-                jax="0.10.2",
-                versions={},
-                data_fingerprint="0",
-                tokens_per_byte=0.25,
-                max_batch_size=8,
-                buckets=[2, 4, 8],
-            )
-        for cache, seconds in (("miss", 1.5), ("miss", 2.25), ("hit", 0.25)):
-            ledger.write(
-                "compile",
-                key="k",
-                seconds=seconds,
-                cache=cache,
-                where="foreground",
-                needed_bytes=int(seconds * 2**30) if memory else None,
-            )
-        tokens_total = syncs_total = bytes_total = updates_total = 0
-        for number, lines in itertools.groupby(rounds, key=lambda row: row[0]):
-            losses = {}
-            for _, trainer, workers, requested, micro, accum, loss, following, reason in lines:
-                tokens = workers * micro * accum * 4 * LENGTH
-                syncs = int(workers > 1)
-                moved = 500_000 * (workers if workers > 1 else 0)
-                losses[trainer] = math.nan if number in no_loss else loss
-                ledger.write(
-                    "round",
-                    round=number,
-                    trainer=trainer,
-                    workers=workers,
-                    requested_batch_size=requested,
-                    micro_batch_size=micro,
-                    num_accum_steps=accum,
-                    updates=4,
-                    tokens=tokens,
-                    learning_rate=1e-3,
-                    train_loss=losses[trainer],
-                    noise=1.0,
-                    signal=0.1,
-                    test_value=math.inf,
-                    next_batch_size=following,
-                    reason=reason,
-                    syncs=syncs,
-                    bytes=moved,
-                    pseudo_grad_norm=0.5,
-                    step_s=0.2,
-                    stall_s=0.0,
-                )
-                tokens_total += tokens
-                syncs_total += syncs
-                bytes_total += moved
-                updates_total += 4
-            if evals:
-                best = min(losses.values()) - 0.25
-                for who, loss in [(t, x - 0.2) for t, x in losses.items()] + [("consensus", best)]:
-                    ledger.write(
-                        "eval",
-                        round=number,
-                        trainer=who,
-                        loss=loss,
-                        perplexity=math.exp(loss),
-                        tokens_total=tokens_total,
-                        bytes_total=bytes_total,
-                        updates_total=updates_total,
-                        syncs_total=syncs_total,
-                        wall_s=1.5 * number,
-                        **({"source": "best"} if who == "consensus" else {}),
-                    )
-            if merge and number == 3:
-                ledger.write(
-                    "merge",
-                    round=3,
-                    members=[2, 1],
-                    into=2,
-                    weights=[0.5, 0.5],
-                    loss_before=[4.0, 4.1],
-                    loss_after=4.05,
-                    barrier=0.0,
-                    bytes=250_000,
-                    requested_batch_size=4,
-                    workers={0: 3, 2: 1},
-                )
-                bytes_total += 250_000
-            if refusal and number == 3:
-                ledger.write(
-                    "refusal",
-                    round=3,
-                    members=[2, 1],
-                    into=2,
-                    loss_before=[4.0, 4.1],
-                    loss_after=5.0,
-                    barrier=0.95,
-                    action="keep",
-                )
-        for peak in (2, 3) if memory else ():
-            ledger.write(
-                "memory",
-                round=last,
-                host_peak_bytes=peak * 2**29,
-                device_peak_bytes=[None, peak * 2**30, 2**30],
-            )
-        if end:
-            ledger.write(
-                "end",
-                reason="done",
-                rounds=last,
-                tokens_total=tokens_total,
-                bytes_total=bytes_total,
-                syncs_total=syncs_total,
-                updates_total=updates_total,
-                wall_s=75.0,
-            )
-    return workdir
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -207,7 +51,6 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
 def test_memory_that_nobody_measured_is_not_made_up(tmp_path):
     write_run(tmp_path, memory=False)
     assert "memory          -\n" in report.closing_table(tmp_path)
-    assert "Memory" not in report._figure(read(tmp_path / "ledger.jsonl")).get_supxlabel()
 
 
 def test_columns_of_the_table_are_flush(tmp_path):
@@ -250,25 +93,79 @@ def test_losses_that_are_not_finite_are_named_so(tmp_path):
     ],
 )
 def test_bytes_are_in_the_unit_a_person_would_take(count, shown):
-    assert report._bytes(count) == shown
+    assert in_bytes(count) == shown
 
 
-def test_drawing_needs_no_pyplot(tmp_path):
-    script = """
-import sys
-from adloco_jax.study import report
-report.draw(sys.argv[1])
-sys.exit("matplotlib.pyplot" in sys.modules)
-"""
-    command = [sys.executable, "-c", script, write_run(tmp_path)]
-    subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+class Page(HTMLParser):
+    """What a browser would see, and whether every element is closed where it should be."""
+
+    VOID = {"meta", "img", "br", "hr", "link"}
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = Path(path).read_text(encoding="utf-8")
+        self.tags, self.attributes, self.text, self.open, self.figures = [], [], "", [], []
+        self.feed(self.source)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "figure":
+            self.figures.append({"caption": ""})
+        if tag == "img":
+            self.figures[-1] |= dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+        if "figcaption" in self.open:
+            self.figures[-1]["caption"] += data
 
 
-def test_drawing_leaves_a_png_and_the_totals(tmp_path):
-    path = report.draw(write_run(tmp_path))
-    assert path == tmp_path / "report" / "summary.png"
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    summary = json.loads((tmp_path / "report" / "summary.json").read_text())
+SINGLE = {"loss", "batches", "merges", "noise", "time", "memory", "theory"}
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> & $a_$ \"'"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The report on one run: the run's folder, and the page's path."""
+    folder = tmp_path_factory.mktemp("single")
+    run = write_run(folder / "a run", refusal=True)
+    return run, report.write([run], folder / "report")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """The report on three seeds of one variant, and on another that was never evaluated."""
+    folder = tmp_path_factory.mktemp("many" * 20)
+    runs = [write_run(folder / f"a{i}", seed=i, loss_shift=0.1 * i) for i in range(3)]
+    runs.append(write_run(folder / "b", learning_rate=1.0, evals=False))
+    return runs, report.write(runs, folder / "report")
+
+
+def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
+    _, path = single
+    assert path.name == "index.html"
+    assert {file.name for file in path.parent.iterdir()} == {
+        "index.html",
+        "summary.json",
+        *(f"{name}.png" for name in SINGLE),
+    }
+    page = Page(path)
+    assert page.source.startswith("<!DOCTYPE html>")
+    sources = [figure["src"].removeprefix("data:image/png;base64,") for figure in page.figures]
+    embedded = [base64.b64decode(source) for source in sources]
+    files = {file.read_bytes() for file in path.parent.glob("*.png")}
+    assert len(embedded) == len(SINGLE) and set(embedded) == files
+    assert all(png.startswith(b"\x89PNG\r\n") for png in files)
+
+    summary = json.loads((path.parent / "summary.json").read_text())
     assert summary["tokens_total"] == 17_920
     assert summary["bytes_total"] == 7_750_000
     assert summary["num_batch_growths"] == 6
@@ -276,131 +173,124 @@ def test_drawing_leaves_a_png_and_the_totals(tmp_path):
     assert summary["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
 
 
-def curves(ax):
-    """The drawn points of each labelled or dashed line, by label and line style."""
-    return {
-        (line.get_label().lstrip("_"), line.get_linestyle()): line.get_xydata().tolist()
-        for line in ax.get_lines()
-    }
+def test_every_figure_says_what_it_shows_and_the_command_that_made_it(single):
+    run, path = single
+    command = shlex.join(["python", "scripts/report.py", str(run), "--out", str(path.parent)])
+    for figure in Page(path).figures:
+        assert figure["alt"] and figure["caption"].startswith(f"{figure['alt']}. ")
+        assert figure["caption"].endswith(f"made by {command}")
+        assert len(figure["caption"]) > len(command) + 100
 
 
-def test_the_figure_draws_the_ledgers_numbers_over_tokens_and_communications(tmp_path):
-    figure = report._figure(read(write_run(tmp_path) / "ledger.jsonl"))
-    grid = [figure.axes[i : i + 2] for i in (0, 2, 4)]
-    # Tokens after each round, all trainers: 512, +896, +1408, +4864, then twice +5120.
-    ends = {"tokens": [0, 512, 1408, 2816, 7680, 12800, 17920], "communications": list(range(7))}
-    for (loss, batch, alive), (name, x) in zip(zip(*grid, strict=True), ends.items(), strict=True):
-        assert alive.get_xlabel().startswith(name)
-        consensus = curves(loss)["consensus", "-"]
-        assert consensus == [
-            [at, pytest.approx(y)]
-            for at, y in zip(x[1:], [5.25, 4.15, 3.35, 2.65, 2.25, 2.0], strict=True)
-        ]
-        assert curves(loss)["trainer 1", "-"] == [
-            [at, pytest.approx(y)] for at, y in zip(x[1:4], [5.32, 4.52, 3.92], strict=True)
-        ]
-        requested = curves(batch)["trainer 0", "-"]
-        assert requested == [[at, y] for at, y in zip(x, [2, 4, 12, 20, 20, 20, 20], strict=True)]
-        effective = curves(batch)["trainer 0", "--"]
-        assert effective == [[at, y] for at, y in zip(x, [2, 4, 8, 24, 24, 24, 24], strict=True)]
-        assert [y for _, y in curves(batch)["max_batch_size", ":"]] == [8, 8]
-        for ax in (loss, batch, alive):
-            assert [at for at, _ in curves(ax)["merge", "-."]] == [x[3], x[3]]
-        [steps] = [line for line in alive.get_lines() if line.get_linewidth() == 2]
-        assert steps.get_ydata().tolist() == [3, 3, 3, 2, 2, 2, 2]
-        assert steps.get_drawstyle() == "steps-post"
+def test_a_long_command_stands_on_the_page_once_and_captions_point_there(many):
+    runs, path = many
+    page = Page(path)
+    assert page.text.count(f"{runs[-1]} --out") == 1
+    assert all("the command at the top of Runs" in figure["caption"] for figure in page.figures)
 
 
-def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path):
-    figure = report._figure(read(write_run(tmp_path, no_loss=(2,)) / "ledger.jsonl"))
-    losses = [y for _, y in curves(figure.axes[0])["trainer 1", "-"]]
-    assert losses == [
-        pytest.approx(5.32),
-        pytest.approx(math.nan, nan_ok=True),
-        pytest.approx(3.92),
-    ]
+def test_the_command_makes_the_same_page_again_without_pyplot(single):
+    _, path = single
+    before = path.read_bytes()
+    [command] = set(re.findall(r"made by (python scripts/report.py .*)", Page(path).text))
+    script = """
+import runpy, sys
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert "matplotlib.pyplot" not in sys.modules
+"""
+    words = shlex.split(command)[1:]
+    path.unlink()
+    python = [sys.executable, "-W", "error", "-c", f"import sys; sys.argv = {words!r}\n{script}"]
+    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"report: {path}\n"), done.stderr
+    assert path.read_bytes() == before
 
 
-def test_trainers_differ_by_colour_and_by_marker_and_keep_both_in_every_panel(tmp_path):
-    figure = report._figure(read(write_run(tmp_path) / "ledger.jsonl"))
-    styles = {
-        (line.get_label(), to_hex(line.get_color()), line.get_marker())
-        for ax in figure.axes
-        for line in ax.get_lines()
-        if str(line.get_label()).startswith("trainer") and line.get_linestyle() == "-"
-    }
-    assert len(styles) == len({s[1] for s in styles}) == len({s[2] for s in styles}) == 3
+@pytest.mark.parametrize("which", ["single", "many"])
+def test_nothing_on_the_page_is_fetched_or_run(which, request):
+    page = Page(request.getfixturevalue(which)[1])
+    for name, value in page.attributes:
+        assert not name.startswith("on") and name not in ("srcset", "action", "style", "data")
+        assert name not in ("src", "href") or re.match(r"#[\w-]+$|data:image/png;base64,", value)
+    assert not {"script", "link", "iframe", "object", "base", "form", "svg"} & set(page.tags)
+    assert "url(" not in page.source and "@import" not in page.source
 
 
-SITUATIONS = {
-    "growth and a merge": {},
-    "one round": {"rounds": ROUNDS[:3], "merge": False},
-    "one trainer": {"rounds": [row for row in ROUNDS if row[1] == 0], "merge": False},
-    "one worker": {"rounds": [row for row in ROUNDS if row[1] == 2], "merge": False},
-    "no evaluation": {"evals": False, "end": False},
-    "no finite loss": {"no_loss": range(7)},
-    "some losses not finite": {"no_loss": (2, 6)},
-    "no start line": {"start": False},
-    "many trainers": {
-        "rounds": [
-            (r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(16)
-        ],
-        "merge": False,
-    },
-    "a long command": {"command": "python -m adloco_jax.main " + 99 * "--set data.path=corpus "},
-}
+@pytest.mark.parametrize("which", ["single", "many"])
+def test_links_lead_to_parts_of_the_page_and_no_two_parts_share_a_name(which, request):
+    page = Page(request.getfixturevalue(which)[1])
+    anchors = [value for name, value in page.attributes if name == "id"]
+    assert len(anchors) == len(set(anchors))
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links and {link.removeprefix("#") for link in links} <= set(anchors)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_every_panel_is_filled_and_nothing_lies_over_it(tmp_path, situation):
-    figure = report._figure(
-        read(write_run(tmp_path, **SITUATIONS[situation]) / "ledger.jsonl"),
-    )
-    figure.draw_without_rendering()
-    assert all(ax.get_lines() for ax in figure.axes)
-    [legend], [caption] = figure.legends, figure.texts
-    boxes = [box for ax in figure.axes if (box := ax.get_tightbbox())]
-    for other in (legend.get_window_extent(), caption.get_window_extent()):
-        assert not any(box.overlaps(other) for box in boxes)
-        assert figure.bbox.padded(1).containsx(other.x0) and figure.bbox.containsx(other.x1)
-        assert figure.bbox.containsy(other.y0) and figure.bbox.containsy(other.y1)
-    for ax in figure.axes:
-        x_low, x_high = ax.get_xlim()
-        assert x_low < 0 < x_high  # what happens at zero is not hidden by the axis
-        assert ax.bbox.height > 0.1 * figure.bbox.height
+def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path):
+    settings = {"rounds": ROUNDS[:3], "merge": False}
+    command = f"python {HOSTILE}"
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, **settings)
+    plain = write_run(tmp_path / "_日本 𝔛", learning_rate=1.0, **settings)
+    page = Page(report.write([run, plain], tmp_path / "report", labels=[HOSTILE, "_日本 𝔛"]))
+    assert "script" not in page.tags and page.tags.count("title") == 1
+    assert page.tags.count("img") == len(page.figures)
+    assert command in page.text and HOSTILE in page.text.replace(command, "")
+    assert "_日本 𝔛" in page.text
 
 
-def test_where_nothing_was_communicated_there_is_no_empty_column(tmp_path):
-    run = write_run(tmp_path, **SITUATIONS["one worker"])
-    figure = report._figure(read(run / "ledger.jsonl"))
-    assert len(figure.axes) == 3
-    assert "no communications to draw over" in figure.get_supxlabel().replace("\n", " ")
+def test_a_folder_whose_name_is_no_text_can_be_reported_on(tmp_path):
+    run = write_run(tmp_path / "run-\udcff", rounds=ROUNDS[:3], merge=False)
+    assert "run-?" in Page(report.write([run], tmp_path / "report")).text
 
 
-def test_before_an_evaluation_the_training_loss_is_drawn(tmp_path):
-    figure = report._figure(read(write_run(tmp_path, evals=False) / "ledger.jsonl"))
-    assert figure.axes[0].get_ylabel() == "training loss (nats/token)"
-    assert curves(figure.axes[0])["trainer 1", "-"] == [[512, 5.52], [1408, 4.72], [2816, 4.12]]
+def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
+    _, path = many
+    page = Page(path)
+    assert page.tags.count("details") == 2
+    assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
+    assert "Never evaluated, so not drawn: b." in page.text
+    assert len(page.figures) == 1 + 2 * (len(SINGLE) - 1)
+    summary = json.loads((path.parent / "summary.json").read_text())
+    assert [run["loss"] for run in summary["a0"]] == pytest.approx([2.0, 2.1, 2.2])
+    assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
 
 
-def test_an_evaluation_whose_round_is_not_on_record_yet_can_be_drawn(tmp_path):
-    run = write_run(tmp_path, end=False)
+def test_a_classifier_has_its_accuracy_drawn(tmp_path):
+    run = write_run(tmp_path / "run", accuracy=0.75, memory=False)
+    page = Page(report.write([run], tmp_path / "report"))
+    drawn = [figure["alt"] for figure in page.figures]
+    assert drawn[:2] == ["Loss against what it cost", "Accuracy against what it cost"]
+    assert "Memory" not in drawn
+
+
+def test_a_ledger_without_start_or_evaluation_says_what_there_is_not(tmp_path):
+    run = write_run(tmp_path / "run", start=False, evals=False, end=False)
+    page = Page(report.write([run], tmp_path / "report"))
+    for words in ("unfinished", "the start line lacks num_params", "no evaluation is on record"):
+        assert words in page.text
+    assert {figure["alt"] for figure in page.figures} >= {"Batches and accumulation", "Memory"}
+
+
+def test_a_run_that_went_on_says_how_often_and_how_it_ended(tmp_path):
+    run = write_run(tmp_path / "run", rounds=ROUNDS[:3], merge=False, end=False)
     with Ledger(run / "ledger.jsonl") as ledger:
-        ledger.write("eval", round=7, trainer="consensus", loss=1.9, perplexity=6.7, wall_s=9.0)
-    figure = report._figure(read(run / "ledger.jsonl"))
-    assert curves(figure.axes[0])["consensus", "-"][-1] == [17920, 1.9]
-
-
-def test_the_caption_names_the_run_and_its_command_word_for_word(tmp_path):
-    caption = report._figure(read(write_run(tmp_path) / "ledger.jsonl")).get_supxlabel()
-    assert caption.startswith("Run quickstart.")
-    assert "Memory: host 1.5 GiB peak, device 3 GiB peak" in caption.replace("\n", " ")
-    assert re.search(r"^Command: python -m .* x='\$a_\$'$", caption, re.MULTILINE)
+        ledger.write("start", run="run", config={"seed": 0})
+        ledger.write("end", reason="diverged")
+    assert "diverged, resumed 1 ×" in Page(report.write([run], tmp_path / "report")).text
 
 
 def test_nothing_to_draw_is_the_users_mistake_and_leaves_no_folder(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("start", run="quickstart")
-    with pytest.raises(DataError, match="no round has finished"):
-        report.draw(tmp_path)
+    for wrong in ([tmp_path], [tmp_path / "absent"], []):
+        with pytest.raises((DataError, ConfigError)) as raised:
+            report.write(wrong, tmp_path / "report")
+        assert "\n" not in str(raised.value)
     assert not (tmp_path / "report").exists()
+
+
+def test_the_script_says_a_mistake_in_one_line(tmp_path):
+    command = [sys.executable, "scripts/report.py", tmp_path / "absent", "--out", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3 and len(done.stderr.splitlines()) == 1

@@ -1,390 +1,340 @@
-"""The account of one run, from its ledger alone: a closing table and a figure."""
+"""The report on one run or many: a page that opens offline, its figures, and their numbers."""
 
-import itertools
+import io
 import json
-import math
 import os
-import textwrap
-from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from adloco_jax.errors import DataError
-from adloco_jax.run import ledger
+from adloco_jax.study import curves, figures, page, predictions, run_figures, theory
+from adloco_jax.study.curves import Run, Variant
+from adloco_jax.study.figures import Clock, Drawing
+from adloco_jax.study.page import Cell, Section
+from adloco_jax.study.summary import closing_table, described, in_bytes, number, seconds, totals
 
-# Okabe and Ito's colours without black (the consensus) and yellow (too pale for a line). The
-# markers tell trainers apart in grey print, and with seven of them to six colours no pair
-# repeats before the 43rd trainer.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+__all__ = ["closing_table", "write"]
 
-_HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
+_DPI = 150
 
 
-def closing_table(workdir: str | os.PathLike[str]) -> str:
-    """Sets the table that ends a run: a line per trainer, then the totals.
+def write(
+    runs: Sequence[str | os.PathLike[str]],
+    folder: str | os.PathLike[str],
+    *,
+    labels: Sequence[str] | None = None,
+) -> Path:
+    """Writes `index.html`, a PNG per figure, and `summary.json` with the runs' totals.
+
+    Runs whose configs differ in the seed alone are one variant, drawn as a median with a band.
 
     Args:
-      workdir: The run's folder. A run that was cut short, or still goes on, gives the table of
-        what it has done so far.
+      runs: The runs' folders, also of unfinished runs.
+      folder: Where to write; made if need be. Files of the same names are replaced.
+      labels: One per run, a variant takes its first run's; by default the folders' names.
 
     Returns:
-      Plain text of several lines, at most 80 columns for the usual magnitudes.
+      The path of `index.html`, which needs no other file.
 
     Raises:
-      DataError: If the folder holds no ledger, or a damaged one.
+      ConfigError: If there are no runs, one is named twice, or the labels do not fit.
+      DataError: If a folder holds no ledger, a damaged one, or one without a finished round.
     """
-    events = ledger.read(Path(workdir) / "ledger.jsonl")
-    absorbed_by = {
-        member: merge["into"]
-        for merge in _lines(events, "merge")
-        for member in merge["members"]
-        if member != merge["into"]
+    read = [curves.read_run(run) for run in runs]
+    for run in read:
+        if not curves.lines(run.events, "round"):
+            raise DataError(
+                f"{run.folder / 'ledger.jsonl'}: no round has finished yet, so there is nothing to"
+                " draw; let the run reach the end of round 1"
+            )
+    variants = curves.variants(read, labels=labels)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["python", "scripts/report.py", *map(str, runs), "--out", str(folder)]
+    words += ["--labels", *labels] if labels else []
+    book = _Book(folder, shlex.join(words))
+    clock, not_simulated = predictions.simulate(read)
+
+    sections = [_runs_section(variants, book.command), _totals_section(variants)]
+    sections.append(_loss_section(variants, clock, not_simulated, book))
+    if len(read) == 1:
+        sections += _sections_of(read[0], book, stem="")
+        sections.append(Section("assumptions", "What the theory assumes", _assumptions()))
+        title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
+    else:
+        sections += _compared_sections(variants, book)
+        title = f"{len(variants)} variants, {len(read)} runs"
+        lead = "AdLoCo runs beside one another, from their ledgers."
+    (folder / "summary.json").write_text(_summary(variants), encoding="utf-8", errors="replace")
+    path = folder / "index.html"
+    html = page.page(title, page.paragraph(lead), sections)
+    path.write_text(html, encoding="utf-8", errors="replace")
+    return path
+
+
+class _Book:
+    """Puts figures into the folder, and hands them back for the page."""
+
+    def __init__(self, folder: Path, command: str):
+        self.command = command
+        self._folder = folder
+
+    def figure(self, drawing: Drawing, stem: str = "") -> str:
+        file_name = f"{stem}{drawing.name}.png"
+        buffer = io.BytesIO()
+        words = f"{drawing.caption} Made by {self.command}"  # a path need not be text
+        about = {"Title": drawing.title, "Description": words.encode(errors="replace").decode()}
+        drawing.figure.savefig(buffer, dpi=_DPI, metadata=about)
+        (self._folder / file_name).write_bytes(buffer.getvalue())
+        return page.figure(drawing, buffer.getvalue(), file_name=file_name, command=self.command)
+
+
+def _name(run: Run) -> str:
+    return str(run.start.get("run", run.folder.resolve().name))
+
+
+def _summary(variants: Sequence[Variant]) -> str:
+    """Of one run its totals; of several a list of them by variant."""
+    by_variant = {
+        variant.label: [
+            {"folder": str(run.folder), "seed": run.seed, **totals(run.events)}
+            for run in variant.runs
+        ]
+        for variant in variants
     }
-    rows = [_HEADER]
-    for trainer, rounds in _by_trainer(_lines(events, "round")).items():
-        first, last = rounds[0], rounds[-1]
-        rows.append(
-            (
-                str(trainer),
-                f"{first['round']}-{last['round']}",
-                str(absorbed_by.get(trainer, "-")),
-                f"{first['requested_batch_size']} -> {last['requested_batch_size']}",
-                str(last["num_accum_steps"]),
-                f"{sum(e['tokens'] for e in rounds):,}",
-                f"{sum(e['updates'] for e in rounds):,}",
-                _number(last["train_loss"]),
+    if len(variants) == 1 and len(variants[0].runs) == 1:
+        return json.dumps(totals(variants[0].runs[0].events), indent=2, allow_nan=False) + "\n"
+    return json.dumps(by_variant, indent=2, allow_nan=False) + "\n"
+
+
+def _runs_section(variants: Sequence[Variant], command: str) -> Section:
+    rows = [
+        (
+            variant.label,
+            str(run.folder),
+            str(run.start.get("command") or "-"),
+            "-" if run.seed is None else str(run.seed),
+            f"{max(e['round'] for e in curves.lines(run.events, 'round')):,}",
+            _state(run),
+        )
+        for variant in variants
+        for run in variant.runs
+    ]
+    header = ("variant", "folder", "trained by", "seed", "rounds", "state")
+    table = page.table("The runs and the commands that made them.", header, rows, texts=3)
+    return Section("runs", "Runs", f"{page.verbatim(command)}\n{table}")
+
+
+def _state(run: Run) -> str:
+    """Why the run ended, or that it has not."""
+    marks = [e for e in run.events if e["event"] in ("start", "end")]
+    is_over = bool(marks) and marks[-1]["event"] == "end"
+    starts = len(curves.lines(run.events, "start"))
+    resumed = f", resumed {starts - 1} ×" if starts > 1 else ""
+    return (str(marks[-1].get("reason", "ended")) if is_over else "unfinished") + resumed
+
+
+def _totals_section(variants: Sequence[Variant]) -> Section:
+    runs = [run for variant in variants for run in variant.runs]
+    if len(runs) == 1:
+        rows = described(totals(runs[0].events))
+        table = page.table("What the run came to.", ("quantity", "value"), rows, texts=2)
+        return Section("totals", "Totals", table)
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "held-out loss (nats)": ("loss", number),
+        "accuracy": ("accuracy", lambda x: f"{x:.3f}"),
+        "tokens": ("tokens_total", lambda x: f"{x:,.0f}"),
+        "updates": ("updates_total", lambda x: f"{x:,.0f}"),
+        "communications": ("syncs_total", lambda x: f"{x:,.0f}"),
+        "moved": ("bytes_total", in_bytes),
+        "merges": ("num_merges", lambda x: f"{x:,.0f}"),
+        "wall time": ("wall_s", seconds),
+    }
+    known = {
+        name for run in runs for name, value in totals(run.events).items() if value is not None
+    }
+    shown = {title: column for title, column in columns.items() if column[0] in known}
+    rows = [
+        (
+            variant.label,
+            str(len(variant.runs)),
+            *(
+                _spread([totals(run.events)[name] for run in variant.runs], in_words)
+                for name, in_words in shown.values()
+            ),
+        )
+        for variant in variants
+    ]
+    caption = (
+        "What each variant came to: of several runs the median, and below it minimum to maximum."
+        " Held-out values are of the consensus at the last evaluation; communications are blocking"
+        " synchronisations, summed over trainers."
+    )
+    table = page.table(caption, ("variant", "runs", *shown), rows)
+    return Section("totals", "Totals", table)
+
+
+def _spread(values: Sequence, in_words: Callable[[float], str]) -> str | Cell:
+    """Median, and the range below it; a dash where a run lacks the value."""
+    if any(value is None for value in values):
+        return "-"
+    low, middle, high = map(in_words, (min(values), statistics.median(values), max(values)))
+    return middle if low == high else Cell(middle, f"{low} – {high}")
+
+
+def _loss_section(
+    variants: Sequence[Variant], clock: Clock | None, not_simulated: list[str], book: _Book
+) -> Section:
+    parts = [book.figure(figures.loss(variants, clock))]
+    if any(curves.is_classifier(run) for variant in variants for run in variant.runs):
+        parts.append(book.figure(figures.loss(variants, clock, field="accuracy")))
+    if clock:
+        parts.append(
+            page.paragraph(
+                f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
+                " each worker of the largest run, computing at the pace of its data sheet."
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
+    if not_simulated:
+        parts.append(page.paragraph("Without simulated time: " + "; ".join(not_simulated)))
+    return Section("loss", "Loss", "\n".join(parts))
+
+
+def _sections_of(run: Run, book: _Book, *, stem: str) -> list[Section]:
+    """The figures and tables of a single run, a section each."""
+    sections = []
+    for drawing in run_figures.draw(run):
+        html = book.figure(drawing, stem)
+        if drawing.name == "merges":
+            html += _merge_table(run)
+        if drawing.name == "time":
+            html += _time_table([Variant(_name(run), [run])])
+        sections.append(Section(f"{stem}{drawing.name}", drawing.title, html))
+    sections.append(Section(f"{stem}network", "On other clusters", _cluster_table(run)))
+    sections.append(Section(f"{stem}theory", "Theory", _theory(run, book, stem)))
+    return sections
+
+
+def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section]:
+    """What compares variants beyond their losses, then each variant's first seed, folded."""
+    details = []
+    for place, variant in enumerate(variants, start=1):
+        run = variant.runs[0]
+        stem = f"{place:02d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', variant.label)[:40]}-"
+        parts = [page.verbatim(closing_table(run.folder))]
+        for section in _sections_of(run, book, stem=stem):
+            parts.append(f"{page.heading(section.heading)}\n{section.html}")
+        seed = "" if run.seed is None else f", seed {run.seed}"
+        details.append(page.folded(f"{variant.label}{seed}", "\n".join(parts)))
+    return [
+        Section("time", "Time and compilation", _time_table(variants)),
+        Section("variants", "Each variant's first seed", "\n".join(details)),
+        Section("assumptions", "What the theory assumes", _assumptions()),
     ]
-    lines.insert(1, "-" * len(lines[0]))
-    lines.append("")
-    lines += [f"{name:<16}{value}" for name, value in _described(_totals(events))]
-    return "\n".join(lines)
 
 
-def draw(workdir: str | os.PathLike[str]) -> Path:
-    """Writes `report/summary.png` and, with the table's totals as numbers, `report/summary.json`.
-
-    The figure has loss, batch sizes and trainers alive, over tokens and over communications
-    (blocking synchronisations, summed over trainers).
-
-    Args:
-      workdir: The run's folder, of a finished run or of one that still goes on.
-
-    Returns:
-      The path of the figure.
-
-    Raises:
-      DataError: If the folder holds no ledger, a damaged one, or one without a finished round.
-    """
-    workdir = Path(workdir)
-    events = ledger.read(workdir / "ledger.jsonl")
-    if not _lines(events, "round"):
-        raise DataError(
-            f"{workdir / 'ledger.jsonl'}: no round has finished yet, so there is nothing to draw; "
-            f"let the run reach the end of round 1"
+def _merge_table(run: Run) -> str:
+    events = [e for e in run.events if e["event"] in ("merge", "refusal")]
+    if not events:
+        return ""
+    rows = [
+        (
+            str(e["round"]),
+            " + ".join(map(str, e["members"])),
+            "refused" if e["event"] == "refusal" else str(e["into"]),
+            ", ".join(f"{weight / (sum(e['weights']) or 1):.3f}" for weight in e["weights"]),
+            ", ".join(map(number, e["loss_before"])),
+            number(e["loss_after"]),
+            "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
         )
-    folder = workdir / "report"
-    folder.mkdir(exist_ok=True)
-    totals = json.dumps(_totals(events), indent=2, allow_nan=False)
-    (folder / "summary.json").write_text(totals + "\n", encoding="utf-8")
-    _figure(events).savefig(folder / "summary.png", dpi=150)
-    return folder / "summary.png"
-
-
-def _lines(events: Sequence[dict], name: str) -> list[dict]:
-    return [event for event in events if event["event"] == name]
-
-
-def _by_trainer(lines: Sequence[dict]) -> dict[int, list[dict]]:
-    """Lines by the trainer's id, ids ascending; lines on the consensus are left out."""
-    trainers = sorted({e["trainer"] for e in lines if e["trainer"] != "consensus"})
-    return {trainer: [e for e in lines if e["trainer"] == trainer] for trainer in trainers}
-
-
-def _consensus(events: Sequence[dict]) -> list[dict]:
-    return [e for e in _lines(events, "eval") if e["trainer"] == "consensus"]
-
-
-def _totals(events: Sequence[dict]) -> dict[str, int | float | str | None]:
-    """The run in numbers; None for what the ledger does not tell (yet), or was not finite."""
-    rounds, merges, programs = (_lines(events, name) for name in ("round", "merge", "compile"))
-    start = next(iter(_lines(events, "start")), {})
-    final = next(reversed(_consensus(events)), {})
-    loss = final.get("loss")
-    tokens_per_byte = start.get("tokens_per_byte")
-    nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
-    return {
-        "rounds": max((e["round"] for e in rounds), default=0),
-        "tokens_total": sum(e["tokens"] for e in rounds),
-        "updates_total": sum(e["updates"] for e in rounds),
-        "syncs_total": sum(e["syncs"] for e in rounds),
-        "bytes_total": sum(e["bytes"] for e in [*rounds, *merges]),
-        "num_merges": len(merges),
-        "num_refusals": len(_lines(events, "refusal")),
-        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
-        "first_accumulating_round": min(
-            (e["round"] for e in rounds if e["num_accum_steps"] > 1), default=None
-        ),
-        "num_programs": len(programs),
-        "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
-        "compile_s": sum(e["seconds"] for e in programs),
-        **_memory(events),
-        "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
-        "loss": loss,
-        "loss_round": final.get("round"),
-        "loss_source": final.get("source"),
-        "perplexity": final.get("perplexity"),
-        "accuracy": final.get("accuracy"),
-        "classes": final.get("classes"),
-        "nats_per_byte": nats_per_byte,
-        "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
-    }
-
-
-def _memory(events: Sequence[dict]) -> dict[str, int | None]:
-    """Bytes: the most that was held, of a device the fullest one's, and the largest program's."""
-    measured = _lines(events, "memory")
-    device = [peak for e in measured for peak in e["device_peak_bytes"] if peak is not None]
-    needed = [e["needed_bytes"] for e in _lines(events, "compile") if e.get("needed_bytes")]
-    return {
-        "host_peak_bytes": max((e["host_peak_bytes"] for e in measured), default=None),
-        "device_peak_bytes": max(device, default=None),
-        "program_bytes": max(needed, default=None),
-    }
-
-
-def _memory_in_words(totals: dict) -> str:
-    named = {
-        "host {} peak": totals["host_peak_bytes"],
-        "device {} peak": totals["device_peak_bytes"],
-        "largest program {}": totals["program_bytes"],
-    }
-    known = [text.format(_bytes(value)) for text, value in named.items() if value is not None]
-    return ", ".join(known) or "-"
-
-
-def _described(totals: dict) -> list[tuple[str, str]]:
-    """The totals in words: name and value of each line."""
-    refused, accumulating = totals["num_refusals"], totals["first_accumulating_round"]
-    described = [
-        ("rounds", f"{totals['rounds']:,}"),
-        ("tokens", f"{totals['tokens_total']:,}"),
-        ("updates", f"{totals['updates_total']:,}"),
-        (
-            "communications",
-            f"{totals['syncs_total']:,} blocking, summed over trainers; "
-            f"{_bytes(totals['bytes_total'])} moved",
-        ),
-        ("merges", f"{totals['num_merges']}" + (f", {refused} refused" if refused else "")),
-        (
-            "batch growths",
-            f"{totals['num_batch_growths']}"
-            + (f", accumulating from round {accumulating}" if accumulating else ""),
-        ),
-        (
-            "programs",
-            f"{totals['num_programs']} compiled in {_seconds(totals['compile_s'])}, "
-            f"{totals['num_programs_cached']} of them from the cache",
-        ),
-        ("memory", _memory_in_words(totals)),
-        ("wall time", _seconds(totals["wall_s"])),
+        for e in events
     ]
-    if totals["loss_round"] is None:
-        return [*described, ("held-out loss", "not evaluated")]
-    measured = f"consensus ({totals['loss_source']}) after round {totals['loss_round']}"
-    if totals["loss"] is None:
-        return [*described, ("held-out loss", f"not finite, {measured}")]
-    if totals["classes"] is not None:
-        described += [
-            ("held-out loss", f"{_number(totals['loss'])} nats/example, {measured}"),
-            ("accuracy", _number(totals["accuracy"])),
+    caption = "Merges, in order. Losses are on a fixed batch, held out and not reported on (nats)."
+    header = ("round", "members", "into", "weights", "before", "after", "barrier")
+    return page.table(caption, header, rows)
+
+
+def _time_table(variants: Sequence[Variant]) -> str:
+    rows = []
+    for variant in variants:
+        per_run = [curves.stalls(run.events).values() for run in variant.runs]
+        sums = [totals(run.events) for run in variant.runs]
+        step = [sum(step for step, _ in rounds) for rounds in per_run]
+        stall = [sum(stall for _, stall in rounds) for rounds in per_run]
+        share = [
+            100 * part / whole if whole else 0.0 for part, whole in zip(stall, step, strict=True)
         ]
-        for label, scores in enumerate(totals["classes"]):
-            named = {name: scores[name] for name in ("precision", "recall", "f1")}
-            shown = [f"{name} {_number_or_dash(value)}" for name, value in named.items()]
-            described.append((f"class {label}", f"{', '.join(shown)}, of {scores['support']}"))
-        return described
-    described += [
-        ("held-out loss", f"{_number(totals['loss'])} nats/token, {measured}"),
-        ("perplexity", _number(totals["perplexity"])),
+        rows.append(
+            (
+                variant.label,
+                _spread([s["num_programs"] for s in sums], lambda x: f"{x:.0f}"),
+                _spread([s["num_programs_cached"] for s in sums], lambda x: f"{x:.0f}"),
+                _spread([s["compile_s"] for s in sums], seconds),
+                _spread(step, seconds),
+                _spread(stall, seconds),
+                _spread(share, lambda x: f"{x:.1f} %"),
+                _spread([s["wall_s"] for s in sums], seconds),
+            )
+        )
+    caption = (
+        "Measured time on the machine of the run. Programs are compiled, or read from the cache,"
+        " in the background where that can be foreseen; what rounds waited for it is the stall."
+    )
+    header = (
+        *("variant", "programs", "from cache", "compiling", "rounds", "of it stalled"),
+        *("stalled", "wall time"),
+    )
+    return page.table(caption, header, rows)
+
+
+def _cluster_table(run: Run) -> str:
+    table = predictions.cluster_table(run)
+    if isinstance(table, str):
+        return page.paragraph(f"Not simulated: {table}")
+    shares = ("utilisation", "waiting_frac", "communication_frac", "idle_frac", "lost_frac")
+    rows = [
+        (
+            row["preset"],
+            f"{row['devices']:,}",
+            f"{row['sites']:,}",
+            f"{row['wall_s']:.3g}",
+            *(f"{100 * row[name]:.3g}" for name in shares),
+        )
+        for row in table
     ]
-    if totals["nats_per_byte"] is not None:
-        described.append(("nats per byte", _number(totals["nats_per_byte"])))
-        described.append(("bits per byte", _number(totals["bits_per_byte"])))
-    return described
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
-
-
-def _number_or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
-
-
-def _bytes(value: float) -> str:
-    power = min(4, max(0, int(value).bit_length() - 1) // 10)
-    return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def _figure(events: Sequence[dict]) -> Figure:
-    """Loss, batch sizes and trainers alive (rows) over tokens and communications (columns)."""
-    rounds = _lines(events, "round")
-    start = next(iter(_lines(events, "start")), {})
-    num_rounds = max(e["round"] for e in events if e["event"] in ("round", "eval", "merge"))
-    columns = {"tokens, all trainers": _cumulative(rounds, "tokens", num_rounds)}
-    syncs = _cumulative(rounds, "syncs", num_rounds)
-    if syncs[-1] > 0:  # over a count that stays zero there is no curve to see
-        columns["communications (synchronisations, all trainers)"] = syncs
-    width = 1.5 + 4.75 * len(columns)  # inches
-    figure = Figure(figsize=(width, 8), layout="constrained")
-    grid = figure.subplots(
-        3, len(columns), sharex="col", sharey="row", squeeze=False, height_ratios=(5, 5, 2)
+    caption = (
+        f"The network model's replay of this run on {predictions.DEVICE} devices at the pace of"
+        " their data sheet: wall-clock time, and shares of all device-time. A worker of the run is"
+        " as many devices as there are to share out; adloco_jax/study/network.py states the model."
     )
-    for (label, x), (loss, batch, alive) in zip(columns.items(), grid.T, strict=True):
-        _draw_loss(loss, events, x)
-        _draw_batches(batch, rounds, x, max_batch_size=start.get("max_batch_size"))
-        _draw_alive(alive, rounds, x)
-        for ax in (loss, batch, alive):
-            for merge in _lines(events, "merge"):
-                ax.axvline(x[merge["round"]], color="0.4", lw=1, ls="-.", zorder=1, label="merge")
-            ax.grid(color="0.92")
-            ax.set_axisbelow(True)
-            ax.spines[["top", "right"]].set_visible(False)
-            ax.label_outer()
-        alive.set_xlabel(label)
-        alive.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        alive.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        alive.set_xlim(-0.03 * x[-1], 1.03 * x[-1])
-    labelled = (ax.get_legend_handles_labels() for ax in grid[:, 0])
-    legend = {text: line for pair in labelled for line, text in zip(*pair, strict=True)}
-    num_rows = math.ceil(len(legend) / (0.65 * width))
-    ncols = math.ceil(len(legend) / num_rows)
-    figure.legend(legend.values(), legend, loc="outside upper center", ncols=ncols, frameon=False)
-    figure.align_ylabels()
-    memory = _memory_in_words(_memory(events))
-    caption = _caption(start, memory=memory, width=round(15 * width), has_syncs=len(columns) > 1)
-    # A label of the whole figure, because the layout keeps room for it; commands may hold a "$".
-    figure.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
-    return figure
-
-
-def _cumulative(rounds: Sequence[dict], name: str, num_rounds: int) -> list[int]:
-    """The field summed over trainers and over rounds up to each; entry 0 is before the first."""
-    per_round = [0] * (1 + num_rounds)
-    for line in rounds:
-        per_round[line["round"]] += line[name]
-    return list(itertools.accumulate(per_round))
-
-
-def _draw_loss(ax: Axes, events: Sequence[dict], x: Sequence[int]) -> None:
-    """Held-out loss by trainer and of the consensus; before any evaluation, training loss."""
-    evals = _lines(events, "eval")
-    lines, field = (evals, "loss") if evals else (_lines(events, "round"), "train_loss")
-    unit = "example" if any("classes" in e for e in evals) else "token"
-    ax.set_ylabel(f"{'held-out' if evals else 'training'} loss (nats/{unit})")
-    if all(line[field] is None for line in lines):
-        ax.text(
-            0.5, 0.5, "no finite loss", ha="center", transform=ax.transAxes, backgroundcolor="white"
-        )
-        ax.set_yticks([])
-    curves = [(own, _style(trainer)) for trainer, own in _by_trainer(lines).items()]
-    if evals:  # beneath the thin lines: the consensus is often one of the trainers
-        bold = {"color": "black", "lw": 3, "marker": ".", "ms": 10, "zorder": 1.5}
-        curves.append((_consensus(events), bold | {"label": "consensus"}))
-    for own, style in curves:
-        loss = [math.nan if e[field] is None else e[field] for e in own]
-        ax.plot([x[e["round"]] for e in own], loss, markevery=_every(own), **style)
-
-
-def _draw_batches(
-    ax: Axes, rounds: Sequence[dict], x: Sequence[int], *, max_batch_size: int | None
-) -> None:
-    """Requested (solid) and effective (dashed) batch per worker, as steps on a log2 axis."""
-    ax.set_ylabel("batch per worker (sequences)")
-    sizes = []
-    for trainer, own in _by_trainer(rounds).items():
-        edges = [x[own[0]["round"] - 1], *(x[e["round"]] for e in own)]
-        requested = [e["requested_batch_size"] for e in own]
-        effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
-        style = _style(trainer) | {"drawstyle": "steps-post"}
-        ax.plot(edges, [*effective, effective[-1]], **style | {"marker": "", "ls": "--"})
-        ax.plot(edges, [*requested, requested[-1]], markevery=_every(own), **style)
-        sizes += requested + effective
-    ax.plot([], [], color="0.4", ls="--", lw=1, label="effective batch")
-    if max_batch_size is not None:
-        ax.axhline(max_batch_size, color="black", ls=":", lw=1, zorder=1, label="max_batch_size")
-        sizes.append(max_batch_size)
-    ax.set_yscale("log", base=2)
-    lowest, highest = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
-    ax.set_ylim(0.8 * 2**lowest, 1.25 * 2**highest)
-    ax.yaxis.set_major_locator(LogLocator(base=2))
-    ax.yaxis.set_major_formatter("{x:.0f}")
-    ax.yaxis.set_minor_locator(NullLocator())
-
-
-def _draw_alive(ax: Axes, rounds: Sequence[dict], x: Sequence[int]) -> None:
-    """Trainers that took part in each round."""
-    ax.set_ylabel("trainers alive")
-    alive = Counter(e["round"] for e in rounds)
-    edges = [x[min(alive) - 1], *(x[number] for number in alive)]
-    counts = list(alive.values())
-    ax.plot(edges, [*counts, counts[-1]], drawstyle="steps-post", color="black", lw=2)
-    ax.set_ylim(0, max(counts) + 0.5)
-    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
-
-
-def _style(trainer: int) -> dict[str, Any]:
-    """How a trainer's curves look, the same in every panel; earlier ones show under later ones."""
-    return {
-        "color": _COLORS[trainer % len(_COLORS)],
-        "marker": _MARKERS[trainer % len(_MARKERS)],
-        "lw": 1.2,
-        "ms": 4,
-        "label": f"trainer {trainer}",
-    }
-
-
-def _every(lines: Sequence[dict]) -> int:
-    """Lines from one marker to the next, so that a long curve carries about ten."""
-    return max(1, len(lines) // 10)
-
-
-def _caption(start: dict, *, memory: str, width: int, has_syncs: bool) -> str:
-    """What the figure shows, and the command it came from where the ledger names one."""
-    name = start.get("run", "unnamed")
-    shown = (
-        f"Run {name}. Top: loss by trainer (thin) and of the consensus (bold). Middle: batch per "
-        f"worker that the test requested (solid) and that updates used (dashed). Bottom: trainers "
-        f"that took part in the round. "
+    header = (
+        *("cluster", "devices", "sites", "time (s)", "useful (%)", "waiting (%)"),
+        *("communication (%)", "idle (%)", "lost (%)"),
     )
-    if has_syncs:
-        shown += (
-            "Left: over the tokens of all trainers. Right: over blocking synchronisations, summed "
-            "over trainers; a trainer with one worker has none, so where all have one the curves "
-            "move straight up or down."
-        )
+    return page.table(caption, header, rows)
+
+
+def _theory(run: Run, book: _Book, stem: str) -> str:
+    found = predictions.theory_of(run)
+    if isinstance(found, str):
+        return page.paragraph(f"Nothing to hold against the theory: {found}")
+    parts = [book.figure(found.drawing, stem)]
+    if found.constants is None:
+        parts.append(page.paragraph(f"No constants: {found.reason}"))
     else:
-        shown += "No trainer had more than one worker, so there are no communications to draw over."
-    if memory != "-":
-        shown += f" Memory: {memory}."
-    command = f"Command: {start['command']}" if start.get("command") else ""
-    return "\n".join(textwrap.wrap(shown, width) + textwrap.wrap(command, width, max_lines=3))
+        rows = [
+            ("L, smoothness", f"{found.constants.smoothness:.4g}"),
+            ("Δ0, gap to the lowest loss (nats)", f"{found.constants.gap:.4g}"),
+            ("σ², gradient noise", f"{found.constants.noise:.4g}"),
+            ("η of the norm test", f"{found.constants.eta:.4g}"),
+        ]
+        caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
+        parts.append(page.table(caption, ("constant", "value"), rows))
+    return "\n".join(parts)
+
+
+def _assumptions() -> str:
+    return page.bullets(theory.ASSUMPTIONS)

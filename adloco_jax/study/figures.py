@@ -1,0 +1,393 @@
+"""The look that all figures share, and the figures that compare runs: loss against its costs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import ParamSpec, TypedDict, TypeVar
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from adloco_jax.study import curves
+from adloco_jax.study.curves import Run, Variant
+
+WIDTH = 7.0  # inches: what a page of A4 or letter holds, so print does not shrink the letters
+
+# Okabe and Ito's colours, black last and without yellow, too pale for a line. Markers and dashes
+# tell curves apart in grey print; their numbers have no common factor, so no look comes back
+# before the 105th curve.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+
+_SMALL = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9}
+_SMALL |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5)
+
+_MAX_LABEL = 36  # characters of a legend's entry
+_APART = 0.06  # of a panel's diagonal, from one marker to the next
+_MAX_NAMED = 12  # trainers that a legend names one by one
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Look(TypedDict):
+    """How a curve is drawn."""
+
+    color: str
+    marker: str
+    linestyle: str | tuple
+    linewidth: float
+    markersize: float
+    zorder: float
+
+
+_PLAIN: Look = {
+    "color": "black",
+    "marker": "o",
+    "linestyle": "-",
+    "linewidth": 1.3,
+    "markersize": 4,
+    "zorder": 2,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, the name of its file, its heading, and what it shows in words."""
+
+    name: str
+    title: str
+    figure: Figure
+    caption: str
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Simulated time: the cluster's name, and for each run's folder the end of each round (s)."""
+
+    cluster: str
+    end_s: Mapping[Path, Mapping[int, float]]
+
+    @property
+    def unit(self) -> tuple[float, str]:
+        """Seconds per unit, and the unit, in which the longest run is a handy number."""
+        longest_s = max((max(end.values(), default=0) for end in self.end_s.values()), default=0)
+        units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
+        return next((unit for unit in units if longest_s >= 3 * unit[0]), (1.0, "s"))
+
+
+def small_letters(draw: Callable[P, T]) -> Callable[P, T]:
+    """Draws with letters that stay readable in print."""
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        with rc_context(_SMALL):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def look(index: int) -> Look:
+    """How the curve with this number looks, the same in every figure."""
+    return {
+        **_PLAIN,
+        "color": _COLORS[index % len(_COLORS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _DASHES[index % len(_DASHES)],
+    }
+
+
+def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
+    """How each trainer's curves look, and its label: empty for what the legend does not name.
+
+    Up to twelve trainers each have a look of their own. Of more, those that took part in the
+    last round (at most six of them) have, and the others are thin and grey.
+    """
+    rounds = curves.lines(run.events, "round")
+    trainers = list(curves.by_trainer(rounds))
+    last = max(e["round"] for e in rounds)
+    named = trainers
+    if len(trainers) > _MAX_NAMED:
+        named = sorted(e["trainer"] for e in rounds if e["round"] == last)[:6]
+    grey: Look = {**_PLAIN, "color": "0.65", "marker": "", "linewidth": 0.8, "zorder": 1.2}
+    looks = {trainer: (grey, "") for trainer in trainers}
+    for place, trainer in enumerate(named):
+        # Dashes mean something else where trainers are drawn.
+        style: Look = {**look(place), "linestyle": "-"}
+        looks[trainer] = (style, f"trainer {trainer}")
+    return looks
+
+
+def others_caption(run: Run) -> str:
+    """A sentence for figures in which some trainers are grey; else empty."""
+    looks = trainer_looks(run)
+    grey = sum(not label for _, label in looks.values())
+    return f" {grey} of the {len(looks)} trainers are drawn in grey." if grey else ""
+
+
+def finish(ax: Axes) -> None:
+    """A quiet grid behind the data, and no box around it."""
+    ax.grid(color="0.92", linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Figure) -> None:
+    """One legend for all panels, above them, each label once."""
+    handles = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if not handles:
+        return
+    longest = max(map(len, handles))
+    ncols = max(1, min(len(handles), int(WIDTH * 72 / (4.7 * longest + 42))))
+    more_rows = math.ceil(len(handles) / ncols) - 1
+    figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
+    shown = figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=ncols, frameon=False
+    )
+    for text in shown.get_texts():
+        text.set_parse_math(False)
+
+
+def over_rounds(ax: Axes, num_rounds: int) -> None:
+    """The round axis: integers, from before the first round to after the last."""
+    ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    margin = 0.02 * num_rounds
+    ax.set_xlim(-margin, num_rounds + margin)
+
+
+def plain_decades(ax: Axes, lowest: float, highest: float) -> None:
+    """Labels of a logarithmic y axis: between decades too, where there are few of them."""
+    if highest < 30 * lowest:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_locator(NullLocator())
+    if highest < 1e5 and lowest > 1e-4:
+        ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def printable(label: str) -> str:
+    """A label for a figure: one line, not too long, of letters that the font has."""
+    glyphs = _glyphs()
+    text = "".join(c if ord(c) in glyphs else "\N{REPLACEMENT CHARACTER}" for c in label.strip())
+    if len(text) > _MAX_LABEL:
+        text = f"{text[: _MAX_LABEL // 2]}…{text[1 - _MAX_LABEL // 2 :]}"
+    return f" {text}" if text.startswith("_") else text  # Matplotlib hides what begins with one
+
+
+@lru_cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())
+
+
+def look_every(count: int) -> int:
+    """Points from one marker to the next, so that a long curve carries about ten."""
+    return max(1, count // 10)
+
+
+@small_letters
+def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss") -> Drawing:
+    """Loss (or accuracy) against tokens, communications, bytes and simulated time.
+
+    Args:
+      variants: What to compare. A single run shows its trainers beside the consensus.
+      clock: The simulated time, if there is one to draw over.
+      field: "loss", or "accuracy" of runs that classify.
+
+    Returns:
+      The drawing; a cost that stays zero in all runs has no panel. Where no run was evaluated
+      it is the training loss.
+    """
+    runs = [run for variant in variants for run in variant.runs]
+    heldout = any(map(curves.is_evaluated, runs))
+    points = {run.folder: _points(run, field, heldout) for run in runs}
+    names = [printable(variant.label) for variant in variants]
+    if len(set(names)) < len(names):  # shortened, they came out alike
+        names = [f"{place}. {name}" for place, name in enumerate(names, start=1)]
+    costs = [
+        cost
+        for cost in curves.COSTS
+        if cost == "tokens" or any(p[cost] for own in points.values() for p in own)
+    ]
+    costs += ["simulated_s"] if clock else []
+    figure = Figure(figsize=(WIDTH, 3.4 if len(costs) < 3 else 5.6), layout="constrained")
+    mosaic = {1: "0", 2: "01", 3: "00;12", 4: "01;23"}[len(costs)]
+    panels = figure.subplot_mosaic(mosaic, sharey=True)
+    for index, cost in enumerate(costs):
+        ax = panels[str(index)]
+        if len(runs) == 1:
+            _draw_run(ax, runs[0], cost, clock, field, heldout)
+            spent = [_xy(points[runs[0].folder], runs[0], cost, clock)[0]]
+        else:
+            spent = []
+            for number, (variant, name) in enumerate(zip(variants, names, strict=True)):
+                drawn = [
+                    _xy(points[run.folder], run, cost, clock)
+                    for run in variant.runs
+                    if points[run.folder]
+                ]
+                _draw_variant(ax, drawn, name, look(number))
+                spent += [x for x, _ in drawn]
+        _cost_axis(ax, cost, clock, spent)
+        if str(index) in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
+            ax.tick_params(labelleft=False)
+        else:
+            ax.set_ylabel(_quantity(runs, field, heldout))
+        if not ax.lines or all(
+            np.isnan(np.asarray(line.get_ydata(), float)).all() for line in ax.lines
+        ):
+            ax.text(0.5, 0.5, f"no finite {field}", ha="center", transform=ax.transAxes)
+        finish(ax)
+    legend(figure)
+    caption = _loss_caption(variants, costs, clock, field, heldout)
+    title = {"loss": "Loss against what it cost", "accuracy": "Accuracy against what it cost"}
+    return Drawing(field, title[field], figure, caption)
+
+
+def _points(run: Run, field: str, heldout: bool) -> list[dict]:
+    if heldout:
+        return curves.heldout_points(run.events, field=field)
+    return curves.training_points(run.events)
+
+
+def _draw_run(
+    ax: Axes, run: Run, cost: str, clock: Clock | None, field: str, heldout: bool
+) -> None:
+    """Thin lines for the trainers, a bold one beneath them for the consensus."""
+    for trainer, (style, label) in trainer_looks(run).items():
+        if heldout:
+            own = curves.heldout_points(run.events, trainer=trainer, field=field)
+        else:
+            own = curves.training_points(run.events, trainer=trainer)
+        x, y = _xy(own, run, cost, clock)
+        ax.plot(x, y, markevery=_apart(y), label=label or None, **style)
+    if heldout:
+        x, y = _xy(_points(run, field, heldout), run, cost, clock)
+        ax.plot(x, y, color="black", lw=3, zorder=1.5, label="consensus")
+
+
+def _draw_variant(
+    ax: Axes, drawn: Sequence[tuple[list[float], list[float]]], name: str, style: Look
+) -> None:
+    """A line for a single run; for several seeds their median, with a band."""
+    if len(drawn) == 1:
+        [(x, y)] = drawn
+        ax.plot(x, y, markevery=_apart(y), label=name, **style)
+    elif drawn:
+        band = curves.band(drawn)
+        label = f"{name} ({len(drawn)} seeds)"
+        ax.plot(band.x, band.median, markevery=_apart(band.median), label=label, **style)
+        ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.25, lw=0)
+
+
+def _apart(y: Sequence[float] | np.ndarray) -> float | None:
+    """Markers evenly apart on paper, which Matplotlib cannot do for a curve without a point."""
+    return _APART if np.isfinite(y).any() else None
+
+
+def _xy(
+    points: Sequence[dict], run: Run, cost: str, clock: Clock | None
+) -> tuple[list[float], list[float]]:
+    """The curve over one cost; over simulated time, of the rounds that were simulated."""
+    if clock is None or cost != "simulated_s":
+        return [p[cost] for p in points], [p["value"] for p in points]
+    end_s = clock.end_s.get(run.folder, {})
+    known = [p for p in points if p["round"] in end_s]
+    return [end_s[p["round"]] / clock.unit[0] for p in known], [p["value"] for p in known]
+
+
+def _cost_axis(ax: Axes, cost: str, clock: Clock | None, spent: Sequence[Sequence[float]]) -> None:
+    """Label, scale and ticks; logarithmic where curves, or most of their points, would be lost."""
+    if clock and cost == "simulated_s":
+        ax.set_xlabel(f"simulated time on {clock.cluster} ({clock.unit[1]})")
+    else:
+        ax.set_xlabel(curves.COSTS[cost])
+    drawn = [np.array([value for value in x if value > 0]) for x in spent]
+    drawn = [x for x in drawn if x.size]
+    if not drawn:
+        ax.set_xlim(-0.5, 1)
+        return
+    ends, every = [x.max() for x in drawn], np.concatenate(drawn)
+    if max(ends) >= 10 * min(min(ends), np.median(every)):
+        _decades(ax, float(every.min()), max(ends))
+    else:
+        ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
+    if cost == "simulated_s":
+        ax.xaxis.set_major_formatter("{x:g}")
+    else:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=" ", unit="B" if cost == "bytes" else ""))
+
+
+def _decades(ax: Axes, lowest: float, highest: float) -> None:
+    """A logarithmic x axis; one that begins at 0 where there is something to see."""
+    first, last = math.floor(math.log10(lowest)), math.floor(math.log10(highest))
+    ticks = [10.0**power for power in range(first, last + 1, math.ceil((last - first + 1) / 6))]
+    if any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines):
+        ax.set_xscale("symlog", linthresh=ticks[0], linscale=1)
+        ax.set_xlim(-0.2 * ticks[0], 1.3 * highest)
+        ticks.insert(0, 0.0)
+    else:
+        ax.set_xscale("log")
+        ax.set_xlim(lowest / 1.3, 1.3 * highest)
+    ax.set_xticks(ticks)
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
+    if field == "accuracy":
+        return "held-out accuracy (fraction)"
+    unit = "example" if any(map(curves.is_classifier, runs)) else "token"
+    return f"{'held-out' if heldout else 'training'} loss (nats/{unit})"
+
+
+def _loss_caption(
+    variants: Sequence[Variant], costs: list[str], clock: Clock | None, field: str, heldout: bool
+) -> str:
+    runs = [run for variant in variants for run in variant.runs]
+    if len(runs) == 1:
+        of = "by trainer (thin) and of the consensus (bold)" if heldout else "by trainer"
+        shown = f"{_sentence(field, heldout)} {of}.{others_caption(runs[0])}"
+    else:
+        of = "of the consensus" if heldout else "averaged over the trainers of a round"
+        shown = f"{_sentence(field, heldout)} {of}, a curve per variant."
+        most = max(len(variant.runs) for variant in variants)
+        if most > 1:
+            spread = "quartiles" if most >= 5 else "minimum to maximum"
+            shown += (
+                f" Where a variant has several seeds: their median, and a band ({spread}), on the"
+                " stretch that all its seeds cover."
+            )
+        left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
+        if heldout and left_out:
+            shown += f" Never evaluated, so not drawn: {', '.join(left_out)}."
+    names = {"tokens": "tokens", "syncs": "blocking synchronisations", "bytes": "bytes moved"}
+    over = [names[cost] for cost in costs if cost in names]
+    shown += f" Over {', '.join(over)}, summed over trainers"
+    shown += f", and over simulated time on the cluster “{clock.cluster}”." if clock else "."
+    if "syncs" in costs:
+        shown += (
+            " A trainer with one worker has no synchronisation, so where all have one the curve"
+            " moves straight up or down."
+        )
+    else:
+        shown += " Nothing was synchronised, so there are no communications to draw over."
+    return shown + (
+        " A horizontal axis that spans decades is logarithmic, except next to zero. A gap is a"
+        " value that was not finite."
+    )
+
+
+def _sentence(field: str, heldout: bool) -> str:
+    if field == "accuracy":
+        return "Held-out accuracy"
+    return "Held-out loss" if heldout else "Training loss (no evaluation is on record)"

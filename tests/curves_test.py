@@ -1,0 +1,158 @@
+"""Runs as variants, and curves and bands, against numbers worked out by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from ledgers import ROUNDS, write_run
+
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.ledger import Ledger
+from adloco_jax.study import curves
+
+
+def test_two_curves_make_a_band_on_the_stretch_that_both_cover():
+    # On [2, 6]: the first falls from 8 to 4 (and stays), the second from 10 at x = 1 to 0 at 11.
+    band = curves.band([([2, 6, 8], [8.0, 4.0, 4.0]), ([1, 6, 11], [10.0, 5.0, 0.0])])
+    assert band.x.tolist() == [2, 6, 8]
+    np.testing.assert_allclose(band.low, [8, 4, 3])
+    np.testing.assert_allclose(band.median, [8.5, 4.5, 3.5])
+    np.testing.assert_allclose(band.high, [9, 5, 4])
+
+
+def test_where_a_curve_moves_straight_down_its_last_value_counts():
+    band = curves.band([([0, 0, 2], [9.0, 5.0, 3.0]), ([0, 1, 2], [7.0, 7.0, 7.0])])
+    assert band.x.tolist() == [0, 1, 2]
+    assert band.low.tolist() == [5, 4, 3]
+
+
+def test_from_five_curves_on_the_band_is_of_quartiles():
+    flat = [([0, 1], [float(y)] * 2) for y in (10, 0, 3, 1, 2)]
+    band = curves.band(flat)
+    assert (band.low[0], band.median[0], band.high[0]) == (1, 2, 3)
+    assert curves.band(flat[:4]).high[0] == 10
+
+
+def test_a_value_that_is_not_finite_breaks_the_band_only_next_to_it():
+    band = curves.band([([0, 1, 2, 3, 4], [4.0, 3.0, math.nan, 1.0, 0.0]), ([0, 4], [5.0, 5.0])])
+    assert np.isnan(band.median).tolist() == [False, False, True, False, False]
+    assert band.low[[0, 1, 3, 4]].tolist() == [4, 3, 1, 0]
+
+
+def test_curves_without_a_common_stretch_have_no_band():
+    assert curves.band([([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0])]).x.size == 0
+
+
+def runs(folder, **settings):
+    """Runs by the name of their folder, each with its own settings."""
+    return [curves.read_run(write_run(folder / name, **own)) for name, own in settings.items()]
+
+
+def grouped(variants):
+    return {variant.label: [run.folder.name for run in variant.runs] for variant in variants}
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_variant(tmp_path):
+    mixed = runs(
+        tmp_path, a=dict(seed=0), b=dict(learning_rate=1e-2), c=dict(seed=7), d=dict(start=False)
+    )
+    assert grouped(curves.variants(mixed)) == {"a": ["a", "c"], "b": ["b"], "d": ["d"]}
+
+
+def test_a_resumed_run_goes_by_its_last_start(tmp_path):
+    first, second = runs(tmp_path, a={}, b=dict(learning_rate=1e-2))
+    changed = next(e for e in second.events if e["event"] == "start")
+    with Ledger(tmp_path / "a" / "ledger.jsonl") as ledger:
+        ledger.write(**changed)
+    again = curves.read_run(tmp_path / "a")
+    assert grouped(curves.variants([again, second])) == {"a": ["a", "b"]}
+
+
+def test_labels_are_as_much_of_the_path_as_tells_variants_apart(tmp_path):
+    folders = {"x/0": 1e-3, "x/1": 1e-3, "y/0": 1e-2, "z/0": 1e-1}
+    read = []
+    for seed, (name, rate) in enumerate(folders.items()):
+        run = write_run(tmp_path / name, learning_rate=rate, seed=seed)
+        read.append(curves.read_run(run))
+    # x holds both runs of its variant and no others; y/0 and z/0 share their folders' name.
+    assert list(grouped(curves.variants(read))) == ["x", "y/0", "z/0"]
+    labels = list(grouped(curves.variants(read, labels=["A", "A", "B", "C"])))
+    assert labels == ["A", "B", "C"]
+
+
+def test_runs_and_labels_that_do_not_fit_are_the_users_mistake(tmp_path):
+    a, b = runs(tmp_path, a={}, b=dict(learning_rate=1e-2))
+    for wrong in (
+        dict(runs=[]),
+        dict(runs=[a, a]),
+        dict(runs=[a, b], labels=["one"]),
+        dict(runs=[a, b], labels=["same", "same"]),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            curves.variants(**wrong)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "value"),
+    [
+        ("round", "tokens", None),
+        ("round", "round", "three"),
+        ("eval", "loss", "low"),
+        ("merge", "members", 3),
+        ("compile", "seconds", None),
+    ],
+)
+def test_a_damaged_ledger_is_named_with_the_field(tmp_path, event, field, value):
+    path = write_run(tmp_path) / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    next(line for line in lines if line["event"] == event)[field] = value
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DataError, match=f"a {event} line has {field} = ") as raised:
+        curves.read_run(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_line_without_a_field_is_damaged_too(tmp_path):
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.write("round", round=1)
+    with pytest.raises(DataError, match="a round line has trainer"):
+        curves.read_run(tmp_path)
+
+
+def test_held_out_points_carry_the_costs_of_their_evaluation(tmp_path):
+    events = curves.read_run(write_run(tmp_path, no_loss=(2,))).events
+    points = curves.heldout_points(events)
+    assert [p["tokens"] for p in points] == [512, 1408, 2816, 7680, 12800, 17920]
+    assert [p["syncs"] for p in points] == [1, 2, 3, 4, 5, 6]
+    # 500,000 bytes for each of two workers a round, from round 4 on of three; a merge in round 3.
+    assert [p["bytes"] for p in points] == [
+        10**6,
+        2 * 10**6,
+        3_250_000,
+        4_750_000,
+        6_250_000,
+        7_750_000,
+    ]
+    losses = [p["value"] for p in points]
+    assert math.isnan(losses[1]) and losses[2:4] == pytest.approx([3.35, 2.65])
+    of_trainer = curves.heldout_points(events, trainer=1)
+    assert [p["round"] for p in of_trainer] == [1, 2]  # then it is absorbed
+
+
+def test_training_points_are_means_over_trainers_and_know_the_same_costs(tmp_path):
+    events = curves.read_run(write_run(tmp_path)).events
+    points = curves.training_points(events)
+    assert points[3]["value"] == pytest.approx((2.90 + 3.51) / 2)
+    heldout = curves.heldout_points(events)
+    for cost in curves.COSTS:
+        assert [p[cost] for p in points] == [p[cost] for p in heldout]
+    alone = curves.training_points(events, trainer=1)
+    assert [(p["round"], p["value"]) for p in alone] == [(1, 5.52), (2, 4.72), (3, 4.12)]
+    assert alone[2]["tokens"] == 2816  # of all trainers
+
+
+def test_stalls_count_a_round_once_not_once_per_trainer(tmp_path):
+    events = curves.read_run(write_run(tmp_path)).events
+    assert curves.stalls(events) == {number: (0.2, 0.0) for number in range(1, 1 + ROUNDS[-1][0])}
