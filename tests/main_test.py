@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ledgers import write_run
 
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
@@ -314,6 +315,16 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(elsewhere, ca
     assert (elsewhere / "run" / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(elsewhere / "run" / "checkpoints")
     assert cli.main(TINY) == 0 and "checkpoints: gone" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):
+    monkeypatch.setattr("adloco_jax.run.resume.finished", lambda *args, **kwargs: [])
+    write_run(elsewhere / "run")
+    (elsewhere / "run" / "report").touch()  # in the folder's place
+    assert cli.main(TINY) == 0
+    out, err = capsys.readouterr()
+    assert "tokens          17,920" in out
+    assert err.startswith("the report was not written: ") and len(err.splitlines()) == 1
 
 
 def test_flags_let_a_run_go_on_with_changes(elsewhere, capsys):
