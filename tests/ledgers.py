@@ -146,8 +146,10 @@ def write_run(
                     loss_before=[4.0, 4.1],
                     loss_after=5.0,
                     barrier=0.95,
+                    bytes=250_000,
                     action="keep",
                 )
+                bytes_total += 250_000
             if evals:
                 alive = {t: x for t, x in losses.items() if not (merge and (number, t) == (3, 1))}
                 best = min(losses.values()) - 0.25  # of all that took part

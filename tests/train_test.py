@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
@@ -132,6 +134,9 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
     (refusal,) = events(tmp_path / "r", "refusal")
     assert refusal["barrier"] > 0.01 and refusal["action"] == action
     assert events(tmp_path / "r", "merge") == []
+    moved = sum(e["bytes"] for e in events(tmp_path / "r", "round"))
+    assert refusal["bytes"] == 37 * 4  # to know what the merge would be like
+    assert result.controller.bytes_total == moved + refusal["bytes"]
     assert result.ensemble.num_trainers == (2 if action == "keep" else 1)
     # Retired or kept, nobody was averaged: each x is in its valley still.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
@@ -506,3 +511,34 @@ def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):
     assert lengthened.controller.syncs_total == expected.controller.syncs_total
     for one, other in zip(*map(jax.tree.leaves, (lengthened.params, expected.params)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_path):
+    alone = {"ensemble": {"num_trainers": 1, "num_workers": 4}, "batching": {"test": "constant"}}
+    adloco = run(tmp_path / "adloco", settings_of(**alone))
+    diloco = run(tmp_path / "diloco", settings_of(**alone | {"merge": {"policy": "none"}}))
+    assert adloco.controller == diloco.controller
+    for one, other in zip(*map(jax.tree.leaves, (adloco.ensemble, diloco.ensemble)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_data_parallel_is_adamw_on_the_union_batch(tmp_path):
+    """Four workers and rounds of a single step, against optax and the same sequences."""
+    rate, steps = 0.05, 12
+    settings = settings_of(
+        num_rounds=steps,
+        ensemble={"num_trainers": 1, "num_workers": 4},
+        inner={"steps_per_round": 1, "tx": "sgd", "learning_rate": 1.0, "weight_decay": 0.0},
+        outer={"tx": "adamw", "learning_rate": rate},
+        batching={"test": "constant"},
+        merge={"policy": "none"},
+    )
+    result = run(tmp_path / "r", settings)
+    tx = optax.adamw(rate, b1=settings.inner.beta1, b2=settings.inner.beta2, weight_decay=0.0)
+    params, rows = init_fn(None), corpus()
+    state = tx.init(params)
+    for step in range(steps):
+        union = np.concatenate([rows.batch(0, stream, 2 * step, 2) for stream in range(4)])
+        updates, state = tx.update(jax.grad(bigram_loss)(params, jnp.asarray(union)), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(result.params["w"], params["w"], rtol=1e-6, atol=1e-6)

@@ -562,11 +562,13 @@ class _Run:
             "loss_before": before,
             "loss_after": after,
             "barrier": barrier,
+            "bytes": self.spec.param_bytes * (len(ids) - 1),  # refused or not, to know the loss
         }
         limit = settings.merge.max_barrier
         refused = limit is not None and not barrier <= limit
         if refused:
             action = settings.merge.on_refusal
+            controller.bytes_total += event["bytes"]
             self.ledger.write("refusal", **event, action=action)
             self.progress.note(
                 f"round {controller.round}: merging trainers {ids} would raise the loss by"
@@ -588,10 +590,7 @@ class _Run:
         }
         if not refused:
             size = next(t.requested_batch_size for t in controller.trainers if t.id == ids[0])
-            moved = self.spec.param_bytes * (len(ids) - 1)
-            self.ledger.write(
-                "merge", **event, bytes=moved, requested_batch_size=size, workers=workers
-            )
+            self.ledger.write("merge", **event, requested_batch_size=size, workers=workers)
             controller.merges.append({"round": controller.round, "members": ids, "into": ids[0]})
             self.progress.note(
                 f"round {controller.round}: trainers {ids} merge into {ids[0]}, held-out loss"

@@ -120,7 +120,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
             continue
         for seed in seeds:
             config = ConfigDict(comparison.base.to_dict())
-            for key, value in (changes | {"seed": seed}).items():
+            for key, value in {**changes, "seed": seed}.items():
                 if key == "batching.replay":
                     value = str(_workdir(folder, str(value), seed))
                 group, _, knob = key.rpartition(".")
@@ -204,7 +204,7 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
             index = event["round"]
             updates[index] = max(updates.get(index, 0), event["updates"])
             alive[index] = alive.get(index, 0) + 1
-        elif event["event"] == "merge":
+        elif event["event"] == "merge" or event.get("action") == "retire":
             alive[event["round"]] -= len(event["members"]) - 1
     points = []
     for event in events:
@@ -273,12 +273,8 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
                 key: _spread([_lowest(points, key, budgets[key]) for points in seeds.values()])
                 for key in MEASURES
             },
-            "to_target": {
-                key: _spread([p and getattr(p, key) for p in to_target]) for key in MEASURES
-            },
-            "to_baseline": {
-                key: _spread([p and getattr(p, key) for p in to_baseline]) for key in MEASURES
-            },
+            "to_target": _costs(to_target),
+            "to_baseline": _costs(to_baseline),
         }
     return {
         "baseline": comparison.baseline,
@@ -356,6 +352,14 @@ def _first(points: Sequence[Point], loss: float) -> Point | None:
 
 def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | None:
     return min((p.loss for p in points if getattr(p, measure) <= budget), default=None)
+
+
+def _costs(points: Sequence[Point | None]) -> dict[str, dict]:
+    """What was spent at points of which some may be missing, by measure."""
+    return {
+        key: _spread([None if point is None else getattr(point, key) for point in points])
+        for key in MEASURES
+    }
 
 
 def _spread(values: Sequence[float | None]) -> dict:

@@ -22,7 +22,7 @@ COSTS = {
 
 _NUMBER = (int, float, type(None))
 _MERGE: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("round", "into"), int),
+    **dict.fromkeys(("round", "into", "bytes"), int),
     **dict.fromkeys(("members", "weights", "loss_before"), list),
     **dict.fromkeys(("loss_after", "barrier"), _NUMBER),
 }
@@ -39,7 +39,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "trainer": (int, str),
         "loss": _NUMBER,
     },
-    "merge": {"bytes": int} | _MERGE,
+    "merge": _MERGE,
     "refusal": _MERGE,
     "compile": {"key": str, "seconds": (int, float), "cache": str, "where": str},
     "memory": {"round": int, "host_peak_bytes": int, "device_peak_bytes": list},

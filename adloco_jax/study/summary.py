@@ -70,7 +70,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
         "tokens_total": sum(e["tokens"] for e in rounds),
         "updates_total": sum(e["updates"] for e in rounds),
         "syncs_total": sum(e["syncs"] for e in rounds),
-        "bytes_total": sum(e["bytes"] for e in [*rounds, *merges]),
+        "bytes_total": sum(e["bytes"] for e in [*rounds, *merges, *lines(events, "refusal")]),
         "num_merges": len(merges),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
