@@ -15,7 +15,6 @@ from pathlib import Path
 
 from adloco_jax.errors import UserError
 from adloco_jax.run import config_file
-from adloco_jax.run.train import use_compilation_cache
 from adloco_jax.study import compare, report
 from adloco_jax.study.compare_figure import draw
 
@@ -53,7 +52,6 @@ def _compare(options: argparse.Namespace) -> int:
         )
         for _ in range(options.processes - 1)
     ]
-    use_compilation_cache()
     try:
         whole = compare.execute(comparison, folder, on_end=say)
         codes = [other.wait() for other in others]

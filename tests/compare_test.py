@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.config import default_config
+from adloco_jax.run import config_file
+from adloco_jax.run.build import build_model
+from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.study import compare, network
 from adloco_jax.study.compare import Comparison, Simulated, curve, execute, markdown, runs_of
@@ -74,11 +77,33 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         "c": {"batching.test": "replay", "batching.replay": "z"},
     }
     with pytest.raises(ConfigError) as error:
-        runs_of(comparison(variants=wrong, seeds=(1, 1)), tmp_path)
+        simulated = Simulated(preset="mars")
+        runs_of(comparison(variants=wrong, seeds=(1, 1), simulated=simulated), tmp_path)
     lines = str(error.value).splitlines()
-    assert len(lines) == 5
-    for part in ("seeds", "baseline", "a: batching.batchcap", "b: inner.learning_rate", "c: batch"):
+    assert len(lines) == 6
+    for part in (
+        "seeds",
+        "baseline",
+        "simulated: preset",
+        "a: batching.batchcap",
+        "b: inner.learning_rate",
+        "c: batch",
+    ):
         assert sum(part in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("name", ["compare_quick", "compare_full", "compare_microllama"])
+def test_the_comparisons_of_this_project_can_run(name, tmp_path):
+    path = config_file.find(f"configs/{name}.py")
+    declared = config_file.load(path, "get_comparison", Comparison)
+    runs = runs_of(declared, tmp_path)
+    assert len(runs) == len(declared.seeds) * len(declared.variants) >= 15
+    if name == "compare_quick":
+        assert len(declared.variants) == 5
+        settings = validate(runs[0].config)
+        init_fn, _ = build_model(settings)
+        shapes = jax.eval_shape(init_fn, jax.random.key(0))
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) <= 200_000
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):

@@ -47,7 +47,13 @@ class Simulated:
     sequence_length: int = 1024  # tokens
 
     def cluster(self) -> Cluster:
-        """As the network model takes it."""
+        """As the network model takes it.
+
+        Raises:
+          ConfigError: If there is no such preset or device, or fewer devices than sites.
+        """
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset = {self.preset!r}: expected one of {', '.join(PRESETS)}")
         step_time = roofline(
             self.device, num_params=self.num_params, sequence_length=self.sequence_length
         )
@@ -110,6 +116,10 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
         faults.append(f"seeds = {tuple(seeds)}: a band needs three different ones at least")
     if comparison.baseline not in variants:
         faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
+    try:
+        comparison.simulated.cluster()
+    except ConfigError as error:
+        faults.append(f"simulated: {error}")
     for name, changes in variants.items():
         source = changes.get("batching.replay")
         if source is not None and (source not in variants or "batching.replay" in variants[source]):
