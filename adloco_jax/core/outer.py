@@ -37,7 +37,8 @@ def outer_step(
 
     Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
     Buffers are not donated here. What is not finite is left out, see `inner_steps` and
-    `outer_update`.
+    `outer_update`. Arrays may be sharded over a mesh with automatic axes, which
+    `jax.sharding.Mesh(devices, names)` has and `jax.make_mesh(shape, names)` may not have.
 
     Args:
       ensemble: Trainers and workers before the round.
