@@ -200,6 +200,19 @@ def test_no_upright_line_of_a_merge_crosses_a_trainer_that_is_alive():
         alive -= set(gone)
 
 
+def test_merges_that_no_run_could_make_are_drawn_all_the_same(tmp_path):
+    run = read(tmp_path)
+    [merge] = [e for e in run.events if e["event"] == "merge"]
+    ring = merge | {"members": [1, 2], "into": 1, "weights": [0, 0], "barrier": None}
+    stranger = merge | {"members": [0, 77], "into": 77}
+    run.events.extend([ring, stranger])
+    [ax] = run_figures.merges(run).figure.axes
+    assert sorted(label.get_text() for label in ax.get_yticklabels()) == [
+        *("trainer 0", "trainer 1", "trainer 2", "trainer 77")
+    ]
+    assert "not finite" in [text.get_text() for text in ax.texts]
+
+
 def test_a_quarantined_trainer_is_marked_where_it_left(tmp_path):
     write_run(tmp_path)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:

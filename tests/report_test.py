@@ -230,13 +230,16 @@ def test_links_lead_to_parts_of_the_page_and_no_two_parts_share_a_name(which, re
 def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path):
     settings = {"rounds": ROUNDS[:3], "merge": False}
     command = f"python {HOSTILE}"
-    run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, **settings)
-    plain = write_run(tmp_path / "_日本 𝔛", learning_rate=1.0, **settings)
-    page = Page(report.write([run, plain], tmp_path / "report", labels=[HOSTILE, "_日本 𝔛"]))
+    # Not evaluated, so its label is in a caption too.
+    run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, evals=False, **settings)
+    strange = "_日本 𝔛 $a_$"
+    plain = write_run(tmp_path / strange, learning_rate=1.0, **settings)
+    page = Page(report.write([run, plain], tmp_path / "report", labels=[HOSTILE, strange]))
     assert "script" not in page.tags and page.tags.count("title") == 1
     assert page.tags.count("img") == len(page.figures)
     assert command in page.text and HOSTILE in page.text.replace(command, "")
-    assert "_日本 𝔛" in page.text
+    assert strange in page.text
+    assert f"not drawn: {HOSTILE}." in page.text
 
 
 def test_a_folder_whose_name_is_no_text_can_be_reported_on(tmp_path):
@@ -250,6 +253,7 @@ def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
     assert page.tags.count("details") == 2
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
     assert "Never evaluated, so not drawn: b." in page.text
+    assert page.text.count("eight_sites 4,096") == 1 and page.text.count("eight_sites") == 6
     assert len(page.figures) == 1 + 2 * (len(SINGLE) - 1)
     summary = json.loads((path.parent / "summary.json").read_text())
     assert [run["loss"] for run in summary["a0"]] == pytest.approx([2.0, 2.1, 2.2])

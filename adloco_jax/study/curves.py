@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,24 +211,27 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     """Training loss by round, of a trainer or averaged over all, and the costs by then."""
     rounds, merges = lines(events, "round"), lines(events, "merge")
     totals = {cost: cumulative([*rounds, *merges], cost) for cost in COSTS}
-    points = []
-    for number in sorted({e["round"] for e in rounds}):
-        own = [
-            _nan(e["train_loss"])
-            for e in rounds
-            if e["round"] == number and trainer in (None, e["trainer"])
-        ]
-        if own:
-            costs = {cost: total[number] for cost, total in totals.items()}
-            points.append({"round": number, "value": sum(own) / len(own), **costs})
-    return points
+    losses: dict[int, list[float]] = {}
+    for e in rounds:
+        if trainer in (None, e["trainer"]):
+            losses.setdefault(e["round"], []).append(_nan(e["train_loss"]))
+    return [
+        {
+            "round": number,
+            "value": sum(own) / len(own),
+            **{cost: total[number] for cost, total in totals.items()},
+        }
+        for number, own in sorted(losses.items())
+    ]
 
 
 def cumulative(own: Sequence[dict], field: str) -> dict[int, int]:
     """The field summed over trainers and over rounds up to each round on record."""
-    numbers = sorted({e["round"] for e in own})
-    sums = [sum(e.get(field, 0) for e in own if e["round"] == number) for number in numbers]
-    return dict(zip(numbers, itertools.accumulate(sums), strict=True))
+    spent: Counter[int] = Counter()
+    for e in own:
+        spent[e["round"]] += e.get(field, 0)
+    numbers = sorted(spent)
+    return dict(zip(numbers, itertools.accumulate(spent[n] for n in numbers), strict=True))
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:

@@ -79,8 +79,8 @@ class Clock:
     def unit(self) -> tuple[float, str]:
         """Seconds per unit, and the unit, in which the longest run is a handy number."""
         longest_s = max((max(end.values(), default=0) for end in self.end_s.values()), default=0)
-        units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
-        return next((unit for unit in units if longest_s >= 3 * unit[0]), (1.0, "s"))
+        units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+        return next((unit for unit in units if longest_s >= 3 * unit[0]), (1e-6, "µs"))
 
 
 def small_letters(draw: Callable[P, T]) -> Callable[P, T]:

@@ -24,7 +24,7 @@ _PAGE = Template("""<!DOCTYPE html>
 <title>$title</title>
 <style>
 :root { color-scheme: light; }
-body { margin: 0 auto; padding: 1rem; max-width: 46rem; color: #111; background: #fff;
+body { margin: 0 auto; padding: 1rem; max-width: 50rem; color: #111; background: #fff;
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.25; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #bbb; }
@@ -41,19 +41,21 @@ table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tab
   overflow-wrap: normal; }
 th, td { padding: 0.25rem 0.5rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
+td { white-space: nowrap; }
 thead th { border-bottom: 2px solid #888; vertical-align: bottom; }
 .text, tbody th { text-align: left; }
-td.text { overflow-wrap: anywhere; min-width: 7rem; }
-small { display: block; color: #444; white-space: nowrap; }
+td.text { overflow-wrap: anywhere; white-space: normal; min-width: 7rem; }
+small { display: block; color: #444; }
 summary { cursor: pointer; font-size: 1.1rem; font-weight: 600; margin: 1rem 0; }
 @page { size: A4; margin: 14mm; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
-  figure, tr, pre { break-inside: avoid; }
+  figure, tr, pre, .caption { break-inside: avoid; }
   h1, h2, h3, summary, .caption { break-after: avoid; }
   img { min-width: 0; width: 180mm; max-width: 100%; }
   .wide { overflow: visible; }
-  table { font-size: 8pt; }
+  table { font-size: 8.5pt; }
+  small { font-size: 8pt; }
   th, td { padding: 0.15rem 0.35rem; }
   details::details-content { display: block; content-visibility: visible; height: auto; }
 }

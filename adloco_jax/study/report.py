@@ -151,7 +151,6 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
         "communications": ("syncs_total", lambda x: f"{x:,.0f}"),
         "moved": ("bytes_total", in_bytes),
         "merges": ("num_merges", lambda x: f"{x:,.0f}"),
-        "wall time": ("wall_s", seconds),
     }
     known = {
         name for run in runs for name, value in totals(run.events).items() if value is not None
@@ -183,6 +182,11 @@ def _spread(values: Sequence, in_words: Callable[[float], str]) -> str | Cell:
         return "-"
     low, middle, high = map(in_words, (min(values), statistics.median(values), max(values)))
     return middle if low == high else Cell(middle, f"{low} – {high}")
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _loss_section(
@@ -231,6 +235,7 @@ def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section
         details.append(page.folded(f"{variant.label}{seed}", "\n".join(parts)))
     return [
         Section("time", "Time and compilation", _time_table(variants)),
+        Section("network", "On other clusters", _clusters_table(variants)),
         Section("variants", "Each variant's first seed", "\n".join(details)),
         Section("assumptions", "What the theory assumes", _assumptions()),
     ]
@@ -300,7 +305,7 @@ def _cluster_table(run: Run) -> str:
             row["preset"],
             f"{row['devices']:,}",
             f"{row['sites']:,}",
-            f"{row['wall_s']:.3g}",
+            _short(row["wall_s"]),
             *(f"{100 * row[name]:.3g}" for name in shares),
         )
         for row in table
@@ -315,6 +320,24 @@ def _cluster_table(run: Run) -> str:
         *("communication (%)", "idle (%)", "lost (%)"),
     )
     return page.table(caption, header, rows)
+
+
+def _clusters_table(variants: Sequence[Variant]) -> str:
+    """Times of each variant's first seed, a column per cluster."""
+    rows = []
+    for variant in variants:
+        table = predictions.cluster_table(variant.runs[0])
+        if isinstance(table, str):
+            rows.append((variant.label, *["-"] * len(predictions.SIZES)))
+        else:
+            rows.append((variant.label, *(_short(row["wall_s"]) for row in table)))
+    header = [f"{preset} {devices:,}" for preset, devices in predictions.SIZES]
+    caption = (
+        "Wall-clock seconds of each variant's first seed in the network model's replay, by cluster"
+        f" and its number of {predictions.DEVICE} devices at the pace of their data sheet. More"
+        " about each is in the variant's own part below."
+    )
+    return page.table(caption, ("variant", *header), rows)
 
 
 def _theory(run: Run, book: _Book, stem: str) -> str:

@@ -96,7 +96,9 @@ def merges(run: Run) -> Drawing | None:
     by_trainer = curves.by_trainer(rounds)
     if len(by_trainer) < 2:
         return None
-    lanes = {trainer: lane for lane, trainer in enumerate(_lanes(list(by_trainer), merged))}
+    named = (t for event in [*merged, *refused] for t in [event["into"], *event["members"]])
+    order = _lanes(list(dict.fromkeys([*by_trainer, *named])), merged)
+    lanes = {trainer: lane for lane, trainer in enumerate(order)}
     height = 1.3 + (0.32 if len(lanes) <= 16 else 0.18) * len(lanes)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = figure.subplots()
@@ -116,9 +118,10 @@ def merges(run: Run) -> Drawing | None:
     for event in [*merged, *refused]:
         _draw_merge(ax, event, lanes, is_noted=is_noted)
     left = [e for e in curves.lines(run.events, "fault") if e.get("kind") == "quarantine"]
+    left = [e for e in left if e["trainer"] in lanes]
     if left:
-        at = [(e["round"], lanes[e["trainer"]]) for e in left if e["trainer"] in lanes]
-        ax.plot(*zip(*at, strict=True), "X", color="black", ms=9, label="quarantined")
+        x, y = [e["round"] for e in left], [lanes[e["trainer"]] for e in left]
+        ax.plot(x, y, "X", color="black", ms=9, label="quarantined")
     ax.set_yticks([*lanes.values()], [f"trainer {trainer}" for trainer in lanes])
     ax.set_ylim(len(lanes) - 0.4, -0.9)
     ax.set_xlabel("round")
@@ -261,7 +264,7 @@ def times(run: Run) -> Drawing:
 
 
 def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
-    for where, color in (("foreground", "#D55E00"), ("background", _BLUE)):
+    for where, color in (("foreground", "#D55E00"), ("background", "#56B4E9")):
         for cache, words in (("miss", "compiled"), ("hit", "from the cache")):
             own = [i for i, e in enumerate(programs) if (e["where"], e["cache"]) == (where, cache)]
             is_hit = cache == "hit"
@@ -358,7 +361,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     while waiting:  # each followed by those it absorbed, the earliest first
         order.append(waiting.pop())
         waiting += reversed(absorbed.pop(order[-1], []))
-    return order
+    return list(dict.fromkeys([*order, *trainers]))  # merges in a ring: no run's, but a file's
 
 
 def _worker_stretches(own: Sequence[dict]) -> list[tuple[int, int, int]]:
