@@ -51,7 +51,7 @@ def comparison(**changes) -> Comparison:
         "base": tiny(),
         "variants": VARIANTS,
         "baseline": "DiLoCo",
-        "target_loss": 5.5,
+        "target_losses": (5.5, 1.0),
         "seeds": (0, 1, 2),
     }
     return Comparison(**fields | changes)
@@ -251,6 +251,7 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
                         )
                     )
             assert sorted(lows)[1] == (float("inf") if best is None else best)
+    assert all(row["to_target"][1]["tokens"]["median"] is None for row in rows.values())
     text = markdown(table)
     assert all(f"| {name} |" in text for name in VARIANTS)
     front_figure(table, command="x").savefig(tmp_path / "front.png")

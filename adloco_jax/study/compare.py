@@ -70,7 +70,7 @@ class Comparison:
     whose run of the same seed is replayed."""
     baseline: str
     """The variant whose own final loss the others are asked to reach."""
-    target_loss: float
+    target_losses: Sequence[float]
     """Nats per token, which all are asked to reach."""
     seeds: Sequence[int] = (0, 1, 2)
     simulated: Simulated = field(default_factory=Simulated)
@@ -252,9 +252,9 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
       folder: Where; all of it finished.
 
     Returns:
-      Plain JSON: `budgets` by measure, `target_loss`, and `rows` by variant: `final`, `at_equal`,
-      `to_target`, `to_baseline` (each seed's own), by measure a `median`, `low`, `high` over the
-      seeds and how many `reached`, of how many `seeds`.
+      Plain JSON: `budgets` by measure, `target_losses`, and `rows` by variant: `final`, `at_equal`,
+      `to_target` (a list, by target), `to_baseline` (each seed's own), by measure a `median`,
+      `low`, `high` over the seeds and how many `reached`, of how many `seeds`.
 
     Raises:
       DataError: If a run is missing or not finished.
@@ -274,7 +274,6 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     for name in comparison.variants:
         seeds = curves[name]
         targets = {s: curves[comparison.baseline][s][-1].loss for s in seeds}
-        to_target = [_first(points, comparison.target_loss) for points in seeds.values()]
         to_baseline = [_first(points, targets[seed]) for seed, points in seeds.items()]
         finals = [points[-1] for points in seeds.values()]
         rows[name] = {
@@ -283,12 +282,15 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
                 key: _spread([_lowest(points, key, budgets[key]) for points in seeds.values()])
                 for key in MEASURES
             },
-            "to_target": _costs(to_target),
+            "to_target": [
+                _costs([_first(points, loss) for points in seeds.values()])
+                for loss in comparison.target_losses
+            ],
             "to_baseline": _costs(to_baseline),
         }
     return {
         "baseline": comparison.baseline,
-        "target_loss": comparison.target_loss,
+        "target_losses": list(comparison.target_losses),
         "seeds": list(comparison.seeds),
         "budgets": budgets,
         "rows": rows,
@@ -318,15 +320,18 @@ def markdown(table: dict) -> str:
             ),
         ),
         "",
-        f"What it took to reach {table['target_loss']:g} nats/token; a dash where fewer than half"
-        " of the seeds did.",
+        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash where"
+        " fewer than half of the seeds did.",
         "",
-        *_cost_grid(rows, "to_target"),
-        "",
-        f"What it took to reach the final loss of {table['baseline']}, seed by seed.",
-        "",
-        *_cost_grid(rows, "to_baseline"),
+        *_cost_grid({name: row["to_baseline"] for name, row in rows.items()}),
     ]
+    for index, loss in enumerate(table["target_losses"]):
+        lines += [
+            "",
+            f"What it took to reach {loss:g} nats/token.",
+            "",
+            *_cost_grid({name: row["to_target"][index] for name, row in rows.items()}),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -386,16 +391,16 @@ def _spread(values: Sequence[float | None]) -> dict:
     }
 
 
-def _cost_grid(rows: Mapping[str, dict], which: str) -> Iterator[str]:
+def _cost_grid(costs: Mapping[str, dict]) -> Iterator[str]:
     return _grid(
         ["variant", *MEASURES.values(), "seeds that did"],
         (
             [
                 name,
-                *(_cost(row[which][m]) for m in MEASURES),
-                f"{row[which]['tokens']['reached']} of {row[which]['tokens']['seeds']}",
+                *(_cost(cost[m]) for m in MEASURES),
+                f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}",
             ]
-            for name, row in rows.items()
+            for name, cost in costs.items()
         ),
     )
 

@@ -1,4 +1,4 @@
-"""The front of a comparison: communications against tokens and time, at one loss."""
+"""The front of a comparison: communications against tokens and time, at equal loss."""
 
 import textwrap
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _PANELS = (
 
 
 def draw(table: dict, folder: str | Path, *, command: str) -> Path:
-    """Writes `front.png`: for each variant, what reaching the target loss took.
+    """Writes `front.png`: for each variant, what reaching the target losses took.
 
     Args:
       table: As `compare.tabulate` gives it.
@@ -37,29 +37,36 @@ def draw(table: dict, folder: str | Path, *, command: str) -> Path:
 
 
 def figure(table: dict, *, command: str) -> Figure:
-    """The front as a figure; see `draw`."""
-    reached = {
-        name: row["to_target"]
-        for name, row in table["rows"].items()
-        if row["to_target"]["tokens"]["median"] is not None
-    }
-    missing = [name for name in table["rows"] if name not in reached]
-    page = Figure(figsize=(11, 5.2), layout="constrained")
-    for ax, (x, y, x_label, y_label) in zip(page.subplots(1, 3), _PANELS, strict=True):
-        _panel(ax, reached, list(table["rows"]), x, y)
-        ax.set_xlabel(x_label)
-        ax.set_ylabel(y_label)
-    handles, labels = page.axes[0].get_legend_handles_labels()
-    if handles:
-        page.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    """The front as a figure, a row of panels for each loss; see `draw`."""
+    losses, rows = table["target_losses"], table["rows"]
+    page = Figure(figsize=(11, 1.6 + 3.4 * len(losses)), layout="constrained")
+    grid = page.subplots(len(losses), len(_PANELS), squeeze=False, sharex="col")
+    missing, legend = [], {}
+    for index, (loss, axes) in enumerate(zip(losses, grid, strict=True)):
+        reached = {
+            name: row["to_target"][index]
+            for name, row in rows.items()
+            if row["to_target"][index]["tokens"]["median"] is not None
+        }
+        missing += [f"{name} ({loss:g})" for name in rows if name not in reached]
+        for ax, (x, y, x_label, y_label) in zip(axes, _PANELS, strict=True):
+            _panel(ax, reached, list(rows), x, y)
+            ax.set_ylabel(f"{y_label}, to {loss:g}")
+            if index == len(losses) - 1:
+                ax.set_xlabel(x_label)
+        legend |= dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    if legend:
+        page.legend(
+            legend.values(), legend, loc="outside upper center", ncols=4, frameon=False, fontsize=9
+        )
+    shown = ", ".join(f"{loss:g}" for loss in losses)
     text = (
-        f"What each variant had spent when its consensus first reached {table['target_loss']:g}"
-        f" nats/token on held-out text: median of {len(table['seeds'])} seeds, bars from the lowest"
-        " to the highest; down and left is better. Grey: the front, variants that no other beats in"
-        " both."
+        f"What each variant had spent when its consensus first reached {shown} nats/token on"
+        f" held-out text: median of {len(table['seeds'])} seeds, bars from the lowest to the"
+        " highest; down and left is better. Grey: the front, variants that no other beats in both."
     )
     if missing:
-        text += f" Not reached by half of the seeds of: {'; '.join(missing)}."
+        text += f" Not reached by half of the seeds: {'; '.join(missing)}."
     caption = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
     page.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
