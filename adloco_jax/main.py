@@ -55,7 +55,7 @@ def command() -> NoReturn:
         stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
         raw = io.BufferedWriter(_Outlived(os.dup(stream.fileno()), "w"))
         setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, True))
-    sys.excepthook = _excepthook
+    sys.unraisablehook = _unraisablehook
     code = main()
     if code == ResourceError.exit_code:
         # Of a library that ran out of files or memory, a thread may be left that never ends.
@@ -65,13 +65,13 @@ def command() -> NoReturn:
     sys.exit(code)
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace) -> None:
+def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
     """As Python's own, but for the writes still under way when one of a checkpoint has failed.
 
     They call back to an event loop that has gone; the failure itself is reported.
     """
-    if (kind, str(error)) != (RuntimeError, "Event loop is closed"):
-        sys.__excepthook__(kind, error, trace)
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
