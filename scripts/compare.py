@@ -52,20 +52,20 @@ def _compare(options: argparse.Namespace) -> int:
         )
         for _ in range(options.processes - 1)
     ]
+    command = shlex.join(["python", *sys.argv])
     try:
-        whole = compare.execute(comparison, folder, on_end=say)
+        whole = compare.execute(comparison, folder, on_end=say, command=command)
         codes = [other.wait() for other in others]
     finally:
         for other in others:
             other.terminate()  # saves, and ends with the round
     # Another's replay may have waited for the run that this process made.
-    whole = whole or compare.execute(comparison, folder, on_end=say)
+    whole = whole or compare.execute(comparison, folder, on_end=say, command=command)
     if not whole:
         print("the other runs are in another process's hands")
         return max(codes, default=0)
     table = compare.write(comparison, folder)
     print(compare.markdown(table))
-    command = shlex.join(["python", *sys.argv])
     print(f"front: {draw(table, folder, command=command)}")
     groups = [run.workdir for run in runs]
     print(f"report: {report.write(groups, folder / 'report', labels=[r.variant for r in runs])}")

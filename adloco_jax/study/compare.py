@@ -8,6 +8,7 @@ to one place, its communications are counted with that.
 import contextlib
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,9 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
         comparison.simulated.cluster()
     except ConfigError as error:
         faults.append(f"simulated: {error}")
+    folders = [str(_workdir(folder, name, 0)) for name in variants]
+    if len(set(folders)) < len(folders):
+        faults.append(f"variants = {tuple(variants)}: two would share a folder; name them apart")
     for name, changes in variants.items():
         source = changes.get("batching.replay")
         if source is not None and (source not in variants or "batching.replay" in variants[source]):
@@ -146,7 +150,11 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
 
 
 def execute(
-    comparison: Comparison, folder: str | Path, *, on_end: Callable[[Run, bool], None]
+    comparison: Comparison,
+    folder: str | Path,
+    *,
+    on_end: Callable[[Run, bool], None],
+    command: str = "",
 ) -> bool:
     """Makes the runs that are not finished, one after the other.
 
@@ -158,6 +166,7 @@ def execute(
       comparison: What runs.
       folder: Where; runs that are there go on.
       on_end: Called with each run, and whether it was made just now.
+      command: Recorded in the ledgers.
 
     Returns:
       Whether all are finished.
@@ -178,7 +187,7 @@ def execute(
         with open(run.workdir / "output.txt", "a", encoding="utf-8") as output:
             try:
                 with contextlib.redirect_stdout(output):
-                    train(run.config, run.workdir)
+                    train(run.config, run.workdir, command=command)
             except ConfigError as error:
                 if "another process runs there" not in str(error):
                     raise
@@ -352,7 +361,7 @@ def write(comparison: Comparison, folder: str | Path) -> dict:
 
 
 def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
-    name = "".join(c if c.isalnum() or c in "-+." else "-" for c in variant.lower())
+    name = re.sub(r"[^a-z0-9]+", "-", variant.lower()).strip("-")
     return Path(folder) / name / f"seed-{seed}"
 
 

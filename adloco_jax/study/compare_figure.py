@@ -10,6 +10,7 @@ from matplotlib.ticker import EngFormatter
 
 # Okabe and Ito's colours; markers tell variants apart in grey print.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_DECADES = 30  # the ratio from which an axis is logarithmic
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 # Panels: across, up, labels.
@@ -51,10 +52,16 @@ def figure(table: dict, *, command: str) -> Figure:
         missing += [f"{name} ({loss:g})" for name in rows if name not in reached]
         for ax, (x, y, x_label, y_label) in zip(axes, _PANELS, strict=True):
             _panel(ax, reached, list(rows), x, y)
+            _span([ax], "y", list(reached.values()), y)
             ax.set_ylabel(f"{y_label}, to {loss:g}")
             if index == len(losses) - 1:
                 ax.set_xlabel(x_label)
         legend |= dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    reached = [
+        cost for row in rows.values() for cost in row["to_target"] if cost["tokens"]["median"]
+    ]
+    for axes, (x, *_) in zip(grid.T, _PANELS, strict=True):
+        _span(axes, "x", reached, x)
     if legend:
         page.legend(
             legend.values(), legend, loc="outside upper center", ncols=4, frameon=False, fontsize=9
@@ -102,18 +109,27 @@ def _panel(ax: Axes, reached: dict, names: Sequence[str], x: str, y: str) -> Non
         )
     edge = front(points)
     ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0) if edge else None
-    # A variant may communicate nothing, which a logarithm cannot show.
-    positive = [point[0] for point in points if point[0] > 0]
-    ax.set_xscale("symlog", linthresh=min(positive, default=1.0))
-    ax.set_xlim(left=0 if len(positive) < len(points) else None)
-    ax.set_yscale("log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(EngFormatter(sep=" "))
-        axis.set_minor_formatter(EngFormatter(sep=" "))
     ax.tick_params(which="both", labelsize=8)
     ax.grid(color="0.92", which="both")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _span(axes: Sequence[Axes], name: str, rows: Sequence[dict], measure: str) -> None:
+    """Axes from zero, as ratios are what counts; logarithmic where the values span decades."""
+    values = [_high(row[measure]) for row in rows] + [row[measure]["low"] for row in rows]
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return
+    low, high = min(positive), max(positive)
+    for ax in axes:
+        if high > _DECADES * low:  # symlog, as a variant may also communicate nothing
+            getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
+            getattr(ax, f"set_{name}lim")(0, 2 * high)
+        else:
+            getattr(ax, f"set_{name}lim")(0, 1.1 * high)
 
 
 def _high(spread: dict) -> float:
