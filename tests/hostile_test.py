@@ -54,7 +54,7 @@ def test_nothing_reads_a_file_that_can_run(path):
 
 def test_runpy_is_for_the_config_file_alone():
     users = [path for path in SOURCES if "runpy" in path.read_text()]
-    assert [path.name for path in users] == ["main.py"]
+    assert [path.name for path in users] == ["config_file.py"]
 
 
 @pytest.mark.parametrize(
