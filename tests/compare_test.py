@@ -1,6 +1,9 @@
 """Comparisons: what runs, what its ledgers come to, and the tables."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +18,8 @@ from adloco_jax.study import compare, network
 from adloco_jax.study.compare import Comparison, Simulated, curve, execute, markdown, runs_of
 from adloco_jax.study.compare_figure import figure as front_figure
 from adloco_jax.study.compare_figure import front
+
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "compare.py")
 
 
 def tiny() -> ConfigDict:
@@ -262,3 +267,18 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     (tmp_path / "diloco" / "seed-1" / "ledger.jsonl").unlink()
     with pytest.raises(DataError, match="not finished"):
         compare.tabulate(what, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--config", "quickstart"], "needs a get_comparison() that returns a Comparison"),
+        (["--config", "no-such"], "--config no-such: no such file"),
+    ],
+)
+def test_a_command_that_cannot_run_is_one_line(arguments, message, tmp_path):
+    command = [sys.executable, SCRIPT, *arguments, "--workdir", str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "c").exists()

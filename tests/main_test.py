@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -355,3 +356,12 @@ def test_exhausted_memory_and_disks_end_with_5_and_a_line(elsewhere, capsys, mon
 
 def raise_(error):
     raise error
+
+
+def test_only_the_writes_left_behind_by_a_failed_checkpoint_are_silent(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "__unraisablehook__", told.append)
+    for text in ("Event loop is closed", "something else"):
+        error = RuntimeError(text)
+        cli._unraisablehook(types.SimpleNamespace(exc_value=error))
+    assert [str(each.exc_value) for each in told] == ["something else"]

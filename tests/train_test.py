@@ -451,6 +451,12 @@ def batches(workdir):
     ]
 
 
+def test_the_plan_of_a_run_that_tokens_end_says_so():
+    config = tiny_config()
+    config.num_tokens = 123_456
+    assert "the run ends with the round that reaches 123,456" in plan_module.plan(config)
+
+
 def test_a_replayed_run_has_the_recorded_batches_and_is_the_recorded_run(tmp_path):
     recorded = run(tmp_path / "recorded", settings_of(**REPLAYED))
     replay = {"batching": {"test": "replay", "replay": str(tmp_path / "recorded")}}

@@ -68,11 +68,18 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" on {devices()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
-        f" {settings.num_rounds} rounds of {inner.steps_per_round} inner {inner.unit}"
+        f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"
         f" ({inner.tx}), then {settings.outer.tx}",
         f"batches: {test}; from {batching.initial_batch_size}, at most {max_batch}"
         f" per worker at once, in buckets {', '.join(map(str, sizes))}",
     ]
+
+
+def _length(settings: Settings) -> str:
+    """How long a run is, in words."""
+    if settings.num_tokens is None:
+        return f"{settings.num_rounds} rounds"
+    return f"{settings.num_tokens:,} tokens, or {settings.num_rounds} rounds,"
 
 
 def max_batch_size(settings: Settings, programs: Programs) -> int:
@@ -135,14 +142,17 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     syncs = min(num_trainers, num_workers - num_trainers)
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
+    least = sequences * first * settings.num_rounds
+    most = sequences * max(batching.batch_cap, first) * settings.num_rounds
+    in_the_run = f"{least:,} to {most:,} in the run"
+    if settings.num_tokens is not None:
+        in_the_run = f"the run ends with the round that reaches {settings.num_tokens:,}"
     lines += [
         f"peak: {peak} bytes ({_human(peak)})",
         f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
         " as many update and test programs for each later (trainers, workers)",
         f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations",
-        f"tokens: {sequences * first:,} a round at batch {first};"
-        f" {sequences * first * settings.num_rounds:,} to"
-        f" {sequences * max(batching.batch_cap, first) * settings.num_rounds:,} in the run",
+        f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines
 
