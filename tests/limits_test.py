@@ -1,5 +1,6 @@
 """Machines that lack something: a run goes on without it, or ends with 5 and one clear line."""
 
+import json
 import os
 import resource
 import subprocess
@@ -15,6 +16,14 @@ COMMAND = [
     *("--workdir=run", "--config.num_rounds=1", "--config.ensemble.num_trainers=1"),
 ]
 
+# A process that limits itself and then becomes the command: JAX warns of forks in its own.
+LIMITED = """
+import json, os, resource, sys
+for what, value in json.loads(sys.argv[1]):
+    resource.setrlimit(what, (value, value))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, programs=True):
     """One round of the toy run in a process of its own."""
@@ -24,19 +33,14 @@ def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, progra
     base = {name: value for name, value in os.environ.items() if name not in removed}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
-    def limit():
-        for what, value in limits:
-            resource.setrlimit(what, (value, value))
-
     return subprocess.run(
-        COMMAND,
+        [sys.executable, "-c", LIMITED, json.dumps(limits), *COMMAND],
         cwd=folder,
         env=base | cache | {"PYTHONPATH": path} | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=limit,
         timeout=300,
     )
 
