@@ -34,7 +34,7 @@ ADLOCO = {
 }
 
 # Between the two settings (800 and 1,600 steps) that needed the fewest communications on seed 0, of
-# batches 4, 8 and 16, 100 to 1,600 steps, rates 2e-3 and 4e-3, Nesterov and averaging (docs/LOG.md).
+# batches 4, 8 and 16, 100 to 1,600 steps, rates 2e-3 and 4e-3, Nesterov and averages (docs/LOG.md).
 TUNED = {
     **AVERAGE,
     "inner.steps_per_round": 1200,
