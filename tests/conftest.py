@@ -1,5 +1,6 @@
 """What every test runs under: eight emulated CPU devices, strict shapes, checked annotations."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -31,6 +32,14 @@ jaxtyping.install_import_hook(
 # No deadline: the first example of a property may compile. Reproducible: the same examples always.
 hypothesis.settings.register_profile("adloco", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("adloco")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_given_back():
+    """A program has some twenty memory maps; a process may have 65,530, and XLA aborts it there."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
