@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a file with get_comparison(), or its name")
     parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
     options = parser.parse_args()
     try:
         return _compare(options)
@@ -48,7 +49,7 @@ def _compare(options: argparse.Namespace) -> int:
     print(f"{len(runs)} runs in {folder}", flush=True)
     others = [
         subprocess.Popen(
-            [sys.executable, __file__, "--config", str(path), "--workdir", str(folder)]
+            [sys.executable, __file__, f"--config={path}", f"--workdir={folder}", "--only-run"]
         )
         for _ in range(options.processes - 1)
     ]
@@ -59,6 +60,8 @@ def _compare(options: argparse.Namespace) -> int:
     finally:
         for other in others:
             other.terminate()  # saves, and ends with the round
+    if options.only_run:
+        return 0
     # Another's replay may have waited for the run that this process made.
     whole = whole or compare.execute(comparison, folder, on_end=say, command=command)
     if not whole:

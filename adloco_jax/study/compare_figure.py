@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-# Okabe and Ito's colours; markers tell variants apart in grey print.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+from adloco_jax.study.figures import look
+
 _DECADES = 30  # the ratio from which an axis is logarithmic
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 # Panels: across, up, labels.
 _PANELS = (
@@ -91,16 +90,15 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _panel(ax: Axes, reached: dict, names: Sequence[str], x: str, y: str) -> None:
     points = [(row[x]["median"], row[y]["median"]) for row in reached.values()]
     for name, row in reached.items():
-        index = names.index(name)
-        color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
+        style = look(names.index(name))  # as in the report
         spans = [[[s["median"] - s["low"]], [_high(s) - s["median"]]] for s in (row[x], row[y])]
         ax.errorbar(
             row[x]["median"],
             row[y]["median"],
             xerr=spans[0],
             yerr=spans[1],
-            color=color,
-            marker=marker,
+            color=style["color"],
+            marker=style["marker"],
             ms=8,
             lw=1,
             capsize=2,

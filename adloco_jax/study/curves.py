@@ -209,8 +209,8 @@ def heldout_points(
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
     """Training loss by round, of a trainer or averaged over all, and the costs by then."""
-    rounds, merges = lines(events, "round"), lines(events, "merge")
-    totals = {cost: cumulative([*rounds, *merges], cost) for cost in COSTS}
+    rounds = lines(events, "round")
+    totals = {cost: cumulative(spending(events), cost) for cost in COSTS}
     losses: dict[int, list[float]] = {}
     for e in rounds:
         if trainer in (None, e["trainer"]):
@@ -223,6 +223,11 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
         }
         for number, own in sorted(losses.items())
     ]
+
+
+def spending(events: Sequence[dict]) -> list[dict]:
+    """The lines whose costs add up to a run's totals; a refused merge has moved bytes too."""
+    return [e for e in events if e["event"] in ("round", "merge", "refusal")]
 
 
 def cumulative(own: Sequence[dict], field: str) -> dict[int, int]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 
-from adloco_jax.study.curves import by_trainer, lines, read_run
+from adloco_jax.study.curves import by_trainer, lines, read_run, spending
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
 
@@ -70,7 +70,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
         "tokens_total": sum(e["tokens"] for e in rounds),
         "updates_total": sum(e["updates"] for e in rounds),
         "syncs_total": sum(e["syncs"] for e in rounds),
-        "bytes_total": sum(e["bytes"] for e in [*rounds, *merges, *lines(events, "refusal")]),
+        "bytes_total": sum(e["bytes"] for e in spending(events)),
         "num_merges": len(merges),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
