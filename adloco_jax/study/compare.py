@@ -22,7 +22,8 @@ from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
 from adloco_jax.run.train import train
-from adloco_jax.study.network import PRESETS, Cluster, replay, roofline
+from adloco_jax.study.cluster import PRESETS, Cluster, roofline
+from adloco_jax.study.network import replay
 
 MEASURES = {
     "tokens": "tokens",
@@ -41,7 +42,7 @@ class Simulated:
     A small model's run is timed as if its schedule were a large one's.
     """
 
-    preset: str = "two_sites"  # of `network.PRESETS`
+    preset: str = "two_sites"  # of `cluster.PRESETS`
     num_devices: int = 4
     device: str = "a100_80gb"
     num_params: int = 300_000_000

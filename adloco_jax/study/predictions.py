@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study import curves, network, theory
+from adloco_jax.study.cluster import PRESETS, Cluster, roofline
 from adloco_jax.study.curves import Run
 from adloco_jax.study.figures import (
     WIDTH,
@@ -45,20 +46,20 @@ _NEEDED = (
 )
 
 
-def cluster(run: Run, preset: str, num_devices: int) -> network.Cluster:
+def cluster(run: Run, preset: str, num_devices: int) -> Cluster:
     """A preset cluster whose devices compute this run's model at the pace of their data sheet.
 
     Raises:
       DataError: If the start line lacks what the network model and the theory need.
     """
     _check_start(run)
-    step_time = network.roofline(
+    step_time = roofline(
         DEVICE,
         num_params=run.start["num_params"],
         sequence_length=run.start["config"]["data"]["sequence_length"],
     )
-    settings: Mapping[str, Any] = network.PRESETS[preset]
-    return network.Cluster(num_devices=num_devices, step_time=step_time, **settings)
+    settings: Mapping[str, Any] = PRESETS[preset]
+    return Cluster(num_devices=num_devices, step_time=step_time, **settings)
 
 
 def _check_start(run: Run) -> None:
