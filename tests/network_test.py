@@ -15,7 +15,15 @@ from adloco_jax.run.controller import Controller, Merge, Trainer
 from adloco_jax.run.ledger import read
 from adloco_jax.run.train import fit
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
-from adloco_jax.study.network import closed_form_s, measured_step_times, replay, scaling
+from adloco_jax.study.network import (
+    BITS_PER_PARAM,
+    BLOCKING,
+    Traffic,
+    closed_form_s,
+    measured_step_times,
+    replay,
+    scaling,
+)
 
 FREE = Link(math.inf, 0.0)
 
@@ -265,14 +273,83 @@ def test_a_round_that_no_replica_survives_is_an_error():
         replay([start(), line(1, 0, 1, 10)], cluster(1, failures_per_device_hour=3600.0))
 
 
+# Ten updates of 0.4 s; all parameters in one piece and float32 take 1000 / 100 + 2 x 0.5 = 11 s.
+SLOW = Link(100.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "traffic, still_s",
+    [
+        (Traffic(), 11),
+        (Traffic(16.0), 5 + 1),
+        (Traffic(num_fragments=5), 5 * (2 + 1)),  # each has its own latency
+        (Traffic(num_fragments=2, delay_updates=5), 2 * (6 - 2)),
+        (Traffic(num_fragments=2, delay_updates=3), 2 * (6 - 1.2)),
+        (Traffic(num_fragments=2, delay_updates=9), 2 * (6 - 2)),  # the other's turn comes before
+        (Traffic(num_fragments=2, early_frac=0.5), 2 * (6 - 0.2)),
+        (Traffic(1.0, delay_updates=5), 0),
+    ],
+)
+def test_a_trainer_stands_still_for_what_its_updates_do_not_hide(traffic, still_s):
+    events = [start(), line(1, 0, 2, 4)]
+    result = replay(events, cluster(2, 2, between=SLOW), traffic=traffic)
+    assert result.rounds[0].communication_s == pytest.approx(still_s)
+    assert result.wall_s == pytest.approx(4 + still_s)
+    alone = replay([start(), line(1, 0, 1, 4)], cluster(1), traffic=traffic)
+    assert alone.wall_s == pytest.approx(4)  # nobody to synchronise with
+
+
+def test_the_peak_falls_with_fragments_and_with_precision():
+    assert Traffic().sync_bytes(1024) == 4096
+    assert Traffic(num_fragments=8).sync_bytes(1024) == 512
+    assert Traffic(BITS_PER_PARAM["bfloat16"]).sync_bytes(1024) == 2048
+    assert Traffic(BITS_PER_PARAM["int8"]).sync_bytes(1024) == 1024 + 8 * 4  # and eight scales
+    assert Traffic(BITS_PER_PARAM["int4"]).sync_bytes(1024) == 512 + 8 * 4
+
+
+def test_outer_gradients_travel_as_the_start_line_says():
+    config = start()["config"]
+    outer = {"precision": "int8", "fragments": 2, "delay_updates": 1}
+    place, rounds = cluster(2, 2, between=SLOW), [line(1, 0, 2, 4), line(2, 0, 2, 4)]
+    recorded = replay([start(config=config | {"outer": outer}), *rounds], place)
+    said = Traffic(BITS_PER_PARAM["int8"], 2, 1)
+    assert recorded == replay([start(), *rounds], place, traffic=said)
+    assert recorded.wall_s < replay([start(), *rounds], place).wall_s
+    older = start(config=config | {"outer": {"lr": 0.7}})
+    assert replay([older, *rounds], place) == replay([start(), *rounds], place, traffic=BLOCKING)
+    unknown = start(config=config | {"outer": {"precision": "int3"}})
+    with pytest.raises(DataError, match="precision is 'int3': expected one of float32, bfloat16"):
+        replay([unknown, *rounds], place)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bits_per_param": 0.0},
+        {"num_fragments": 0},
+        {"delay_updates": -1},
+        {"early_frac": 1.5},
+        {"early_frac": math.nan},
+    ],
+)
+def test_traffic_that_cannot_be_says_why(wrong):
+    with pytest.raises(ConfigError, match="expected more than 0 bits, 1 or more fragments"):
+        Traffic(**wrong)
+
+
 @pytest.mark.parametrize("num_sites", [1, 2])
+@pytest.mark.parametrize(
+    "traffic", [BLOCKING, Traffic(4.0, 2, 1), Traffic(16.0, early_frac=0.6)], ids=str
+)
 @pytest.mark.parametrize(
     "num_trainers, num_workers, steps",
     [(1, 4, 1), (1, 4, 25), (4, 4, 25), (2, 4, 5)],
     ids=["data parallel", "DiLoCo", "one-worker trainers", "two trainers of two"],
 )
 @pytest.mark.parametrize("num_devices", [4, 16, 256])
-def test_replay_equals_the_closed_form(num_sites, num_trainers, num_workers, steps, num_devices):
+def test_replay_equals_the_closed_form(
+    num_sites, num_trainers, num_workers, steps, num_devices, traffic
+):
     place = cluster(num_devices, num_sites, within=Link(1e4, 1e-3), between=Link(300.0, 0.2))
     each = num_workers // num_trainers
     events = [start()] + [
@@ -288,8 +365,9 @@ def test_replay_equals_the_closed_form(num_sites, num_trainers, num_workers, ste
         batch_size=8,
         steps_per_round=steps,
         num_rounds=3,
+        traffic=traffic,
     )
-    assert replay(events, place).wall_s == pytest.approx(expected_s)
+    assert replay(events, place, traffic=traffic).wall_s == pytest.approx(expected_s)
 
 
 def test_the_closed_form_by_hand():
@@ -425,13 +503,20 @@ clusters = st.builds(
     st.sampled_from([0.0, 0.2]),
     st.sampled_from([0.0, 0.01]),
 )
+traffics = st.builds(
+    Traffic,
+    st.sampled_from(list(BITS_PER_PARAM.values())),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.floats(0, 1),
+)
 few = settings(max_examples=60, deadline=None)
 
 
 @few
-@given(ledgers(), clusters)
-def test_every_second_of_every_device_is_accounted_for(events, place):
-    result = replay(events, place, seed=3)
+@given(ledgers(), clusters, traffics)
+def test_every_second_of_every_device_is_accounted_for(events, place, traffic):
+    result = replay(events, place, traffic=traffic, seed=3)
     parts = ("compute_s", "communication_s", "waiting_s", "idle_s", "lost_s")
     assert sum(map(result.frac, parts)) == pytest.approx(1)
     assert all(-1e-9 <= result.frac(name) for name in parts)
@@ -442,15 +527,27 @@ def test_every_second_of_every_device_is_accounted_for(events, place):
 
 
 @few
-@given(ledgers(), clusters, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(events, place, factor):
+@given(ledgers(), clusters, traffics, st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(events, place, traffic, factor):
     def faster(link):
         return dataclasses.replace(link, bandwidth=factor * link.bandwidth)
 
     place = dataclasses.replace(place, failures_per_device_hour=0.0)
-    before = replay(events, place)
+    before = replay(events, place, traffic=traffic)
     wide = dataclasses.replace(place, within=faster(place.within), between=faster(place.between))
-    assert replay(events, wide).wall_s <= before.wall_s * (1 + 1e-9)
+    assert replay(events, wide, traffic=traffic).wall_s <= before.wall_s * (1 + 1e-9)
+
+
+@few
+@given(ledgers(), clusters, traffics)
+def test_waiting_less_and_sending_less_is_never_slower(events, place, traffic):
+    place = dataclasses.replace(place, failures_per_device_hour=0.0, compute_jitter=0.0)
+    place = dataclasses.replace(place, between=dataclasses.replace(place.between, jitter=0.0))
+    waiting = dataclasses.replace(traffic, delay_updates=0, early_frac=0.0)
+    larger = dataclasses.replace(traffic, bits_per_param=32.0)
+    wall_s = replay(events, place, traffic=traffic).wall_s
+    assert wall_s <= replay(events, place, traffic=waiting).wall_s * (1 + 1e-9)
+    assert wall_s <= replay(events, place, traffic=larger).wall_s * (1 + 1e-9)
 
 
 @few

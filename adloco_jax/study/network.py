@@ -13,9 +13,13 @@ The model, which the tests check against cases computed by hand and against `clo
   with a ring all-reduce of the gradients among the devices that have one.
 - **Communicating.** A ring all-reduce of P bytes among m takes 2 (m - 1) / m * P / bandwidth +
   2 (m - 1) * latency, over the slowest link that its ring crosses (ALGORITHM 6). A trainer with
-  several workers does one per round among its replicas; with one worker, none. A merge moves P
-  bytes per absorbed trainer to the representative, one after the other, over the link between
-  their nearest replicas.
+  several workers does one per round among its replicas, or one per fragment of its parameters, in
+  turn and evenly over the round's updates; with one worker, none. Outer gradients travel as
+  `Traffic` says, all else in float32. A transfer may begin within the update before it and go on
+  during some updates after it, yet no longer than until the next fragment's turn; the rest of it
+  the trainer stands still for, and only that rest is its communication. A merge moves P bytes per
+  absorbed trainer to the representative, one after the other, over the link between their nearest
+  replicas.
 - **Waiting.** A trainer's round ends when its slowest replica is done and all are synchronised.
   Trainers wait for one another only at a merge: its members, and all whose workers change then. A
   refused merge costs what the merge would have cost, since it has to be tried to be refused. At the
@@ -24,9 +28,10 @@ The model, which the tests check against cases computed by hand and against `clo
   updates. The replica restarts and redoes the round from the parameters that the round began with;
   the trainer's others wait.
 - **Left out**: evaluation, checkpoints, the batch-size test's own pass (some 4 % of a round), the
-  optimizer's update, traffic of different trainers on one link, overlap of communication with
-  computing, and the way of parameters from a representative to its other workers, or from a trainer
-  to workers that join it.
+  optimizer's update, the (de)coding of compressed outer gradients, traffic of different trainers on
+  one link, overlap of a replica's own all-reduce with computing, the wait of a merge or of the
+  run's end for fragments still on their way, and the way of parameters from a representative to its
+  other workers, or from a trainer to workers that join it.
 """
 
 import math
@@ -40,8 +45,47 @@ import numpy as np
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link, StepTime
 
-BYTES_PER_PARAM = 4  # float32: parameters, gradients and pseudo-gradients travel so
+BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica, travel so
+SCALE_BLOCK = 128  # parameters of an int8 or int4 outer gradient that share a float32 scale
+BITS_PER_PARAM: Mapping[str, float] = {
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "int8": 8 + 32 / SCALE_BLOCK,
+    "int4": 4 + 32 / SCALE_BLOCK,
+}
+"""What a parameter's outer gradient takes on the wire, by `outer.precision`."""
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never get through
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How a trainer's outer gradients travel; by default at once, in float32, while it waits.
+
+    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 to 2.4.
+    """
+
+    bits_per_param: float = BITS_PER_PARAM["float32"]
+    num_fragments: int = 1  # synchronised in turn within a round, of equal size
+    delay_updates: int = 0  # inner updates between the sending of a fragment and its arrival
+    early_frac: float = 0.0  # of an update's time: how long before its end the sending begins
+
+    def __post_init__(self) -> None:
+        if not (
+            0 < self.bits_per_param < math.inf
+            and self.num_fragments >= 1
+            and self.delay_updates >= 0 <= self.early_frac <= 1
+        ):
+            raise ConfigError(
+                f"{self}: expected more than 0 bits, 1 or more fragments, a delay of 0 or more"
+                " updates and an early fraction from 0 to 1"
+            )
+
+    def sync_bytes(self, num_params: int) -> float:
+        """Bytes of one synchronisation's outer gradients: the peak, of one fragment."""
+        return self.bits_per_param / 8 * num_params / self.num_fragments
+
+
+BLOCKING = Traffic()
 
 
 class RoundTime(NamedTuple):
@@ -57,7 +101,7 @@ class RoundTime(NamedTuple):
     devices: float  # a fraction where workers share a device
     start_s: float
     compute_s: float
-    communication_s: float
+    communication_s: float  # that computing did not hide
     waiting_s: float  # for the slowest replica, for a device with a sequence more, for a merge
     idle_s: float  # without a sequence
     lost_s: float  # to failures: work thrown away, and restarts
@@ -92,12 +136,15 @@ class Replay:
         return getattr(self, name) / (self.num_devices * self.wall_s)
 
 
-def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay:
+def replay(
+    events: Iterable[dict], cluster: Cluster, *, traffic: Traffic | None = None, seed: int = 0
+) -> Replay:
     """Times a recorded run as it would have gone on a cluster.
 
     Args:
       events: A ledger's lines, also of a resumed or unfinished run.
       cluster: Where it is to run.
+      traffic: How outer gradients travel; by default as the start line's config says.
       seed: Of jitter and failures; without them it changes nothing.
 
     Returns:
@@ -109,6 +156,7 @@ def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay
     """
     run = _read(events)
     rng = np.random.default_rng(seed)
+    traffic = run.traffic if traffic is None else traffic
     param_bytes = BYTES_PER_PARAM * run.num_params
     counts = [{line.trainer: line.workers for line in lines} for lines in run.rounds.values()]
     replicas = _owners(counts[0])
@@ -127,7 +175,8 @@ def replay(events: Iterable[dict], cluster: Cluster, *, seed: int = 0) -> Replay
                 replicas[line.trainer],
                 layout,
                 cluster,
-                param_bytes,
+                traffic,
+                run.num_params,
                 rng,
             )
         merges = run.merges[index]
@@ -174,6 +223,7 @@ def closed_form_s(
     batch_size: int,
     steps_per_round: int,
     num_rounds: int,
+    traffic: Traffic = BLOCKING,
 ) -> float:
     """Wall-clock seconds of a run with a constant batch: the replay in one line.
 
@@ -187,7 +237,8 @@ def closed_form_s(
       num_workers: All trainers' together.
       batch_size: Sequences per worker and update, one micro-batch.
       steps_per_round: Updates between synchronisations.
-      num_rounds: Synchronisations.
+      num_rounds: Synchronisations of all parameters.
+      traffic: How outer gradients travel.
 
     Returns:
       Seconds. No trainer merges; the slowest one counts.
@@ -204,8 +255,13 @@ def closed_form_s(
     rounds_s = []
     for own in _owners(dict.fromkeys(range(num_trainers), per_trainer)).values():
         inner_s = _ring_s(num_used, param_bytes, _link(cluster, layout, own[:1]))
-        sync_s = _ring_s(per_trainer, param_bytes, _link(cluster, layout, own))
-        rounds_s.append(steps_per_round * (compute_s + inner_s) + sync_s)
+        round_s = steps_per_round * (compute_s + inner_s)
+        link = _link(cluster, layout, own)
+        factors = np.ones(traffic.num_fragments)
+        sync_s = _sync_s(
+            traffic, per_trainer, num_params, link, factors, round_s, num_updates=steps_per_round
+        )
+        rounds_s.append(round_s + sync_s)
     return num_rounds * max(rounds_s)
 
 
@@ -307,6 +363,7 @@ class _Recorded(NamedTuple):
     """What of a ledger the replay needs."""
 
     num_params: int
+    traffic: Traffic
     rounds: dict[int, list[_Line]]  # in order
     merges: Mapping[int, list[_Merge]]  # by the round before
 
@@ -336,7 +393,20 @@ def _read(events: Iterable[dict]) -> _Recorded:
         trainers = [line.trainer for line in lines]
         if len(set(trainers)) < len(trainers):
             raise DataError(f"round {index}: more than one line of a trainer among {trainers}")
-    return _Recorded(start["num_params"], dict(rounds), merges)
+    return _Recorded(start["num_params"], _traffic(start), dict(rounds), merges)
+
+
+def _traffic(start: dict) -> Traffic:
+    outer = start["config"].get("outer", {})  # a ledger may be older than each of the three
+    precision = outer.get("precision", "float32")
+    if precision not in BITS_PER_PARAM:
+        raise DataError(
+            f"the start line's outer.precision is {precision!r}: expected one of"
+            f" {', '.join(BITS_PER_PARAM)}"
+        )
+    return Traffic(
+        BITS_PER_PARAM[precision], outer.get("fragments", 1), outer.get("delay_updates", 0)
+    )
 
 
 def _line(event: dict, start: dict) -> _Line:
@@ -395,7 +465,8 @@ def _round_time(
     own: Sequence[int],
     layout: _Layout,
     cluster: Cluster,
-    param_bytes: int,
+    traffic: Traffic,
+    num_params: int,
     rng: np.random.Generator,
 ) -> RoundTime:
     """A trainer's round, without what follows it."""
@@ -404,6 +475,7 @@ def _round_time(
         for count, batch in line.batches()
     ]
     # By replica: compute, communication, waiting, idle, lost, all of it.
+    param_bytes = BYTES_PER_PARAM * num_params
     seconds = np.array(
         [_replica_s(passes, replica, layout, cluster, param_bytes, rng) for replica in own]
     )
@@ -411,8 +483,10 @@ def _round_time(
     seconds[:, 2] += slowest_s - seconds[:, -1]
     compute_s, communication_s, waiting_s, idle_s, lost_s, _ = seconds.mean(axis=0).tolist()
     link = _link(cluster, layout, own)
-    sync_s = _ring_s(len(own), param_bytes, link)
-    sync_s *= float(_noise(rng, link.jitter, 1)[0]) if sync_s else 0.0
+    factors = _noise(rng, link.jitter if len(own) > 1 else 0.0, traffic.num_fragments)
+    sync_s = _sync_s(
+        traffic, len(own), num_params, link, factors, slowest_s, num_updates=line.num_updates
+    )
     return RoundTime(
         round=index,
         trainer=line.trainer,
@@ -571,10 +645,28 @@ def _link(cluster: Cluster, layout: _Layout, replicas: Sequence[int]) -> Link:
     return cluster.within if num_sites == 1 else cluster.between
 
 
-def _ring_s(num_members: int, num_bytes: int, link: Link) -> float:
+def _ring_s(num_members: int, num_bytes: float, link: Link) -> float:
     """Seconds of a ring all-reduce: reduce-scatter, then all-gather (ALGORITHM 6)."""
     steps = 2 * (num_members - 1)
     return steps * (num_bytes / num_members / link.bandwidth + link.latency_s)
+
+
+def _sync_s(
+    traffic: Traffic,
+    num_members: int,
+    num_params: int,
+    link: Link,
+    factors: np.ndarray,
+    round_s: float,
+    *,
+    num_updates: int,
+) -> float:
+    """Seconds that a trainer stands still for a round's synchronisations, one per factor."""
+    transfer_s = factors * _ring_s(num_members, traffic.sync_bytes(num_params), link)
+    # No longer than until the next fragment's turn: the link carries one at a time.
+    hidden_updates = traffic.delay_updates + traffic.early_frac
+    hidden_s = round_s * min(hidden_updates / num_updates, 1 / traffic.num_fragments)
+    return float(np.maximum(transfer_s - hidden_s, 0.0).sum())
 
 
 def _noise(rng: np.random.Generator, variation: float, count: int) -> np.ndarray:
