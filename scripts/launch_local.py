@@ -1,0 +1,118 @@
+"""Runs one training run as several processes on this machine, and starts them again if they fail.
+
+    python scripts/launch_local.py --processes 2 [--devices-per-process 4] [--watchdog-s 600] \
+        [--max-restarts 3] -- --config configs/quickstart.py --workdir runs/two
+
+What stands after `--` is as for `python -m adloco_jax.main`, and must name a workdir: it is how a
+restarted group finds its checkpoints. Stopped, the same command goes on.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run.supervise import supervise
+
+_OURS = ("--coordinator", "--num_processes", "--process_id", "--distributed")
+
+
+def main() -> int:
+    """Starts the processes, and returns when the run has come to its end."""
+    words, rest = sys.argv[1:], []
+    if "--" in words:
+        words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        usage="%(prog)s [options] -- --config FILE --workdir DIR [--config.KEY=VALUE ...]",
+    )
+    parser.add_argument("--processes", type=_count, default=2, help="how many (default 2)")
+    parser.add_argument(
+        "--devices-per-process",
+        type=_count,
+        help="emulated devices, on the CPU; without it, whatever JAX finds",
+    )
+    parser.add_argument(
+        "--watchdog-s",
+        type=_seconds,
+        default=600.0,
+        help="seconds without a line in the ledger, compilation included, after which the "
+        "processes are taken to be stuck (default 600)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_not_negative,
+        default=3,
+        help="restarts in a row without a newer checkpoint (default 3)",
+    )
+    options = parser.parse_args(words)
+    try:
+        return supervise(
+            [sys.executable, "-m", "adloco_jax.main", *rest],
+            workdir_of(rest),
+            num_processes=options.processes,
+            watchdog_s=options.watchdog_s,
+            max_restarts=options.max_restarts,
+            environment=environment(os.environ, options.devices_per_process),
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:  # no more processes, files, ports
+        print(f"out of resources: {error}", file=sys.stderr)
+        return ResourceError.exit_code
+
+
+def workdir_of(words: Sequence[str]) -> Path:
+    """The run's folder, as the command line of a run names it.
+
+    Raises:
+      ConfigError: If it names none, or has options that are given here.
+    """
+    workdir = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = re.sub("^--?", "--", word).partition("=")
+        if name in _OURS:
+            raise ConfigError(f"{name}: is given to each process from here; leave it out")
+        if name == "--workdir":
+            workdir = value if equals else following
+    if not workdir:
+        raise ConfigError(
+            "--workdir: missing; processes that are started again find their checkpoints by it; "
+            "write -- --config FILE --workdir DIR"
+        )
+    return Path(workdir)
+
+
+def environment(present: Mapping[str, str], devices_per_process: int | None) -> dict[str, str]:
+    """The processes' environment, with emulated devices where a number is given."""
+    if devices_per_process is None:
+        return dict(present)
+    flag = f"--xla_force_host_platform_device_count={devices_per_process}"
+    flags = f"{present.get('XLA_FLAGS', '')} {flag}".strip()  # of two, the last one counts
+    return {"JAX_PLATFORMS": "cpu"} | dict(present) | {"XLA_FLAGS": flags}
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected more than 0")
+    return float(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
