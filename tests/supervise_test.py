@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,7 @@ def test_an_unexpected_exit_code_restarts_the_group_and_names_what_was_said(grou
 
 
 def test_a_process_that_ignores_the_end_is_killed(group, tmp_path):
+    start_s = time.monotonic()
     code, _, _ = group(
         """
         if start == 2:
@@ -163,6 +165,7 @@ def test_a_process_that_ignores_the_end_is_killed(group, tmp_path):
         grace_s=0.5,
     )
     assert code == 0
+    assert time.monotonic() - start_s < 40  # it would go on for a minute
     assert not is_alive(tmp_path / "run" / "pid-0-1")
 
 
@@ -229,6 +232,17 @@ def test_a_ledger_that_grows_keeps_the_watchdog_quiet(group, tmp_path):
         watchdog_s=4.0,
     )
     assert (code, err, num_starts(tmp_path)) == (0, "", 1)
+
+
+def test_a_pause_of_the_whole_machine_is_not_silence(group, tmp_path, monkeypatch):
+    def later():
+        return time.monotonic() + 1000 * (tmp_path / "run" / "ready").exists()
+
+    clock = types.SimpleNamespace(monotonic=later, sleep=time.sleep, strftime=time.strftime)
+    monkeypatch.setattr(supervise, "time", clock)
+    program = "time.sleep(1); (workdir / 'ready').touch(); time.sleep(1)"
+    assert group(program, watchdog_s=30.0) == (0, "", "")
+    assert num_starts(tmp_path) == 1
 
 
 def test_a_group_that_is_always_stuck_ends_as_out_of_resources(group, tmp_path):
@@ -367,6 +381,8 @@ def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, 
     code, err, _ = group(
         f"""
         def stop():
+            (workdir / f"told-{{me}}").touch()
+            until((workdir / f"told-{{1 - me}}").exists)
             time.sleep(0.5)
             (workdir / f"saved-{{me}}").touch()
             sys.exit(75)
@@ -385,6 +401,7 @@ def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, 
 
 
 def test_a_second_signal_kills(group, tmp_path):
+    start_s = time.monotonic()
     code, err, _ = group(
         """
         on_stop(lambda: (workdir / f"told-{me}").touch())
@@ -399,6 +416,7 @@ def test_a_second_signal_kills(group, tmp_path):
     )
     assert code == 128 + signal.SIGTERM
     assert err == "killed by a second SIGTERM\n"
+    assert time.monotonic() - start_s < 40  # they would go on for a minute
     assert num_starts(tmp_path) == 1
 
 
