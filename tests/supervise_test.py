@@ -53,8 +53,9 @@ def forever():
 
 
 @pytest.fixture
-def group(tmp_path, capfd):
+def group(tmp_path, capfd, monkeypatch):
     """Runs a program as a group: exit code, standard error, standard output."""
+    monkeypatch.setattr(supervise, "_POLL_S", 0.02)
 
     def run(program, *, num_processes=2, grace_s=20.0, **limits):
         path = tmp_path / "program.py"
