@@ -3,7 +3,9 @@
 python -m adloco_jax.main --config configs/quickstart.py [--config.GROUP.KEY=VALUE ...]
                           [--workdir DIR] [--plan]
 
-The same command with the same --workdir goes on with a run that was stopped.
+The same command with the same --workdir goes on with a run that was stopped. Of several processes
+each is started with it, and with --distributed (under Slurm, Open MPI, Kubernetes) or with
+--coordinator, --num_processes and --process_id.
 """
 
 import difflib
@@ -120,6 +122,24 @@ def _run(argv: Sequence[str]) -> int:
     plan_only = flags.DEFINE_bool(
         "plan", False, "say what would run, and stop", flag_values=options
     )
+    distributed = flags.DEFINE_bool(
+        "distributed",
+        False,
+        "one of several processes, as what started it says",
+        flag_values=options,
+    )
+    coordinator = flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0 of several", flag_values=options
+    )
+    num_processes = flags.DEFINE_integer(
+        "num_processes", None, "how many processes", flag_values=options, lower_bound=1
+    )
+    process_id = flags.DEFINE_integer(
+        "process_id", None, "which of them this is, from 0", flag_values=options, lower_bound=0
+    )
+    meeting_s = flags.DEFINE_integer(
+        "meeting_s", 300, "seconds to wait for the other processes", flag_values=options
+    )
     help_only = flags.DEFINE_bool("help", False, "print this, and stop", flag_values=options)
     try:
         words = options(["adloco", *map(_with_underscores, argv)], known_only=True)[1:]
@@ -138,13 +158,25 @@ def _run(argv: Sequence[str]) -> int:
         )
     logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
 
-    from adloco_jax.run.plan import plan  # late, so that a config error is quick
+    from adloco_jax.run import processes  # late, so that a config error is quick
+    from adloco_jax.run.plan import plan
     from adloco_jax.run.resume import finished
     from adloco_jax.run.train import train
     from adloco_jax.study import report
 
+    placed = (coordinator.value, num_processes.value, process_id.value)
+    if distributed.value or placed != (None, None, None):
+        processes.connect(
+            coordinator=coordinator.value,
+            num_processes=num_processes.value,
+            process_id=process_id.value,
+            timeout_s=meeting_s.value,
+        )
+        if workdir.value is None and not plan_only.value:
+            raise ConfigError("--workdir: several processes need the name of one folder")
     if plan_only.value:
-        print(plan(config))
+        with processes.only_first_prints():
+            print(plan(config))
         return 0
     folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = finished(folder, config, accept_config_change=accept_config.value)
@@ -152,10 +184,12 @@ def _run(argv: Sequence[str]) -> int:
         train(
             config,
             folder,
-            command=shlex.join(["python", "-m", "adloco_jax.main", *argv]),
+            command=shlex.join(["python", "-m", "adloco_jax.main", *_shared(argv)]),
             accept_config_change=accept_config.value,
             accept_data_change=accept_data.value,
         )
+    if not processes.is_first():
+        return 0
     for line in damage or ():
         print(f"damaged: {line}", file=sys.stderr)
     print(report.closing_table(folder))
@@ -164,6 +198,12 @@ def _run(argv: Sequence[str]) -> int:
     except (DataError, OSError) as error:  # the run itself is done, and saved
         print(f"the report was not written: {error}", file=sys.stderr)
     return 0
+
+
+def _shared(argv: Sequence[str]) -> list[str]:
+    """A command without what is each process's own, and another's at each start."""
+    own = ("--coordinator=", "--num_processes=", "--process_id=")
+    return [word for word in argv if not word.startswith(own)]
 
 
 def _with_underscores(word: str) -> str:

@@ -21,7 +21,7 @@ def _batch(size: int) -> dict[str, object]:
 def get_comparison() -> Comparison:
     """What runs."""
     # The batches of ADLOCO's requests, made in updates of their own there.
-    grown = {"batching.max_batch_size": 64, "batching.buckets": (8, 16, 32, 64)}
+    grown = {"batching.max_batch_size": 24, "batching.buckets": (4, 8, 16, 24)}
     return Comparison(
         base=get_base(),
         variants={
@@ -36,11 +36,12 @@ def get_comparison() -> Comparison:
             },
             "LocalSGD": {"inner.tx": "sgd", "inner.learning_rate": 0.5, **AVERAGE},
             "DiLoCo": {},
-            "DiLoCo, batch 4": _batch(4),
+            "DiLoCo, batch 8": _batch(8),
             "DiLoCo, batch 16": _batch(16),
             "DiLoCo, 50 steps": {"inner.steps_per_round": 50},
-            "DiLoCo, 800 steps": {"inner.steps_per_round": 800},
             "DiLoCo, tuned": TUNED,
+            "DiLoCo, averages, 800 steps": TUNED | {"inner.steps_per_round": 800},
+            "DiLoCo, averages, 2,000 steps": TUNED | {"inner.steps_per_round": 2000},
             "DiLoCo, one worker": {"ensemble.num_workers": 1},
             "DiLoCo, ramp": RAMP,
             "DiLoCo, AdLoCo's batches": {

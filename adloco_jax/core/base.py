@@ -115,9 +115,31 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
 
 
+def block_size(owner_R: Array | np.ndarray, num_trainers: int) -> int | None:
+    """Workers per trainer, where each trainer owns as many, in its own block of the pool.
+
+    Only a NumPy `owner_R` can tell, as it is known while tracing. Then what follows needs no gather
+    over trainers, and a partitioner sees that workers of different trainers have nothing in common.
+    """
+    if not isinstance(owner_R, np.ndarray) or len(owner_R) % num_trainers:
+        return None
+    size = len(owner_R) // num_trainers
+    return size if np.array_equal(owner_R, np.arange(len(owner_R)) // size) else None
+
+
+def of_owners(tree_M: PyTree, owner_R: Array | np.ndarray) -> PyTree:
+    """Each worker's trainer's entries: leaves [M, ...] -> [R, ...]."""
+
+    def pick(leaf_M):
+        size = block_size(owner_R, leaf_M.shape[0])
+        return leaf_M[owner_R] if size is None else jnp.repeat(leaf_M, size, axis=0)
+
+    return jax.tree.map(pick, tree_M)
+
+
 def owner_mean(
     tree_R: PyTree,
-    owner_R: Array,
+    owner_R: Array | np.ndarray,
     num_trainers: int,
     weights_R: Array | None = None,
     usable_R: Array | None = None,
@@ -131,8 +153,7 @@ def owner_mean(
     weights_R = jnp.ones(owner_R.shape, jnp.float32) if weights_R is None else weights_R
     usable_R = jnp.ones(owner_R.shape, bool) if usable_R is None else usable_R
 
-    def one_trainer(trainer):
-        mine_R = (owner_R == trainer) & usable_R
+    def mean(mine_R, tree_R, weights_R):
         weighted_R = mine_R & (weights_R > 0) & jnp.isfinite(weights_R)
         any_weight = jnp.any(weighted_R)
         mine_R = jnp.where(any_weight, weighted_R, mine_R)
@@ -146,7 +167,15 @@ def owner_mean(
 
         return jax.tree.map(leaf_mean, tree_R)
 
-    return jax.vmap(one_trainer)(jnp.arange(num_trainers))
+    size = block_size(owner_R, num_trainers)
+    if size is None:
+        mine_MR = (owner_R[None] == jnp.arange(num_trainers)[:, None]) & usable_R[None]
+        return jax.vmap(mean, in_axes=(0, None, None))(mine_MR, tree_R, weights_R)
+    blocks = jax.tree.map(
+        lambda leaf: leaf.reshape(num_trainers, size, *leaf.shape[1:]),
+        (usable_R, tree_R, weights_R),
+    )
+    return jax.vmap(mean)(*blocks)
 
 
 def where_leading(condition_X: Array, tree_X: PyTree, other_X: PyTree) -> PyTree:

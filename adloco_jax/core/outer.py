@@ -4,6 +4,8 @@
 accumulated round in pieces calls its three parts: `start_round`, `inner_steps`, `outer_update`.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,6 +17,7 @@ from adloco_jax.core.base import (
     LossFn,
     RoundMetrics,
     Workers,
+    of_owners,
     owner_mean,
     squared_norms,
     where_leading,
@@ -102,7 +105,7 @@ def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
 
     Source: AdLoCo algorithm 1, line 6.
     """
-    params_R = jax.tree.map(lambda leaf: leaf[ensemble.owner_R], ensemble.params_M)
+    params_R = of_owners(ensemble.params_M, ensemble.owner_R)
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
     if accumulate:
         zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
@@ -210,6 +213,7 @@ def outer_update(
     *,
     outer_tx: optax.GradientTransformation,
     weights_R: Float[Array, " R"] | None = None,
+    exchange: Callable[[PyTree], PyTree] = lambda difference_R: difference_R,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Ends a round: the only communication between the workers of a trainer.
 
@@ -222,6 +226,9 @@ def outer_update(
       outer_tx: Transformation of the pseudo-gradient, which is the trainer's parameters minus the
         weighted mean of its workers', formed in float32 from the workers' differences.
       weights_R: As in `outer_step`.
+      exchange: Applied to the workers' differences [R, ...] before they are averaged. Where workers
+        are spread over devices, a sharding constraint that deals each device all workers' share of
+        the parameters: the first half of the synchronisation.
 
     Returns:
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
@@ -229,11 +236,12 @@ def outer_update(
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14.
     """
     difference_R = jax.tree.map(
-        lambda start_M, end_R: start_M[ensemble.owner_R].astype(jnp.float32) - end_R,
-        ensemble.params_M,
+        lambda start_R, end_R: start_R.astype(jnp.float32) - end_R,
+        of_owners(ensemble.params_M, ensemble.owner_R),
         workers.params_R,
     )
     usable_R = jnp.isfinite(squared_norms(difference_R))
+    difference_R = exchange(difference_R)
     pseudo_grad_M = owner_mean(
         difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R, usable_R
     )

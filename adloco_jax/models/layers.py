@@ -57,6 +57,7 @@ def project(
     Returns:
       The products, of dtype `out_dtype`.
     """
+    w_DF = _whole(w_DF)
     multiply = functools.partial(_multiply, dtype=dtype, out_dtype=out_dtype)
     if tap_B is None:
         return multiply(x_BLD, w_DF)
@@ -69,6 +70,7 @@ def apply_gain(
     tap_B: Float[Array, " B"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Multiplies every feature by its gain."""
+    gain_D = _whole(gain_D)
     if tap_B is None:
         return _scale(x_BLD, gain_D)
     return _tapped(_scale, _gain_norms, x_BLD, gain_D, tap_B)
@@ -80,6 +82,7 @@ def add_bias(
     tap_B: Float[Array, " B"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Adds one vector at every position, in float32; the result has the dtype of `x_BLD`."""
+    bias_D = _whole(bias_D)
     if tap_B is None:
         return _shift(x_BLD, bias_D)
     return _tapped(_shift, _bias_norms, x_BLD, bias_D, tap_B)
@@ -91,6 +94,7 @@ def add_positions(
     tap_B: Float[Array, " B"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Adds each position's own vector, the same in every example, in float32."""
+    table_LD = _whole(table_LD)
     if tap_B is None:
         return _shift_rows(x_BLD, table_LD)
     return _tapped(_shift_rows, _position_norms, x_BLD, table_LD, tap_B)
@@ -102,9 +106,19 @@ def look_up(
     tap_B: Float[Array, " B"] | None = None,
 ) -> Float[Array, "B L D"]:
     """Picks the table's row for every token; an id past the end gives NaN, not another row."""
+    table_VD = _whole(table_VD)
     if tap_B is None:
         return _take(tokens_BL, table_VD)
     return _tapped(_take, _token_norms, tokens_BL, table_VD, tap_B)
+
+
+def _whole(weight: Array) -> Array:
+    """A weight that devices share, brought together where it is used, its gradient dealt out again.
+
+    Does nothing but under `nn.logical_axis_rules`. Left to itself, XLA exchanges the activations,
+    of which a batch of long sequences has more.
+    """
+    return nn.with_logical_constraint(weight, (None,) * weight.ndim)
 
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, out_dtype: DTypeLike | None) -> Array:

@@ -4,6 +4,9 @@ A checkpoint is a folder named by its round: `arrays/` by Orbax, `host.json`, an
 with the size and SHA-256 of every file. It is written beside the others as `.staging`, forced to
 disk, renamed, and read back; only then does an older one go. Orbax alone restores a flipped bit in
 silence and gives up at a damaged newest step, hence the hashes and the fall-back here.
+
+Of several processes each writes its own shards, to a file system that all see; the first one does
+all the rest.
 """
 
 import concurrent.futures
@@ -22,6 +25,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from adloco_jax.errors import CheckpointError, ResourceError
+from adloco_jax.run import processes
 from adloco_jax.run.crashpoints import hit
 
 FORMAT = 1  # raised when an older reader could not understand a newer checkpoint
@@ -61,7 +65,8 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        shutil.rmtree(folder / _STAGING, ignore_errors=True)
+        if processes.is_first():
+            shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
         """Starts to write a checkpoint; the arrays may be given up when this returns.
@@ -80,14 +85,16 @@ class Saver:
         staging = self._folder / _STAGING
         with _write_errors(self._folder / str(round_index)):
             hit("save.begin")
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            if processes.is_first():
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+            processes.meet(f"checkpoint {round_index} begins")
             self._orbax.save(staging.absolute() / _ARRAYS, args=ocp.args.StandardSave(arrays))
         blocked_s = time.perf_counter() - start_s
 
         def finish():
             with _write_errors(self._folder / str(round_index)):
-                size_bytes = self._finish(round_index, host, loss)
+                size_bytes = self._finish_together(round_index, host, loss)
             self._on_saved(Saved(round_index, size_bytes, blocked_s, time.perf_counter() - start_s))
 
         self._pending = self._thread.submit(finish)
@@ -112,9 +119,25 @@ class Saver:
         self._thread.shutdown()
         self._orbax.close()
 
+    def _finish_together(self, round_index: int, host: dict, loss: float | None) -> int:
+        """Once every process has written its arrays, the first one makes a checkpoint of them."""
+        problem = None
+        try:
+            self._orbax.wait_until_finished()
+        except (OSError, ValueError) as error:
+            problem = error
+        problems = processes.tell(f"checkpoint {round_index} written", str(problem or ""))
+        if problem:
+            raise problem
+        if failed := [f"process {i}: {said}" for i, said in enumerate(problems) if said]:
+            raise OSError("; ".join(failed))
+        try:
+            return self._finish(round_index, host, loss) if processes.is_first() else 0
+        finally:
+            processes.meet(f"checkpoint {round_index} ends")
+
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
         staging, target = self._folder / _STAGING, self._folder / str(round_index)
-        self._orbax.wait_until_finished()
         hit("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
         hit("save.host")
@@ -239,16 +262,17 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
         written in a newer format.
     """
     damage = []
-    rounds = list_rounds(folder)
+    # Of several processes the first one looks, and all read what it has found whole.
+    rounds = processes.from_first(list_rounds(folder))
     for index, number in enumerate(rounds):
         path = folder / str(number)
         try:
-            verify(path)
-            found = read(path)
+            _together(lambda path: verify(path) if processes.is_first() else None, path)
+            found = _together(read, path)
         except Damaged as error:
             damage.append(str(error))
             continue
-        for damaged in rounds[:index]:
+        for damaged in rounds[:index] if processes.is_first() else ():
             aside = folder / f"{damaged}.damaged"
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
@@ -260,6 +284,19 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
             "\n".join([*damage, f"{folder}: no checkpoint is whole; restore one from a copy"])
         )
     return None
+
+
+def _together(act: Callable[[Path], T], path: Path) -> T:
+    """Does something in every process; what is damaged for one of them is so for all."""
+    try:
+        outcome = act(path)
+    except Damaged as error:
+        outcome = error
+    said = processes.gather(str(outcome) if isinstance(outcome, Damaged) else None)
+    if problems := [problem for problem in said if problem is not None]:
+        raise Damaged(problems[0])
+    assert not isinstance(outcome, Damaged)
+    return outcome
 
 
 def read_host(checkpoint: Path) -> dict:

@@ -6,13 +6,14 @@ Whole numbers only, from settings and the statistics of the device; no array of 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from adloco_jax.core.base import BatchPlan, GradientStats
+from adloco_jax.core.base import BatchPlan, GradientStats, block_size
 from adloco_jax.core.batching import (
     augmented_inner_product_test,
     inner_product_test,
@@ -102,6 +103,7 @@ class Group(NamedTuple):
     num_micro_batches: int  # T, per worker
     num_updates: int
     num_dispatches: int  # what is compiled takes steps_per_round micro-batches at a time
+    blocks: bool  # each trainer owns as many workers, next to one another
 
 
 class Decision(NamedTuple):
@@ -183,6 +185,13 @@ def batch_plan(requested_batch_size: int, max_batch_size: int, settings: Setting
     sizes = [*settings.batching.buckets, max_batch_size]
     bucket = min(size for size in sizes if plan.micro_batch_size <= size <= max_batch_size)
     return plan._replace(micro_batch_size=bucket)
+
+
+def owns_blocks(controller: Controller, trainers: Sequence[int] | None = None) -> bool:
+    """Whether some trainers, by default all, own as many workers each, next to one another."""
+    chosen = range(len(controller.trainers)) if trainers is None else trainers
+    owners = [chosen.index(owner) for owner in controller.owners if owner in chosen]
+    return block_size(np.array(owners), len(chosen)) is not None
 
 
 def update_flags(group: Group) -> np.ndarray:
@@ -534,7 +543,15 @@ def _group(controller: Controller, settings: Settings, plans: list[BatchPlan]) -
         elif settings.inner.unit == "microbatches":
             dispatches, updates = 1, -(-steps // plan.num_accum_steps)
         groups.append(
-            Group(tuple(trainers), tuple(workers), plan, steps * dispatches, updates, dispatches)
+            Group(
+                tuple(trainers),
+                tuple(workers),
+                plan,
+                steps * dispatches,
+                updates,
+                dispatches,
+                owns_blocks(controller, trainers),
+            )
         )
     return groups
 

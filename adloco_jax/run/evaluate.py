@@ -13,6 +13,7 @@ from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
+from adloco_jax.run.placement import bring
 from adloco_jax.run.programs import Key, Programs
 
 MAX_GUARD_SEQUENCES = 32
@@ -99,13 +100,13 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
     """Each row's loss."""
     program = programs[evaluate_key(batch_size)]
     params_at, rows_at = program.input_shardings[0]
-    params = jax.device_put(params, params_at)
+    params = bring(params, params_at)
     losses = []
     for start in range(0, len(rows_EL), batch_size):
         rows = rows_EL[start : start + batch_size]
         # The last part is filled up with copies of its first row, whose losses are dropped.
         full = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
-        loss_B = program(params, jax.device_put(full.astype(np.int32), rows_at))
+        loss_B = program(params, bring(full.astype(np.int32), rows_at))
         losses.append((loss_B, len(rows)))
     return np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])
 

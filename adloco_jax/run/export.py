@@ -20,7 +20,8 @@ from adloco_jax.run.build import (
 )
 from adloco_jax.run.config import Settings
 from adloco_jax.run.controller import Controller
-from adloco_jax.run.programs import Programs, Spec, ensemble_spec, worker_mesh
+from adloco_jax.run.placement import place
+from adloco_jax.run.programs import Programs, Spec, ensemble_spec
 from adloco_jax.run.resume import recorded_settings
 
 
@@ -109,5 +110,5 @@ def _read(path: Path, spec: Spec) -> tuple[Controller, Ensemble]:
     except (KeyError, ValueError) as error:
         raise checkpoint.Damaged(f"{path}: not a run's state ({error})") from error
     num_trainers, num_workers = len(controller.trainers), len(controller.owners)
-    template = ensemble_spec(spec, num_trainers, num_workers, worker_mesh(num_workers, 1))
+    template = ensemble_spec(spec, num_trainers, num_workers, place(num_trainers, num_workers))
     return controller, checkpoint.read_arrays(path, template)

@@ -12,11 +12,11 @@ from adloco_jax.run.build import build_model, class_count, program_spec, row_len
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.evaluate import evaluate_key
 from adloco_jax.run.programs import (
-    Key,
     Programs,
     Spec,
     device_bytes,
     find_max_batch,
+    first_key,
     peak_bytes,
 )
 
@@ -127,11 +127,11 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         "memory per device while a program runs, by the compiler's analysis:",
     ]
     shape = (num_trainers, num_workers)
-    keys = [Key("round", *shape, size) for size in batching.buckets if size <= max_batch]
+    keys = [first_key("round", *shape, size) for size in batching.buckets if size <= max_batch]
     if _accumulates(settings) and batching.batch_cap > max_batch:
-        keys.append(Key("accumulate", *shape, max_batch))
+        keys.append(first_key("accumulate", *shape, max_batch))
     if control.measures_gradients(settings):
-        keys.append(Key("test", *shape))
+        keys.append(first_key("test", *shape))
     keys.append(evaluate_key(max_batch))
     peak = 0
     for key in keys:

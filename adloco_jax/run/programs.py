@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -32,20 +32,33 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.errors import ResourceError
 from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE
+from adloco_jax.run.placement import Placement, place
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
+
+
+Kind = Literal["round", "accumulate", "test", "evaluate"]
 
 
 class Key(NamedTuple):
     """What a program is compiled for."""
 
-    kind: Literal["round", "accumulate", "test", "evaluate"]
+    kind: Kind
     num_trainers: int = 1
     num_workers: int = 1
     micro_batch_size: int = 0
+    blocks: bool = False  # each trainer owns a block of as many workers
 
     def __str__(self):
         return f"{self.kind} M={self.num_trainers} R={self.num_workers} B={self.micro_batch_size}"
+
+
+def first_key(kind: Kind, num_trainers: int, num_workers: int, micro_batch_size: int = 0) -> Key:
+    """A program of the first round, in which all trainers take part."""
+    if kind == "evaluate":
+        return Key(kind, micro_batch_size=micro_batch_size)
+    blocks = num_workers % num_trainers == 0
+    return Key(kind, num_trainers, num_workers, micro_batch_size, blocks)
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class Spec:
     estimator: Estimator  # resolved: not auto
     inner_products: bool
     reset_inner_state: bool
+    model_shards: int = 1  # devices that share one worker's parameters
 
     @property
     def param_bytes(self) -> int:
@@ -157,42 +171,18 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def worker_mesh(num_workers: int, batch_size: int) -> Mesh:
-    """All devices as axes `worker` x `data` x `idle`.
-
-    Workers spread over the largest number of devices that divides them evenly; what is left shares
-    each worker's batch; a device that fits neither repeats another's work.
-    """
-    devices = np.array(jax.devices())
-    worker = math.gcd(len(devices), num_workers)
-    data = math.gcd(len(devices) // worker, batch_size)
-    return Mesh(
-        devices.reshape(worker, data, -1),
-        ("worker", "data", "idle"),
-        axis_types=(AxisType.Auto,) * 3,
+def placement(spec: Spec, key: Key) -> Placement:
+    """Where the arrays of a key's program live."""
+    return place(
+        key.num_trainers,
+        key.num_workers,
+        max(key.micro_batch_size, 1),
+        blocks=key.blocks,
+        model_shards=spec.model_shards,
     )
 
 
-def round_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
-    """Where a round's arrays live, by role."""
-    specs = {
-        "replicated": P(),
-        "worker": P("worker"),
-        "tokens_TRBL": P(None, "worker", "data"),
-        "rate_TR": P(None, "worker"),
-    }
-    return {role: NamedSharding(mesh, spec) for role, spec in specs.items()}
-
-
-def ensemble_shardings(ensemble: Ensemble, mesh: Mesh) -> Ensemble:
-    """A tree of shardings: trainers on every device, workers' states with their worker."""
-    place = round_shardings(mesh)
-    everywhere = jax.tree.map(lambda _: place["replicated"], ensemble)
-    by_worker = jax.tree.map(lambda _: place["worker"], ensemble.inner_state_R)
-    return everywhere.replace(inner_state_R=by_worker)
-
-
-def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, mesh: Mesh) -> Ensemble:
+def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, at: Placement) -> Ensemble:
     """Shapes, dtypes and shardings of an ensemble, without making it."""
     make = functools.partial(
         init,
@@ -202,24 +192,27 @@ def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, mesh: Mesh) -
         outer_tx=spec.outer_tx,
     )
     shapes = jax.eval_shape(make, spec.params)
-    return _with_shardings(shapes, ensemble_shardings(shapes, mesh))
+    return _with_shardings(shapes, at.ensemble(shapes))
 
 
-def buffers_spec(spec: Spec, num_workers: int, mesh: Mesh) -> tuple[PyTree, ...]:
+def buffers_spec(spec: Spec, num_workers: int, at: Placement) -> tuple[PyTree, ...]:
     """Shapes of what an accumulating round carries between dispatches.
 
     Parameters, the sum of gradients, their number, and whether their losses were finite.
     """
-    place = round_shardings(mesh)
 
-    def stacked(leaf, dtype):
-        return jax.ShapeDtypeStruct((num_workers, *leaf.shape), dtype, sharding=place["worker"])
+    def stacked(dtype):
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((num_workers, *leaf.shape), dtype or leaf.dtype),
+            spec.params,
+        )
+        return _with_shardings(shapes, at.by_worker(shapes))
 
     return (
-        jax.tree.map(lambda leaf: stacked(leaf, leaf.dtype), spec.params),
-        jax.tree.map(lambda leaf: stacked(leaf, jnp.float32), spec.params),
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=place["replicated"]),
-        jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=place["worker"]),
+        stacked(None),
+        stacked(jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole),
+        jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=at.workers),
     )
 
 
@@ -231,19 +224,23 @@ def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
         "test": _lower_test,
         "evaluate": _lower_evaluate,
     }
-    return builders[key.kind](spec, key)
+    if spec.model_shards == 1:
+        return builders[key.kind](spec, key)
+    # Tells the layers of `models` that weights are dealt out.
+    with jax.set_mesh(placement(spec, key).mesh), nn.logical_axis_rules((("weight", "model"),)):
+        return builders[key.kind](spec, key)
 
 
 def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
-    mesh = worker_mesh(key.num_workers, key.micro_batch_size)
-    place = round_shardings(mesh)
-    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, mesh)
-    steps, workers = spec.num_micro_batches, key.num_workers
-    tokens_shape = (steps, workers, key.micro_batch_size, spec.row_length)
-    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32, sharding=place["tokens_TRBL"])
-    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=place["rate_TR"])
-    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=place["replicated"])
-    switch = jax.ShapeDtypeStruct((), jnp.bool_, sharding=place["replicated"])
+    at = placement(spec, key)
+    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
+    steps, workers, size = spec.num_micro_batches, key.num_workers, key.micro_batch_size
+    tokens = jax.ShapeDtypeStruct(
+        (steps, workers, size, spec.row_length), jnp.int32, sharding=at.tokens_TRBL(size)
+    )
+    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
+    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.whole)
+    switch = jax.ShapeDtypeStruct((), jnp.bool_, sharding=at.whole)
 
     def begin(ensemble, accumulate):
         if spec.reset_inner_state:
@@ -254,16 +251,11 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
                     lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), fresh
                 )
             )
-        return jax.lax.with_sharding_constraint(
-            start_round(ensemble, accumulate=accumulate),
-            jax.tree.map(
-                lambda leaf: place["worker"] if leaf.ndim else place["replicated"],
-                jax.eval_shape(functools.partial(start_round, accumulate=accumulate), ensemble),
-            ),
-        )
+        started = start_round(ensemble, accumulate=accumulate)
+        return jax.lax.with_sharding_constraint(started, at.by_worker(started))
 
     def advance(workers, tokens_TRBL, rate_TR, update_T):
-        return inner_steps(
+        workers, *measured_TR = inner_steps(
             workers,
             tokens_TRBL,
             spec.loss_fn,
@@ -271,20 +263,33 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
             learning_rate_TR=rate_TR,
             update_T=update_T,
         )
+        # Held on both sides, or what follows would decide where the loop keeps its parameters.
+        return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
+
+    def end(ensemble, workers):
+        return outer_update(ensemble, workers, outer_tx=spec.outer_tx, exchange=at.exchange)
+
+    def known_owners(ensemble):
+        if not at.blocks:
+            return ensemble
+        block = workers // key.num_trainers
+        return ensemble.replace(owner_R=np.arange(workers, dtype=np.int32) // block)
 
     def plain_round(ensemble, tokens_TRBL, rate_TR):
+        ensemble = known_owners(ensemble)
         workers, *measured_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
-        ensemble, norm_M = outer_update(ensemble, workers, outer_tx=spec.outer_tx)
+        ensemble, norm_M = end(ensemble, workers)
         return ensemble, tuple(measured_TR), norm_M
 
     def accumulating_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, is_last):
+        ensemble = known_owners(ensemble)
         params_R, *accumulated = buffers
         carried = Workers(params_R, ensemble.inner_state_R, *accumulated)
         workers = jax.lax.cond(is_first, lambda: begin(ensemble, True), lambda: carried)
         workers, *measured_TR = advance(workers, tokens_TRBL, rate_TR, update_T)
         ensemble, norm_M = jax.lax.cond(
             is_last,
-            lambda: outer_update(ensemble, workers, outer_tx=spec.outer_tx),
+            lambda: end(ensemble, workers),
             lambda: (
                 ensemble.replace(inner_state_R=workers.inner_state_R),
                 jnp.zeros(key.num_trainers, jnp.float32),
@@ -293,31 +298,25 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads, workers.finite_R)
         return ensemble, buffers, tuple(measured_TR), norm_M
 
-    state = ensemble_shardings(ensemble, mesh)
+    state = at.ensemble(ensemble)
     if key.kind == "round":
-        out = (state, place["replicated"], place["replicated"])
+        out = (state, at.whole, at.whole)
         jitted = jax.jit(plain_round, donate_argnums=0, out_shardings=out)
         return jitted.lower(ensemble, tokens, rates)
-    buffers = buffers_spec(spec, workers, mesh)
-    out = (
-        state,
-        jax.tree.map(lambda leaf: leaf.sharding, buffers),
-        place["replicated"],
-        place["replicated"],
-    )
+    buffers = buffers_spec(spec, workers, at)
+    out = (state, jax.tree.map(lambda leaf: leaf.sharding, buffers), at.whole, at.whole)
     jitted = jax.jit(accumulating_part, donate_argnums=(0, 1), out_shardings=out)
     return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, switch)
 
 
 def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
-    mesh = worker_mesh(key.num_workers, 1)
-    place = round_shardings(mesh)
-    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, mesh)
+    at = placement(spec, key)
+    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
     workers = key.num_workers
     tokens = jax.ShapeDtypeStruct(
-        (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=place["worker"]
+        (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=at.workers
     )
-    counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=place["worker"])
+    counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=at.workers)
     # A pass is filled up, so it is no larger than the least that a worker has to test.
     least = AUTO_TEST_MIN // -(-workers // key.num_trainers)
     chunk = max(min(least, spec.num_micro_batches), MIN_EXAMPLES)
@@ -325,11 +324,12 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     elif spec.estimator == "chunks":
         chunk = CHUNK_SIZE
+    trainers_here = key.num_trainers // at.mesh.shape["trainer"]
 
     def one_worker(params_M, owner, tokens_BL, count):
         return gradient_stats(
             spec.loss_fn,
-            jax.tree.map(lambda leaf: leaf[owner], params_M),
+            jax.tree.map(lambda leaf: leaf[owner % trainers_here], params_M),
             tokens_BL,
             estimator=spec.estimator,
             chunk_size=chunk,
@@ -341,9 +341,10 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
     # count, and a vmap over few workers made the products of single examples a quarter slower.
     @functools.partial(
         jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P("worker"), P("worker"), P("worker")),
-        out_specs=P("worker"),
+        mesh=at.mesh,
+        in_specs=(P("trainer"), *(P(("trainer", "worker")),) * 3),
+        out_specs=P(("trainer", "worker")),
+        axis_names={"trainer", "worker"},  # what shares a worker is left to the partitioner
         check_vma=False,
     )
     def test(params_M, owner_R, tokens_RBL, count_R):
@@ -351,21 +352,20 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
             lambda worker: one_worker(params_M, *worker), (owner_R, tokens_RBL, count_R)
         )
 
-    jitted = jax.jit(test, out_shardings=place["replicated"])
+    jitted = jax.jit(test, out_shardings=at.whole)
     return jitted.lower(ensemble.params_M, ensemble.owner_R, tokens, counts)
 
 
 def _lower_evaluate(spec: Spec, key: Key) -> jax.stages.Lowered:
-    mesh = worker_mesh(1, key.micro_batch_size)
-    replicated, by_sequence = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    params = _with_shardings(spec.params, jax.tree.map(lambda _: replicated, spec.params))
-    tokens_shape = (key.micro_batch_size, spec.row_length)
-    tokens = jax.ShapeDtypeStruct(tokens_shape, jnp.int32, sharding=by_sequence)
+    at = placement(spec, key)
+    params = _with_shardings(spec.params, at.params(spec.params))
+    size = key.micro_batch_size
+    tokens = jax.ShapeDtypeStruct((size, spec.row_length), jnp.int32, sharding=at.tokens_BL(size))
 
     def evaluate(params, tokens_BL):
         return jax.vmap(lambda tokens_L: spec.loss_fn(params, tokens_L[None]))(tokens_BL)
 
-    return jax.jit(evaluate, out_shardings=replicated).lower(params, tokens)
+    return jax.jit(evaluate, out_shardings=at.whole).lower(params, tokens)
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
@@ -379,8 +379,8 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 def peak_bytes(programs: Programs, key: Key, num_trainers: int, num_workers: int) -> int:
     """Bytes a device holds while a program runs: the ensemble's that it does not take included."""
-    mesh = worker_mesh(num_workers, 1)
-    state = ensemble_spec(programs.spec, num_trainers, num_workers, mesh)
+    at = placement(programs.spec, key._replace(num_trainers=num_trainers, num_workers=num_workers))
+    state = ensemble_spec(programs.spec, num_trainers, num_workers, at)
     parts = state if key.kind == "evaluate" else (state.outer_state_M, state.inner_state_R)
     beside = parts if key.kind in ("test", "evaluate") else ()
     held = sum(
@@ -446,18 +446,17 @@ def find_max_batch(
       ResourceError: If not even the smallest size fits; says how much it needs.
     """
     budget = int(memory_frac * device_bytes())
-    shape = (num_trainers, num_workers)
     update = "accumulate" if accumulates else "round"
 
-    def peak(key):
-        return peak_bytes(programs, key, *shape)
+    def peak(kind, size=0):
+        key = first_key(kind, num_trainers, num_workers, size)
+        return peak_bytes(programs, key, num_trainers, num_workers)
 
     def whole_run(size):
-        keys = [Key(update, *shape, size), Key("evaluate", micro_batch_size=size)]
-        return max(peak(key) for key in keys + [Key("test", *shape)] * tests)
+        return max(peak(update, size), peak("evaluate", size), peak("test") if tests else 0)
 
     sizes = [size for size in buckets if size >= smallest]
-    rounds = {n: peak(Key("round", *shape, n)) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
+    rounds = {n: peak("round", n) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
     (small, least), (large, more) = min(rounds.items()), max(rounds.items())
     per_sequence = (more - least) / max(large - small, 1)
     fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.run import processes
 from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
 from adloco_jax.run.config import KNOBS, Settings, default_config, validate
 from adloco_jax.run.controller import share_done
@@ -85,10 +86,15 @@ def check_workdir(workdir: str | Path) -> None:
 def exclusive(workdir: Path) -> Iterator[None]:
     """Makes a run's folder, and keeps other processes out of it; a dead one's lock does not.
 
+    Of the processes of one run the first one does so for all.
+
     Raises:
       ConfigError: If another process is at work there, or the folder cannot be written.
       ResourceError: If the disk takes no more.
     """
+    if not processes.is_first():
+        yield
+        return
     lock = FileLock(workdir / ".lock", timeout=0)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -171,7 +177,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
             )
         return
     before = _read(path)
-    now = dict(_flat(_config(settings)))
+    now = flat_settings(settings)
     changed = [key for key in KNOBS if key in before and before[key] != now[key]]
     refused = [key for key in changed if _class(key, settings) == "refused"]
     needs_flag = [key for key in changed if _class(key, settings) == "accepted"]
@@ -243,6 +249,11 @@ def _class(key: str, settings: Settings) -> Change:
 def _config(settings: Settings) -> dict:
     """Settings as JSON gives them back: tuples are lists."""
     return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def flat_settings(settings: Settings) -> dict[str, object]:
+    """Every setting by its key, as JSON gives it back."""
+    return dict(_flat(_config(settings)))
 
 
 def _flat(config: dict) -> Iterator[tuple[str, object]]:

@@ -22,13 +22,13 @@ from adloco_jax.core.ensemble import put, take
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
 from adloco_jax.run.controller import Controller, Group, Outcome
+from adloco_jax.run.placement import bring
 from adloco_jax.run.programs import (
     Key,
     Programs,
     Spec,
     buffers_spec,
-    round_shardings,
-    worker_mesh,
+    placement,
 )
 
 
@@ -110,9 +110,16 @@ def update_keys(groups: list[Group]) -> list[Key]:
             len(group.trainers),
             len(group.workers),
             group.plan.micro_batch_size,
+            group.blocks,
         )
         for group in groups
     ]
+
+
+def test_key(controller: Controller) -> Key:
+    """The program of the batch-size test, over all trainers."""
+    blocks = control.owns_blocks(controller)
+    return Key("test", len(controller.trainers), len(controller.owners), blocks=blocks)
 
 
 def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
@@ -161,12 +168,12 @@ def prepare(
             test_rows_RBL[worker, : counts_R[worker]] = flat[: counts_R[worker]]
         rate_TR = control.learning_rates(controller, group, settings, round_tokens=round_tokens)
         flag_T = control.update_flags(group)
-        mesh = worker_mesh(len(group.workers), group.plan.micro_batch_size)
-        tokens_at = round_shardings(mesh)["tokens_TRBL"]
+        (key,) = update_keys([group])
+        tokens_at = placement(spec, key).tokens_TRBL(key.micro_batch_size)
         parts.append(
             [
                 (
-                    jax.device_put(rows_TRBL[t : t + steps], tokens_at),
+                    bring(rows_TRBL[t : t + steps], tokens_at),
                     rate_TR[t : t + steps],
                     flag_T[t : t + steps],
                 )
@@ -185,8 +192,7 @@ def prepare(
             }
     tested = None
     if counts_R.any():
-        mesh = worker_mesh(len(counts_R), 1)
-        tested = jax.device_put(test_rows_RBL, round_shardings(mesh)["worker"])
+        tested = bring(test_rows_RBL, placement(spec, test_key(controller)).workers)
     return Prepared(groups, parts, tested, counts_R, [lines[m] for m in sorted(lines)])
 
 
@@ -202,9 +208,10 @@ def dispatch(
     start_s, stall_s = time.perf_counter(), programs.stall_s
     stats_R = None
     if prepared.test_rows_RBL is not None:
-        key = Key("test", ensemble.num_trainers, ensemble.num_workers)
         tested = (prepared.test_rows_RBL, prepared.test_counts_R)
-        stats_R = _call(programs, key, ensemble.params_M, ensemble.owner_R, *tested)
+        stats_R = _call(
+            programs, test_key(controller), ensemble.params_M, ensemble.owner_R, *tested
+        )
     measured, norms = [], []
     for group, parts in zip(prepared.groups, prepared.parts, strict=True):
         if len(group.trainers) == ensemble.num_trainers:
@@ -255,7 +262,7 @@ def _keys(controller: Controller, settings: Settings) -> list[Key]:
     """The programs of a controller's next round."""
     keys = update_keys(control.plan_round(controller, settings))
     if control.measures_gradients(settings):
-        keys.append(Key("test", len(controller.trainers), len(controller.owners)))
+        keys.append(test_key(controller))
     return keys
 
 
@@ -279,10 +286,10 @@ def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> 
         ((tokens, rate_TR, _),) = parts
         sub, measured, norm_M = _call(programs, key, sub, tokens, rate_TR)
         return sub, [measured], norm_M
-    mesh = worker_mesh(key.num_workers, key.micro_batch_size)
+    at = placement(programs.spec, key)
     buffers = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-        buffers_spec(programs.spec, key.num_workers, mesh),
+        buffers_spec(programs.spec, key.num_workers, at),
     )
     measured, norm_M = [], None
     for i, part in enumerate(parts):
@@ -295,7 +302,7 @@ def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> 
 def _call(programs: Programs, key: Key, *arguments):
     """Runs a program with its arguments moved to where it wants them."""
     program = programs[key]
-    return program(*jax.device_put(arguments, program.input_shardings[0]))
+    return program(*bring(arguments, program.input_shardings[0]))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import json
+import os
 import platform
 import threading
 import time
@@ -39,7 +41,7 @@ from adloco_jax.errors import (
     Preempted,
     ResourceError,
 )
-from adloco_jax.run import checkpoint, evaluate
+from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run import controller as control
 from adloco_jax.run.build import (
     InitFn,
@@ -56,20 +58,26 @@ from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, batch_history, cut, finish, read
+from adloco_jax.run.placement import Placement, copy_back, copy_to_host, fetch
 from adloco_jax.run.plan import data_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
     Compiled,
     Key,
     Programs,
     Spec,
-    ensemble_shardings,
     ensemble_spec,
     measured_peaks,
+    placement,
     use_compilation_cache,
-    worker_mesh,
 )
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.resume import check_config, check_workdir, exclusive, write_config
+from adloco_jax.run.resume import (
+    check_config,
+    check_workdir,
+    exclusive,
+    flat_settings,
+    write_config,
+)
 from adloco_jax.run.rounds import (
     Dispatched,
     Prepared,
@@ -79,9 +87,12 @@ from adloco_jax.run.rounds import (
     prepare,
     programs_ahead,
     read_outcomes,
+    test_key,
     update_keys,
 )
 from adloco_jax.run.trackers import Trackers, check_installed
+
+_OWN_KEYS = ("data.path", "data.heldout_path")  # may differ between processes: the data may not
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,8 @@ def train(
     settings = validate(config)
     check_installed(settings.log)
     use_compilation_cache()
+    if workdir is None and jax.process_count() > 1:
+        raise ConfigError("workdir: several processes need the name of one folder")
     if workdir is None:
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     check_workdir(workdir)
@@ -138,23 +151,24 @@ def train(
     if settings.model.init_from and not checkpoint.list_rounds(Path(workdir) / "checkpoints"):
         params = pretrained_params(settings)
     corpus = load_data(settings)
-    print(data_header(corpus))
     init_fn, loss_fn = build_model(settings)
-    result = fit(
-        settings,
-        corpus=corpus,
-        init_fn=init_fn,
-        loss_fn=loss_fn,
-        params=params,
-        num_classes=class_count(settings),
-        workdir=workdir,
-        command=command,
-        accept_config_change=accept_config_change,
-        accept_data_change=accept_data_change,
-    )
-    hf.save(
-        result.params, result.workdir / "export", corpus.tokenizer, network=build_network(settings)
-    )
+    with processes.only_first_prints():
+        print(data_header(corpus))
+        result = fit(
+            settings,
+            corpus=corpus,
+            init_fn=init_fn,
+            loss_fn=loss_fn,
+            params=params,
+            num_classes=class_count(settings),
+            workdir=workdir,
+            command=command,
+            accept_config_change=accept_config_change,
+            accept_data_change=accept_data_change,
+        )
+    params, network = fetch(result.params), build_network(settings)
+    if processes.is_first():
+        hf.save(params, result.workdir / "export", corpus.tokenizer, network=network)
     return result
 
 
@@ -199,6 +213,12 @@ def fit(
     check_config(workdir, settings, accept=accept_config_change)
     spec = program_spec(
         settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
+    )
+    processes.require_equal(
+        {key: repr(value) for key, value in flat_settings(settings).items() if key not in _OWN_KEYS}
+        | {"the data": corpus.fingerprint}
+        | {f"the version of {name}": version for name, version in _versions().items()},
+        "all processes of a run need the same",
     )
     failed_round, faults, max_batch = None, [], None
     with exclusive(workdir), stop_requests() as stop:
@@ -247,6 +267,7 @@ class _Run:
         state, damage = found or (None, [])
         path = self.workdir / "ledger.jsonl"
         events = read(path) if path.exists() else []
+        processes.gather(None)  # all have read what the first one is about to change
         if state is None and any(event["event"] == "checkpoint" for event in events):
             raise CheckpointError(
                 f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
@@ -257,14 +278,16 @@ class _Run:
         replayed = known or _replayed(settings)
         if state and not accept_data_change:
             self._check_data(state.host["data"])
-        write_config(
-            self.workdir, settings, versions=_versions(), data_fingerprint=self.corpus.fingerprint
-        )
-        cut(path, host["ledger"])
-        kept = read(path) if path.exists() else []
-        trackers = Trackers(settings.log, self.workdir, kept, self._drop_tracker)
-        self.ledger = self.exit.enter_context(Ledger(path, trackers))
-        self.exit.callback(trackers.close)
+        fingerprint = self.corpus.fingerprint
+        if processes.is_first():
+            write_config(self.workdir, settings, versions=_versions(), data_fingerprint=fingerprint)
+            cut(path, host["ledger"])
+            kept = read(path) if path.exists() else []
+            trackers = Trackers(settings.log, self.workdir, kept, self._drop_tracker)
+            self.ledger = self.exit.enter_context(Ledger(path, trackers))
+            self.exit.callback(trackers.close)
+        else:
+            self.ledger = self.exit.enter_context(Ledger(os.devnull))
         self.saver = Saver(folder, keep=settings.checkpoint.keep, on_saved=self._saved)
         self.exit.callback(self.saver.close)
         self.programs = Programs(self.spec, self._compiled)
@@ -274,7 +297,7 @@ class _Run:
             self.place = state.host["data"].get("place") if state else None
             self.corpus.restore(self.place)
         if state is None:
-            max_batch = max_batch_size(settings, self.programs)
+            max_batch = min(processes.gather(max_batch_size(settings, self.programs)))
             self.controller = control.start(settings, max_batch)
         else:
             self.controller = state.controller
@@ -284,6 +307,7 @@ class _Run:
         self.controller.replayed = replayed
         if self.max_batch is not None:
             self.controller.max_batch_size = min(self.controller.max_batch_size, self.max_batch)
+        self._heed_memory_notes()
         self.heldout = evaluate.split_heldout(
             self.corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
@@ -327,6 +351,7 @@ class _Run:
         self.programs.prefetch([*ahead, evaluate.evaluate_key(self.heldout.batch_size)])
         prepared, previous, consensus = self._prepare(), None, None
         while self._share_done() < 1:
+            vote = processes.Vote(lambda: [self.stop.is_set(), self._save_by_clock()])
             prepared, dispatched = self._dispatch(prepared)
             if previous:
                 self._record(*previous)
@@ -336,8 +361,8 @@ class _Run:
             if not last:
                 self.programs.prefetch(programs_ahead(controller, settings))
             evaluate_now = last or controller.round % settings.eval.every_rounds == 0
-            stop_now = self.stop.is_set()
-            save_now = last or stop_now or self._save_due()
+            stop_now, save_by_clock = vote.read()
+            save_now = last or stop_now or save_by_clock or self._save_by_round()
             merge_round = control.is_merge_round(controller, settings)
             # What this round broke is known now before a merge only, lest it depend on how often
             # one evaluates or saves.
@@ -387,6 +412,13 @@ class _Run:
         """
         this_round, max_batch = self.controller.round, self.controller.max_batch_size
         cause = " ".join(str(error).split())[:300]
+        if jax.process_count() > 1:
+            if "RESOURCE_EXHAUSTED" in str(error) and max_batch > 1:
+                self._memory_note().write_text(json.dumps({"max_batch_size": max_batch // 2}))
+            raise ResourceError(
+                f"round {this_round + 1}: process {jax.process_index()} failed ({cause}); all start"
+                f" again from what is saved: {self._last_checkpoint()}"
+            ) from error
         fault = {"round": this_round + 1, "cause": cause}
         if "RESOURCE_EXHAUSTED" in str(error):
             if max_batch == 1:
@@ -405,6 +437,24 @@ class _Run:
         self.progress.note(f"round {this_round + 1} failed ({cause}); going back to what is saved")
         return [*self.faults, fault], max_batch
 
+    def _memory_note(self) -> Path:
+        """Where this process, before it ends for want of memory, leaves what all should try next.
+
+        Of several processes one alone may run out, and the others hang in the round it has left.
+        """
+        return self.workdir / f".max_batch_size-{jax.process_index()}.json"
+
+    def _heed_memory_notes(self) -> None:
+        note, before = self._memory_note(), self.controller.max_batch_size
+        own = json.loads(note.read_text())["max_batch_size"] if note.exists() else before
+        least = min(processes.gather(own))
+        if least < before:
+            self.controller.max_batch_size = least
+            sizes = {"max_batch_size_before": before, "max_batch_size": least}
+            cause = "a process had run out of memory"
+            fault = {"round": self.controller.round + 1, "cause": cause, **sizes}
+            self.faults = [*self.faults, {"kind": "out_of_memory", **fault}]
+
     def _prepare(self) -> Prepared:
         groups = control.plan_round(self.controller, self.settings)
         return prepare(self.controller, self.settings, self.spec, self.corpus, groups)
@@ -417,8 +467,7 @@ class _Run:
         """
         keys = update_keys(prepared.groups)
         untried = self.controller.max_batch_size > 1 and not self.tried.issuperset(keys)
-        backup = jax.device_get(self.ensemble) if untried else None
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.ensemble)
+        backup = copy_to_host(self.ensemble) if untried else None
         try:
             self.ensemble, dispatched = dispatch(
                 self.programs, self.controller, self.ensemble, prepared
@@ -428,7 +477,9 @@ class _Run:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or backup is None:
                 raise
-            self.ensemble = jax.device_put(backup, shardings)
+            if jax.process_count() > 1:
+                raise  # the others may have begun: all go back, see `after_failure`
+            self.ensemble = copy_back(backup)
             self._halve_max_batch(str(error).splitlines()[0])
             groups = control.smaller_micro_batches(self.controller, self.settings, prepared.groups)
             if isinstance(self.corpus, SequentialRows):
@@ -652,12 +703,15 @@ class _Run:
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def _save_due(self) -> bool:
-        """Whether the config asks for a checkpoint now; also looks after the one before."""
+    def _save_by_clock(self) -> bool:
+        """Whether a checkpoint is due by now; also looks after the one before."""
         self._settle_saves(wait=False)
-        saving = self.settings.checkpoint
-        by_round = saving.every_rounds and self.controller.round % saving.every_rounds == 0
-        return bool(by_round) or time.perf_counter() - self.last_save_s >= saving.every_s
+        due_s = self.last_save_s + self.settings.checkpoint.every_s
+        return processes.is_first() and time.perf_counter() >= due_s
+
+    def _save_by_round(self) -> bool:
+        every = self.settings.checkpoint.every_rounds
+        return bool(every) and self.controller.round % every == 0
 
     def _save(self, loss: float | None) -> None:
         """Starts to write a checkpoint of this very boundary between two rounds."""
@@ -669,7 +723,7 @@ class _Run:
             "max_batch_size_given": self.settings.batching.max_batch_size,
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
-            "ledger": self.ledger.position(),
+            "ledger": self.ledger.position() if processes.is_first() else None,
             "data": {
                 "fingerprint": self.corpus.fingerprint,
                 "shards": list(self.corpus.shards),
@@ -702,6 +756,7 @@ class _Run:
         self.progress.note(str(error))
 
     def _saved(self, saved: Saved) -> None:
+        self._memory_note().unlink(missing_ok=True)  # the checkpoint knows
         self.ledger.write(
             "checkpoint",
             round=saved.round,
@@ -723,8 +778,7 @@ class _Run:
                 raise ValueError(f"round {controller.round}")
         except (KeyError, ValueError) as error:
             raise checkpoint.Damaged(f"{path}: not this run's state ({error})") from error
-        mesh = worker_mesh(num_workers, 1)
-        template = ensemble_spec(self.spec, num_trainers, num_workers, mesh)
+        template = ensemble_spec(self.spec, num_trainers, num_workers, self._at_rest(controller))
         return _State(controller, checkpoint.read_arrays(path, template), host)
 
     def _check_data(self, recorded: dict) -> None:
@@ -787,9 +841,12 @@ class _Run:
                 stack = stack.replace(params_M=jax.vmap(init_fn)(keys_M))
             return stack
 
-        mesh = worker_mesh(ensemble.num_workers, 1)
-        shardings = ensemble_shardings(jax.eval_shape(make, key, params), mesh)
-        return jax.jit(make, out_shardings=shardings)(key, params)
+        shapes = jax.eval_shape(make, key, params)
+        at = self._at_rest(self.controller)
+        return jax.jit(make, out_shardings=at.ensemble(shapes))(key, params)
+
+    def _at_rest(self, controller: Controller) -> Placement:
+        return placement(self.spec, test_key(controller))
 
     def _compiled(self, compiled: Compiled) -> None:
         self.ledger.write(

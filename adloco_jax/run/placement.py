@@ -1,0 +1,230 @@
+"""Where a run's arrays live: the devices as a mesh, each array's sharding on it, ways to get there.
+
+Every program has a mesh of its own over all devices of all processes, with the axes
+
+  trainer  trainers that own equal blocks of the pool, whose workers then never meet another's
+  worker   a trainer's workers, or all workers where the blocks are unequal
+  data     devices that share a worker's batch
+  model    devices that share a worker's parameters and optimizer state, and its batch if it divides
+  idle     devices that repeat another's work, as nothing is left that divides
+
+Trainers' parameters lie whole with every worker of theirs, as the batch-size test and the round
+both start there; a trainer's outer state, which only the synchronisation touches, is dealt out over
+all its devices.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from adloco_jax.core.base import Ensemble
+
+_AXES = ("trainer", "worker", "data", "model", "idle")
+_POOL = ("trainer", "worker")
+_SHARING = ("model", "data", "idle")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh, and the shardings on it by role."""
+
+    mesh: Mesh
+    blocks: bool  # each trainer owns a block of as many workers: owners are known while tracing
+
+    def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
+        """Each dimension over the axes given for it; whole where None, and beyond the last."""
+        return NamedSharding(self.mesh, P(*axes))
+
+    @property
+    def whole(self) -> NamedSharding:
+        """A copy on every device."""
+        return self.named()
+
+    @property
+    def workers(self) -> NamedSharding:
+        """[R, ...]: each with its worker."""
+        return self.named(_POOL)
+
+    @property
+    def rates_TR(self) -> NamedSharding:
+        """[T, R]: each with its worker."""
+        return self.named(None, _POOL)
+
+    def tokens_TRBL(self, batch_size: int) -> NamedSharding:
+        """[T, R, B, L + 1]: a worker's batch over all the devices that share it."""
+        return self.named(None, _POOL, self._batch_axes(batch_size))
+
+    def tokens_BL(self, batch_size: int) -> NamedSharding:
+        """[B, L + 1], where there is one worker."""
+        return self.named(self._batch_axes(batch_size))
+
+    def params(self, shapes: PyTree) -> PyTree:
+        """One model's parameters, wherever it is used: over `model`."""
+        return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
+
+    def by_worker(self, shapes_R: PyTree) -> PyTree:
+        """Leaves [R, ...]: with their worker, over `model`."""
+        return self._stacked(shapes_R, _POOL, ("model",))
+
+    def by_trainer(self, shapes_M: PyTree) -> PyTree:
+        """Leaves [M, ...]: whole on the devices of the trainer's workers, but for `model`."""
+        return self._stacked(shapes_M, "trainer", ("model",))
+
+    def dealt(self, shapes_X: PyTree) -> PyTree:
+        """Leaves [M, ...] or [R, ...]: dealt out over all devices of the trainer."""
+        return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
+
+    def exchange(self, tree_R: PyTree) -> PyTree:
+        """From each worker's own, leaves [R, ...], to a share of everybody's (see `dealt`).
+
+        While tracing. In two steps, or the partitioner makes whole copies: first the devices that
+        share a worker keep a part of it each, then these are dealt out.
+        """
+        parts_R = jax.lax.with_sharding_constraint(tree_R, self._stacked(tree_R, _POOL, _SHARING))
+        return jax.lax.with_sharding_constraint(parts_R, self.dealt(parts_R))
+
+    def ensemble(self, shapes: Ensemble) -> Ensemble:
+        """An ensemble between two rounds."""
+        return jax.tree.map(lambda _: self.whole, shapes).replace(
+            params_M=self.by_trainer(shapes.params_M),
+            outer_state_M=self.dealt(shapes.outer_state_M),
+            inner_state_R=self.by_worker(shapes.inner_state_R),
+        )
+
+    def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
+        shared = self.mesh.shape["data"] * self.mesh.shape["model"]
+        return ("data",) if batch_size % shared else ("data", "model")
+
+    def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
+        return jax.tree.map(lambda leaf: self._spread(leaf.shape, (lead,), over), shapes)
+
+    def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
+        """The largest dimension that divides evenly over `over`, or over as many as it can."""
+        if not shape:
+            return self.whole
+        for count in range(len(over), 0, -1):
+            devices = math.prod(self.mesh.shape[axis] for axis in over[:count])
+            sizes = {shape[d]: d for d in range(len(lead), len(shape)) if shape[d] % devices == 0}
+            if devices > 1 and sizes:
+                dimension = sizes[max(sizes)]
+                between = (None,) * (dimension - len(lead))
+                return self.named(*lead, *between, tuple(over[:count]))
+        return self.named(*lead)
+
+
+def place(
+    num_trainers: int,
+    num_workers: int,
+    batch_size: int = 1,
+    *,
+    blocks: bool = False,
+    model_shards: int = 1,
+) -> Placement:
+    """All devices as a mesh for some trainers and workers.
+
+    Args:
+      num_trainers: M.
+      num_workers: R.
+      batch_size: Sequences of a worker that devices may share.
+      blocks: Whether each trainer owns a block of R / M workers.
+      model_shards: Devices that share one worker's parameters; divides the number of devices.
+
+    Returns:
+      Workers over the largest number of devices that divides them; what is left shares each
+      worker's batch, as far as that divides.
+    """
+    devices = np.array(jax.devices())
+    free = len(devices) // model_shards
+    trainer = math.gcd(free, num_trainers) if blocks else 1
+    # A device's share of the pool must be whole trainers, or lie within one.
+    blocks = blocks and (free == 1 or trainer == num_trainers or num_workers == num_trainers)
+    trainer = trainer if blocks else 1
+    worker = math.gcd(free // trainer, num_workers // trainer)
+    data = math.gcd(free // (trainer * worker), batch_size)
+    # In the devices' own order, which a program shares with what gave it its arguments.
+    grid = devices.reshape(trainer, worker, data, model_shards, -1)
+    return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)), blocks)
+
+
+def bring(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Brings arrays to where they are wanted, in any number of processes.
+
+    Args:
+      tree: Of JAX arrays, which move between devices, and host arrays, of which every process must
+        hold at least what its own devices get.
+      shardings: Of the same structure; None leaves an array that nobody reads where it is.
+
+    Returns:
+      JAX arrays of those shardings; ones that are there already are not copied.
+    """
+    return jax.tree.map(_bring, tree, shardings)
+
+
+def _bring(leaf, sharding: NamedSharding | None):
+    if sharding is None:
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.Array):
+        return _move(sharding)(leaf)
+    leaf = np.asarray(leaf)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+
+@functools.cache
+def _move(sharding: NamedSharding):
+    return jax.jit(lambda leaf: leaf, out_shardings=sharding)
+
+
+class HostCopy(NamedTuple):
+    """An array as this process's devices hold it, on the host."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: dict[str, np.ndarray]  # by what `repr` gives for the index
+
+
+def copy_to_host(tree: PyTree) -> PyTree:
+    """A `HostCopy` of every array: waits for the devices."""
+
+    def copy(leaf: jax.Array) -> HostCopy:
+        parts = {}
+        for shard in leaf.addressable_shards:
+            if repr(shard.index) not in parts:
+                parts[repr(shard.index)] = np.asarray(shard.data)
+        return HostCopy(leaf.shape, leaf.sharding, parts)
+
+    return jax.tree.map(copy, tree)
+
+
+def copy_back(tree: PyTree) -> PyTree:
+    """The arrays that `copy_to_host` was given."""
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: leaf.parts[repr(index)]
+        ),
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, HostCopy),
+    )
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """Host copies of whole arrays, in every process, one leaf at a time."""
+
+    def get(leaf: jax.Array) -> np.ndarray:
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        assert isinstance(leaf.sharding, NamedSharding)
+        return np.asarray(_move(NamedSharding(leaf.sharding.mesh, P()))(leaf))
+
+    return jax.tree.map(get, tree)

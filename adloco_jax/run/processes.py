@@ -1,0 +1,178 @@
+"""The processes of one run: starting them together, and what they must know of one another.
+
+Every process runs the same program on the same host state; only the first one prints and writes.
+What only one of them can know (a clock, a signal, a full disk) is exchanged here before anything is
+decided by it.
+"""
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adloco_jax.errors import ConfigError, ResourceError
+
+_MEETING_MS = 30 * 60 * 1000  # the slowest disk's save; who dies is noticed by heartbeats
+
+T = TypeVar("T")  # plain JSON data
+
+
+def connect(
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_s: int = 300,
+) -> None:
+    """Makes this process one of several; before anything else of JAX is used.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None has JAX find out what started it (Slurm, Open MPI,
+        Kubernetes), and leave the rest to that too.
+      num_processes: How many there are.
+      process_id: Which one this is.
+      timeout_s: How long to wait for the others.
+
+    Raises:
+      ConfigError: If the three do not fit one another, or nothing is found that started several.
+      ResourceError: If the others are not there in time.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None in given and given != (None, None, None):
+        raise ConfigError("--coordinator, --num_processes, --process_id: give all three, or none")
+    if num_processes is not None and not 0 <= (process_id or 0) < num_processes:
+        raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
+    # Its preemption service takes SIGTERM for itself; here the run saves and stops at it.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, initialization_timeout=timeout_s
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "--distributed: nothing was found that started several processes (Slurm, Open MPI,"
+            f" Kubernetes); give --coordinator, --num_processes, --process_id ({error})"
+        ) from error
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ResourceError(
+            f"process {process_id} of {num_processes}: not all processes met at {coordinator}"
+            f" within {timeout_s} s ({cause})"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def only_first_prints() -> Iterator[None]:
+    """Standard output of all other processes goes nowhere."""
+    with contextlib.ExitStack() as stack:
+        if not is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        yield
+
+
+def gather(value: T) -> list[T]:
+    """What each process gives, in their order; all must call it, and wait for the devices."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(text)], np.int32)).reshape(-1)
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(text)] = text
+    texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [
+        json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes.tolist(), strict=True)
+    ]
+
+
+def from_first(value: T) -> T:
+    """What the first process gives; all must call it, and wait for the devices."""
+    return gather(value)[0]
+
+
+def meet(name: str) -> None:
+    """Waits on the host, on any thread, until all processes have come to the same place.
+
+    Args:
+      name: Of the place; of one meeting of a run only.
+    """
+    if jax.process_count() > 1:
+        _client().wait_at_barrier(name, _MEETING_MS)
+
+
+def tell(name: str, text: str) -> list[str]:
+    """As `gather` for text, but on the host, on any thread, and under a name as in `meet`."""
+    if jax.process_count() == 1:
+        return [text]
+    client = _client()
+    client.key_value_set(f"{name}/{jax.process_index()}", f"={text}")
+    keys = [f"{name}/{number}" for number in range(jax.process_count())]
+    return [client.blocking_key_value_get(key, _MEETING_MS).removeprefix("=") for key in keys]
+
+
+def _client():
+    client = jax._src.distributed.global_state.client  # no public name; Orbax relies on it too
+    assert client is not None
+    return client
+
+
+def require_equal(what: dict[str, str], advice: str) -> None:
+    """Compares the processes.
+
+    Args:
+      what: Strings by name, such as hashes; of the same names in every process.
+      advice: Ends the message.
+
+    Raises:
+      ConfigError: In every process, naming what differs and in which.
+    """
+    everyone = gather(dict(what))
+    lines = []
+    for number, theirs in enumerate(everyone):
+        differing = [name for name in what if theirs.get(name) != everyone[0].get(name)]
+        if differing:
+            lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
+    if lines:
+        raise ConfigError("\n".join([*lines, advice]))
+
+
+class Vote:
+    """A few yes or no questions, answered yes if any process says so.
+
+    Asked before a round is dispatched and read while it runs: unlike `gather` nobody waits for the
+    devices to finish what they have begun since.
+    """
+
+    def __init__(self, ask: Callable[[], list[bool]]):
+        """Sends this process's answers to the others; alone, it asks when the result is read."""
+        self._ask, self._result = ask, None
+        if jax.process_count() > 1:
+            devices = np.array(jax.devices())
+            answers = np.array(ask())
+            over_all = NamedSharding(Mesh(devices, "device"), P("device"))
+            votes = jax.make_array_from_callback(
+                (len(devices), len(answers)), over_all, lambda index: answers[None]
+            )
+            self._result = _any_of(over_all.mesh)(votes)
+
+    def read(self) -> list[bool]:
+        """The answers."""
+        return self._ask() if self._result is None else np.asarray(self._result).tolist()
+
+
+@functools.cache
+def _any_of(mesh: Mesh):
+    return jax.jit(lambda votes: votes.any(axis=0), out_shardings=NamedSharding(mesh, P()))
