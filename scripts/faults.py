@@ -10,21 +10,26 @@ bit for bit. What fails keeps its folder.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import platform
 import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -57,17 +62,10 @@ class Bench:
     def start(self, workdir: Path, *overrides: str, limit: int = 0, **environment: str):
         """Starts the run in a folder, or goes on with it."""
         command = [sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"]
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        settings = {
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
         sizes = (limit, limit)
         return subprocess.Popen(
             [*command, f"--workdir={workdir}", *overrides],
-            env=os.environ | settings | environment,
+            env=os.environ | self.settings() | environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -75,6 +73,15 @@ class Bench:
             if limit
             else None,
         )
+
+    def settings(self) -> dict[str, str]:
+        """Of the environment of every process."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
 
     def run(self, workdir: Path, *overrides: str, **others) -> tuple[int, str]:
         """Exit code and standard error of a run that is left alone."""
@@ -97,8 +104,44 @@ class Bench:
         code, err = self.run(workdir)
         if code or "Traceback" in err:
             return f"ended with {code}: {err.strip()[-300:]}"
-        ours, theirs = state_of(workdir), self.reference[0]
+        return self.differs(workdir, self.reference)
+
+    def differs(self, workdir: Path, reference: tuple[dict, float]) -> str:
+        """In what the end of a run differs from another's; empty if in nothing."""
+        ours, theirs = state_of(workdir), reference[0]
         return ", ".join(name for name in theirs if ours[name] != theirs[name])
+
+    def together(
+        self,
+        workdir: Path,
+        *,
+        watchdog_s: float = 120,
+        program: Sequence[str] = ("-m", "adloco_jax.main"),
+        **environment: str,
+    ) -> "Group":
+        """The run as two supervised processes."""
+        words = (f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}")
+        command = (sys.executable, *program, *words)
+        return Group(
+            subprocess.Popen(
+                [sys.executable, "-c", _SUPERVISE, str(watchdog_s), str(workdir), *command],
+                env=os.environ | self.settings() | environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+
+    @functools.cached_property
+    def reference_of_two(self) -> tuple[dict, float]:
+        """As `reference`, of two processes."""
+        for _ in range(2):
+            workdir, start_s = self.fresh(), time.perf_counter()
+            with self.together(workdir) as group:
+                code = group.process.wait(timeout=600)
+            if code:
+                raise RuntimeError(f"the uninterrupted run ended with {code}: {group.text}")
+        return state_of(workdir), time.perf_counter() - start_s
 
     def half_way(self) -> Path:
         """A run killed after its fifth round, with two checkpoints; made once, then copied."""
@@ -107,6 +150,54 @@ class Bench:
             self.run(base, ADLOCO_CRASH_AT="round.decided:5")
         shutil.copytree(base, copy)
         return copy
+
+
+_SUPERVISE = """
+import sys
+from adloco_jax.run.supervise import supervise
+watchdog_s, workdir, *command = sys.argv[1:]
+sys.exit(supervise(command, workdir, num_processes=2, watchdog_s=float(watchdog_s)))
+"""
+
+
+class Group:
+    """Two supervised processes, and what is said of them, with the time."""
+
+    def __init__(self, process: subprocess.Popen):
+        """Listens to the supervisor."""
+        self.process = process
+        self.said: list[tuple[float, str]] = []
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+        self._thread.join(5)
+
+    @property
+    def text(self) -> str:
+        """All that was said so far."""
+        return "\n".join(line for _, line in self.said)
+
+    def member(self, number: int) -> int:
+        """The process with a number, of those that run now."""
+        pid = self.process.pid
+        while True:
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                with contextlib.suppress(OSError):  # it has just ended
+                    words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                    if f"--process_id={number}".encode() in words:
+                        return int(child)
+            time.sleep(0.01)
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append((time.monotonic(), line.rstrip()))
 
 
 def state_of(workdir: Path) -> dict:
@@ -367,6 +458,142 @@ def r3(bench: Bench) -> Iterator[Trial]:
         yield code == 0 and alike, f"{before} to {after} devices, {workdir} {err[-300:]}"
 
 
+def p1(bench: Bench) -> Iterator[Trial]:
+    """One of two processes killed or stopped at a random round: all start again, and end alike."""
+    for number in itertools.count():
+        victim, sign = number % 2, (signal.SIGKILL, signal.SIGSTOP)[number // 2 % 2]
+        after = bench.random.randrange(1, 6)
+        workdir = bench.fresh()
+        with bench.together(workdir, watchdog_s=_WATCHDOG_S) as group:
+            while _rounds(workdir) < after and group.process.poll() is None:
+                time.sleep(0.02)
+            time.sleep(bench.random.random() / 5)
+            hit_s = time.monotonic()
+            os.kill(group.member(victim), sign)
+            code = group.process.wait(timeout=300)
+        noticed_s = min((s for s, line in group.said if "start again" in line), default=math.inf)
+        noticed_s -= hit_s
+        in_time = noticed_s <= 5 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
+        difference = bench.differs(workdir, bench.reference_of_two) if code == 0 else group.text
+        what = f"{sign.name} of process {victim} after round {after}, noticed in {noticed_s:.1f} s"
+        yield (not difference and in_time), f"{what} : {difference[-600:]}"
+
+
+def p2(bench: Bench) -> Iterator[Trial]:
+    """A process that comes late, never, finds its port taken, or was told something else."""
+    yield _meet(bench, "the second comes five seconds late", [0], late_s=5)
+    yield _meet(bench, "the second never comes", [5], without=1)
+    yield _meet(bench, "the first never comes", [5], without=0)
+    yield _meet(bench, "the port is taken", [5], take_port=True)
+    change = "--config.inner.learning_rate=0.5"
+    yield _meet(bench, "another config", [2, 2], "inner.learning_rate", second=[change])
+    text = bench.folder / "text"
+    if not text.exists():
+        text.mkdir()
+        for name in "ab":
+            (text / name).write_text(f"Once upon a time there was an {name}.\n\n" * 4000)
+    own = [
+        ["--config.data.source=text", f"--config.data.path={text / name}"] for name in ("a", "b")
+    ]
+    yield _meet(bench, "other data", [2, 2], "the data", first=own[0], second=own[1])
+
+
+def p3(bench: Bench) -> Iterator[Trial]:
+    """A failure at every start: given up after three restarts, with the cause."""
+    for number in itertools.count():
+        point = ("round.decided:1", "restore.read:1", "eval.trainers:1")[number % 3]
+        workdir = bench.fresh()
+        if "restore" in point:
+            shutil.copytree(bench.half_way(), workdir, dirs_exist_ok=True)
+        with bench.together(workdir, ADLOCO_CRASH_AT=point) as group:
+            code = group.process.wait(timeout=300)
+        restarts = sum("start again" in line for _, line in group.said)
+        passed = code == 5 and restarts == 3 and "given up after 3 restarts" in group.text
+        yield passed, f"SIGKILL at {point}: exit {code}, {restarts} restarts"
+
+
+def m2(bench: Bench) -> Iterator[Trial]:
+    """One of two processes runs out of memory: both go on with the half, none waits for ever."""
+    expected, _ = bench.reference_of_two
+    for number in itertools.count():
+        workdir, start_s = bench.fresh(), time.monotonic()
+        fake = _OUT_OF_MEMORY.format(process=number % 2, call=1 + number % 6)
+        with bench.together(workdir, program=["-c", fake]) as group:
+            code = group.process.wait(timeout=300)
+        seconds = time.monotonic() - start_s
+        sizes = [e["max_batch_size"] for e in _events(workdir, "start")] if code == 0 else []
+        ours, theirs = (
+            [(e["round"], e["trainer"], e["tokens"]) for e in lines if e["event"] == "round"]
+            for lines in (read(workdir / "ledger.jsonl"), expected["ledger"])
+        )
+        what = f"process {number % 2}: exit {code}, {sizes}, {seconds:.0f} s"
+        yield (code == 0 and sizes == [4, 2] and ours == theirs), f"{what} {group.text[-300:]}"
+
+
+# Stands in for the main program: one process's n-th dispatch finds no memory at the full size.
+_OUT_OF_MEMORY = """
+import jax
+from adloco_jax import main
+from adloco_jax.run import train
+calls, real = 0, train.dispatch
+
+def dispatch(programs, controller, *rest):
+    global calls
+    calls += 1
+    if jax.process_index() == {process} and calls == {call} and controller.max_batch_size > 2:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
+    return real(programs, controller, *rest)
+
+train.dispatch = dispatch
+main.command()
+"""
+
+_WATCHDOG_S = 20
+
+
+def _rounds(workdir: Path) -> int:
+    ledger = workdir / "ledger.jsonl"
+    return ledger.read_bytes().count(b'{"event": "checkpoint"') if ledger.exists() else 0
+
+
+def _meet(
+    bench: Bench,
+    what: str,
+    codes: list[int],
+    word: str = "",
+    *,
+    first: Sequence[str] = (),
+    second: Sequence[str] = (),
+    late_s: float = 0,
+    without: int | None = None,
+    take_port: bool = False,
+) -> Trial:
+    """Two processes started by hand; whether they end with these codes, and say the word."""
+    workdir, start_s = bench.fresh(), time.monotonic()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        if take_port:
+            held.listen()
+        else:
+            held.close()
+        group = []
+        for number, own in enumerate((first, second)):
+            if number == without:
+                continue
+            place = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
+            meeting = (f"--process_id={number}", f"--meeting_s={120 if codes == [0] else 15}")
+            group.append(bench.start(workdir, *place, *meeting, *own))
+            time.sleep(late_s)
+        said = [process.communicate(timeout=300)[1] for process in group]
+    ended = [process.returncode for process in group]
+    seconds = time.monotonic() - start_s
+    # Where they never meet, what the second process ends with is its library's own affair.
+    passed = ended[: len(codes)] == codes and all(word in text for text in said)
+    passed &= "Traceback" not in "".join(said[: len(codes)])
+    return passed, f"{what}: exit {ended} in {seconds:.0f} s, {' / '.join(said)[-400:]}"
+
+
 ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     # row: trials, of the short scale, of the long one
     "K1": (k1, 5, 300),
@@ -380,6 +607,10 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "K9": (k9, 4, 4),
     "K10": (k10, 1, 2),
     "R3": (r3, 1, 3),
+    "P1": (p1, 3, 80),
+    "P2": (p2, 6, 6),
+    "P3": (p3, 1, 3),
+    "M2": (m2, 1, 20),
 }
 
 

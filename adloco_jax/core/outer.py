@@ -213,7 +213,7 @@ def outer_update(
     *,
     outer_tx: optax.GradientTransformation,
     weights_R: Float[Array, " R"] | None = None,
-    exchange: Callable[[PyTree], PyTree] = lambda difference_R: difference_R,
+    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Ends a round: the only communication between the workers of a trainer.
 
@@ -226,9 +226,10 @@ def outer_update(
       outer_tx: Transformation of the pseudo-gradient, which is the trainer's parameters minus the
         weighted mean of its workers', formed in float32 from the workers' differences.
       weights_R: As in `outer_step`.
-      exchange: Applied to the workers' differences [R, ...] before they are averaged. Where workers
-        are spread over devices, a sharding constraint that deals each device all workers' share of
-        the parameters: the first half of the synchronisation.
+      exchange: Applied to a pytree of leaves [R, ...], the workers' differences and whether they
+        are usable, before they are averaged. Where workers are spread over devices, a sharding
+        constraint that deals each device all workers' share of the parameters: the first half of
+        the synchronisation.
 
     Returns:
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
@@ -241,7 +242,7 @@ def outer_update(
         workers.params_R,
     )
     usable_R = jnp.isfinite(squared_norms(difference_R))
-    difference_R = exchange(difference_R)
+    difference_R, usable_R = exchange((difference_R, usable_R))
     pseudo_grad_M = owner_mean(
         difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R, usable_R
     )

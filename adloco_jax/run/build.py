@@ -24,7 +24,7 @@ from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import Settings
 from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
-from adloco_jax.run.programs import Spec
+from adloco_jax.run.programs import Spec, fewest_model_shards
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
@@ -211,7 +211,7 @@ def program_spec(
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
     uses_inner_products = batching.test in ("inner_product", "augmented")
-    return Spec(
+    spec = Spec(
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings),
@@ -226,3 +226,17 @@ def program_spec(
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
     )
+    ensemble, num_devices = settings.ensemble, len(jax.devices())
+    shards = ensemble.model_shards
+    if shards is None:
+        shards = fewest_model_shards(
+            spec,
+            num_trainers=ensemble.num_trainers,
+            num_workers=ensemble.num_workers,
+            memory_frac=batching.memory_frac,
+        )
+    elif num_devices % shards:
+        raise ConfigError(
+            f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"
+        )
+    return dataclasses.replace(spec, model_shards=shards)

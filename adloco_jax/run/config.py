@@ -80,6 +80,9 @@ class Ensemble:
     # independent: each trainer draws its own initial parameters. A negative control: averaging two
     # such networks raised the loss of a character model from 2.43 to 2.67 (ALGORITHM 1).
     init: Literal["shared", "independent"] = _knob("shared")
+    # Devices that share one worker's parameters and optimizer state (fully sharded data parallel);
+    # auto: no more than its memory needs.
+    model_shards: int | None = _knob("auto", _COUNT)
     allocation: Literal["demand", "retire"] = _knob("demand")  # workers after a merge (ALGORITHM 4)
 
 

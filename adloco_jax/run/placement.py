@@ -28,6 +28,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.base import Ensemble
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
+_MAX_LINES = 32
 _POOL = ("trainer", "worker")
 _SHARING = ("model", "data", "idle")
 
@@ -99,6 +100,43 @@ class Placement:
             inner_state_R=self.by_worker(shapes.inner_state_R),
         )
 
+    def moved_bytes(self, param_bytes: int, num_trainers: int, num_workers: int) -> int:
+        """Bytes that a round moves between devices of different workers, all devices together.
+
+        In equal blocks, with a device each, it is what is accounted (ALGORITHM 6). Workers that
+        share a device have less to move. Of unequal blocks the program does not know whose worker
+        is whose, so that every device is sent all trainers.
+        """
+        worker = self.mesh.shape["worker"]
+        return (worker - 1) * (num_workers // worker + num_trainers) * param_bytes
+
+    def describe(self) -> str:
+        """How many devices there are of each sort, and which have nothing of their own to do."""
+        size = self.mesh.shape
+        pool = size["trainer"] * size["worker"]
+        parts = [f"workers spread {pool} ways over {self.mesh.size} devices"]
+        if size["data"] > 1:
+            parts.append(f"{size['data']} share a worker's batch")
+        if size["model"] > 1:
+            parts.append(f"{size['model']} share a worker's parameters")
+        if size["idle"] > 1:
+            idle = self.mesh.devices[..., 1:].reshape(-1)
+            parts.append(f"idle, repeating others' work: {_names(idle)}")
+        return "; ".join(parts)
+
+    def draw(self, owner_R: Sequence[int]) -> list[str]:
+        """A line for each set of devices that share workers: which, and whose workers."""
+        size = self.mesh.shape
+        groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
+        each = len(owner_R) // len(groups)
+        lines = []
+        for place, devices in enumerate(groups[:_MAX_LINES]):
+            workers = range(place * each, (place + 1) * each)
+            whose = ", ".join(f"{w} (trainer {owner_R[w]})" for w in workers)
+            lines.append(f"  {_names(devices)}: worker {whose}")
+        left = len(groups) - len(lines)
+        return lines + [f"  and {left} more like these"] * (left > 0)
+
     def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
         shared = self.mesh.shape["data"] * self.mesh.shape["model"]
         return ("data",) if batch_size % shared else ("data", "model")
@@ -118,6 +156,10 @@ class Placement:
                 between = (None,) * (dimension - len(lead))
                 return self.named(*lead, *between, tuple(over[:count]))
         return self.named(*lead)
+
+
+def _names(devices: np.ndarray) -> str:
+    return "device " + " ".join(str(device.id) for device in devices.reshape(-1))
 
 
 def place(

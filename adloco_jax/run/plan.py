@@ -1,6 +1,7 @@
 """What a run is and will need, as text: the header of a run, and `--plan`."""
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
@@ -18,6 +19,7 @@ from adloco_jax.run.programs import (
     find_max_batch,
     first_key,
     peak_bytes,
+    placement,
 )
 
 
@@ -64,9 +66,12 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     if control.measures_gradients(settings):
         test += f", {batching.mode}, estimator {spec.estimator}"
     sizes = [size for size in batching.buckets if size <= max_batch]
+    shape = (ensemble.num_trainers, ensemble.num_workers)
+    at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" on {devices()}",
+        f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"
         f" ({inner.tx}), then {settings.outer.tx}",
@@ -138,6 +143,9 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         total = peak_bytes(programs, key, *shape)
         peak = max(peak, total)
         lines.append(f"  {str(key):32} {_human(total)}")
+    at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
+    owners = np.arange(num_workers) * num_trainers // num_workers
+    lines += ["placement in the first round:", *at.draw(owners.tolist())]
     moved = 2 * (num_workers - num_trainers) * spec.param_bytes
     syncs = min(num_trainers, num_workers - num_trainers)
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
@@ -151,7 +159,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"peak: {peak} bytes ({_human(peak)})",
         f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
         " as many update and test programs for each later (trainers, workers)",
-        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations",
+        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations;"
+        f" between these devices {_human(at.moved_bytes(spec.param_bytes, *shape))}",
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines

@@ -9,6 +9,9 @@ import contextlib
 import functools
 import json
 import os
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -43,18 +46,32 @@ def connect(
 
     Raises:
       ConfigError: If the three do not fit one another, or nothing is found that started several.
-      ResourceError: If the others are not there in time.
+      ResourceError: If they cannot meet. If they do not in time, the process ends with its code.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
         raise ConfigError("--coordinator, --num_processes, --process_id: give all three, or none")
     if num_processes is not None and not 0 <= (process_id or 0) < num_processes:
         raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
+    if coordinator is not None and process_id == 0:
+        _check_port(coordinator)
     # Its preemption service takes SIGTERM for itself; here the run saves and stops at it.
     jax.config.update("jax_enable_preemption_service", False)
+    whose = "" if process_id is None else f"process {process_id} of {num_processes}: "
+    where = "" if coordinator is None else f" at {coordinator}"
+
+    def give_up():
+        # JAX would abort the process with a stack trace, and cannot be interrupted in its waiting.
+        print(f"{whose}not all processes met{where} within {timeout_s} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(ResourceError.exit_code)
+
+    patience = threading.Timer(timeout_s, give_up)
+    patience.daemon = True
+    patience.start()
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=timeout_s
+            coordinator, num_processes, process_id, initialization_timeout=timeout_s + 60
         )
     except ValueError as error:
         raise ConfigError(
@@ -63,10 +80,21 @@ def connect(
         ) from error
     except RuntimeError as error:
         cause = " ".join(str(error).split())[:300]
-        raise ResourceError(
-            f"process {process_id} of {num_processes}: not all processes met at {coordinator}"
-            f" within {timeout_s} s ({cause})"
-        ) from error
+        raise ResourceError(f"{whose}not all processes met{where} ({cause})") from error
+    finally:
+        patience.cancel()
+
+
+def _check_port(coordinator: str) -> None:
+    """JAX is aborted where its port is taken."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", int(coordinator.rpartition(":")[2])))
+    except (OSError, OverflowError) as error:
+        raise ResourceError(f"--coordinator={coordinator}: {error}; name another port") from error
+    except ValueError as error:
+        raise ConfigError(f"--coordinator={coordinator}: expected HOST:PORT") from error
 
 
 def is_first() -> bool:

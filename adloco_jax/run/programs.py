@@ -5,6 +5,7 @@ call and kept by key: `round` and `accumulate` per (trainers, workers, micro-bat
 (trainers, workers), and `evaluate`. Accumulation counts are data, not keys.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -383,11 +384,7 @@ def peak_bytes(programs: Programs, key: Key, num_trainers: int, num_workers: int
     state = ensemble_spec(programs.spec, num_trainers, num_workers, at)
     parts = state if key.kind == "evaluate" else (state.outer_state_M, state.inner_state_R)
     beside = parts if key.kind in ("test", "evaluate") else ()
-    held = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(beside)
-    )
-    return needed_bytes(programs[key]) + held
+    return needed_bytes(programs[key]) + _bytes_here(beside)
 
 
 def device_bytes() -> int:
@@ -397,6 +394,42 @@ def device_bytes() -> int:
     if limit is not None:
         return limit
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def fewest_model_shards(
+    spec: Spec, *, num_trainers: int, num_workers: int, memory_frac: float
+) -> int:
+    """How many devices must share a worker's parameters for what a round keeps to fit.
+
+    Args:
+      spec: Its own `model_shards` is not looked at.
+      num_trainers: M at the start; merges only need less.
+      num_workers: R.
+      memory_frac: Share of a device's memory to plan with.
+
+    Returns:
+      The smallest divisor of the number of devices with which the ensemble, the workers' parameters
+      and their gradients fit, activations not counted; all devices if none is enough.
+    """
+    budget = int(memory_frac * device_bytes())
+    key = first_key("round", num_trainers, num_workers)
+    count = len(jax.devices())
+    for shards in (n for n in range(1, count + 1) if count % n == 0):
+        tried = dataclasses.replace(spec, model_shards=shards)
+        at = placement(tried, key)
+        params_R, grads_R, *_ = buffers_spec(tried, num_workers, at)
+        state = ensemble_spec(tried, num_trainers, num_workers, at)
+        if _bytes_here((state, params_R, grads_R)) <= budget:
+            return shards
+    return count
+
+
+def _bytes_here(shapes: PyTree) -> int:
+    """Bytes of one device's share of arrays, known by shape and sharding."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
 
 
 def measured_peaks() -> dict[str, int | list[int | None]]:

@@ -42,6 +42,7 @@ _CLASSES: dict[str, Change] = {
     "data.heldout_path": "harmless",
     "ensemble": "refused",
     "ensemble.allocation": "accepted",
+    "ensemble.model_shards": "harmless",
     "inner": "accepted",
     "inner.tx": "refused",
     "outer": "accepted",

@@ -1,0 +1,161 @@
+"""Several processes of one run: what each is told, and that their number changes no decision."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.run import processes
+from adloco_jax.run.ledger import deterministic_lines, read
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ("train_loss", "noise", "signal", "test_value", "pseudo_grad_norm", "perplexity")
+MEASURED += ("loss", "loss_before", "loss_after", "barrier")
+
+
+def test_a_lone_process_exchanges_nothing():
+    asked = []
+
+    def ask():
+        asked.append(True)
+        return [True, False]
+
+    vote = processes.Vote(ask)
+    assert not asked  # only when the answer is wanted
+    assert vote.read() == [True, False]
+    assert processes.gather({"a": [1]}) == [{"a": [1]}]
+    assert processes.from_first("x") == "x"
+    assert processes.tell("somewhere", "") == [""]
+    processes.meet("somewhere")
+    assert processes.is_first()
+    processes.require_equal({"a": "1"}, "advice")
+
+
+def test_what_differs_is_named_in_every_process(monkeypatch):
+    everyone = [{"lr": "1", "seed": "0"}, {"lr": "2", "seed": "0"}, {"lr": "1", "seed": "3"}]
+    monkeypatch.setattr(processes, "gather", lambda value: everyone)
+    with pytest.raises(ConfigError) as error:
+        processes.require_equal(everyone[0], "use one config")
+    assert str(error.value).splitlines() == [
+        "process 1 differs from process 0 in lr",
+        "process 2 differs from process 0 in seed",
+        "use one config",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"coordinator": "localhost:1"}, "all three"),
+        ({"num_processes": 2, "process_id": 0}, "all three"),
+        ({"coordinator": "localhost:1", "num_processes": 2, "process_id": 2}, "0 to 1"),
+        ({"coordinator": "here", "num_processes": 2, "process_id": 0}, "HOST:PORT"),
+        ({}, "nothing was found that started several processes"),
+    ],
+)
+def test_faulty_places_are_named(monkeypatch, place, words):
+    def initialize(coordinator, *_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(ConfigError, match=words):
+        processes.connect(**place)
+
+
+def test_a_port_that_nobody_may_have_is_named():
+    with pytest.raises(ResourceError, match="name another port"):
+        processes.connect(coordinator="localhost:99999999", num_processes=2, process_id=0)
+
+
+def test_only_the_first_process_prints(capsys, monkeypatch):
+    with processes.only_first_prints():
+        print("first")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with processes.only_first_prints():
+        print("second")
+    assert capsys.readouterr().out == "first\n"
+
+
+def run(workdir, *overrides, num_processes=1, num_devices=1, cache):
+    """The run of configs/faults.py on so many processes of so many devices; its ledger's lines."""
+    command = [sys.executable, "-m", "adloco_jax.main"]
+    if num_processes > 1:
+        launcher = ROOT / "scripts" / "launch_local.py"
+        command = [sys.executable, launcher, f"--processes={num_processes}", "--max-restarts=0"]
+        command += ["--watchdog-s=240", "--"]
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    settings = {
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+    }
+    config = f"--config={ROOT}/configs/faults.py"
+    done = subprocess.run(
+        [*command, config, f"--workdir={workdir}", *overrides],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return deterministic_lines(read(workdir / "ledger.jsonl"))
+
+
+def assert_alike(lines, expected):
+    """Every decision equal, every loss to 1e-5."""
+    assert len(lines) == len(expected)
+    for ours, theirs in zip(lines, expected, strict=True):
+        assert {k: v for k, v in ours.items() if k not in MEASURED} == {
+            k: v for k, v in theirs.items() if k not in MEASURED
+        }
+        for name in ("train_loss", "loss", "loss_before", "loss_after"):
+            if name in theirs:
+                np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+                assert np.all(np.isfinite(np.asarray(ours[name])))
+
+
+TWENTY = ("--config.num_rounds=20", "--config.ensemble.num_workers=4")
+TWENTY += ("--config.merge.every_rounds=7", "--config.checkpoint.every_rounds=100")
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return run(folder / "run", *TWENTY, cache=folder / "programs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(1, 8), (2, 4)])
+def test_devices_and_processes_change_no_decision(tmp_path, one_device, num_processes, num_devices):
+    lines = run(
+        tmp_path / "run",
+        *TWENTY,
+        num_processes=num_processes,
+        num_devices=num_devices,
+        cache=tmp_path / "programs",
+    )
+    assert_alike(lines, one_device)
+    assert {"merge", "eval"} < {line["event"] for line in lines}
+    assert max(line.get("num_accum_steps", 1) for line in lines) > 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, one_device):
+    cache = tmp_path / "programs"
+    first = ("--config.num_rounds=5", *TWENTY[1:])
+    run(tmp_path / "run", *first, num_processes=2, cache=cache)
+    middle = ("--config.num_rounds=9", *TWENTY[1:])
+    run(tmp_path / "run", *middle, num_devices=2, cache=cache)
+    lines = run(tmp_path / "run", *TWENTY, num_processes=2, num_devices=2, cache=cache)
+    # The shorter runs' last evaluations are not the long one's.
+    rounds = [line for line in lines if line["event"] in ("round", "merge")]
+    assert_alike(rounds, [e for e in one_device if e["event"] in ("round", "merge")])
+    assert not math.isnan(lines[-1]["loss"])
