@@ -159,3 +159,28 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, one_device):
     rounds = [line for line in lines if line["event"] in ("round", "merge")]
     assert_alike(rounds, [e for e in one_device if e["event"] in ("round", "merge")])
     assert not math.isnan(lines[-1]["loss"])
+
+
+STUCK = """
+import time
+from adloco_jax import main
+from adloco_jax.run import train
+train.dispatch = lambda *_: time.sleep(600)
+main.command()
+"""
+
+
+def test_a_run_that_hangs_ends_itself_and_says_where(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", STUCK, f"--config={ROOT}/configs/faults.py"),
+            *(f"--workdir={tmp_path / 'run'}", "--config.checkpoint.watchdog_s=1"),
+        ],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "Timeout (0:00:01)!" in done.stderr
+    assert "in execute" in done.stderr

@@ -186,6 +186,9 @@ class Checkpoint:
     every_s: float = _knob(300.0, "[0, 1e9]")  # seconds from save to save, at a round's end
     keep: int = _knob(2, _COUNT)  # of the last ones; the one of the lowest held-out loss stays too
     on_save_error: Literal["stop", "continue"] = _knob("stop")  # the save before stays either way
+    # End the process, with where each thread stood, if no round begins for so many seconds: more
+    # than a round with its compilation, evaluation and save take. For what restarts it.
+    watchdog_s: float | None = _knob(None, "(0, 1e9]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ the next round's batches and prepares its data while they run.
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import json
 import os
@@ -350,7 +351,11 @@ class _Run:
         ahead = programs_ahead(controller, settings)
         self.programs.prefetch([*ahead, evaluate.evaluate_key(self.heldout.batch_size)])
         prepared, previous, consensus = self._prepare(), None, None
+        watchdog_s = settings.checkpoint.watchdog_s
+        self.exit.callback(faulthandler.cancel_dump_traceback_later)
         while self._share_done() < 1:
+            if watchdog_s is not None:
+                faulthandler.dump_traceback_later(watchdog_s, exit=True)
             vote = processes.Vote(lambda: [self.stop.is_set(), self._save_by_clock()])
             prepared, dispatched = self._dispatch(prepared)
             if previous:

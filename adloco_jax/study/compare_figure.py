@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from adloco_jax.study.figures import look
 
@@ -128,6 +128,7 @@ def _span(axes: Sequence[Axes], name: str, rows: Sequence[dict], measure: str) -
             getattr(ax, f"set_{name}lim")(0, 2 * high)
         else:
             getattr(ax, f"set_{name}lim")(0, 1.1 * high)
+            getattr(ax, f"{name}axis").set_major_locator(MaxNLocator(6))
 
 
 def _high(spread: dict) -> float:
