@@ -23,7 +23,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
-CHECKED = ["core.batching", "core.ensemble", "core.gradstats", "core.merge", "core.outer", "models"]
+CHECKED = [
+    *("core.batching", "core.compress", "core.ensemble", "core.gradstats", "core.merge"),
+    *("core.outer", "models"),
+]
 jaxtyping.install_import_hook(
     [f"adloco_jax.{module}" for module in CHECKED],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",

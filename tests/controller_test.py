@@ -211,7 +211,7 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
         decisions = control.observe(controller, settings, None, np.zeros(4, np.int32))
         sizes.append(decisions[0].next_batch_size)
         groups = control.plan_round(controller, settings)
-        control.advance(controller, groups, sequence_length=8, param_bytes=4)
+        control.advance(controller, groups, sequence_length=8, sync_bytes=4)
     assert sizes == [2, 6, 6]
 
 
@@ -261,7 +261,7 @@ def test_accounting_of_a_round():
     settings = settings_of(inner={"steps_per_round": 3}, batching={"initial_batch_size": 2})
     controller = a_controller(batches=(2, 2, 2))
     groups = control.plan_round(controller, settings)
-    spent = control.advance(controller, groups, sequence_length=8, param_bytes=100)
+    spent = control.advance(controller, groups, sequence_length=8, sync_bytes=100)
     assert spent[0] == {"updates": 3, "tokens": 3 * 2 * 2 * 8, "syncs": 1, "bytes": 200}
     assert spent[1] == {"updates": 3, "tokens": 3 * 2 * 8, "syncs": 0, "bytes": 0}
     assert (controller.syncs_total, controller.bytes_total) == (1, 200)

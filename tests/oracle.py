@@ -475,3 +475,32 @@ def mean_inner_state(s, workers):
     states = [worker.inner_state for worker in workers]
     count = round(sum(state[0] for state in states) / len(states))
     return count, *(sum(state[k] for state in states) / len(states) for k in (1, 2))
+
+
+# --- Outer gradients in fewer bits
+
+
+def in_blocks(leaf, largest_code, most):
+    """One worker's leaf rounded to whole numbers with block scales, and each entry's scale."""
+    dims = leaf.shape or (1,)
+    length = max([dim for dim in dims if dim % 8 == 0] or dims)
+    axis = max(d for d in range(len(dims)) if dims[d] == length)
+    rows = np.moveaxis(leaf.reshape(dims), axis, 0)
+    turned = rows.shape
+    rows = rows.reshape(length, math.prod(dims[:axis] + dims[axis + 1 :]))
+    rounded, scales = np.zeros_like(rows), np.zeros_like(rows)
+    num_rows, width = 1, rows.shape[1]
+    if width > most:  # cut into pieces as even as possible
+        width = math.ceil(width / math.ceil(width / most))
+    while 0 < 2 * num_rows * width <= most:  # or taken together, by doubling
+        num_rows *= 2
+    for i in range(0, length, num_rows):
+        for j in range(0, rows.shape[1], max(width, 1)):
+            block = (slice(i, i + num_rows), slice(j, j + width))
+            scale = np.max(np.abs(rows[block])) / np.float32(largest_code)
+            scales[block] = scale
+            if scale > 0:
+                rounded[block] = np.round(rows[block] / scale) * scale
+    return tuple(
+        np.moveaxis(part.reshape(turned), 0, axis).reshape(leaf.shape) for part in (rounded, scales)
+    )

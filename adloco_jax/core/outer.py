@@ -17,12 +17,14 @@ from adloco_jax.core.base import (
     LossFn,
     RoundMetrics,
     Workers,
+    block_size,
     of_owners,
     owner_mean,
     squared_norms,
     where_leading,
     with_dtypes,
 )
+from adloco_jax.core.compress import Precision, pack, unpack
 
 
 def outer_step(
@@ -35,6 +37,7 @@ def outer_step(
     num_accum_steps: int = 1,
     learning_rate_SR: Float[Array, "S R"] | None = None,
     weights_R: Float[Array, " R"] | None = None,
+    precision: Precision = "float32",
 ) -> tuple[Ensemble, RoundMetrics]:
     """Runs one round: S inner updates on every worker, then one outer update of every trainer.
 
@@ -55,6 +58,7 @@ def outer_step(
         learning rate 1; None leaves them as they are.
       weights_R: Relative weights of the workers in their trainer's mean, for instance the examples
         each consumed; None weighs them alike.
+      precision: As in `outer_update`.
 
     Returns:
       The ensemble after the round, and its metrics.
@@ -82,7 +86,7 @@ def outer_step(
         update_T=update_T,
     )
     ensemble, pseudo_grad_norm_M = outer_update(
-        ensemble, workers, outer_tx=outer_tx, weights_R=weights_R
+        ensemble, workers, outer_tx=outer_tx, weights_R=weights_R, precision=precision
     )
     by_update = (num_updates, num_accum_steps, -1)
     return ensemble, RoundMetrics(
@@ -213,9 +217,17 @@ def outer_update(
     *,
     outer_tx: optax.GradientTransformation,
     weights_R: Float[Array, " R"] | None = None,
+    precision: Precision = "float32",
     exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
+    publish: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """Ends a round: the only communication between the workers of a trainer.
+
+    Below float32 both of its halves travel packed (`core.compress`): each worker's difference on
+    its way to the mean, which is taken in float32 and which the outer optimizer sees as it is; and
+    on their way back the optimizer's updates, of which every worker unpacks the same bits, so that
+    all copies of the parameters agree. A trainer of one worker sends nothing, and nothing of it is
+    rounded.
 
     A worker whose difference is not finite is left out of the mean, by selection; a trainer without
     a finite pseudo-gradient keeps its parameters and outer state bit for bit.
@@ -226,33 +238,47 @@ def outer_update(
       outer_tx: Transformation of the pseudo-gradient, which is the trainer's parameters minus the
         weighted mean of its workers', formed in float32 from the workers' differences.
       weights_R: As in `outer_step`.
-      exchange: Applied to a pytree of leaves [R, ...], the workers' differences and whether they
-        are usable, before they are averaged. Where workers are spread over devices, a sharding
-        constraint that deals each device all workers' share of the parameters: the first half of
-        the synchronisation.
+      precision: In which differences and updates travel.
+      exchange: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
+        differences, packed, and whether they are usable. Where workers are spread over devices, a
+        sharding constraint that deals each device all workers' share of the parameters: the first
+        half of the synchronisation.
+      publish: Applied to the trainers' updates [M, ...], packed: the second half, that gathers them
+        wherever the parameters are wanted. In float32 the new parameters travel instead, by
+        whatever sharding they are given.
 
     Returns:
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
 
-    Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14.
+    Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
+    sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
+    every worker; here it runs once for each share, and its updates are what goes back.
     """
+    num_trainers = ensemble.num_trainers
+    if ensemble.num_workers == num_trainers:
+        precision = "float32"  # each has one worker: nothing is sent
+    alone_M = alone_R = None
+    if precision != "float32" and block_size(ensemble.owner_R, num_trainers) is None:
+        alone_M = jnp.zeros(num_trainers, jnp.int32).at[ensemble.owner_R].add(1) == 1
+        alone_R = alone_M[ensemble.owner_R]
     difference_R = jax.tree.map(
         lambda start_R, end_R: start_R.astype(jnp.float32) - end_R,
         of_owners(ensemble.params_M, ensemble.owner_R),
         workers.params_R,
     )
     usable_R = jnp.isfinite(squared_norms(difference_R))
-    difference_R, usable_R = exchange((difference_R, usable_R))
-    pseudo_grad_M = owner_mean(
-        difference_R, ensemble.owner_R, ensemble.num_trainers, weights_R, usable_R
-    )
+    difference_R = _send(difference_R, alone_R, precision, exchange)
+    usable_R = exchange(usable_R)
+    pseudo_grad_M = owner_mean(difference_R, ensemble.owner_R, num_trainers, weights_R, usable_R)
     norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
-    is_usable_M = jnp.zeros(ensemble.num_trainers, bool).at[ensemble.owner_R].max(usable_R)
+    is_usable_M = jnp.zeros(num_trainers, bool).at[ensemble.owner_R].max(usable_R)
     is_usable_M &= jnp.isfinite(norm_M)
     updates_M, outer_state_M = jax.vmap(outer_tx.update)(
         pseudo_grad_M, ensemble.outer_state_M, ensemble.params_M
     )
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
+    if precision != "float32":
+        updates_M = _send(updates_M, alone_M, precision, publish)
     params_M = jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M)
     ensemble = ensemble.replace(
         params_M=where_leading(is_usable_M, params_M, ensemble.params_M),
@@ -261,6 +287,23 @@ def outer_update(
         round=ensemble.round + 1,
     )
     return ensemble, jnp.where(is_usable_M, norm_M, jnp.nan)
+
+
+def _send(
+    tree_X: PyTree, alone_X: Array | None, precision: Precision, move: Callable[[PyTree], PyTree]
+) -> PyTree:
+    """What arrives of `tree_X`, packed for its way; of the entries that stay at home, all.
+
+    Which those are may be data; then, while there are some, all entries move in full.
+    """
+    sent_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
+    if alone_X is None:
+        return sent_X
+    return lax.cond(
+        jnp.any(alone_X),
+        lambda: where_leading(alone_X, move(tree_X), sent_X),
+        lambda: sent_X,
+    )
 
 
 def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:

@@ -225,6 +225,7 @@ def program_spec(
         ),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
+        precision=settings.outer.precision,
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards

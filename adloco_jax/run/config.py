@@ -113,6 +113,8 @@ class Outer:
     learning_rate: float = _knob(0.7, "(0, 100]")
     momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
     weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
+    # In which outer gradients travel; sums and averages of them are float32 (arXiv 2501.18512).
+    precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -302,12 +302,13 @@ def observe(
 
 
 def advance(
-    controller: Controller, groups: list[Group], *, sequence_length: int, param_bytes: int
+    controller: Controller, groups: list[Group], *, sequence_length: int, sync_bytes: int
 ) -> list[dict]:
     """Counts a round as done, and returns what each trainer spent, in stack order.
 
-    One synchronisation of a trainer with m workers moves 2 (m - 1) times its parameters in all
-    (ring all-reduce); a trainer with one worker communicates nothing (ALGORITHM 6).
+    One synchronisation of a trainer with m workers moves 2 (m - 1) times `sync_bytes` in all, what
+    its outer gradient takes on its way (ring all-reduce); a trainer with one worker communicates
+    nothing (ALGORITHM 6).
     """
     spent: dict[int, dict] = {}
     for group in groups:
@@ -322,7 +323,7 @@ def advance(
                 "updates": group.num_updates,
                 "tokens": sequences * len(workers) * sequence_length,
                 "syncs": int(len(workers) > 1),
-                "bytes": 2 * (len(workers) - 1) * param_bytes,
+                "bytes": 2 * (len(workers) - 1) * sync_bytes,
             }
     controller.round += 1
     for position in sorted(spent):

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble
+from adloco_jax.core.compress import Packed
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
 _MAX_LINES = 32
@@ -92,6 +93,14 @@ class Placement:
         parts_R = jax.lax.with_sharding_constraint(tree_R, self._stacked(tree_R, _POOL, _SHARING))
         return jax.lax.with_sharding_constraint(parts_R, self.dealt(parts_R))
 
+    def publish(self, tree_M: PyTree) -> PyTree:
+        """From shares, leaves [M, ...], to copies wherever a trainer's parameters are wanted.
+
+        While tracing. In two steps, or what is packed would be gathered first and packed then.
+        """
+        parts_M = jax.lax.with_sharding_constraint(tree_M, self.dealt(tree_M))
+        return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
+
     def ensemble(self, shapes: Ensemble) -> Ensemble:
         """An ensemble between two rounds."""
         return jax.tree.map(lambda _: self.whole, shapes).replace(
@@ -142,7 +151,13 @@ class Placement:
         return ("data",) if batch_size % shared else ("data", "model")
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
-        return jax.tree.map(lambda leaf: self._spread(leaf.shape, (lead,), over), shapes)
+        def spread(leaf):
+            if isinstance(leaf, Packed):  # whole blocks
+                rows = self._spread(leaf.scales.shape[:2], (lead,), over)
+                return jax.tree.map(lambda _: rows, leaf)
+            return self._spread(leaf.shape, (lead,), over)
+
+        return jax.tree.map(spread, shapes, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
         """The largest dimension that divides evenly over `over`, or over as many as it can."""

@@ -146,7 +146,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
     owners = np.arange(num_workers) * num_trainers // num_workers
     lines += ["placement in the first round:", *at.draw(owners.tolist())]
-    moved = 2 * (num_workers - num_trainers) * spec.param_bytes
+    moved = 2 * (num_workers - num_trainers) * spec.sync_bytes
     syncs = min(num_trainers, num_workers - num_trainers)
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
@@ -159,8 +159,9 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"peak: {peak} bytes ({_human(peak)})",
         f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
         " as many update and test programs for each later (trainers, workers)",
-        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations;"
-        f" between these devices {_human(at.moved_bytes(spec.param_bytes, *shape))}",
+        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations"
+        f" ({settings.outer.precision}); between these devices"
+        f" {_human(at.moved_bytes(spec.sync_bytes, *shape))}",
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble, LossFn, Workers
+from adloco_jax.core.compress import Precision, packed_bytes
 from adloco_jax.core.ensemble import init
 from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
@@ -78,11 +79,17 @@ class Spec:
     inner_products: bool
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
+    precision: Precision = "float32"  # in which outer gradients travel
 
     @property
     def param_bytes(self) -> int:
         """Bytes of one trainer's parameters."""
         return sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(self.params))
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of one trainer's outer gradient on its way, or of the updates on theirs back."""
+        return packed_bytes(self.params, self.precision)
 
     @property
     def num_params(self) -> int:
@@ -268,7 +275,14 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def end(ensemble, workers):
-        return outer_update(ensemble, workers, outer_tx=spec.outer_tx, exchange=at.exchange)
+        return outer_update(
+            ensemble,
+            workers,
+            outer_tx=spec.outer_tx,
+            precision=spec.precision,
+            exchange=at.exchange,
+            publish=at.publish,
+        )
 
     def known_owners(ensemble):
         if not at.blocks:

@@ -523,7 +523,7 @@ class _Run:
             self.controller,
             prepared.groups,
             sequence_length=self.spec.sequence_length,
-            param_bytes=self.spec.param_bytes,
+            sync_bytes=self.spec.sync_bytes,
         )
         for line, decision in zip(prepared.lines, decisions, strict=True):
             if decision.next_batch_size != line["requested_batch_size"]:

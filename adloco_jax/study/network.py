@@ -42,18 +42,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link, StepTime
 
 BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica, travel so
-SCALE_BLOCK = 128  # parameters of an int8 or int4 outer gradient that share a float32 scale
-BITS_PER_PARAM: Mapping[str, float] = {
-    "float32": 32.0,
-    "bfloat16": 16.0,
-    "int8": 8 + 32 / SCALE_BLOCK,
-    "int4": 4 + 32 / SCALE_BLOCK,
-}
-"""What a parameter's outer gradient takes on the wire, by `outer.precision`."""
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never get through
 
 

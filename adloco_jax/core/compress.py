@@ -1,0 +1,188 @@
+"""Outer gradients in fewer bits while they travel: bfloat16, or whole numbers with block scales.
+
+Only what travels is smaller: sums and averages of it are formed in float32. A block of a leaf has
+one float32 scale, its largest magnitude over the largest code, and each entry becomes the nearest
+multiple of it. Where blocks lie follows from a leaf's shape alone, never from the devices: along
+all axes but the longest one, which stays an axis of its own and can so be dealt out over devices
+without cutting a block.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import PyTree
+
+Precision: TypeAlias = Literal["float32", "bfloat16", "int8", "int4"]
+
+SCALE_BLOCK = 128  # the most entries that share a float32 scale
+SCALE_BITS = 32
+BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}  # of an entry
+BITS_PER_PARAM: Mapping[str, float] = {
+    precision: bits + (SCALE_BITS / SCALE_BLOCK if bits <= 8 else 0.0)
+    for precision, bits in BITS.items()
+}
+"""What a parameter takes on its way, scales included, in a leaf that divides into full blocks."""
+_EVEN_SHARES = 8  # an axis of a multiple of it divides over the usual numbers of devices
+
+
+class Packed(NamedTuple):
+    """One leaf as whole numbers; a pytree node. X is the leaf's own leading axis."""
+
+    codes: Array  # int8 or, two to a byte, uint8 [X, rows, blocks of a row, bytes of a block]
+    scales: Array  # float32 [X, rows, blocks of a row]
+
+
+class _Blocks(NamedTuple):
+    """How the entries of a leaf lie in blocks, its leading axis aside."""
+
+    axis: int  # whose places make the rows
+    length: int  # of that axis
+    rest: int  # entries at each of its places
+    rows: int
+    places: int  # in a row; 1 if a row has several blocks
+    per_row: int  # blocks
+    width: int  # entries of a block at each place
+
+    @property
+    def size(self) -> int:
+        """Entries of a block, those that only fill it up included; even."""
+        return self.places * self.width + self.places * self.width % 2
+
+
+def pack(tree_X: PyTree, precision: Precision) -> PyTree:
+    """Brings arrays into the form in which they travel.
+
+    Args:
+      tree_X: Leaves [X, ...]; each entry of the leading axis is packed on its own.
+      precision: What is left of an entry; "float32" changes nothing.
+
+    Returns:
+      For "int8" and "int4" a `Packed` in place of each leaf; for "bfloat16" the leaves' bits as
+      uint16 [X, ...], which no compiler widens again. An entry that is not finite makes all of its
+      block so.
+
+    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends 4
+    bits an entry as a float of 3 exponent bits; here whole numbers with block scales, rounded to
+    nearest.
+    """
+    if precision == "float32":
+        return tree_X
+    if precision == "bfloat16":
+        return jax.tree.map(
+            lambda leaf: lax.bitcast_convert_type(jnp.asarray(leaf, jnp.bfloat16), jnp.uint16),
+            tree_X,
+        )
+    return jax.tree.map(
+        lambda leaf: _pack_leaf(jnp.asarray(leaf, jnp.float32), BITS[precision]), tree_X
+    )
+
+
+def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
+    """The inverse of `pack`, but for the rounding.
+
+    Args:
+      packed_X: As `pack` returned it.
+      like_X: What was packed; of its leaves only shapes and dtypes are read.
+      precision: As it was packed.
+
+    Returns:
+      Leaves of the shapes and dtypes of `like_X`. With whole numbers an entry is off by at most
+      half of its block's scale.
+    """
+    if precision == "float32":
+        return packed_X
+
+    def unpack_leaf(leaf, packed):
+        if precision == "bfloat16":
+            return lax.bitcast_convert_type(packed, jnp.bfloat16).astype(leaf.dtype)
+        return _unpack_leaf(packed, leaf.shape, BITS[precision]).astype(leaf.dtype)
+
+    return jax.tree.map(unpack_leaf, like_X, packed_X)
+
+
+def packed_bytes(tree: PyTree, precision: Precision) -> int:
+    """Bytes of one model's parameters on their way, exactly: with scales, and what fills up.
+
+    Args:
+      tree: Leaves [...] without a leading axis; only their shapes are read.
+      precision: As in `pack`.
+
+    Returns:
+      Bytes, of which float32 takes four per parameter.
+    """
+    if precision in ("float32", "bfloat16"):
+        return sum(math.prod(leaf.shape) * BITS[precision] // 8 for leaf in jax.tree.leaves(tree))
+    num_bytes = 0
+    for leaf in jax.tree.leaves(tree):
+        blocks = _blocks_of(leaf.shape)
+        per_block = blocks.size * BITS[precision] // 8 + SCALE_BITS // 8
+        num_bytes += blocks.rows * blocks.per_row * per_block
+    return num_bytes
+
+
+def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
+    """Blocks of at most `SCALE_BLOCK` entries, and of more than half as many where there are."""
+    shape = shape or (1,)
+    length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
+    axis = max(d for d, dim in enumerate(shape) if dim == length)  # of equals the last
+    rest = math.prod(shape[:axis] + shape[axis + 1 :])
+    per_row = max(-(-rest // SCALE_BLOCK), 1)
+    width = max(-(-rest // per_row), 1)
+    places = 1 << (SCALE_BLOCK // width).bit_length() - 1
+    places = max(min(places, length), 1)
+    return _Blocks(axis, length, rest, -(-length // places), places, per_row, width)
+
+
+def _pack_leaf(leaf_X: Array, bits: int) -> Packed:
+    values = _to_blocks(leaf_X)
+    largest_code = 2 ** (bits - 1) - 1
+    scales = jnp.max(jnp.abs(values), axis=-1) / largest_code
+    # A maximum may overlook a NaN.
+    scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
+    codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
+    codes = jnp.clip(codes, -largest_code, largest_code).astype(jnp.int8)
+    if bits == 4:
+        # The block's halves side by side: neighbours in pairs would not vectorise.
+        low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
+        codes = (low & 15) | (high << 4)
+    return Packed(codes, scales)
+
+
+def _unpack_leaf(packed: Packed, shape: tuple[int, ...], bits: int) -> Array:
+    codes = packed.codes
+    if bits == 4:
+        nibbles = jnp.concatenate([codes << 4, codes & 240], axis=-1)
+        codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # arithmetic: keeps the sign
+    return _from_blocks(codes.astype(jnp.float32) * packed.scales[..., None], shape)
+
+
+def _to_blocks(leaf_X: Array) -> Array:
+    """[X, ...] -> [X, rows, blocks of a row, entries of a block]; what fills up is zero."""
+    num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
+    blocks = _blocks_of(dims)
+    values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)
+    values = values.reshape(num, blocks.length, blocks.rest)
+    values = _fill(values, (blocks.rows * blocks.places, blocks.per_row * blocks.width))
+    values = values.reshape(num, blocks.rows, blocks.per_row, blocks.places * blocks.width)
+    return _fill(values, (blocks.size,))
+
+
+def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
+    num, dims = shape[0], shape[1:] or (1,)
+    blocks = _blocks_of(dims)
+    values = values[..., : blocks.places * blocks.width]
+    values = values.reshape(num, blocks.rows * blocks.places, blocks.per_row * blocks.width)
+    values = values[:, : blocks.length, : blocks.rest]
+    others = dims[: blocks.axis] + dims[blocks.axis + 1 :]
+    values = values.reshape(num, blocks.length, *others)
+    return jnp.moveaxis(values, 1, blocks.axis + 1).reshape(shape)
+
+
+def _fill(array: Array, last: tuple[int, ...]) -> Array:
+    """With zeros, until its last dimensions are `last`."""
+    sizes = array.shape[: array.ndim - len(last)] + last
+    return jnp.pad(array, [(0, size - dim) for size, dim in zip(sizes, array.shape, strict=True)])
