@@ -109,7 +109,7 @@ class Placement:
             inner_state_R=self.by_worker(shapes.inner_state_R),
         )
 
-    def moved_bytes(self, param_bytes: int, num_trainers: int, num_workers: int) -> int:
+    def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a round moves between devices of different workers, all devices together.
 
         In equal blocks, with a device each, it is what is accounted (ALGORITHM 6). Workers that
@@ -117,7 +117,7 @@ class Placement:
         is whose, so that every device is sent all trainers.
         """
         worker = self.mesh.shape["worker"]
-        return (worker - 1) * (num_workers // worker + num_trainers) * param_bytes
+        return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
         """How many devices there are of each sort, and which have nothing of their own to do."""

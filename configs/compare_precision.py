@@ -1,0 +1,28 @@
+"""Outer gradients in fewer bits: DiLoCo in four precisions and two settings, three seeds.
+
+Command:   python scripts/compare.py --config configs/compare_precision.py --processes 2
+Hardware:  two CPU cores, about 25 minutes
+Model:     that of configs/compare_quick.py, with its text, workers and budgets of tokens
+Answers:   docs/LOG.md
+"""
+
+from adloco_jax.study.compare import Comparison
+from configs import compare_quick
+
+BELOW_FLOAT32 = ("bfloat16", "int8", "int4")
+
+
+def get_comparison() -> Comparison:
+    """What runs: Nesterov with short rounds, and averages of long ones."""
+    variants = {}
+    for name, overrides in {"DiLoCo": {}, "DiLoCo, tuned": compare_quick.TUNED}.items():
+        variants[name] = overrides
+        for precision in BELOW_FLOAT32:
+            variants[f"{name}, {precision}"] = overrides | {"outer.precision": precision}
+    return Comparison(
+        base=compare_quick.get_base(),
+        variants=variants,
+        baseline="DiLoCo",
+        target_losses=(1.7, 1.66, 1.62),  # nats per byte
+        seeds=(1, 2, 3),
+    )
