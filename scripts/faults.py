@@ -35,6 +35,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from adloco_jax.run import checkpoint
 from adloco_jax.run.ledger import deterministic_lines, read
@@ -203,7 +204,13 @@ class Group:
 def state_of(workdir: Path) -> dict:
     """What must be equal at the end of two runs."""
     newest = workdir / "checkpoints" / str(checkpoint.list_rounds(workdir / "checkpoints")[0])
-    arrays = ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(newest.absolute() / "arrays")
+    path, here = newest.absolute() / "arrays", SingleDeviceSharding(jax.devices()[0])
+    reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        reader.metadata(path).item_metadata.tree,
+    )
+    arrays = reader.restore(path, args=ocp.args.StandardRestore(template))
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return {
         "ledger": deterministic_lines(read(workdir / "ledger.jsonl")),
@@ -473,9 +480,10 @@ def p1(bench: Bench) -> Iterator[Trial]:
             code = group.process.wait(timeout=300)
         noticed_s = min((s for s, line in group.said if "start again" in line), default=math.inf)
         noticed_s -= hit_s
-        in_time = noticed_s <= 5 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
+        # What is left of the group has ten seconds to end by itself.
+        in_time = noticed_s <= 15 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
         difference = bench.differs(workdir, bench.reference_of_two) if code == 0 else group.text
-        what = f"{sign.name} of process {victim} after round {after}, noticed in {noticed_s:.1f} s"
+        what = f"{sign.name} of process {victim} after round {after}, again after {noticed_s:.1f} s"
         yield (not difference and in_time), f"{what} : {difference[-600:]}"
 
 
@@ -514,7 +522,6 @@ def p3(bench: Bench) -> Iterator[Trial]:
 
 def m2(bench: Bench) -> Iterator[Trial]:
     """One of two processes runs out of memory: both go on with the half, none waits for ever."""
-    expected, _ = bench.reference_of_two
     for number in itertools.count():
         workdir, start_s = bench.fresh(), time.monotonic()
         fake = _OUT_OF_MEMORY.format(process=number % 2, call=1 + number % 6)
@@ -522,12 +529,14 @@ def m2(bench: Bench) -> Iterator[Trial]:
             code = group.process.wait(timeout=300)
         seconds = time.monotonic() - start_s
         sizes = [e["max_batch_size"] for e in _events(workdir, "start")] if code == 0 else []
-        ours, theirs = (
-            [(e["round"], e["trainer"], e["tokens"]) for e in lines if e["event"] == "round"]
-            for lines in (read(workdir / "ledger.jsonl"), expected["ledger"])
+        rounds = _events(workdir, "round")
+        covered = all(
+            e["micro_batch_size"] * e["num_accum_steps"] >= e["requested_batch_size"]
+            for e in rounds
         )
+        done = {e["round"] for e in rounds} == set(range(1, 7)) and seconds < 60
         what = f"process {number % 2}: exit {code}, {sizes}, {seconds:.0f} s"
-        yield (code == 0 and sizes == [4, 2] and ours == theirs), f"{what} {group.text[-300:]}"
+        yield (code == 0 and sizes == [4, 2] and covered and done), f"{what} {group.text[-300:]}"
 
 
 # Stands in for the main program: one process's n-th dispatch finds no memory at the full size.
@@ -607,7 +616,7 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "K9": (k9, 4, 4),
     "K10": (k10, 1, 2),
     "R3": (r3, 1, 3),
-    "P1": (p1, 3, 80),
+    "P1": (p1, 2, 80),
     "P2": (p2, 6, 6),
     "P3": (p3, 1, 3),
     "M2": (m2, 1, 20),

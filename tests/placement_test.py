@@ -110,9 +110,12 @@ def test_meshes_use_devices_for_workers_first(
     )
 
 
-@pytest.mark.parametrize("kind", ["round", "accumulate"])
 @pytest.mark.parametrize(
-    ("num_trainers", "num_workers"), [(1, 8), (4, 8), (8, 8), (3, 8), (1, 2), (4, 4), (2, 3)]
+    ("kind", "num_trainers", "num_workers"),
+    [
+        *(("round", *shape) for shape in [(1, 8), (4, 8), (8, 8), (3, 8), (1, 2), (4, 4)]),
+        *(("accumulate", *shape) for shape in [(1, 8), (3, 8), (4, 4)]),
+    ],
 )
 def test_nothing_passes_between_workers_within_the_inner_loop(kind, num_trainers, num_workers):
     key, program = compiled_round(num_trainers, num_workers, kind=kind)
@@ -155,7 +158,7 @@ def test_a_round_exchanges_parameters_once_each_way(num_workers):
     assert set(large) <= {"all-to-all", "reduce-scatter", "all-gather"}
 
 
-@pytest.mark.parametrize("model_shards", [2, 4, 8])
+@pytest.mark.parametrize("model_shards", [2, 4])
 def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less(model_shards):
     loss, params = one_round(1, 1, model_shards=1)
     shared_loss, shared_params = one_round(1, 1, model_shards=model_shards)
