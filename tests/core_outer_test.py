@@ -1,7 +1,6 @@
 """One round: the laws, the written-out oracle, shapes, sharding and the compiled loop."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -650,37 +650,6 @@ def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds(
     compiled = step.lower(*sharded_arguments(worker_mesh(), ensemble, batch)).compile()
     actual = compiled(*sharded_arguments(worker_mesh(), ensemble, batch))
     assert_close(jax.device_get(actual), jax.device_get(expected))
-    inside, outside = collectives(compiled.as_text())
-    assert outside, "the outer update of a sharded round must communicate: the reading is broken"
-    assert not inside, inside
-
-
-def collectives(hlo):
-    """Lines of an HLO text that communicate: inside the while loops, and outside of them."""
-    computations = {}
-    for line in hlo.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-            lines = computations.setdefault(header[1], [])
-        elif computations:
-            lines.append(line)
-
-    def called(line):
-        names = re.findall(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.\-]+)", line)
-        for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
-            names += re.findall(r"[\w.\-]+", branches)
-        return names
-
-    every_line = [line for lines in computations.values() for line in lines]
-    waiting = [name for line in every_line if " while(" in line for name in called(line)]
-    assert waiting, "no loop found: the reading of the program is broken"
-    looped = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in looped:
-            looped.add(name)
-            waiting += [other for line in computations[name] for other in called(line)]
-    found = {True: [], False: []}
-    operation = r" (all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)[\w\-]*\("
-    for name, lines in computations.items():
-        found[name in looped] += [line for line in lines if re.search(operation, line)]
-    return found[True], found[False]
+    found = collectives(compiled.as_text())
+    assert found, "the outer update of a sharded round must communicate: the reading is broken"
+    assert not any(collective.in_loop for collective in found)

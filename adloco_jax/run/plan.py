@@ -168,9 +168,10 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def devices() -> str:
-    """Number and kind of the devices of this process."""
+    """Number and kind of all devices, and in how many processes."""
     kinds = [device.device_kind for device in jax.devices()]
-    return f"{len(kinds)} x {kinds[0]}"
+    count = jax.process_count()
+    return f"{len(kinds)} x {kinds[0]}" + (f" in {count} processes" if count > 1 else "")
 
 
 def _human(num_bytes: float) -> str:

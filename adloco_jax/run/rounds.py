@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from adloco_jax.core.base import Ensemble, GradientStats
 from adloco_jax.core.batching import next_batch_size
@@ -160,16 +161,18 @@ def prepare(
         group.num_micro_batches * group.plan.micro_batch_size * len(group.workers)
         for group in groups
     )
+    test_at = placement(spec, test_key(controller)).workers
+    tested_here = _here(test_at, test_shape, axis=0)
     parts, lines = [], {}
     for group in groups:
-        rows_TRBL = _sequences(controller, group, spec, corpus)
+        (key,) = update_keys([group])
+        tokens_at = placement(spec, key).tokens_TRBL(key.micro_batch_size)
+        rows_TRBL = _sequences(controller, group, spec, corpus, tokens_at, tested_here)
         for place, worker in enumerate(group.workers):
             flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
             test_rows_RBL[worker, : counts_R[worker]] = flat[: counts_R[worker]]
         rate_TR = control.learning_rates(controller, group, settings, round_tokens=round_tokens)
         flag_T = control.update_flags(group)
-        (key,) = update_keys([group])
-        tokens_at = placement(spec, key).tokens_TRBL(key.micro_batch_size)
         parts.append(
             [
                 (
@@ -192,7 +195,7 @@ def prepare(
             }
     tested = None
     if counts_R.any():
-        tested = bring(test_rows_RBL, placement(spec, test_key(controller)).workers)
+        tested = bring(test_rows_RBL, test_at)
     return Prepared(groups, parts, tested, counts_R, [lines[m] for m in sorted(lines)])
 
 
@@ -266,12 +269,33 @@ def _keys(controller: Controller, settings: Settings) -> list[Key]:
     return keys
 
 
-def _sequences(controller: Controller, group: Group, spec: Spec, corpus: Rows) -> np.ndarray:
-    """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order."""
+def _here(sharding: NamedSharding, shape: tuple[int, ...], *, axis: int) -> set[int]:
+    """The places on an axis that this process's devices have a part of."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return {place for index in indices if index for place in range(shape[axis])[index[axis]]}
+
+
+def _sequences(
+    controller: Controller,
+    group: Group,
+    spec: Spec,
+    corpus: Rows,
+    tokens_at: NamedSharding,
+    tested_here: set[int],
+) -> np.ndarray:
+    """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
+
+    Of several processes each fills in the workers that its devices train or test alone, but where
+    rows come in the order of asking.
+    """
     size = group.plan.micro_batch_size
     shape = (group.num_micro_batches, len(group.workers), size, spec.row_length)
-    rows_TRBL = np.empty(shape, np.int32)
+    rows_TRBL = np.zeros(shape, np.int32)
+    trained_here = _here(tokens_at, shape, axis=1)
     for place, worker in enumerate(group.workers):
+        is_wanted = place in trained_here or worker in tested_here
+        if not is_wanted and not isinstance(corpus, SequentialRows):
+            continue
         trainer = controller.trainers[controller.owners[worker]]
         stream = controller.streams[worker]
         cursor = trainer.cursors.get(str(stream), 0)
