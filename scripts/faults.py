@@ -197,8 +197,9 @@ class Group:
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append((time.monotonic(), line.rstrip()))
+        with self.process.stderr as stream:
+            for line in stream:
+                self.said.append((time.monotonic(), line.rstrip()))
 
 
 def state_of(workdir: Path) -> dict:

@@ -75,6 +75,7 @@ def test_every_key_can_be_overridden_by_its_own_value(key):
     before = configured()
     value = (before[group] if group else before)[name]
     unset = {"inner.clip_norm": 1.0, "data.num_sequences": 100, "merge.max_barrier": 0.5}
+    unset |= {"checkpoint.watchdog_s": 60.0}
     value = (unset | {"checkpoint.every_rounds": 5, "num_tokens": 10**6}).get(key, value)
     after = configured(f"--config.{key}={value}")
     assert (after[group] if group else after)[name] == value

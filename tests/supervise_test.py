@@ -377,7 +377,10 @@ def test_a_preempted_process_leaves_the_others_time_to_save(group, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, number):
+def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, request, number):
+    if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP, where the tests run under nohup
+        signal.signal(number, signal.SIG_DFL)
+        request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = signal.getsignal(number)
     code, err, _ = group(
         f"""
