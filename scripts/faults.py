@@ -620,7 +620,7 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "K9": (k9, 4, 4),
     "K10": (k10, 1, 2),
     "R3": (r3, 1, 3),
-    "P1": (p1, 2, 80),
+    "P1": (p1, 0, 80),
     "P2": (p2, 6, 6),
     "P3": (p3, 1, 3),
     "M2": (m2, 1, 20),
