@@ -162,7 +162,7 @@ def prepare(
         for group in groups
     )
     test_at = placement(spec, test_key(controller)).workers
-    tested_here = _here(test_at, test_shape, axis=0)
+    tested_here = _here(test_at, test_shape, axis=0) if counts_R.any() else set()
     parts, lines = [], {}
     for group in groups:
         (key,) = update_keys([group])
