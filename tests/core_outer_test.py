@@ -68,10 +68,10 @@ def step_of(inner_tx, outer_tx, *, jit=True, num_accum_steps=1):
 
 
 @functools.cache
-def inner_steps_of(inner_tx):
+def inner_steps_of(inner_tx, **fixed):
     return jax.jit(
         lambda workers, batch, **kwargs: inner_steps(
-            workers, batch, loss_fn, inner_tx=inner_tx, **kwargs
+            workers, batch, loss_fn, inner_tx=inner_tx, **fixed, **kwargs
         )
     )
 
@@ -109,6 +109,28 @@ def different_trainers(num_trainers, owner_R, inner_tx=ADAMW, outer_tx=NESTEROV)
 
 
 # --- Laws
+
+
+@pytest.mark.parametrize("parallelism", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_workers_in_turn_are_workers_at_once(accumulates, parallelism):
+    """Also where the number at once does not divide them, and with a worker that skips."""
+    batch = batch_of(4, 4, 3)
+    batch["y"][1, 2, 0] = np.nan
+    data = {"learning_rate_TR": jnp.asarray(np.linspace(0.1, 1.0, 16).reshape(4, 4), jnp.float32)}
+    if accumulates:
+        data["update_T"] = jnp.asarray([0, 1, 0, 0], bool)
+    workers = start_round(different_trainers(2, [0, 1, 1, 1]), accumulate=accumulates)
+    at_once = inner_steps_of(ADAMW)(workers, batch, **data)
+    in_turn = inner_steps_of(ADAMW, worker_parallelism=parallelism)(workers, batch, **data)
+    assert np.isnan(at_once[1]).any() and at_once[2].any()
+    assert_close(in_turn, at_once)
+
+
+def test_no_worker_at_once_is_refused():
+    workers = start_round(different_trainers(1, [0]))
+    with pytest.raises(ValueError, match="worker_parallelism=0: expected at least 1"):
+        inner_steps_of(ADAMW, worker_parallelism=0)(workers, batch_of(1, 1, 2))
 
 
 @pytest.mark.parametrize(

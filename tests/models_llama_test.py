@@ -120,6 +120,18 @@ def test_logits_agree_with_a_slow_float64_forward_pass(num_kv_heads, eps, theta)
     np.testing.assert_allclose(logits_BLV, expected_BLV, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("length", [31, 33, 70, 129])
+def test_long_sequences_whose_attention_goes_by_stretches_agree_too(length):
+    """Short of one stretch, just beyond it, with a short last one, and beyond four."""
+    model = Llama(**SIZES | {"max_length": 129})
+    params = make_params(model)
+    tokens_L = np.random.default_rng(0).integers(0, SIZES["vocab_size"], length)
+    logits_BLV = jax.jit(model.apply)({"params": params}, jnp.asarray(tokens_L)[None])
+    heads = {name: SIZES[name] for name in ("num_heads", "num_kv_heads")}
+    expected_LV = oracle_logits(params, tokens_L, **heads, eps=1e-5, theta=10000.0)
+    np.testing.assert_allclose(logits_BLV[0], expected_LV, rtol=1e-4, atol=2e-5)
+
+
 def test_a_token_changes_no_logit_before_its_own_position():
     model = Llama(**SIZES)
     tokens_L = make_tokens(batch=1)[0, :-1]
@@ -234,7 +246,7 @@ def test_remat_keeps_no_product_of_the_layer():
         def backward(params, tokens):
             return jax.vjp(lambda p: next_token_loss(model)(p, tokens), params)[1]
 
-        products = (SIZES["num_layers"], BATCH * LENGTH, SIZES["mlp_width"])
+        products = (SIZES["num_layers"], BATCH, LENGTH, SIZES["mlp_width"])
         kept = jax.eval_shape(backward, make_params(model), make_tokens())
         return sum(leaf.shape == products for leaf in jax.tree.leaves(kept))
 

@@ -27,7 +27,7 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 
 @functools.cache
-def spec_of(model_shards=1):
+def spec_of(model_shards=1, worker_parallelism=1):
     config = default_config()
     config.model.width = 64
     config.model.num_layers = 2
@@ -40,14 +40,15 @@ def spec_of(model_shards=1):
     config.batching.max_batch_size = BATCH
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
+    config.ensemble.worker_parallelism = worker_parallelism
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
     return program_spec(settings, init_fn, loss_fn, row_length(settings)), init_fn
 
 
 @functools.cache
-def compiled_round(num_trainers, num_workers, *, kind="round", model_shards=1):
-    spec, _ = spec_of(model_shards)
+def compiled_round(num_trainers, num_workers, *, kind="round", **spread):
+    spec, _ = spec_of(**spread)
     key = first_key(kind, num_trainers, num_workers, BATCH)
     return key, lower(spec, key).compile()
 
@@ -59,10 +60,10 @@ def by_worker(key, model_shards=1):
     return [{device.id for device in row} for row in mesh.devices.reshape(spread, -1)]
 
 
-def one_round(num_trainers, num_workers, *, model_shards=1):
+def one_round(num_trainers, num_workers, **spread):
     """Losses and the ensemble after a round, on the host."""
-    spec, init_fn = spec_of(model_shards)
-    _, program = compiled_round(num_trainers, num_workers, model_shards=model_shards)
+    spec, init_fn = spec_of(**spread)
+    _, program = compiled_round(num_trainers, num_workers, **spread)
     ensemble = init(
         jax.jit(init_fn)(jax.random.key(0)),
         num_trainers=num_trainers,
@@ -173,6 +174,19 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less(mo
     assert gathered, "weights come together where they are used"
     largest = max(leaf.size * 4 / leaf.shape[0] for leaf in jax.tree.leaves(spec_of()[0].params))
     assert max(c.num_bytes for c in gathered) <= max(largest, 257 * 64 * 4)  # a layer's at a time
+
+
+@pytest.mark.parametrize(("num_trainers", "num_workers"), [(2, 16), (3, 16)])
+def test_a_devices_workers_in_turn_compute_as_at_once(num_trainers, num_workers):
+    loss, params = one_round(num_trainers, num_workers, worker_parallelism=2)
+    in_turn_loss, in_turn_params = one_round(num_trainers, num_workers, worker_parallelism=1)
+    np.testing.assert_allclose(in_turn_loss, loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), in_turn_params, params)
+    at_once, in_turn = (
+        compiled_round(num_trainers, num_workers, worker_parallelism=n)[1] for n in (2, 1)
+    )
+    assert needed_bytes(in_turn) < needed_bytes(at_once)
+    assert not [c for c in collectives(in_turn.as_text()) if c.in_loop]
 
 
 def test_two_workers_that_share_parameters_keep_to_themselves():

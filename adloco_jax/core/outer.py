@@ -129,6 +129,7 @@ def inner_steps(
     inner_tx: optax.GradientTransformation,
     learning_rate_TR: Float[Array, "T R"] | None = None,
     update_T: Bool[Array, " T"] | None = None,
+    worker_parallelism: int | None = None,
 ) -> tuple[Workers, Float[Array, "T R"], Bool[Array, "T R"]]:
     """Consumes T micro-batches on every worker; workers do not communicate.
 
@@ -147,6 +148,10 @@ def inner_steps(
       learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
       update_T: True where a micro-batch completes an update, which then uses the mean of the
         gradients since the last one, however many; None updates after each micro-batch.
+      worker_parallelism: Workers that take their T micro-batches side by side, as one batch of all
+        arithmetic, before the next ones begin; None for all. One at a time needs the memory of one
+        worker's activations, and on a CPU the least time. Numbers differ by rounding. Where workers
+        are spread over devices, call it for the workers of each (`jax.shard_map`).
 
     Returns:
       The workers; the mean loss of every micro-batch; and where a worker skipped the update that
@@ -154,61 +159,117 @@ def inner_steps(
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
-    value_and_grad_R = jax.vmap(jax.value_and_grad(loss_fn))
+    value_and_grad = jax.value_and_grad(loss_fn)
+    num_grads, count_T = workers.num_grads, None
+    if update_T is not None:
+        num_grads, count_T = _count_grads(workers.num_grads, update_T)
 
-    def update(workers, grads_R, finite_R, learning_rate_R):
-        finite_R &= jnp.isfinite(squared_norms(grads_R))
-        updates_R, new_state_R = jax.vmap(inner_tx.update)(
-            grads_R, workers.inner_state_R, workers.params_R
-        )
-        new_state_R = with_dtypes(new_state_R, workers.inner_state_R)
-        if learning_rate_R is not None:
-            updates_R = jax.tree.map(
-                lambda leaf: leaf * _per_worker(learning_rate_R, leaf), updates_R
-            )
-        new_params_R = jax.vmap(optax.apply_updates)(workers.params_R, updates_R)
-        workers = workers.replace(
-            params_R=where_leading(finite_R, new_params_R, workers.params_R),
-            inner_state_R=where_leading(finite_R, new_state_R, workers.inner_state_R),
-        )
-        return workers, ~finite_R
+    def update(params, state, grads, is_finite, learning_rate):
+        is_finite &= jnp.isfinite(_squared_norm(grads))
 
-    def plain_step(workers, step):
-        batch_RB, learning_rate_R, _ = step
-        loss_R, grads_R = value_and_grad_R(workers.params_R, batch_RB)
-        workers, skipped_R = update(workers, grads_R, jnp.isfinite(loss_R), learning_rate_R)
-        return workers, (loss_R, skipped_R)
+        def apply():
+            updates, new_state = inner_tx.update(grads, state, params)
+            if learning_rate is not None:
+                updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
+            return optax.apply_updates(params, updates), with_dtypes(new_state, state)
 
-    def accumulating_step(workers, step):
-        batch_RB, learning_rate_R, ends_update = step
-        loss_R, grads_R = value_and_grad_R(workers.params_R, batch_RB)
-        workers = workers.replace(
-            grad_sum_R=jax.tree.map(jnp.add, workers.grad_sum_R, grads_R),
-            num_grads=workers.num_grads + 1,
-            finite_R=workers.finite_R & jnp.isfinite(loss_R),
-        )
+        # Of one worker a branch, of several at once a selection. Selecting always would cost a CPU
+        # a copy of the optimizer's state in every update.
+        params, state = lax.cond(is_finite, apply, lambda: (params, state))
+        return params, state, ~is_finite
 
-        def end_update(workers):
-            mean_R = jax.tree.map(lambda leaf: leaf / workers.num_grads, workers.grad_sum_R)
-            workers, skipped_R = update(workers, mean_R, workers.finite_R, learning_rate_R)
-            fresh = workers.replace(
-                grad_sum_R=jax.tree.map(jnp.zeros_like, workers.grad_sum_R),
-                num_grads=jnp.zeros_like(workers.num_grads),
-                finite_R=jnp.ones_like(workers.finite_R),
-            )
-            return fresh, skipped_R
+    def plain_step(carry, step):
+        params, state, *unused = carry
+        batch_B, learning_rate, _ = step
+        loss, grads = value_and_grad(params, batch_B)
+        params, state, skipped = update(params, state, grads, jnp.isfinite(loss), learning_rate)
+        return (params, state, *unused), (loss, skipped)
 
-        def go_on(workers):
-            return workers, jnp.zeros_like(workers.finite_R)
+    def accumulating_step(carry, step):
+        params, state, grad_sum, is_finite = carry
+        batch_B, learning_rate, (ends_update, count) = step
+        loss, grads = value_and_grad(params, batch_B)
+        grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
+        is_finite &= jnp.isfinite(loss)
 
-        workers, skipped_R = lax.cond(ends_update, end_update, go_on, workers)
-        return workers, (loss_R, skipped_R)
+        def end_update():
+            mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
+            *updated, skipped = update(params, state, mean, is_finite, learning_rate)
+            zeros = jax.tree.map(jnp.zeros_like, grad_sum)
+            return (*updated, zeros, jnp.ones_like(is_finite)), skipped
 
-    step = plain_step if update_T is None else accumulating_step
-    workers, (loss_TR, skipped_TR) = lax.scan(
-        step, workers, (batch_TRB, learning_rate_TR, update_T)
+        def go_on():
+            return (params, state, grad_sum, is_finite), jnp.zeros_like(is_finite)
+
+        carry, skipped = lax.cond(ends_update, end_update, go_on)
+        return carry, (loss, skipped)
+
+    def run_worker(carry, inputs):
+        batch_TB, learning_rate_T = inputs
+        flags = None if update_T is None else (update_T, count_T)
+        step = plain_step if update_T is None else accumulating_step
+        return lax.scan(step, carry, (batch_TB, learning_rate_T, flags))
+
+    carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
+    carry_R, (loss_RT, skipped_RT) = _map_workers(
+        run_worker, carry_R, _swap((batch_TRB, learning_rate_TR)), worker_parallelism
     )
-    return workers, loss_TR, skipped_TR
+    params_R, state_R, grad_sum_R, finite_R = carry_R
+    workers = Workers(params_R, state_R, grad_sum_R, num_grads, finite_R)
+    return workers, loss_RT.T, skipped_RT.T
+
+
+def _map_workers(
+    run: Callable, carry_R: PyTree, inputs_R: PyTree, parallelism: int | None
+) -> tuple[PyTree, PyTree]:
+    """`run(carry, inputs) -> (carry, outputs)` for every worker, at most `parallelism` at once.
+
+    In turn they are updated in place: `lax.map` would hold all of them twice.
+    """
+    num_workers = jax.tree.leaves(carry_R)[0].shape[0]
+    at_once = num_workers
+    if parallelism is not None:
+        if parallelism < 1:
+            raise ValueError(f"worker_parallelism={parallelism}: expected at least 1")
+        at_once = max(n for n in range(1, parallelism + 1) if num_workers % n == 0)
+    if 1 < at_once == num_workers:
+        return jax.vmap(run)(carry_R, inputs_R)
+    lead, run_some = ((), run) if at_once == 1 else ((at_once,), jax.vmap(run))
+    turns = num_workers // at_once
+
+    def run_next(carry_N, turn):
+        index, inputs = turn
+        carry = jax.tree.map(lambda leaf: leaf[index], carry_N)
+        carry, outputs = run_some(carry, inputs)
+        return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), carry_N, carry), outputs
+
+    carry_N, inputs_N = jax.tree.map(
+        lambda leaf: leaf.reshape(turns, *lead, *leaf.shape[1:]), (carry_R, inputs_R)
+    )
+    after_N = lax.scan(run_next, carry_N, (jnp.arange(turns), inputs_N))
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(num_workers, *leaf.shape[1 + len(lead) :]), after_N
+    )
+
+
+def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
+    """Gradients in the sum after the last micro-batch, and with each one: int32 [] and [T]."""
+
+    def count(num_grads, ends_update):
+        num_grads += 1
+        return jnp.where(ends_update, 0, num_grads), num_grads
+
+    return lax.scan(count, num_grads, update_T)
+
+
+def _swap(tree: PyTree) -> PyTree:
+    """Leaves [T, R, ...] -> [R, T, ...]."""
+    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
+
+
+def _squared_norm(tree: PyTree) -> Array:
+    """In float32; infinite if it overflows."""
+    return squared_norms(jax.tree.map(lambda leaf: leaf[None], tree))[0]
 
 
 def outer_update(
@@ -339,7 +400,3 @@ def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
     leaf = leaf.reshape(num_updates, num_workers, num_accum_steps, micro, *leaf.shape[3:])
     leaf = jnp.moveaxis(leaf, 2, 1)
     return leaf.reshape(num_updates * num_accum_steps, num_workers, micro, *leaf.shape[4:])
-
-
-def _per_worker(values_R: Array, leaf_R: Array) -> Array:
-    return values_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1)).astype(leaf_R.dtype)

@@ -83,6 +83,9 @@ class Ensemble:
     # Devices that share one worker's parameters and optimizer state (fully sharded data parallel);
     # auto: no more than its memory needs.
     model_shards: int | None = _knob("auto", _COUNT)
+    # Workers of one device that compute as one batch, the others after them: less memory, and on a
+    # CPU less time. auto: one on a CPU, elsewhere all.
+    worker_parallelism: int | None = _knob("auto", _COUNT)
     allocation: Literal["demand", "retire"] = _knob("demand")  # workers after a merge (ALGORITHM 4)
 
 

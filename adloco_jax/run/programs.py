@@ -80,6 +80,7 @@ class Spec:
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
     precision: Precision = "float32"  # in which outer gradients travel
+    worker_parallelism: int | None = None  # of a device's workers, as in `inner_steps`
 
     @property
     def param_bytes(self) -> int:
@@ -263,14 +264,8 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         return jax.lax.with_sharding_constraint(started, at.by_worker(started))
 
     def advance(workers, tokens_TRBL, rate_TR, update_T):
-        workers, *measured_TR = inner_steps(
-            workers,
-            tokens_TRBL,
-            spec.loss_fn,
-            inner_tx=spec.inner_tx,
-            learning_rate_TR=rate_TR,
-            update_T=update_T,
-        )
+        advance_here = _inner_steps(spec, at, key.num_workers)
+        workers, *measured_TR = advance_here(workers, tokens_TRBL, rate_TR, update_T)
         # Held on both sides, or what follows would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
@@ -322,6 +317,38 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
     out = (state, jax.tree.map(lambda leaf: leaf.sharding, buffers), at.whole, at.whole)
     jitted = jax.jit(accumulating_part, donate_argnums=(0, 1), out_shardings=out)
     return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, switch)
+
+
+def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
+    """`inner_steps` of (workers, tokens, rates, flags), every device's workers in their turns."""
+    num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    at_once = spec.worker_parallelism
+    if num_places > 1 and (at_once or num_workers) >= num_workers // num_places:
+        at_once = None  # one batch of all workers, which the partitioner divides
+
+    def advance(workers, tokens_TRBL, rate_TR, update_T):
+        return inner_steps(
+            workers,
+            tokens_TRBL,
+            spec.loss_fn,
+            inner_tx=spec.inner_tx,
+            learning_rate_TR=rate_TR,
+            update_T=update_T,
+            worker_parallelism=at_once,
+        )
+
+    if num_places == 1 or at_once is None:
+        return advance
+    pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
+    by_worker = Workers(pool, pool, pool, P(), pool)
+    return jax.shard_map(
+        advance,
+        mesh=at.mesh,
+        in_specs=(by_worker, pool_T, pool_T, P()),
+        out_specs=(by_worker, pool_T, pool_T),
+        axis_names={"trainer", "worker"},
+        check_vma=False,
+    )
 
 
 def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:

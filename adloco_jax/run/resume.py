@@ -43,6 +43,7 @@ _CLASSES: dict[str, Change] = {
     "ensemble": "refused",
     "ensemble.allocation": "accepted",
     "ensemble.model_shards": "harmless",
+    "ensemble.worker_parallelism": "harmless",
     "inner": "accepted",
     "inner.tx": "refused",
     "outer": "accepted",
