@@ -162,7 +162,8 @@ def inner_steps(
     value_and_grad = jax.value_and_grad(loss_fn)
     num_grads, count_T = workers.num_grads, None
     if update_T is not None:
-        num_grads, count_T = _count_grads(workers.num_grads, update_T)
+        assert num_grads is not None, "start_round(accumulate=True) begins what has update_T"
+        num_grads, count_T = _count_grads(num_grads, update_T)
 
     def update(params, state, grads, is_finite, learning_rate):
         is_finite &= jnp.isfinite(_squared_norm(grads))

@@ -64,6 +64,18 @@ def _attend(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
     return jnp.concatenate(stretches, axis=3).reshape(B, H, L, K)
 
 
+def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
+    """The same by cuDNN's fused attention, which makes no scores in memory: for its GPUs alone."""
+    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
+    y_BLHK = jax.nn.dot_product_attention(
+        q_BLHK, k_BLGK, v_BLGK, is_causal=True, implementation="cudnn"
+    )
+    return y_BLHK.transpose(0, 2, 1, 3)
+
+
+_ATTENTION = {"xla": _attend, "cudnn": _attend_cudnn}
+
+
 _kept = functools.partial(checkpoint_name, name=_KEPT)
 
 
@@ -73,6 +85,7 @@ class _Attention(nn.Module):
     num_heads: int
     num_kv_heads: int
     dtype: DTypeLike
+    implementation: str
 
     @nn.compact
     def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None) -> Array:
@@ -86,7 +99,7 @@ class _Attention(nn.Module):
         q_BHLK = _kept(_rotate(heads("query", self.num_heads), cos_LK, sin_LK))
         k_BGLK = _kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
         v_BGLK = _kept(heads("value", self.num_kv_heads))
-        y_BHLK = _attend(q_BHLK, k_BGLK, v_BGLK)
+        y_BHLK = _ATTENTION[self.implementation](q_BHLK, k_BGLK, v_BGLK)
         y_BLD = _kept(y_BHLK.transpose(0, 2, 1, 3).reshape(B, L, D))
         return _kept(Linear(D, self.dtype, name="out")(y_BLD, tap_B))
 
@@ -113,12 +126,15 @@ class _Block(nn.Module):
     mlp_width: int
     norm_eps: float
     dtype: DTypeLike
+    attention: str
 
     @nn.compact
     def __call__(
         self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None
     ) -> tuple[Array, None]:
-        attention = _Attention(self.num_heads, self.num_kv_heads, self.dtype, name="attention")
+        attention = _Attention(
+            self.num_heads, self.num_kv_heads, self.dtype, self.attention, name="attention"
+        )
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = RMSNorm(self.norm_eps, self.dtype, name="attention_norm")
         mlp_norm = RMSNorm(self.norm_eps, self.dtype, name="mlp_norm")
@@ -149,6 +165,8 @@ class Llama(nn.Module):
         more. Otherwise it keeps what enters attention and what leaves it, and the MLP's two inner
         products, and recomputes what lies between, attention scores included. Neither changes
         parameters or results.
+      attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
+        reverse mode only.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -164,6 +182,7 @@ class Llama(nn.Module):
     rope_theta: float = 10000.0
     dtype: str = "float32"
     remat: bool = False
+    attention: str = "xla"
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
@@ -181,7 +200,12 @@ class Llama(nn.Module):
         )
         self.embed = Embed(self.vocab_size, self.width, self.dtype)
         self.layers = layers(
-            self.num_heads, self.num_kv_heads, self.mlp_width, self.norm_eps, self.dtype
+            self.num_heads,
+            self.num_kv_heads,
+            self.mlp_width,
+            self.norm_eps,
+            self.dtype,
+            self.attention,
         )
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
@@ -228,6 +252,10 @@ class Llama(nn.Module):
             raise ValueError(
                 f"width={self.width} over num_heads={self.num_heads} gives the odd head size "
                 f"{head_size}, but rotary embeddings turn pairs of features: change either."
+            )
+        if self.attention not in _ATTENTION:
+            raise ValueError(
+                f"attention={self.attention!r} must be one of {', '.join(_ATTENTION)}."
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")

@@ -22,7 +22,7 @@ from adloco_jax.hf import Network
 from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
-from adloco_jax.run.config import Settings
+from adloco_jax.run.config import INNER_PRODUCT_TESTS, Settings
 from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
 from adloco_jax.run.programs import Spec, fewest_model_shards
 
@@ -99,6 +99,41 @@ def row_length(settings: Settings) -> int:
     return settings.data.sequence_length + fields
 
 
+def attention(settings: Settings) -> str:
+    """How the configured network attends: "cudnn" where all that it needs is there, else "xla".
+
+    Raises:
+      ConfigError: If `model.attention` asks for cuDNN in vain; says why.
+    """
+    lacks = _cudnn_lacks(settings)
+    if settings.model.attention == "cudnn" and lacks:
+        raise ConfigError(f"model.attention = cudnn: {lacks}; use auto")
+    return "xla" if lacks or settings.model.attention == "xla" else "cudnn"
+
+
+def _cudnn_lacks(settings: Settings) -> str:
+    """Why cuDNN's fused attention cannot be used; empty if it can.
+
+    Its limits as `jax.nn.dot_product_attention` states them, the smallest of all GPUs'.
+    """
+    model = settings.model
+    head_size = model.width // model.num_heads
+    if model.arch != "llama":
+        return f"not for model.arch = {model.arch}"
+    if model.dtype != "bfloat16":
+        return "needs model.dtype = bfloat16"
+    if head_size > 128 or head_size % 8:
+        return f"heads have {head_size} features, it takes multiples of 8 up to 128"
+    if settings.batching.test in INNER_PRODUCT_TESTS:
+        return f"batching.test = {settings.batching.test} needs forward mode, which it lacks"
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return "needs an NVIDIA GPU"
+    if tuple(map(int, device.compute_capability.split("."))) < (8, 0):
+        return f"{device.device_kind} is older than compute capability 8.0"
+    return ""
+
+
 def build_network(settings: Settings) -> Network:
     """The configured network."""
     model = settings.model
@@ -127,6 +162,7 @@ def build_network(settings: Settings) -> Network:
         rope_theta=model.rope_theta,
         dtype=model.dtype,
         remat=model.remat,
+        attention=attention(settings),
     )
 
 
@@ -160,7 +196,7 @@ def pretrained_params(settings: Settings) -> PyTree:
             f"model.arch = {model.arch}: {model.init_from} is a {type(loaded.network).__name__}"
         )
     # On these, what the weights mean does not depend.
-    free = {"name", "parent", "dtype", "remat"}
+    free = {"name", "parent", "dtype", "remat", "attention"}
     free |= {"max_length"} if isinstance(network, Llama) else set()
     free |= {"num_classes"} if model.reinit_head else set()
     faults = [
@@ -220,7 +256,7 @@ def program_spec(
 ) -> Spec:
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
-    uses_inner_products = batching.test in ("inner_product", "augmented")
+    uses_inner_products = batching.test in INNER_PRODUCT_TESTS
     spec = Spec(
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),

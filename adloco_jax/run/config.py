@@ -26,6 +26,9 @@ def _knob(default: object, within: str = "") -> Any:
     return dataclasses.field(metadata={"default": default, "within": within})
 
 
+INNER_PRODUCT_TESTS = ("inner_product", "augmented")
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """The network; the defaults are a Llama for bytes that a CPU trains in a minute."""
@@ -42,6 +45,8 @@ class Model:
     rope_theta: float = _knob(10_000.0, "[1, 1e9]")  # base of the rotary wavelengths; llama only
     num_classes: int = _knob(2, "[2, 2147483647]")  # C, bert only
     dtype: Literal["float32", "bfloat16"] = _knob("float32")  # compute; parameters stay float32
+    # auto: cuDNN's fused kernel where it can be used (bfloat16 on newer NVIDIA GPUs), else xla.
+    attention: Literal["auto", "xla", "cudnn"] = _knob("auto")
     remat: bool = _knob(False)  # recompute each layer in the backward pass: less memory, more time
     loss_chunk: int = _knob(0, _COUNT_OR_0)  # sequences per chunk of the cross-entropy, 0: all
     # Folder in Hugging Face layout, or hub name, whose weights all trainers start from; the sizes
@@ -531,7 +536,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("batching.estimator", "batching.test"),
-        lambda estimator, test: estimator != "jvp" or test in ("inner_product", "augmented"),
+        lambda estimator, test: estimator != "jvp" or test in INNER_PRODUCT_TESTS,
         "jvp measures inner products, which this test does not use; set batching.estimator='auto'",
     ),
     (

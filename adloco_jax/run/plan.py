@@ -9,7 +9,7 @@ from adloco_jax.data import Corpus
 from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.run import controller as control
-from adloco_jax.run.build import build_model, class_count, program_spec, row_length
+from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.evaluate import evaluate_key
 from adloco_jax.run.programs import (
@@ -21,6 +21,7 @@ from adloco_jax.run.programs import (
     peak_bytes,
     placement,
 )
+from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 
 
 def plan(config: ConfigDict) -> str:
@@ -68,9 +69,13 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     sizes = [size for size in batching.buckets if size <= max_batch]
     shape = (ensemble.num_trainers, ensemble.num_workers)
     at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
+    rate = matmul_flops_per_s(settings.model.dtype)
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
-        f" on {devices()}",
+        f" attention by {attention(settings)}; on {devices()}",
+        f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s"
+        f" ({settings.model.dtype}); at that rate {rate / flops_per_token(spec.params):,.0f}"
+        " tokens/s",
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"

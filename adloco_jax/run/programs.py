@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -340,7 +340,8 @@ def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
     if num_places == 1 or at_once is None:
         return advance
     pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
-    by_worker = Workers(pool, pool, pool, P(), pool)
+    specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
+    by_worker = Workers(*specs)
     return jax.shard_map(
         advance,
         mesh=at.mesh,

@@ -35,6 +35,7 @@ _CLASSES: dict[str, Change] = {
     "num_tokens": "harmless",  # likewise
     "model": "refused",
     "model.dtype": "accepted",
+    "model.attention": "accepted",
     "model.remat": "accepted",
     "model.loss_chunk": "accepted",
     "data": "refused",

@@ -46,6 +46,7 @@ from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run import controller as control
 from adloco_jax.run.build import (
     InitFn,
+    attention,
     build_model,
     build_network,
     class_count,
@@ -91,6 +92,7 @@ from adloco_jax.run.rounds import (
     test_key,
     update_keys,
 )
+from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import Trackers, check_installed
 
 _OWN_KEYS = ("data.path", "data.heldout_path")  # may differ between processes: the data may not
@@ -321,6 +323,7 @@ class _Run:
         self.exit.callback(self.progress.close)
         self.start_s = start_s - host["wall_s"]
         self.last_end_s = self.last_save_s = time.perf_counter()
+        self.tokens, self.seconds = 0, 0.0  # of the rounds of this process, see `_throughput`
         self.loss = float("nan") if host["loss"] is None else host["loss"]
         # What is damaged in a finished run is run again.
         end = finish(events)
@@ -539,6 +542,9 @@ class _Run:
         end_s = dispatched.end_s.result()
         step_s = end_s - max(dispatched.start_s, self.last_end_s)
         self.last_end_s = end_s
+        tokens = sum(line["tokens"] for line in lines)
+        self.seconds += step_s - dispatched.stall_s
+        self.tokens += tokens
         index = lines[0]["round"]
         noted = control.note_outcomes(self.controller, outcomes, after_round=index)
         for line, outcome, counts in zip(lines, outcomes, noted, strict=True):
@@ -562,12 +568,18 @@ class _Run:
                 "trainers": len(losses),
                 "batch": [line["requested_batch_size"] for line in lines],
                 "accum": [line["num_accum_steps"] for line in lines],
-                "tokens/s": sum(line["tokens"] for line in lines) / step_s,
+                "tokens/s": tokens / step_s,
+                "of_matmul": self._share_of_matmul(tokens / step_s),
             },
             share_done=share_done,
         )
         if len(control.broken_trainers(self.controller, by_round=index)) == len(outcomes):
             self._diverged(index)
+
+    def _share_of_matmul(self, tokens_per_s: float) -> float:
+        """Of the rate that the machine's own matrix product reaches."""
+        machine = matmul_flops_per_s(self.settings.model.dtype)
+        return round(tokens_per_s * flops_per_token(self.spec.params) / machine, 3)
 
     def _note_skipped(self, line: dict, num_skipped: int) -> None:
         where = {"round": line["round"], "trainer": line["trainer"], "updates": num_skipped}
@@ -872,6 +884,9 @@ class _Run:
             command=self.command,
             config=dataclasses.asdict(settings),
             num_params=spec.num_params,
+            attention=attention(settings),
+            flops_per_token=flops_per_token(spec.params),
+            matmul_flops_per_s=round(matmul_flops_per_s(settings.model.dtype)),
             devices=devices(),
             jax=jax.__version__,
             versions=_versions(),
@@ -900,8 +915,16 @@ class _Run:
             bytes_total=controller.bytes_total,
             syncs_total=controller.syncs_total,
             updates_total=controller.updates_total,
+            **self._throughput(),
             wall_s=round(time.perf_counter() - self.start_s, 3),
         )
+
+    def _throughput(self) -> dict[str, float]:
+        """Of the rounds of this process, waiting for compilation aside."""
+        if not self.seconds:
+            return {}
+        rate = self.tokens / self.seconds
+        return {"tokens_per_s": round(rate, 1), "share_of_matmul": self._share_of_matmul(rate)}
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

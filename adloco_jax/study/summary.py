@@ -60,6 +60,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
     """The run in numbers; None for what the ledger does not tell (yet), or was not finite."""
     rounds, merges, programs = (lines(events, name) for name in ("round", "merge", "compile"))
     start = next(reversed(lines(events, "start")), {})
+    end = next(reversed(lines(events, "end")), {})
     evals = [e for e in lines(events, "eval") if e["trainer"] == "consensus"]
     final = evals[-1] if evals else {}
     loss = final.get("loss")
@@ -81,6 +82,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "compile_s": sum(e["seconds"] for e in programs),
         **peaks(events),
+        **{name: end.get(name) for name in ("tokens_per_s", "share_of_matmul")},
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
         "loss_round": final.get("round"),
@@ -141,6 +143,9 @@ def described(totals: dict) -> list[tuple[str, str]]:
         ("memory", _memory_in_words(totals)),
         ("wall time", seconds(totals["wall_s"])),
     ]
+    if totals["tokens_per_s"] is not None:
+        share = f"{totals['share_of_matmul']:.1%} of a matrix product's rate"
+        facts.append(("speed", f"{totals['tokens_per_s']:,.0f} tokens/s, {share}"))
     if totals["loss_round"] is None:
         return [*facts, ("held-out loss", "not evaluated")]
     measured = f"consensus ({totals['loss_source']}) after round {totals['loss_round']}"
