@@ -1,7 +1,7 @@
 """Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
 
     python scripts/benchmark.py statistics | round | compile | trainers | prepare | rows
-                                [--repeats N]
+                                | pytorch | program [--repeats N] [--shapes S ...] [--batches B ...]
 
 Alternatives are timed in turn within one process, after their compilation and a first call, and
 each call is waited for; figures are medians with quartiles, ratios are of medians.
@@ -27,6 +27,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
+from program_cost import Cost, program_cost
 
 import adloco_jax
 from adloco_jax.core.outer import inner_steps, start_round
@@ -34,10 +36,11 @@ from adloco_jax.data import Corpus, load_corpus, packing
 from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.models.llama import Llama, next_token_loss
-from adloco_jax.run.build import build_model, inner_transform
+from adloco_jax.run.build import build_model, inner_transform, worker_parallelism
 from adloco_jax.run.config import Settings, default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import needed_bytes
+from adloco_jax.run.throughput import flops_per_token
 from adloco_jax.run.train import fit
 
 MODEL = {"vocab_size": 257, "width": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
@@ -92,7 +95,13 @@ def round_overhead(repeats: int) -> dict:
     )
     tokens = jnp.asarray(rows.batch(0, 0, 0, 50 * 8).reshape(50, 1, 8, -1))
     bare = jax.jit(
-        lambda workers, tokens: inner_steps(workers, tokens, loss_fn, inner_tx=inner_tx),
+        lambda workers, tokens: inner_steps(
+            workers,
+            tokens,
+            loss_fn,
+            inner_tx=inner_tx,
+            worker_parallelism=worker_parallelism(settings),
+        ),
         donate_argnums=0,
     )
     workers, *_ = bare(start_round(ensemble), tokens)
@@ -167,12 +176,16 @@ GROWING_RUN = [
 
 
 def trainers(repeats: int) -> dict:
-    """The inner steps of 1, 2, 4 and 8 trainers, each with its own worker, at equal work in all."""
-    settings = _settings(batch=8, rounds=1, steps=4)
+    """The inner steps of 1, 2, 4 and 8 trainers, each with its own worker, at equal work in all.
+
+    Workers in turn, as a CPU's default is, and all at once. Memory is the compiler's, over as many
+    times that of one trainer.
+    """
+    settings = _settings(batch=8, rounds=1, steps=4, model=MODEL)
     init_fn, loss_fn = build_model(settings)
     inner_tx = inner_transform(settings)
     rows = _rows(settings)
-    runs = {}
+    runs, needed = {}, {}
     for count in (1, 2, 4, 8):
         ensemble = adloco_jax.init(
             init_fn(jax.random.key(0)),
@@ -181,17 +194,107 @@ def trainers(repeats: int) -> dict:
             inner_tx=inner_tx,
             outer_tx=inner_tx,
         )
-        steps = 32 // count
+        steps = 16 // count
         tokens = rows.batch(0, 0, 0, steps * count * 8).reshape(steps, count, 8, -1)
-        step = jax.jit(lambda e, t: inner_steps(start_round(e), t, loss_fn, inner_tx=inner_tx)[1])
-        runs[f"{count} trainers"] = functools.partial(
-            step.lower(ensemble, tokens).compile(), ensemble, jnp.asarray(tokens)
-        )
+        for how, parallelism in (("in turn", 1), ("at once", None)):
+            step = jax.jit(
+                functools.partial(
+                    inner_steps,
+                    loss_fn=loss_fn,
+                    inner_tx=inner_tx,
+                    worker_parallelism=parallelism,
+                ),
+                donate_argnums=0,
+            )
+            workers = jax.jit(start_round)(ensemble)
+            program = step.lower(workers, jnp.asarray(tokens)).compile()
+            runs[f"{count} {how}"] = _keeping(program, workers, jnp.asarray(tokens))
+            needed[f"{count} {how}"] = needed_bytes(program)
     times = interleave(runs, repeats)
-    report("32 updates of batch 8 in all", times)
-    one = np.median(times["1 trainers"])
-    ratios = {n.split()[0]: round(float(np.median(t) / one), 3) for n, t in times.items()}
-    return {"case": "trainers", "over_one_trainer": ratios}
+    report("16 updates of batch 8 in all", times)
+    one = np.median(times["1 in turn"])
+    return {
+        "case": "trainers",
+        "time_over_one": {n: round(float(np.median(t) / one), 3) for n, t in times.items()},
+        "memory_over_as_many": {
+            n: round(size / int(n.split()[0]) / needed["1 in turn"], 3)
+            for n, size in needed.items()
+        },
+        "mib_of_one": round(needed["1 in turn"] / 2**20),
+    }
+
+
+def _keeping(program: Callable, workers: PyTree, tokens: jax.Array) -> Callable:
+    """Calls a program again and again on what it gave."""
+    state = [workers]
+
+    def call():
+        state[0], *_ = program(state[0], tokens)
+        return state[0]
+
+    return call
+
+
+def program(repeats: int) -> dict:
+    """MicroLlama's inner update as compiled here, and the time a GPU would need for it at least.
+
+    One update of each of four trainers, 8 sequences of 1,024 tokens each. Compiled for this machine
+    in float32. A fused attention moves no scores, whose bytes grow with the square of the length:
+    what is left without them follows from a second program, of twice as many half as long rows. In
+    bfloat16 about half of it moves.
+    """
+    del repeats  # nothing is run
+    whole, halved = _microllama_cost(8, 1024), _microllama_cost(16, 512)
+    fused_bytes = 2 * halved.num_bytes - whole.num_bytes
+    model_flops = _MICROLLAMA_TOKENS * flops_per_token(_microllama(1024)[0])
+    compute_s = whole.flops / GPU_FLOPS_PER_S
+
+    def share(num_bytes):
+        return round(model_flops / GPU_FLOPS_PER_S / (compute_s + num_bytes / GPU_BYTES_PER_S), 3)
+
+    return {
+        "case": "program",
+        "teraflops": round(whole.flops / 1e12, 2),
+        "over_6_per_weight": round(whole.flops / model_flops, 3),
+        "gigabytes": round(whole.num_bytes / 1e9),
+        "gigabytes_without_scores": round(fused_bytes / 1e9),
+        "compute_s": round(compute_s, 4),
+        "share_of_peak_if_nothing_overlaps": {
+            "float32, scores in memory": share(whole.num_bytes),
+            "float32, fused attention": share(fused_bytes),
+            "bfloat16, fused attention": share(fused_bytes / 2),
+        },
+    }
+
+
+def _microllama(length: int) -> tuple[PyTree, Callable, Callable]:
+    """Shapes of its parameters, its loss, and a function that makes four trainers of it."""
+    config = default_config()
+    config.model.update(MICROLLAMA | {"max_length": length})
+    config.data.sequence_length = length
+    config.batching.max_batch_size = 1
+    settings = validate(config)
+    init_fn, loss_fn = build_model(settings)
+    inner_tx = inner_transform(settings)
+    step = functools.partial(inner_steps, loss_fn=loss_fn, inner_tx=inner_tx, worker_parallelism=1)
+    make = functools.partial(
+        adloco_jax.init, num_trainers=4, num_workers=4, inner_tx=inner_tx, outer_tx=inner_tx
+    )
+    return jax.eval_shape(init_fn, jax.random.key(0)), step, make
+
+
+def _microllama_cost(batch: int, length: int) -> Cost:
+    params, step, make = _microllama(length)
+    workers = jax.eval_shape(lambda params: start_round(make(params)), params)
+    tokens = jax.ShapeDtypeStruct((1, 4, batch, length + 1), jnp.int32)
+    return program_cost(jax.jit(step, donate_argnums=0).lower(workers, tokens).compile().as_text())
+
+
+_MICROLLAMA_TOKENS = 4 * 8 * 1024
+MICROLLAMA = {"vocab_size": 32000, "width": 1024, "num_layers": 12, "num_heads": 16}
+MICROLLAMA |= {"num_kv_heads": 4, "mlp_width": 5632}
+# NVIDIA H200 SXM, data sheet: dense bfloat16, and the bandwidth of its memory.
+GPU_FLOPS_PER_S, GPU_BYTES_PER_S = 989e12, 4.8e12
 
 
 def preparation(repeats: int) -> dict:
@@ -344,10 +447,13 @@ def _rows(settings: Settings) -> _Random:
     return _Random(settings.data.sequence_length)
 
 
-def _settings(*, batch: int, rounds: int, steps: int) -> Settings:
+SMALL = MODEL | {"width": 128, "mlp_width": 352, "num_layers": 2}
+
+
+def _settings(*, batch: int, rounds: int, steps: int, model: dict = SMALL) -> Settings:
     config = default_config()
     config.num_rounds = rounds
-    config.model.update(MODEL | {"width": 128, "mlp_width": 352, "num_layers": 2})
+    config.model.update(model)
     config.data.sequence_length = 128
     config.ensemble.num_trainers = config.ensemble.num_workers = 1
     config.inner.steps_per_round = steps
@@ -367,6 +473,7 @@ CASES = {
     "round": round_overhead,
     "compile": compilation,
     "trainers": trainers,
+    "program": program,
     "prepare": preparation,
     "rows": row_reading,
 }
@@ -375,11 +482,19 @@ CASES = {
 def main() -> None:
     """Runs one case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("case", choices=[*CASES, "pytorch"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--shapes", nargs="+", default=["small", "large"], help="of pytorch")
+    parser.add_argument("--batches", nargs="+", type=int, default=[8, 16], help="of pytorch")
     options = parser.parse_args()
     print(machine())
-    print(json.dumps(CASES[options.case](options.repeats)))
+    if options.case == "pytorch":
+        from side_by_side import side_by_side
+
+        result = side_by_side(options.shapes, options.batches, options.repeats)
+    else:
+        result = CASES[options.case](options.repeats)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
