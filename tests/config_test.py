@@ -385,6 +385,10 @@ FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
     [
         ("diloco", FEWER),
         (
+            "streaming_diloco",
+            FEWER | {"outer.fragments", "outer.delay_updates", "outer.mixing"},
+        ),
+        (
             "local_sgd",
             FEWER | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"},
         ),
@@ -402,7 +406,7 @@ def test_baselines_differ_from_the_quickstart_by_these_keys_only(name, keys, mon
 
 
 def test_baselines_make_as_many_updates_as_the_quickstart(monkeypatch):
-    names = ("quickstart", "diloco", "local_sgd", "data_parallel")
+    names = ("quickstart", "diloco", "streaming_diloco", "local_sgd", "data_parallel")
     configs = [load(name, monkeypatch) for name in names]
     updates = {config.num_rounds * config.inner.steps_per_round for config in configs}
     assert len(updates) == 1

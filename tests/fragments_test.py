@@ -445,6 +445,35 @@ def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatc
         np.testing.assert_allclose(halved.params[name], leaf, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"inner": {"tx": "adamw", "state": "reset"}},
+        {"inner": {"unit": "microbatches"}, "switch": {"mode": "accumulate"}},
+        {"switch": {"mode": "lengthen"}},
+    ],
+    ids=["reset", "microbatches", "lengthen"],
+)
+def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path, groups):
+    """However a round is made up: whole or in parts, its updates are the same."""
+    ensembles = []
+    for num_fragments in (1, 4):
+        settings = settings_of(
+            **ONE_TRAINER
+            | {"ensemble": {"num_trainers": 2, "num_workers": 2}}
+            | {"outer": {"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments}}
+            | groups
+            | {"inner": ONE_TRAINER["inner"] | groups.get("inner", {})},
+        )
+        result = run(tmp_path / str(num_fragments), settings, linear=True)
+        ensembles.append(result.ensemble)
+        assert len({line["updates"] for line in events(result.workdir, "round")}) == 1 + (
+            "inner" not in groups or "unit" in groups["inner"]
+        )
+    for name, leaf in ensembles[0].params_M.items():
+        np.testing.assert_allclose(ensembles[1].params_M[name], leaf, rtol=1e-5, atol=1e-6)
+
+
 def test_a_merge_loses_nothing_that_only_workers_know(tmp_path):
     """With the mean of one worker as it is, fragments change nothing but when it is taken."""
     merges, results = [], []
