@@ -596,8 +596,9 @@ def test_the_plan_says_how_fragments_travel():
     config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
     text = plan(config)
     assert re.search(
-        r"fragments: 4, in turn every 2 inner updates, [\d.]+ KiB each way for a worker"
-        r" \(float32\); they arrive 1 later, and workers keep 0.5 of their own",
+        r"fragments: 4, one every 2 inner updates, on its way during the last 1 of them;"
+        r" [\d.]+ KiB each way for a worker \(float32\), which keeps 0.5 of its own when it"
+        r" arrives",
         text,
     )
     assert "in at most 4 synchronisations" in text and "synchronise M=1 R=2" in text

@@ -86,11 +86,12 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     outer = settings.outer
     if not outer.own_params:
         return []
+    delay = outer.delay_updates
+    underway = f"on its way during the last {delay} of them" if delay else "waited for"
     return [
-        f"fragments: {outer.fragments}, in turn every {spec.num_micro_batches} inner"
-        f" {settings.inner.unit}, {_human(spec.sync_bytes)} each way for a worker"
-        f" ({outer.precision}); they arrive {outer.delay_updates} later, and workers keep"
-        f" {outer.mixing:g} of their own"
+        f"fragments: {outer.fragments}, one every {spec.num_micro_batches} inner"
+        f" {settings.inner.unit}, {underway}; {_human(spec.sync_bytes)} each way for a worker"
+        f" ({outer.precision}), which keeps {outer.mixing:g} of its own when it arrives"
     ]
 
 

@@ -261,7 +261,7 @@ class _Run:
     max_batch: int | None  # what is left of it after an attempt that ran out of memory
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     place: dict | None = None  # of sequential rows, once those of the last dispatched round are out
-    whole: set[int] = field(default_factory=set)  # trainers whose workers have told them everything
+    up_to_date: set[int] = field(default_factory=set)  # trainers, by id; see `_synchronise`
 
     def begin(self, init_fn: InitFn, params: PyTree | None, *, accept_data_change: bool) -> None:
         """Takes up the newest checkpoint, or starts from the beginning where there is none."""
@@ -498,7 +498,7 @@ class _Run:
                 prepare(self.controller, self.settings, self.spec, self.corpus, groups)
             )
         self.tried.update(keys)
-        self.whole.clear()
+        self.up_to_date.clear()
         if isinstance(self.corpus, SequentialRows):
             self.place = self.corpus.state()  # now: the next round's rows may be out before a save
         return prepared, dispatched
@@ -611,7 +611,7 @@ class _Run:
 
         Only where fragments are synchronised in turn, or arrive late, is anything left to tell.
         """
-        owed = [m for m in trainers if self.controller.trainers[m].id not in self.whole]
+        owed = [m for m in trainers if self.controller.trainers[m].id not in self.up_to_date]
         if not self.spec.own_params or not owed:
             return
         self.ensemble = synchronise(self.programs, self.controller, self.ensemble, owed)
@@ -619,7 +619,7 @@ class _Run:
             self.controller, owed, sync_bytes=self.spec.whole_sync_bytes
         )
         self.ledger.write("sync", **line)
-        self.whole.update(line["trainers"])
+        self.up_to_date.update(line["trainers"])
 
     def _merge(self, due: Merge) -> None:
         """Merges trainers unless the guard refuses, and divides the workers anew."""
@@ -656,7 +656,8 @@ class _Run:
             if action == "keep":
                 return
         weights = (1.0,) + (0.0,) * (len(ids) - 1) if refused else due.weights
-        self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
+        if self.spec.own_params:
+            self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
         owners = control.apply_merge(
             controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
         )
