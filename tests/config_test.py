@@ -25,6 +25,8 @@ ZERO_IS_ALLOWED = {
     "inner.beta2",
     "outer.momentum",
     "outer.weight_decay",
+    "outer.delay_updates",
+    "outer.mixing",
     "batching.smoothing",
     "merge.max_barrier",
 }
@@ -36,6 +38,7 @@ ONE_IS_REFUSED = {
     "inner.beta1",
     "inner.beta2",
     "outer.momentum",
+    "outer.mixing",
     "batching.smoothing",
     "batching.test_batch_size",
     "merge.width",
@@ -261,6 +264,10 @@ CONTRADICTIONS = {
     "rounds that grow": dict(switch__mode="lengthen", inner__schedule="cosine"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
+    "fragments of unequal rounds": dict(outer__fragments=3),
+    "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),
+    "fragments of adamw": dict(outer__fragments=2, outer__tx="adamw"),
+    "mixing of nothing": dict(outer__mixing=0.5),
     "first batch above the device's": dict(
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),
