@@ -28,6 +28,7 @@ from adloco_jax import (
     take,
     take_fragment,
 )
+from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.errors import ConfigError, Preempted
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
@@ -35,7 +36,11 @@ from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.programs import first_key, lower
 from adloco_jax.run.train import fit
+from adloco_jax.study.cluster import Cluster, Link
+from adloco_jax.study.curves import read_run, training_points
+from adloco_jax.study.network import Traffic, replay
 from adloco_jax.study.summary import totals
+from adloco_jax.study.theory import measured
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
@@ -387,8 +392,11 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     everything = [*rounds, *syncs, *merges]
     assert end["syncs_total"] == sum(line.get("syncs", 0) for line in everything)
     assert end["bytes_total"] == sum(line["bytes"] for line in everything)
-    told = totals(read(whole.workdir / "ledger.jsonl"))
+    log = read_run(whole.workdir).events
+    told = totals(log)
     assert (told["syncs_total"], told["bytes_total"]) == (end["syncs_total"], end["bytes_total"])
+    assert training_points(log)[-1]["bytes"] == end["bytes_total"]
+    assert measured(log)[-1].syncs == end["syncs_total"]
     assert events(whole.workdir, "eval")[-1]["syncs_total"] == end["syncs_total"]
     keys = [line["key"] for line in events(whole.workdir, "compile")]
     assert len(keys) == len(set(keys))
@@ -409,6 +417,18 @@ class Stopping:
             self.sent = True
             signal.raise_signal(signal.SIGTERM)
         return corpus().batch(trainer, stream, start, count)
+
+
+def test_a_replay_takes_fragments_and_whole_synchronisations_from_the_ledger(whole):
+    log = read(whole.workdir / "ledger.jsonl")
+    place = Cluster(3, 3, lambda size: 0.1 * size, Link(1e9, 0.0), Link(100.0, 0.1))
+    timed = replay(log, place)
+    assert timed == replay(log, place, traffic=Traffic(BITS_PER_PARAM["int8"], 3, 1))
+    fragments_only = replay([event for event in log if event["event"] != "sync"], place)
+    # Of three workers, or of two with one alone: 2 (m - 1) (P / m / bandwidth + latency).
+    whole_bytes = BITS_PER_PARAM["int8"] / 8 * 36
+    absorbed_s = sum(2 * (m - 1) * (whole_bytes / m / 100 + 0.1) for m in (2, 3))
+    assert 0 < timed.wall_s - fragments_only.wall_s <= absorbed_s + 1e-9
 
 
 @pytest.mark.parametrize("at_round", [1, 2, 3])
