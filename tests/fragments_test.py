@@ -256,7 +256,7 @@ def belongs(fragment, num_fragments):
 
 
 def stream_diloco(rounds, *, num_fragments, delay, mixing):
-    """Algorithm 2 of arXiv 2501.18512 for one trainer, and at its end a synchronisation of all.
+    """Streaming DiLoCo (arXiv 2501.18512) for one trainer, then a synchronisation of all.
 
     `rounds` are pairs of micro-batches by time and worker, and how many of them make an update.
     Returns the trainer's parameters.

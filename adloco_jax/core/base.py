@@ -39,7 +39,7 @@ class Ensemble(struct.PyTreeNode):
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
     owner_R: Array  # int32 [R]: position in the stack of each worker's trainer
     round: Array  # int32 []: rounds completed
-    params_R: PyTree = None  # [R, ...] what workers do not share with their trainer; None: nothing
+    params_R: PyTree = None  # [R, ...] each worker's own parameters; None: its trainer's
 
     @property
     def num_trainers(self) -> int:

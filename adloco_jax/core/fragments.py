@@ -8,7 +8,7 @@ has the same shapes, filled up with zeros.
 
 F is the number of fragments here, and X a leaf's leading axis.
 
-Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 and 3.
+Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.2.
 """
 
 import jax

@@ -336,7 +336,7 @@ def outer_update_fragment(
       The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
       trainer's pseudo-gradient in these entries, NaN for one left out.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2, lines 8-12.
+    Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3; AdLoCo's trainers are ours.
     """
     of_param = of_params(outer_tx, ensemble.outer_state_M)
 
@@ -398,7 +398,7 @@ def receive_fragment(
     Returns:
       The workers, whose other entries and inner states are as they were.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2, line 13; its alpha is `mixing`.
+    Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
     new_M = take_fragment(ensemble.params_M, fragment, num_fragments=num_fragments)
     new_R = of_owners(new_M, ensemble.owner_R)
