@@ -2,7 +2,7 @@
 
 Command:   python -m adloco_jax.main --config configs/streaming_diloco.py
 Hardware:  two CPU cores
-Source:    Douillard et al. 2025, arXiv 2501.18512, sections 2.2 and 2.3 (fragments, overlap, mixing)
+Source:    Douillard et al. 2025, arXiv 2501.18512, sections 2.2 and 2.3
 """
 
 from ml_collections import ConfigDict

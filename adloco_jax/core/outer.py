@@ -336,7 +336,7 @@ def outer_update_fragment(
       The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
       trainer's pseudo-gradient in these entries, NaN for one left out.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3; AdLoCo's trainers are ours.
+    Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
     of_param = of_params(outer_tx, ensemble.outer_state_M)
 
