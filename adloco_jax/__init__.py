@@ -16,9 +16,17 @@ from adloco_jax.core.batching import (
     switch_mode,
 )
 from adloco_jax.core.ensemble import init, put, reassign, take
+from adloco_jax.core.fragments import put_fragment, take_fragment
 from adloco_jax.core.gradstats import gradient_stats, pool
 from adloco_jax.core.merge import allocate_workers, choose_merge, merge
-from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+from adloco_jax.core.outer import (
+    inner_steps,
+    outer_step,
+    outer_update,
+    outer_update_fragment,
+    receive_fragment,
+    start_round,
+)
 
 __version__ = "0.1.0"
 
@@ -41,14 +49,18 @@ __all__ = [
     "norm_test",
     "outer_step",
     "outer_update",
+    "outer_update_fragment",
     "pool",
     "put",
+    "put_fragment",
     "ramp",
-    "replay",
     "reassign",
+    "receive_fragment",
+    "replay",
     "start_round",
     "switch_mode",
     "take",
+    "take_fragment",
     "train",
 ]
 

@@ -25,6 +25,8 @@ ZERO_IS_ALLOWED = {
     "inner.beta2",
     "outer.momentum",
     "outer.weight_decay",
+    "outer.delay_updates",
+    "outer.mixing",
     "batching.smoothing",
     "merge.max_barrier",
 }
@@ -36,6 +38,7 @@ ONE_IS_REFUSED = {
     "inner.beta1",
     "inner.beta2",
     "outer.momentum",
+    "outer.mixing",
     "batching.smoothing",
     "batching.test_batch_size",
     "merge.width",
@@ -261,6 +264,10 @@ CONTRADICTIONS = {
     "rounds that grow": dict(switch__mode="lengthen", inner__schedule="cosine"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
+    "fragments of unequal rounds": dict(outer__fragments=3),
+    "a fragment late for the next": dict(outer__fragments=4, outer__delay_updates=50),
+    "fragments of adamw": dict(outer__fragments=2, outer__tx="adamw"),
+    "mixing of nothing": dict(outer__mixing=0.5),
     "first batch above the device's": dict(
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),
@@ -385,6 +392,10 @@ FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
     [
         ("diloco", FEWER),
         (
+            "streaming_diloco",
+            FEWER | {"outer.fragments", "outer.delay_updates", "outer.mixing"},
+        ),
+        (
             "local_sgd",
             FEWER | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"},
         ),
@@ -402,7 +413,7 @@ def test_baselines_differ_from_the_quickstart_by_these_keys_only(name, keys, mon
 
 
 def test_baselines_make_as_many_updates_as_the_quickstart(monkeypatch):
-    names = ("quickstart", "diloco", "local_sgd", "data_parallel")
+    names = ("quickstart", "diloco", "streaming_diloco", "local_sgd", "data_parallel")
     configs = [load(name, monkeypatch) for name in names]
     updates = {config.num_rounds * config.inner.steps_per_round for config in configs}
     assert len(updates) == 1

@@ -24,8 +24,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
-    *("core.batching", "core.compress", "core.ensemble", "core.gradstats", "core.merge"),
-    *("core.outer", "models"),
+    *("core.batching", "core.compress", "core.ensemble", "core.fragments", "core.gradstats"),
+    *("core.merge", "core.outer", "models"),
 ]
 jaxtyping.install_import_hook(
     [f"adloco_jax.{module}" for module in CHECKED],

@@ -291,6 +291,24 @@ def test_demand_gives_the_workers_to_whoever_asks_for_more():
     assert controller.bytes_total == 100
 
 
+def test_a_merge_takes_workers_from_members_and_from_who_asks_for_less():
+    controller = a_controller(batches=(8, 1, 1, 1), owners=(0, 1, 2, 3, 3, 3))
+    # Shares of six workers at batches 8, 1, 1: 4, 1, 1.
+    losing = control.losing_workers(controller, settings_of(), Merge((1, 2), (1, 1)), refused=False)
+    assert losing == [2, 3]
+    assert controller.owners == [0, 1, 2, 3, 3, 3] and len(controller.trainers) == 4
+
+
+def test_fragments_and_whole_synchronisations_are_counted():
+    controller = a_controller(batches=(2, 2), owners=(0, 0, 0, 1))
+    groups = control.plan_round(controller, settings_of())
+    spent = control.advance(controller, groups, sequence_length=8, sync_bytes=25, num_syncs=4)
+    assert [(cost["syncs"], cost["bytes"]) for cost in spent] == [(4, 4 * 2 * 2 * 25), (0, 0)]
+    line = control.count_synchronisation(controller, [0, 1], sync_bytes=100)
+    assert line == {"round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 400}
+    assert (controller.syncs_total, controller.bytes_total) == (5, 800)
+
+
 def test_retire_sends_the_absorbed_workers_away():
     settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 4, "allocation": "retire"})
     controller = a_controller(batches=(2, 1, 4))

@@ -322,6 +322,26 @@ def test_outer_gradients_travel_as_the_start_line_says():
         replay([unknown, *rounds], place)
 
 
+def test_a_trainer_stands_still_for_a_synchronisation_of_all_its_parameters():
+    traffic = Traffic(num_fragments=2, delay_updates=5)
+    rounds = [line(1, 0, 2, 4), line(1, 1, 1, 4)]
+    whole = {"event": "sync", "round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 1}
+    place = cluster(3, 3, between=SLOW)
+    without, absorbed = (
+        replay([start(), *rounds, *more], place, traffic=traffic) for more in ([], [whole])
+    )
+    assert absorbed.rounds[0].end_s - without.rounds[0].end_s == pytest.approx(11)
+    assert absorbed.rounds[1].end_s == without.rounds[1].end_s  # one worker, nobody to wait for
+
+
+def test_where_updates_accumulate_a_delay_is_of_micro_batches():
+    traffic = Traffic(num_fragments=1, delay_updates=5)
+    events = [start(), line(1, 0, 2, 4, accum=2)]
+    result = replay(events, cluster(2, 2, between=SLOW), traffic=traffic)
+    assert result.rounds[0].compute_s == pytest.approx(8)
+    assert result.rounds[0].communication_s == pytest.approx(11 - 5 * 0.4)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -39,6 +39,7 @@ class Ensemble(struct.PyTreeNode):
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
     owner_R: Array  # int32 [R]: position in the stack of each worker's trainer
     round: Array  # int32 []: rounds completed
+    params_R: PyTree = None  # [R, ...] each worker's own parameters; None: its trainer's
 
     @property
     def num_trainers(self) -> int:
@@ -214,6 +215,20 @@ def move_workers(
         return jnp.where(stays, leaf_R[source], joined.astype(leaf_R.dtype))
 
     return jax.tree.map(move, ensemble.inner_state_R, mean_M)
+
+
+def place_workers(
+    ensemble: Ensemble, source: np.ndarray, stays_R: Array, owner_R: Array | np.ndarray
+) -> PyTree:
+    """Parameters of a new pool: a worker's own where it stays, else its trainer's.
+
+    `source` are positions in `ensemble`, and `owner_R` the new trainers' in its stack. None where
+    workers have no parameters of their own.
+    """
+    if ensemble.params_R is None:
+        return None
+    own_R = jax.tree.map(lambda leaf_R: leaf_R[source], ensemble.params_R)
+    return where_leading(stays_R, own_R, of_owners(ensemble.params_M, owner_R))
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:

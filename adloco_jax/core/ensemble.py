@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble, move_workers, positions
+from adloco_jax.core.base import Ensemble, move_workers, place_workers, positions
 
 
 def init(
@@ -20,10 +20,12 @@ def init(
     inner_tx: optax.GradientTransformation,
     outer_tx: optax.GradientTransformation,
     owner_R: Sequence[int] | Array | None = None,
+    own_params: bool = False,
 ) -> Ensemble:
     """Stacks `num_trainers` trainers that all start from `params`, and a pool of workers.
 
-    For trainers with parameters of their own, replace `params_M` of the result.
+    For trainers with parameters of their own, replace `params_M` of the result (and `params_R`, if
+    it has any).
 
     Args:
       params: Parameters of one model, any pytree of arrays.
@@ -32,6 +34,8 @@ def init(
       inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
       outer_tx: Transformation of the trainers' pseudo-gradients.
       owner_R: Trainer position of each worker; by default as even as possible, in order.
+      own_params: Whether workers keep parameters of their own from round to round, as they must
+        where only a fragment is synchronised at a time.
 
     Returns:
       The ensemble before its first round.
@@ -71,6 +75,7 @@ def init(
         inner_state_R=stack(inner_tx.init(params), num_workers),
         owner_R=owner_R,
         round=jnp.zeros((), jnp.int32),
+        params_R=stack(params, num_workers) if own_params else None,
     )
 
 
@@ -101,6 +106,7 @@ def take(
         inner_state_R=_pick(ensemble.inner_state_R, theirs),
         owner_R=jnp.asarray(place_M)[ensemble.owner_R[theirs]],
         round=ensemble.round,
+        params_R=_pick(ensemble.params_R, theirs),
     )
 
 
@@ -142,6 +148,7 @@ def put(
         outer_state_M=write(ensemble.outer_state_M, chosen, sub.outer_state_M),
         inner_state_R=write(ensemble.inner_state_R, theirs, sub.inner_state_R),
         round=jnp.maximum(ensemble.round, sub.round),
+        params_R=write(ensemble.params_R, theirs, sub.params_R),
     )
 
 
@@ -150,7 +157,8 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
     A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
     mean inner state of the workers that were already there (whole numbers, such as Adam's count of
-    updates, are rounded), so that it does not restart or distort that trainer's optimizer.
+    updates, are rounded), so that it does not restart or distort that trainer's optimizer; where
+    workers have parameters of their own, it starts at that trainer's.
 
     Args:
       ensemble: The stack.
@@ -178,6 +186,7 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     return ensemble.replace(
         inner_state_R=move_workers(ensemble, source, stays_R, new_owner),
         owner_R=jnp.asarray(new_owner, jnp.int32),
+        params_R=place_workers(ensemble, source, stays_R, new_owner),
     )
 
 

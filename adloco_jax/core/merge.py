@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.base import Ensemble, move_workers, positions
+from adloco_jax.core.base import Ensemble, move_workers, place_workers, positions
 
 MergePolicy = Literal["worst_with_worst", "best_with_worst"]
 
@@ -69,7 +69,9 @@ def merge(
     members, float32 inside. A member with a non-finite value or without a positive finite weight is
     left out by selection; if no weight is usable the finite members count alike. The absorbed
     trainers' workers join the representative, whose own workers keep their inner state (`reassign`
-    then moves them on). The order of the survivors is kept.
+    then moves them on). The order of the survivors is kept. Members' workers that had parameters of
+    their own all start at the merged ones: what they have not told their trainers is lost, unless
+    `outer_update` has absorbed it before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -134,16 +136,20 @@ def merge(
             for m in range(ensemble.num_trainers)
         ]
     )
+    owner_R = place_M[ensemble.owner_R].astype(jnp.int32)
+    pool = np.arange(ensemble.num_workers)
+    stays_R = ~jnp.isin(ensemble.owner_R, jnp.asarray(chosen))
     return ensemble.replace(
         params_M=params_M,
         outer_state_M=outer_state_M,
+        params_R=place_workers(ensemble.replace(params_M=params_M), pool, stays_R, owner_R),
         inner_state_R=move_workers(
             ensemble,
-            np.arange(ensemble.num_workers),
+            pool,
             ~joins_R,
             jnp.full(ensemble.num_workers, heir),
         ),
-        owner_R=place_M[ensemble.owner_R].astype(jnp.int32),
+        owner_R=owner_R,
     )
 
 

@@ -262,7 +262,7 @@ def program_spec(
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings),
         outer_tx=outer_transform(settings),
-        num_micro_batches=settings.inner.steps_per_round,
+        num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or control.AUTO_TEST_MAX,
@@ -273,6 +273,9 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         precision=settings.outer.precision,
         worker_parallelism=worker_parallelism(settings),
+        num_fragments=settings.outer.fragments,
+        delay=settings.outer.delay_updates,
+        mixing=settings.outer.mixing,
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards

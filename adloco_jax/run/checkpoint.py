@@ -11,6 +11,7 @@ all the rest.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -89,6 +90,7 @@ class Saver:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
             processes.meet(f"checkpoint {round_index} begins")
+            arrays = _fields(arrays)
             self._orbax.save(staging.absolute() / _ARRAYS, args=ocp.args.StandardSave(arrays))
         blocked_s = time.perf_counter() - start_s
 
@@ -324,10 +326,20 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
                     raise Damaged(
                         f"{arrays}: {name} is {stored.get(name)}, expected {expected.get(name)}"
                     )
-            return reader.restore(arrays, args=ocp.args.StandardRestore(template))
+            restored = reader.restore(arrays, args=ocp.args.StandardRestore(_fields(template)))
+            is_state = dataclasses.is_dataclass(template)
+            return dataclasses.replace(template, **restored) if is_state else restored
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             raise Damaged(f"{arrays}: unreadable ({reason})") from error
+
+
+def _fields(state: PyTree) -> PyTree:
+    """A state's fields by name, but for those that it does without: older checkpoints lack them."""
+    if not dataclasses.is_dataclass(state):
+        return state
+    named = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _shapes(tree: PyTree) -> dict[str, str]:

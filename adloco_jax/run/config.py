@@ -123,6 +123,16 @@ class Outer:
     weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
     # In which outer gradients travel; sums and averages of them are float32 (arXiv 2501.18512).
     precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
+    # Streaming DiLoCo (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.
+    fragments: int = _knob(1, _COUNT)  # of the parameters, synchronised in turn within a round
+    # From a fragment's sending to its arrival (accumulating: in micro-batches); 1 in the paper.
+    delay_updates: int = _knob(0, _COUNT_OR_0)
+    mixing: float = _knob(0.0, "[0, 1)")  # of a worker's own, what an arrival leaves; paper: 0.5
+
+    @property
+    def own_params(self) -> bool:
+        """Whether workers keep parameters of their own from one synchronisation to the next."""
+        return self.fragments > 1 or self.delay_updates > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,6 +533,28 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("outer.tx", "outer.weight_decay"),
         lambda tx, decay: tx == "adamw" or decay == 0,
         "only adamw decays weights; set outer.weight_decay=0.0",
+    ),
+    (
+        ("outer.fragments", "inner.steps_per_round"),
+        lambda fragments, steps: steps % fragments == 0,
+        "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round",
+    ),
+    (
+        ("outer.delay_updates", "outer.fragments", "inner.steps_per_round"),
+        lambda delay, fragments, steps: delay == 0 or delay * fragments < steps,
+        "a fragment must arrive before the next one's turn; lower the first below"
+        " steps_per_round / fragments",
+    ),
+    (
+        ("outer.tx", "outer.fragments"),
+        lambda tx, fragments: tx != "adamw" or fragments == 1,
+        "adamw counts updates of all parameters at once, which a fragment's is not; set"
+        " outer.tx='nesterov' or 'sgd', or outer.fragments=1",
+    ),
+    (
+        ("outer.mixing", "outer.fragments", "outer.delay_updates"),
+        lambda mixing, fragments, delay: mixing == 0 or fragments > 1 or delay > 0,
+        "only what arrives in fragments or late is mixed; set outer.mixing=0.0",
     ),
     (
         ("batching.initial_batch_size", "batching.max_batch_size"),

@@ -4,6 +4,7 @@ Whole numbers only, from settings and the statistics of the device; no array of 
 `Controller` is the host's half of a run's state: plain data that turns into a page of JSON.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -102,7 +103,8 @@ class Group(NamedTuple):
     plan: BatchPlan
     num_micro_batches: int  # T, per worker
     num_updates: int
-    num_dispatches: int  # what is compiled takes steps_per_round micro-batches at a time
+    # For each fragment; what is compiled takes steps_per_round / fragments micro-batches at a time.
+    num_dispatches: int
     blocks: bool  # each trainer owns as many workers, next to one another
 
 
@@ -302,13 +304,18 @@ def observe(
 
 
 def advance(
-    controller: Controller, groups: list[Group], *, sequence_length: int, sync_bytes: int
+    controller: Controller,
+    groups: list[Group],
+    *,
+    sequence_length: int,
+    sync_bytes: int,
+    num_syncs: int = 1,
 ) -> list[dict]:
     """Counts a round as done, and returns what each trainer spent, in stack order.
 
     One synchronisation of a trainer with m workers moves 2 (m - 1) times `sync_bytes` in all, what
     its outer gradient takes on its way (ring all-reduce); a trainer with one worker communicates
-    nothing (ALGORITHM 6).
+    nothing (ALGORITHM 6). A round has `num_syncs`, one for each fragment.
     """
     spent: dict[int, dict] = {}
     for group in groups:
@@ -322,8 +329,8 @@ def advance(
             spent[position] = {
                 "updates": group.num_updates,
                 "tokens": sequences * len(workers) * sequence_length,
-                "syncs": int(len(workers) > 1),
-                "bytes": 2 * (len(workers) - 1) * sync_bytes,
+                "syncs": num_syncs * (len(workers) > 1),
+                "bytes": num_syncs * 2 * (len(workers) - 1) * sync_bytes,
             }
     controller.round += 1
     for position in sorted(spent):
@@ -332,6 +339,25 @@ def advance(
         controller.syncs_total += spent[position]["syncs"]
         controller.bytes_total += spent[position]["bytes"]
     return [spent[position] for position in sorted(spent)]
+
+
+def count_synchronisation(
+    controller: Controller, trainers: Sequence[int], *, sync_bytes: int
+) -> dict:
+    """Counts a synchronisation of the trainers at some positions, beside those of the rounds.
+
+    Returns:
+      Its ledger fields, with costs as in `advance`.
+    """
+    sizes = [len(controller.workers_of(position)) for position in trainers]
+    spent = {
+        "syncs": sum(size > 1 for size in sizes),
+        "bytes": sum(2 * (size - 1) * sync_bytes for size in sizes),
+    }
+    controller.syncs_total += spent["syncs"]
+    controller.bytes_total += spent["bytes"]
+    ids = [controller.trainers[position].id for position in trainers]
+    return {"round": controller.round, "trainers": ids, **spent}
 
 
 def note_outcomes(
@@ -493,6 +519,22 @@ def apply_merge(
     ]
     controller.owners = [owner for owner in owners if owner >= 0]
     return owners
+
+
+def losing_workers(
+    controller: Controller, settings: Settings, merge: Merge, *, refused: bool
+) -> list[int]:
+    """Positions of the trainers of which a merge takes workers away, its members among them."""
+    after = copy.deepcopy(controller)
+    owners = apply_merge(after, settings, merge, param_bytes=0, refused=refused)
+    return [
+        position
+        for position, trainer in enumerate(controller.trainers)
+        if any(
+            owners[w] < 0 or after.trainers[owners[w]].id != trainer.id
+            for w in controller.workers_of(position)
+        )
+    ]
 
 
 def _count_spikes(trainer: Trainer, outcome: Outcome) -> int:

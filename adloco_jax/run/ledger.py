@@ -21,7 +21,7 @@ import numpy as np
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run.crashpoints import hit
 
-_DETERMINISTIC_EVENTS = frozenset({"round", "eval", "merge", "refusal"})
+_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal"})
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # anew when rounds are run again
 
 START = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # of an empty ledger, see `cut`
@@ -216,7 +216,7 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
       events: Ledger lines, as `read` gives them.
 
     Returns:
-      The round, eval, merge and refusal lines in order, without the fields ending in `_s`
+      The round, sync, eval, merge and refusal lines in order, without the fields ending in `_s`
       (seconds).
     """
     return [

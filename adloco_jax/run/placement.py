@@ -107,10 +107,11 @@ class Placement:
             params_M=self.by_trainer(shapes.params_M),
             outer_state_M=self.dealt(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
+            params_R=self.by_worker(shapes.params_R),
         )
 
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
-        """Bytes that a round moves between devices of different workers, all devices together.
+        """Bytes that a synchronisation moves between devices of different workers, all together.
 
         In equal blocks, with a device each, it is what is accounted (ALGORITHM 6). Workers that
         share a device have less to move. Of unequal blocks the program does not know whose worker

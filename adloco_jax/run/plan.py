@@ -80,8 +80,23 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"
         f" ({inner.tx}), then {settings.outer.tx}",
+        *_fragments(settings, spec),
         f"batches: {test}; from {batching.initial_batch_size}, at most {max_batch}"
         f" per worker at once, in buckets {', '.join(map(str, sizes))}",
+    ]
+
+
+def _fragments(settings: Settings, spec: Spec) -> list[str]:
+    """How fragments are synchronised, if in turn or late, in a line."""
+    outer = settings.outer
+    if not outer.own_params:
+        return []
+    delay = outer.delay_updates
+    underway = f"on its way during the last {delay} of them" if delay else "waited for"
+    return [
+        f"fragments: {outer.fragments}, one every {spec.num_micro_batches} inner"
+        f" {settings.inner.unit}, {underway}; {_human(spec.sync_bytes)} each way for a worker"
+        f" ({outer.precision}), which keeps {outer.mixing:g} of its own when it arrives"
     ]
 
 
@@ -122,7 +137,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     inner_bytes = _tree_bytes(jax.eval_shape(spec.inner_tx.init, spec.params))
     outer_bytes = _tree_bytes(jax.eval_shape(spec.outer_tx.init, spec.params))
-    state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * inner_bytes
+    own_bytes = inner_bytes + (spec.param_bytes if spec.own_params else 0)
+    state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * own_bytes
     programs = Programs(spec)
     max_batch = max_batch_size(settings, programs)
     lines = [
@@ -142,6 +158,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         keys.append(first_key("accumulate", *shape, max_batch))
     if control.measures_gradients(settings):
         keys.append(first_key("test", *shape))
+    if spec.own_params:
+        keys.append(first_key("synchronise", *shape))
     keys.append(evaluate_key(max_batch))
     peak = 0
     for key in keys:
@@ -151,8 +169,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
     owners = np.arange(num_workers) * num_trainers // num_workers
     lines += ["placement in the first round:", *at.draw(owners.tolist())]
-    moved = 2 * (num_workers - num_trainers) * spec.sync_bytes
-    syncs = min(num_trainers, num_workers - num_trainers)
+    moved = 2 * (num_workers - num_trainers) * spec.sync_bytes * spec.num_fragments
+    syncs = min(num_trainers, num_workers - num_trainers) * spec.num_fragments
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
     least = sequences * first * settings.num_rounds
@@ -166,7 +184,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         " as many update and test programs for each later (trainers, workers)",
         f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices"
-        f" {_human(at.moved_bytes(spec.sync_bytes, *shape))}",
+        f" {_human(at.moved_bytes(spec.sync_bytes * spec.num_fragments, *shape))}",
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines

@@ -2,7 +2,9 @@
 
 Everything that runs on the devices each round is one of four programs, compiled ahead of its first
 call and kept by key: `round` and `accumulate` per (trainers, workers, micro-batch), `test` per
-(trainers, workers), and `evaluate`. Accumulation counts are data, not keys.
+(trainers, workers), and `evaluate`. Accumulation counts are data, not keys. Where fragments of the
+parameters are synchronised in turn, `round` and `accumulate` run up to one synchronisation, which
+fragment is data, and a fifth program, `synchronise`, now and then synchronises all of them.
 """
 
 import dataclasses
@@ -30,8 +32,15 @@ from jaxtyping import PyTree
 from adloco_jax.core.base import Ensemble, LossFn, Workers
 from adloco_jax.core.compress import Precision, packed_bytes
 from adloco_jax.core.ensemble import init
+from adloco_jax.core.fragments import take_fragment
 from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
-from adloco_jax.core.outer import inner_steps, outer_update, start_round
+from adloco_jax.core.outer import (
+    inner_steps,
+    outer_update,
+    outer_update_fragment,
+    receive_fragment,
+    start_round,
+)
 from adloco_jax.errors import ResourceError
 from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE
 from adloco_jax.run.placement import Placement, place
@@ -39,7 +48,7 @@ from adloco_jax.run.placement import Placement, place
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
 
-Kind = Literal["round", "accumulate", "test", "evaluate"]
+Kind = Literal["round", "accumulate", "test", "evaluate", "synchronise"]
 
 
 class Key(NamedTuple):
@@ -71,7 +80,7 @@ class Spec:
     params: PyTree  # one model's shapes and dtypes
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
-    num_micro_batches: int  # per dispatch: S
+    num_micro_batches: int  # per dispatch: S, or with fragments S / F
     row_length: int  # integers of a row: L + 1, the last target's; or 2 + L, class and length first
     sequence_length: int  # L
     max_test_sequences: int  # per worker
@@ -81,6 +90,14 @@ class Spec:
     model_shards: int = 1  # devices that share one worker's parameters
     precision: Precision = "float32"  # in which outer gradients travel
     worker_parallelism: int | None = None  # of a device's workers, as in `inner_steps`
+    num_fragments: int = 1  # F, synchronised in turn
+    delay: int = 0  # micro-batches from the sending of a fragment to its arrival
+    mixing: float = 0.0  # share of its own that a worker keeps then
+
+    @property
+    def own_params(self) -> bool:
+        """Whether workers keep parameters of their own from one synchronisation to the next."""
+        return self.num_fragments > 1 or self.delay > 0
 
     @property
     def param_bytes(self) -> int:
@@ -89,7 +106,21 @@ class Spec:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one trainer's outer gradient on its way, or of the updates on theirs back."""
+        """Bytes of one trainer's outer gradient on its way, or of the updates on theirs back.
+
+        Of one fragment, what fills it up included, where there are several.
+        """
+
+        def take(params):
+            stacked = jax.tree.map(lambda leaf: leaf[None], params)
+            part = take_fragment(stacked, 0, num_fragments=self.num_fragments)
+            return jax.tree.map(lambda leaf: leaf[0], part)
+
+        return packed_bytes(jax.eval_shape(take, self.params), self.precision)
+
+    @property
+    def whole_sync_bytes(self) -> int:
+        """The same of all parameters at once."""
         return packed_bytes(self.params, self.precision)
 
     @property
@@ -199,6 +230,7 @@ def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, at: Placement
         num_workers=num_workers,
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
+        own_params=spec.own_params,
     )
     shapes = jax.eval_shape(make, spec.params)
     return _with_shardings(shapes, at.ensemble(shapes))
@@ -207,7 +239,8 @@ def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, at: Placement
 def buffers_spec(spec: Spec, num_workers: int, at: Placement) -> tuple[PyTree, ...]:
     """Shapes of what an accumulating round carries between dispatches.
 
-    Parameters, the sum of gradients, their number, and whether their losses were finite.
+    Parameters, unless the ensemble holds them; the sum of gradients, their number, and whether
+    their losses were finite.
     """
 
     def stacked(dtype):
@@ -218,7 +251,7 @@ def buffers_spec(spec: Spec, num_workers: int, at: Placement) -> tuple[PyTree, .
         return _with_shardings(shapes, at.by_worker(shapes))
 
     return (
-        stacked(None),
+        *(() if spec.own_params else (stacked(None),)),
         stacked(jnp.float32),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole),
         jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=at.workers),
@@ -232,6 +265,7 @@ def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
         "accumulate": _lower_round,
         "test": _lower_test,
         "evaluate": _lower_evaluate,
+        "synchronise": _lower_synchronise,
     }
     if spec.model_shards == 1:
         return builders[key.kind](spec, key)
@@ -250,6 +284,8 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
     rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
     flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.whole)
     switch = jax.ShapeDtypeStruct((), jnp.bool_, sharding=at.whole)
+    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    accumulates = key.kind == "accumulate"
 
     def begin(ensemble, accumulate):
         if spec.reset_inner_state:
@@ -279,20 +315,14 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
             publish=at.publish,
         )
 
-    def known_owners(ensemble):
-        if not at.blocks:
-            return ensemble
-        block = workers // key.num_trainers
-        return ensemble.replace(owner_R=np.arange(workers, dtype=np.int32) // block)
-
     def plain_round(ensemble, tokens_TRBL, rate_TR):
-        ensemble = known_owners(ensemble)
+        ensemble = _known_owners(ensemble, at)
         workers, *measured_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
         ensemble, norm_M = end(ensemble, workers)
         return ensemble, tuple(measured_TR), norm_M
 
     def accumulating_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, is_last):
-        ensemble = known_owners(ensemble)
+        ensemble = _known_owners(ensemble, at)
         params_R, *accumulated = buffers
         carried = Workers(params_R, ensemble.inner_state_R, *accumulated)
         workers = jax.lax.cond(is_first, lambda: begin(ensemble, True), lambda: carried)
@@ -308,7 +338,66 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads, workers.finite_R)
         return ensemble, buffers, tuple(measured_TR), norm_M
 
+    def fragment_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, fragment):
+        """Up to a fragment's synchronisation, or, where `fragment` is -1, short of it."""
+        ensemble = _known_owners(ensemble, at)
+
+        def when_due(act, otherwise):
+            return jax.lax.cond(fragment >= 0, act, otherwise) if accumulates else act()
+
+        def send(sent_R):
+            return outer_update_fragment(
+                ensemble,
+                sent_R,
+                fragment,
+                num_fragments=spec.num_fragments,
+                outer_tx=spec.outer_tx,
+                precision=spec.precision,
+                keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
+                exchange=at.exchange,
+                publish=at.publish,
+            )
+
+        def receive(ensemble, workers):
+            return receive_fragment(
+                workers,
+                ensemble,
+                fragment,
+                num_fragments=spec.num_fragments,
+                mixing=spec.mixing,
+            )
+
+        def measured(part):
+            flag_T = update_T[part] if accumulates else None
+            return tokens_TRBL[part], rate_TR[part], flag_T
+
+        workers = Workers(ensemble.params_R, ensemble.inner_state_R, *buffers)
+        if accumulates or spec.reset_inner_state:
+            carried = workers
+            workers = jax.lax.cond(is_first, lambda: begin(ensemble, accumulates), lambda: carried)
+        before, after = slice(None, steps - spec.delay), slice(steps - spec.delay, None)
+        workers, *measured_TR = advance(workers, *measured(before))
+        sent_R = take_fragment(workers.params_R, fragment, num_fragments=spec.num_fragments)
+        arrived, norm_M = when_due(
+            lambda: send(sent_R), lambda: (ensemble, jnp.zeros(key.num_trainers, jnp.float32))
+        )
+        if spec.delay:  # what is on its way neither waits for these steps nor do they for it
+            workers, *rest_TR = advance(workers, *measured(after))
+            pairs = zip(measured_TR, rest_TR, strict=True)
+            measured_TR = [jnp.concatenate(pair) for pair in pairs]
+        going_on = workers
+        workers = when_due(lambda: receive(arrived, going_on), lambda: going_on)
+        ensemble = arrived.replace(params_R=workers.params_R, inner_state_R=workers.inner_state_R)
+        if accumulates:
+            buffers = (workers.grad_sum_R, workers.num_grads, workers.finite_R)
+        return ensemble, buffers, tuple(measured_TR), norm_M
+
     state = at.ensemble(ensemble)
+    if spec.own_params:
+        buffers = buffers_spec(spec, workers, at) if accumulates else ()
+        out = (state, jax.tree.map(lambda leaf: leaf.sharding, buffers), at.whole, at.whole)
+        jitted = jax.jit(fragment_part, donate_argnums=(0, 1), out_shardings=out)
+        return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, index)
     if key.kind == "round":
         out = (state, at.whole, at.whole)
         jitted = jax.jit(plain_round, donate_argnums=0, out_shardings=out)
@@ -352,6 +441,34 @@ def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
     )
 
 
+def _lower_synchronise(spec: Spec, key: Key) -> jax.stages.Lowered:
+    at = placement(spec, key)
+    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
+
+    def synchronise(ensemble):
+        known = _known_owners(ensemble, at)
+        after, _ = outer_update(
+            known,
+            start_round(known),
+            outer_tx=spec.outer_tx,
+            precision=spec.precision,
+            exchange=at.exchange,
+            publish=at.publish,
+        )
+        return after.replace(round=ensemble.round)
+
+    out = at.ensemble(ensemble)
+    return jax.jit(synchronise, donate_argnums=0, out_shardings=out).lower(ensemble)
+
+
+def _known_owners(ensemble: Ensemble, at: Placement) -> Ensemble:
+    """With owners that are known while tracing, where trainers own equal blocks of the pool."""
+    if not at.blocks:
+        return ensemble
+    block = ensemble.num_workers // ensemble.num_trainers
+    return ensemble.replace(owner_R=np.arange(ensemble.num_workers, dtype=np.int32) // block)
+
+
 def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
     at = placement(spec, key)
     ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
@@ -362,7 +479,7 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
     counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=at.workers)
     # A pass is filled up, so it is no larger than the least that a worker has to test.
     least = AUTO_TEST_MIN // -(-workers // key.num_trainers)
-    chunk = max(min(least, spec.num_micro_batches), MIN_EXAMPLES)
+    chunk = max(min(least, spec.num_micro_batches * spec.num_fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     elif spec.estimator == "chunks":
@@ -424,7 +541,8 @@ def peak_bytes(programs: Programs, key: Key, num_trainers: int, num_workers: int
     """Bytes a device holds while a program runs: the ensemble's that it does not take included."""
     at = placement(programs.spec, key._replace(num_trainers=num_trainers, num_workers=num_workers))
     state = ensemble_spec(programs.spec, num_trainers, num_workers, at)
-    parts = state if key.kind == "evaluate" else (state.outer_state_M, state.inner_state_R)
+    held = (state.outer_state_M, state.inner_state_R, state.params_R)
+    parts = state if key.kind == "evaluate" else held
     beside = parts if key.kind in ("test", "evaluate") else ()
     return needed_bytes(programs[key]) + _bytes_here(beside)
 
@@ -459,9 +577,9 @@ def fewest_model_shards(
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards)
         at = placement(tried, key)
-        params_R, grads_R, *_ = buffers_spec(tried, num_workers, at)
+        buffers = buffers_spec(tried, num_workers, at)
         state = ensemble_spec(tried, num_trainers, num_workers, at)
-        if _bytes_here((state, params_R, grads_R)) <= budget:
+        if _bytes_here((state, buffers)) <= budget:
             return shards
     return count
 

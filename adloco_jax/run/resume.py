@@ -49,6 +49,8 @@ _CLASSES: dict[str, Change] = {
     "inner.tx": "refused",
     "outer": "accepted",
     "outer.tx": "refused",
+    "outer.fragments": "refused",  # workers' own parameters are part of the state, or are not
+    "outer.delay_updates": "refused",
     "batching": "accepted",
     "batching.initial_batch_size": "refused",  # the learning rate's growth is counted from it
     "batching.replay": "refused",  # the batches to come are part of the state
@@ -240,8 +242,10 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the rounds, or tokens, to come.
-    if key in ("num_rounds", "num_tokens") and settings.inner.schedule != "constant":
+    # A decaying schedule is stretched over the rounds, or tokens, to come; and where fragments are
+    # synchronised in turn, the run's last round has synchronised them all.
+    lasting = settings.inner.schedule == "constant" and not settings.outer.own_params
+    if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
     # Of a stream, so many documents are held out that there are rows enough: the guard's change.
     if key == "eval.num_sequences" and settings.data.source == "hf":

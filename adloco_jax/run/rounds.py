@@ -97,7 +97,7 @@ class Dispatched(NamedTuple):
     workers: list[list[int]]  # by trainer
     stats_R: GradientStats | None  # of the test; ready before the round is
     measured: list[list[tuple[Array, Array]]]  # by group, by dispatch: losses, skipped; [S, R]
-    norms: list[Array]  # by group: [M], of the pseudo-gradients
+    norms: list[list[Array]]  # by group, by synchronisation: [M], of the pseudo-gradients
     start_s: float
     stall_s: float  # waited for compilation
     end_s: Future[float]  # when the devices were done
@@ -123,6 +123,25 @@ def test_key(controller: Controller) -> Key:
     return Key("test", len(controller.trainers), len(controller.owners), blocks=blocks)
 
 
+def sync_key(controller: Controller, trainers: Sequence[int]) -> Key:
+    """The program that synchronises some trainers as a whole."""
+    workers = sum(owner in trainers for owner in controller.owners)
+    blocks = control.owns_blocks(controller, trainers)
+    return Key("synchronise", len(trainers), workers, blocks=blocks)
+
+
+def synchronise(
+    programs: Programs, controller: Controller, ensemble: Ensemble, trainers: Sequence[int]
+) -> Ensemble:
+    """Synchronises all parameters of some trainers at once; the ensemble's buffers are given up."""
+    key = sync_key(controller, trainers)
+    if len(trainers) == ensemble.num_trainers:
+        return _call(programs, key, ensemble)
+    workers = tuple(w for w, owner in enumerate(controller.owners) if owner in trainers)
+    sub = _call(programs, key, _take(ensemble, tuple(trainers), workers))
+    return _put(ensemble, sub, tuple(trainers), workers)
+
+
 def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
     """The programs that coming rounds need, the soonest first.
 
@@ -131,6 +150,14 @@ def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
     """
     next_round = _after_merge(controller, settings)
     keys = _keys(next_round, settings)
+    if settings.outer.own_params:
+        ended = copy.deepcopy(next_round)
+        ended.round += 1
+        merge = control.due_merge(ended, settings)
+        if ended.round >= settings.num_rounds:
+            keys.append(sync_key(ended, range(len(ended.trainers))))
+        elif merge:
+            keys.append(sync_key(ended, sorted(merge.members)))
     if next_round.round + 1 < settings.num_rounds and control.measures_gradients(settings):
         batching = settings.batching
         for growth in (batching.max_growth, 1):
@@ -218,13 +245,13 @@ def dispatch(
     measured, norms = [], []
     for group, parts in zip(prepared.groups, prepared.parts, strict=True):
         if len(group.trainers) == ensemble.num_trainers:
-            ensemble, group_measured, norm_M = _run_group(programs, group, ensemble, parts)
+            ensemble, group_measured, group_norms = _run_group(programs, group, ensemble, parts)
         else:
             sub = _take(ensemble, group.trainers, group.workers)
-            sub, group_measured, norm_M = _run_group(programs, group, sub, parts)
+            sub, group_measured, group_norms = _run_group(programs, group, sub, parts)
             ensemble = _put(ensemble, sub, group.trainers, group.workers)
         measured.append(group_measured)
-        norms.append(norm_M)
+        norms.append(group_norms)
     workers = [controller.workers_of(m) for m in range(ensemble.num_trainers)]
     stall_s = programs.stall_s - stall_s
     end_s = _clock.submit(lambda: (jax.block_until_ready(norms), time.perf_counter())[1])
@@ -236,7 +263,7 @@ def dispatch(
 def read_outcomes(dispatched: Dispatched) -> list[Outcome]:
     """Waits for a round, and reads what came of it for each trainer."""
     outcomes: dict[int, Outcome] = {}
-    for group, measured, norm_M in zip(
+    for group, measured, group_norms in zip(
         dispatched.groups, dispatched.measured, dispatched.norms, strict=True
     ):
         parts = jax.device_get(measured)
@@ -246,7 +273,9 @@ def read_outcomes(dispatched: Dispatched) -> list[Outcome]:
         loss_SR = np.add.reduceat(loss_TR, starts) / (ends + 1 - starts)[:, None]
         skipped_SR = skipped_TR[ends]
         loss_SR = np.where(skipped_SR, np.nan, loss_SR)
-        norms = np.asarray(norm_M).tolist()
+        # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
+        squares = np.square(np.asarray(jax.device_get(group_norms), np.float64))
+        norms = np.sqrt(squares.sum(axis=0)).tolist()
         for trainer, norm in zip(group.trainers, norms, strict=True):
             places = [group.workers.index(worker) for worker in dispatched.workers[trainer]]
             outcomes[trainer] = Outcome(loss_SR[:, places], skipped_SR[:, places], norm)
@@ -306,21 +335,28 @@ def _sequences(
 
 def _run_group(programs: Programs, group: Group, sub: Ensemble, parts: list) -> tuple:
     (key,) = update_keys([group])
-    if key.kind == "round":
+    in_turn = programs.spec.own_params
+    if key.kind == "round" and not in_turn:
         ((tokens, rate_TR, _),) = parts
         sub, measured, norm_M = _call(programs, key, sub, tokens, rate_TR)
-        return sub, [measured], norm_M
-    at = placement(programs.spec, key)
-    buffers = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-        buffers_spec(programs.spec, key.num_workers, at),
-    )
-    measured, norm_M = [], None
+        return sub, [measured], [norm_M]
+    buffers = ()
+    if key.kind == "accumulate":
+        at = placement(programs.spec, key)
+        buffers = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            buffers_spec(programs.spec, key.num_workers, at),
+        )
+    measured, norms = [], []
     for i, part in enumerate(parts):
-        ends = (np.bool_(i == 0), np.bool_(i == len(parts) - 1))
-        sub, buffers, part_measured, norm_M = _call(programs, key, sub, buffers, *part, *ends)
+        num_synced, short_of = divmod(i + 1, group.num_dispatches)
+        end = np.int32(-1 if short_of else num_synced - 1) if in_turn else np.bool_(not short_of)
+        call = (key, sub, buffers, *part, np.bool_(i == 0), end)
+        sub, buffers, part_measured, norm_M = _call(programs, *call)
         measured.append(part_measured)
-    return sub, measured, norm_M
+        if not short_of:
+            norms.append(norm_M)
+    return sub, measured, norms
 
 
 def _call(programs: Programs, key: Key, *arguments):

@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
-from adloco_jax.core.base import Ensemble, LossFn
+from adloco_jax.core.base import Ensemble, LossFn, of_owners
 from adloco_jax.core.ensemble import init, reassign, take
 from adloco_jax.core.merge import merge
 from adloco_jax.data.sources import shard_changes
@@ -89,6 +90,7 @@ from adloco_jax.run.rounds import (
     prepare,
     programs_ahead,
     read_outcomes,
+    synchronise,
     test_key,
     update_keys,
 )
@@ -261,6 +263,7 @@ class _Run:
     max_batch: int | None  # what is left of it after an attempt that ran out of memory
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     place: dict | None = None  # of sequential rows, once those of the last dispatched round are out
+    up_to_date: set[int] = field(default_factory=set)  # trainers, by id; see `_synchronise`
 
     def begin(self, init_fn: InitFn, params: PyTree | None, *, accept_data_change: bool) -> None:
         """Takes up the newest checkpoint, or starts from the beginning where there is none."""
@@ -390,6 +393,8 @@ class _Run:
             if previous and (evaluate_now or save_now):
                 self._record(*previous)
                 previous = None
+            if last:
+                self._synchronise(range(len(controller.trainers)))
             if merge_now:
                 self._merge(merge_now)
                 if not last:
@@ -496,6 +501,7 @@ class _Run:
                 prepare(self.controller, self.settings, self.spec, self.corpus, groups)
             )
         self.tried.update(keys)
+        self.up_to_date.clear()
         if isinstance(self.corpus, SequentialRows):
             self.place = self.corpus.state()  # now: the next round's rows may be out before a save
         return prepared, dispatched
@@ -527,6 +533,7 @@ class _Run:
             prepared.groups,
             sequence_length=self.spec.sequence_length,
             sync_bytes=self.spec.sync_bytes,
+            num_syncs=self.spec.num_fragments,
         )
         for line, decision in zip(prepared.lines, decisions, strict=True):
             if decision.next_batch_size != line["requested_batch_size"]:
@@ -611,9 +618,25 @@ class _Run:
             self.ensemble, *map(tuple, control.quarantine(self.controller, broken))
         )
 
+    def _synchronise(self, trainers: Sequence[int]) -> None:
+        """Has trainers, by position, take over all that their workers have not yet told them.
+
+        Only where fragments are synchronised in turn, or arrive late, is anything left to tell.
+        """
+        owed = [m for m in trainers if self.controller.trainers[m].id not in self.up_to_date]
+        if not self.spec.own_params or not owed:
+            return
+        self.ensemble = synchronise(self.programs, self.controller, self.ensemble, owed)
+        line = control.count_synchronisation(
+            self.controller, owed, sync_bytes=self.spec.whole_sync_bytes
+        )
+        self.ledger.write("sync", **line)
+        self.up_to_date.update(line["trainers"])
+
     def _merge(self, due: Merge) -> None:
         """Merges trainers unless the guard refuses, and divides the workers anew."""
         controller, settings = self.controller, self.settings
+        self._synchronise(sorted(due.members))
         guard = self.heldout.guard_EL
         before = [
             self._mean_loss(evaluate.trainer_params(self.ensemble, m), guard) for m in due.members
@@ -645,6 +668,8 @@ class _Run:
             if action == "keep":
                 return
         weights = (1.0,) + (0.0,) * (len(ids) - 1) if refused else due.weights
+        if self.spec.own_params:
+            self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
         owners = control.apply_merge(
             controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
         )
@@ -856,6 +881,8 @@ class _Run:
             if ensemble.init == "independent":
                 keys_M = jax.random.split(key, ensemble.num_trainers)
                 stack = stack.replace(params_M=jax.vmap(init_fn)(keys_M))
+            if self.spec.own_params:
+                stack = stack.replace(params_R=of_owners(stack.params_M, stack.owner_R))
             return stack
 
         shapes = jax.eval_shape(make, key, params)

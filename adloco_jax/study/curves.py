@@ -40,6 +40,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "trainer": (int, str),
         "loss": _NUMBER,
     },
+    "sync": {**dict.fromkeys(("round", "syncs", "bytes"), int), "trainers": list},
     "merge": _MERGE,
     "refusal": _MERGE,
     "compile": {"key": str, "seconds": (int, float), "cache": str, "where": str},
@@ -227,7 +228,7 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 def spending(events: Sequence[dict]) -> list[dict]:
     """The lines whose costs add up to a run's totals; a refused merge has moved bytes too."""
-    return [e for e in events if e["event"] in ("round", "merge", "refusal")]
+    return [e for e in events if e["event"] in ("round", "sync", "merge", "refusal")]
 
 
 def cumulative(own: Sequence[dict], field: str) -> dict[int, int]:

@@ -14,7 +14,9 @@ The model, which the tests check against cases computed by hand and against `clo
 - **Communicating.** A ring all-reduce of P bytes among m takes 2 (m - 1) / m * P / bandwidth +
   2 (m - 1) * latency, over the slowest link that its ring crosses (ALGORITHM 6). A trainer with
   several workers does one per round among its replicas, or one per fragment of its parameters, in
-  turn and evenly over the round's updates; with one worker, none. Outer gradients travel as
+  turn and evenly over the round's updates; with one worker, none. Where the ledger has a
+  synchronisation of all parameters beside those, the trainer stands still for it. Outer gradients
+  travel as
   `Traffic` says, all else in float32. A transfer may begin within the update before it and go on
   during some updates after it, yet no longer than until the next fragment's turn; the rest of it
   the trainer stands still for, and only that rest is its communication. A merge moves P bytes per
@@ -59,7 +61,9 @@ class Traffic:
 
     bits_per_param: float = BITS_PER_PARAM["float32"]
     num_fragments: int = 1  # synchronised in turn within a round, of equal size
-    delay_updates: int = 0  # inner updates between the sending of a fragment and its arrival
+    # Inner updates between the sending of a fragment and its arrival; micro-batches, where several
+    # make an update.
+    delay_updates: int = 0
     early_frac: float = 0.0  # of an update's time: how long before its end the sending begins
 
     def __post_init__(self) -> None:
@@ -171,6 +175,7 @@ def replay(
                 traffic,
                 run.num_params,
                 rng,
+                is_synchronised=line.trainer in run.synchronised[index],
             )
         merges = run.merges[index]
         after, left = _reassign(replicas, merges, following, index)
@@ -252,7 +257,14 @@ def closed_form_s(
         link = _link(cluster, layout, own)
         factors = np.ones(traffic.num_fragments)
         sync_s = _sync_s(
-            traffic, per_trainer, num_params, link, factors, round_s, num_updates=steps_per_round
+            traffic,
+            per_trainer,
+            num_params,
+            link,
+            factors,
+            round_s,
+            num_updates=steps_per_round,
+            num_micro_batches=steps_per_round,
         )
         rounds_s.append(round_s + sync_s)
     return num_rounds * max(rounds_s)
@@ -359,16 +371,20 @@ class _Recorded(NamedTuple):
     traffic: Traffic
     rounds: dict[int, list[_Line]]  # in order
     merges: Mapping[int, list[_Merge]]  # by the round before
+    synchronised: Mapping[int, set[int]]  # trainers, as a whole after a round
 
 
 def _read(events: Iterable[dict]) -> _Recorded:
     start, rounds, merges = None, defaultdict(list), defaultdict(list)
+    synchronised = defaultdict(set)
     for event in events:
         kind = event["event"]
         if kind == "start":
             start = event
         elif kind == "round" and start is not None:
             rounds[event["round"]].append(_line(event, start))
+        elif kind == "sync":
+            synchronised[event["round"]] |= set(event["trainers"])
         elif kind in ("merge", "refusal"):
             is_final = kind == "merge" or event["action"] != "keep"
             merges[event["round"]].append(_Merge(tuple(event["members"]), is_final))
@@ -386,7 +402,7 @@ def _read(events: Iterable[dict]) -> _Recorded:
         trainers = [line.trainer for line in lines]
         if len(set(trainers)) < len(trainers):
             raise DataError(f"round {index}: more than one line of a trainer among {trainers}")
-    return _Recorded(start["num_params"], _traffic(start), dict(rounds), merges)
+    return _Recorded(start["num_params"], _traffic(start), dict(rounds), merges, synchronised)
 
 
 def _traffic(start: dict) -> Traffic:
@@ -461,8 +477,10 @@ def _round_time(
     traffic: Traffic,
     num_params: int,
     rng: np.random.Generator,
+    *,
+    is_synchronised: bool,
 ) -> RoundTime:
-    """A trainer's round, without what follows it."""
+    """A trainer's round, with a synchronisation of all parameters at its end or without."""
     passes = [
         _Passes.of(batch, count, line.micro_batch_size, layout, cluster.step_time)
         for count, batch in line.batches()
@@ -476,10 +494,20 @@ def _round_time(
     seconds[:, 2] += slowest_s - seconds[:, -1]
     compute_s, communication_s, waiting_s, idle_s, lost_s, _ = seconds.mean(axis=0).tolist()
     link = _link(cluster, layout, own)
-    factors = _noise(rng, link.jitter if len(own) > 1 else 0.0, traffic.num_fragments)
+    jitter = link.jitter if len(own) > 1 else 0.0
     sync_s = _sync_s(
-        traffic, len(own), num_params, link, factors, slowest_s, num_updates=line.num_updates
+        traffic,
+        len(own),
+        num_params,
+        link,
+        _noise(rng, jitter, traffic.num_fragments),
+        slowest_s,
+        num_updates=line.num_updates,
+        num_micro_batches=line.num_micro_batches,
     )
+    if is_synchronised:
+        whole_bytes = traffic.sync_bytes(num_params) * traffic.num_fragments
+        sync_s += _ring_s(len(own), whole_bytes, link) * float(_noise(rng, jitter, 1)[0])
     return RoundTime(
         round=index,
         trainer=line.trainer,
@@ -653,12 +681,13 @@ def _sync_s(
     round_s: float,
     *,
     num_updates: int,
+    num_micro_batches: int,
 ) -> float:
     """Seconds that a trainer stands still for a round's synchronisations, one per factor."""
     transfer_s = factors * _ring_s(num_members, traffic.sync_bytes(num_params), link)
     # No longer than until the next fragment's turn: the link carries one at a time.
-    hidden_updates = traffic.delay_updates + traffic.early_frac
-    hidden_s = round_s * min(hidden_updates / num_updates, 1 / traffic.num_fragments)
+    hidden_frac = traffic.delay_updates / num_micro_batches + traffic.early_frac / num_updates
+    hidden_s = round_s * min(hidden_frac, 1 / traffic.num_fragments)
     return float(np.maximum(transfer_s - hidden_s, 0.0).sum())
 
 

@@ -70,7 +70,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e["tokens"] for e in rounds),
         "updates_total": sum(e["updates"] for e in rounds),
-        "syncs_total": sum(e["syncs"] for e in rounds),
+        "syncs_total": sum(e.get("syncs", 0) for e in spending(events)),
         "bytes_total": sum(e["bytes"] for e in spending(events)),
         "num_merges": len(merges),
         "num_refusals": len(lines(events, "refusal")),

@@ -10,7 +10,7 @@ bound only where the run left the theory: `ASSUMPTIONS` says how it may.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -304,12 +304,16 @@ class _Run(NamedTuple):
     batching: dict
     max_batch_sizes: dict[int, int]  # by round
     rounds: dict[int, list[dict]]  # lines by round, in order
+    syncs: Counter[int]  # by round, of all trainers
     losses: list[float]  # of evaluations
 
 
 def _read(events: Iterable[dict]) -> _Run:
     start, max_batch_sizes, rounds, losses = None, {}, defaultdict(list), []
+    syncs: Counter[int] = Counter()
     for event in events:
+        if event["event"] in ("round", "sync"):
+            syncs[event["round"]] += event["syncs"]
         if event["event"] == "start":
             start = event
         elif event["event"] == "round" and start is not None:
@@ -323,7 +327,7 @@ def _read(events: Iterable[dict]) -> _Run:
             " the theory; let the run reach the end of round 1"
         )
     batching = start["config"]["batching"]
-    return _Run(batching, max_batch_sizes, dict(sorted(rounds.items())), losses)
+    return _Run(batching, max_batch_sizes, dict(sorted(rounds.items())), syncs, losses)
 
 
 def _eta(run: _Run) -> float | None:
@@ -361,7 +365,7 @@ def _points(run: _Run, constants: Constants | None) -> list[Point]:
         batch_sum += steps * sum(line["requested_batch_size"] for line in lines) / len(lines)
         total_sum += steps * sum(totals) / len(lines)
         communications += steps * sum(max_batch_size / total for total in totals) / len(lines)
-        syncs += sum(line["syncs"] for line in lines)
+        syncs += run.syncs[index]
         bounds = dict.fromkeys(_BOUNDS)
         if constants is not None:
             shape = {"steps_per_round": steps, "num_workers": workers}

@@ -1,0 +1,19 @@
+"""Streaming DiLoCo: half of the parameters at a time, on their way while workers go on.
+
+Command:   python -m adloco_jax.main --config configs/streaming_diloco.py
+Hardware:  two CPU cores
+Source:    Douillard et al. 2025, arXiv 2501.18512, sections 2.2 and 2.3
+"""
+
+from ml_collections import ConfigDict
+
+from configs import diloco
+
+
+def get_config() -> ConfigDict:
+    """DiLoCo, synchronised in fragments."""
+    config = diloco.get_config()
+    config.outer.fragments = 2  # a layer each, and every other row; the paper: three layers each
+    config.outer.delay_updates = 1
+    config.outer.mixing = 0.5
+    return config

@@ -1,0 +1,612 @@
+"""Fragments of the parameters synchronised in turn: what a run computes, and what moves."""
+
+import functools
+import re
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hlo import collectives
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of
+from train_test import Exhausted
+
+from adloco_jax import (
+    init,
+    merge,
+    outer_update,
+    outer_update_fragment,
+    put,
+    put_fragment,
+    reassign,
+    receive_fragment,
+    start_round,
+    take,
+    take_fragment,
+)
+from adloco_jax.core.compress import BITS_PER_PARAM
+from adloco_jax.errors import ConfigError, Preempted
+from adloco_jax.run import plan as plan_module
+from adloco_jax.run.build import program_spec
+from adloco_jax.run.config import default_config
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.programs import first_key, lower
+from adloco_jax.run.train import fit
+from adloco_jax.study.cluster import Cluster, Link
+from adloco_jax.study.curves import read_run, training_points
+from adloco_jax.study.network import Traffic, replay
+from adloco_jax.study.summary import totals
+from adloco_jax.study.theory import measured
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
+
+
+def draw(*lead, seed=0, size=1.0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(size * rng.normal(size=(*lead, *shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def same(left, right):
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
+
+
+def drifted(owner_R, *, num_trainers, seed=0):
+    """An ensemble with momentum, its workers at places of their own."""
+    ensemble = init(
+        draw(),
+        num_trainers=num_trainers,
+        num_workers=len(owner_R),
+        inner_tx=optax.sgd(0.1),
+        outer_tx=NESTEROV,
+        owner_R=owner_R,
+        own_params=True,
+    )
+    momentum = (optax.TraceState(draw(num_trainers, seed=seed + 1)), optax.EmptyState())
+    return ensemble.replace(
+        params_M=draw(num_trainers, seed=seed + 2),
+        outer_state_M=momentum,
+        params_R=draw(len(owner_R), seed=seed + 3),
+    )
+
+
+# --- What a fragment is
+
+
+@settings(max_examples=25)
+@given(
+    shape=st.lists(st.integers(1, 9), max_size=3),
+    num_fragments=st.integers(1, 6),
+    lead=st.integers(1, 3),
+)
+def test_fragments_part_every_leaf(shape, num_fragments, lead):
+    leaf = jnp.arange(1, lead * int(np.prod(shape)) + 1, dtype=jnp.float32).reshape(lead, *shape)
+    again, found = jnp.full_like(leaf, -1.0), []
+    for fragment in range(num_fragments):
+        part = take_fragment({"w": leaf}, fragment, num_fragments=num_fragments)
+        again = put_fragment({"w": again}, part, fragment, num_fragments=num_fragments)["w"]
+        found += np.asarray(part["w"])[np.asarray(part["w"]) != 0].tolist()
+    assert sorted(found) == np.asarray(leaf).ravel().tolist()  # each entry in one of them
+    np.testing.assert_array_equal(again, leaf)
+
+
+def test_a_fragment_has_strided_layers_and_rows_and_the_first_has_what_is_too_small():
+    tree = {"layers": np.arange(5.0)[None, :, None] * np.ones((1, 5, 2)), "tiny": np.ones((1, 1))}
+    first, last = (
+        take_fragment(jax.tree.map(jnp.asarray, tree), fragment, num_fragments=2)
+        for fragment in range(2)
+    )
+    assert first["layers"][0, :, 0].tolist() == [0, 2, 4] and first["tiny"].tolist() == [[1]]
+    assert last["layers"][0, :, 0].tolist() == [1, 3, 0] and last["tiny"].tolist() == [[0]]
+
+
+# --- One synchronisation
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_one_fragment_is_the_whole_update_bit_for_bit(precision):
+    ensemble = drifted([0, 1, 0], num_trainers=2)
+    workers = start_round(ensemble)
+    assert same(workers.params_R, ensemble.params_R)
+    how = {"outer_tx": NESTEROV, "precision": precision}
+    whole, whole_norm_M = outer_update(ensemble, workers, **how)
+    part, norm_M = outer_update_fragment(ensemble, workers.params_R, 0, num_fragments=1, **how)
+    workers = receive_fragment(workers, part, 0, num_fragments=1)
+    assert same(part.replace(params_R=workers.params_R), whole) and same(norm_M, whole_norm_M)
+
+
+def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
+    ensemble = drifted([0, 1, 0], num_trainers=2)
+    workers = start_round(ensemble)
+    whole, _ = outer_update(ensemble, workers, outer_tx=NESTEROV)
+    for fragment in range(3):
+        sent_R = take_fragment(workers.params_R, fragment, num_fragments=3)
+        after, _ = jax.jit(
+            lambda ensemble, sent_R, fragment: outer_update_fragment(
+                ensemble, sent_R, fragment, num_fragments=3, outer_tx=NESTEROV
+            )
+        )(ensemble, sent_R, fragment)
+        assert int(after.round) == int(fragment == 2)
+        for name in ("params_M", "outer_state_M"):
+            old, new, all_new = (getattr(e, name) for e in (ensemble, after, whole))
+            for other in range(3):
+                part, expected = (
+                    take_fragment(tree, other, num_fragments=3)
+                    for tree in (new, all_new if other == fragment else old)
+                )
+                jax.tree.map(
+                    lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-6, atol=1e-6),
+                    part,
+                    expected,
+                )
+                if other != fragment:
+                    assert same(part, expected)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment(mixing):
+    ensemble = drifted([0, 0, 1], num_trainers=2)
+    bad = dict(ensemble.params_R, embed=ensemble.params_R["embed"].at[1, 1].set(np.nan))
+    workers = start_round(ensemble.replace(params_R=bad))
+    for fragment, hurt in ((0, False), (1, True)):
+        sent_R = take_fragment(bad, fragment, num_fragments=3)
+        how = {"num_fragments": 3, "outer_tx": NESTEROV}
+        after, norm_M = outer_update_fragment(ensemble, sent_R, fragment, **how)
+        weights_R = jnp.asarray([1.0, 0.0 if hurt else 1.0, 1.0])
+        without, expected_M = outer_update_fragment(
+            ensemble, sent_R, fragment, weights_R=weights_R, **how
+        )
+        assert same(after, without) and same(norm_M, expected_M) and np.isfinite(norm_M).all()
+        there = receive_fragment(workers, after, fragment, num_fragments=3, mixing=mixing)
+        assert np.isnan(np.asarray(there.params_R["embed"])).any() == (not hurt)
+        if hurt:
+            own, new = (
+                take_fragment(tree, fragment, num_fragments=3)["embed"]
+                for tree in (there.params_R, after.params_M)
+            )
+            np.testing.assert_array_equal(own[1], new[0])
+
+
+# --- Parts of an ensemble, and merges
+
+
+def test_workers_take_their_parameters_along_and_join_at_their_trainers():
+    ensemble = drifted([0, 1, 1, 2], num_trainers=3)
+    sub = take(ensemble, [2, 1])
+    assert same(sub.params_R, jax.tree.map(lambda leaf: leaf[1:], ensemble.params_R))
+    blank = ensemble.replace(params_R=jax.tree.map(jnp.zeros_like, ensemble.params_R))
+    back = put(blank, [2, 1], sub).params_R
+    assert same(back, jax.tree.map(lambda leaf: leaf.at[0].set(0.0), ensemble.params_R))
+    moved = reassign(ensemble, [0, 0, 1, 2, 1])
+    for worker, (own, trainer) in enumerate([(True, 0), (False, 0), (True, 1), (True, 2)]):
+        expected, at = (ensemble.params_R, worker) if own else (ensemble.params_M, trainer)
+        assert same(
+            jax.tree.map(lambda leaf, w=worker: leaf[w], moved.params_R),
+            jax.tree.map(lambda leaf, at=at: leaf[at], expected),
+        )
+    merged = merge(ensemble, [2, 0], weights=[1.0, 3.0])
+    of_merged = jax.tree.map(lambda leaf: leaf[1], merged.params_M)
+    for worker in (0, 3):
+        assert same(jax.tree.map(lambda leaf, w=worker: leaf[w], merged.params_R), of_merged)
+    assert same(*(jax.tree.map(lambda leaf: leaf[1:3], e.params_R) for e in (merged, ensemble)))
+
+
+def test_a_whole_update_absorbs_what_workers_have_of_their_own():
+    ensemble = drifted([0, 0, 1], num_trainers=2)
+    after, _ = outer_update(ensemble, start_round(ensemble), outer_tx=optax.sgd(1.0))
+    for name, leaf_M in after.params_M.items():
+        mean = np.asarray(ensemble.params_R[name])[:2].mean(axis=0)
+        np.testing.assert_allclose(leaf_M[0], mean, rtol=1e-6, atol=2e-7)
+        np.testing.assert_array_equal(after.params_R[name], np.asarray(leaf_M)[[0, 0, 1]])
+
+
+# --- Whole runs, beside Streaming DiLoCo written out in float64
+
+RATE, OUTER_RATE, MOMENTUM = 0.05, 0.7, 0.9
+
+
+def start_params():
+    rng = np.random.default_rng(2)
+    return {
+        "w": rng.normal(size=(VOCAB, VOCAB)),
+        "b": 0.1 * rng.normal(size=VOCAB),
+        "gain": np.array(0.8),
+    }
+
+
+def features(rows):
+    """How often each token is in the first and in the last half of a row."""
+    half = rows.shape[1] // 2
+    onehot = np.eye(VOCAB)[np.asarray(rows)]
+    return onehot[:, :half].mean(axis=1), onehot[:, half:].mean(axis=1)
+
+
+def linear_loss(params, rows):
+    onehot = jax.nn.one_hot(rows, VOCAB)
+    half = rows.shape[1] // 2
+    x, y = onehot[:, :half].mean(axis=1), onehot[:, half:].mean(axis=1)
+    output = params["gain"] * (x @ params["w"] + params["b"][None])
+    return jnp.mean(jnp.sum(jnp.square(output - y), axis=1)) / 2
+
+
+def linear_grad(params, rows):
+    x, y = features(rows)
+    inner = x @ params["w"] + params["b"]
+    error = (params["gain"] * inner - y) / len(rows)
+    return {
+        "w": params["gain"] * x.T @ error,
+        "b": params["gain"] * error.sum(axis=0),
+        "gain": np.sum(error * inner),
+    }
+
+
+def belongs(fragment, num_fragments):
+    """Where the fragment's entries are, by leaf, as masks."""
+    rows = np.arange(VOCAB) % num_fragments == fragment
+    small = np.array(fragment == 0)
+    return {"w": np.repeat(rows[:, None], VOCAB, axis=1), "b": rows, "gain": small}
+
+
+def stream_diloco(rounds, *, num_fragments, delay, mixing):
+    """Streaming DiLoCo (arXiv 2501.18512) for one trainer, then a synchronisation of all.
+
+    `rounds` are pairs of micro-batches by time and worker, and how many of them make an update.
+    Returns the trainer's parameters.
+    """
+    outer = start_params()
+    velocity = {name: np.zeros_like(leaf) for name, leaf in outer.items()}
+    workers = [start_params() for _ in rounds[0][0][0]]
+
+    def average(sent, mask):
+        for name in outer:
+            gradient = outer[name] - sum(one[name] for one in sent) / len(sent)
+            trace = gradient + MOMENTUM * velocity[name]
+            new = outer[name] - OUTER_RATE * (gradient + MOMENTUM * trace)
+            velocity[name] = np.where(mask[name], trace, velocity[name])
+            outer[name] = np.where(mask[name], new, outer[name])
+
+    for batches_TRB, accum in rounds:
+        grads = [[] for _ in workers]
+        segment = len(batches_TRB) // num_fragments
+        for t, batches_RB in enumerate(batches_TRB, start=1):
+            for one, kept, rows in zip(workers, grads, batches_RB, strict=True):
+                kept.append(linear_grad(one, rows))
+                if len(kept) == accum:
+                    for name in outer:
+                        one[name] = one[name] - RATE * sum(grad[name] for grad in kept) / accum
+                    kept.clear()
+            if (t + delay) % segment == 0:
+                sent = [dict(one) for one in workers]
+            if t % segment == 0:
+                mask = belongs(t // segment - 1, num_fragments)
+                average(sent, mask)
+                for one in workers:
+                    for name in outer:
+                        mixed = mixing * one[name] + (1 - mixing) * outer[name]
+                        one[name] = np.where(mask[name], mixed, one[name])
+    average(workers, {name: np.ones_like(leaf, bool) for name, leaf in outer.items()})
+    return outer
+
+
+def run(workdir, configured, *, linear=False, rows=None):
+    return fit(
+        configured,
+        workdir=workdir,
+        init_fn=(lambda key: jax.tree.map(jnp.float32, start_params())) if linear else init_fn,
+        loss_fn=linear_loss if linear else bigram_loss,
+        corpus=rows or corpus(),
+    )
+
+
+def events(workdir, name):
+    return [e for e in read(workdir / "ledger.jsonl") if e["event"] == name]
+
+
+ONE_TRAINER = {
+    "num_rounds": 2,
+    "batching": {
+        "test": "ramp",
+        "ramp": ((0, 2), (1, 8)),
+        "initial_batch_size": 2,
+        "max_batch_size": 4,
+        "buckets": (2, 4),
+    },
+    "switch": {"mode": "accumulate"},
+    "inner": {"tx": "sgd", "learning_rate": RATE, "weight_decay": 0.0, "steps_per_round": 8},
+    "merge": {"policy": "none"},
+    "ensemble": {"num_trainers": 1, "num_workers": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("num_fragments", "delay", "mixing"), [(4, 0, 0.0), (4, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5)]
+)
+def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
+    """A round of 8 updates, then one whose updates accumulate two micro-batches each."""
+    outer = {"fragments": num_fragments, "delay_updates": delay, "mixing": mixing}
+    result = run(tmp_path / "r", settings_of(**ONE_TRAINER, outer=outer), linear=True)
+    assert [e["num_accum_steps"] for e in events(tmp_path / "r", "round")] == [1, 2]
+    rows_R = [corpus().batch(0, worker, 0, 16 + 64) for worker in range(3)]
+    rounds = []
+    for rows, size, accum in ((slice(16), 2, 1), (slice(16, None), 4, 2)):
+        split_R = [rows_L[rows].reshape(-1, size, LENGTH + 1) for rows_L in rows_R]
+        rounds.append((list(zip(*split_R, strict=True)), accum))
+    expected = stream_diloco(rounds, num_fragments=num_fragments, delay=delay, mixing=mixing)
+    for name, leaf in expected.items():
+        actual = np.asarray(result.ensemble.params_M[name])[0]
+        assert np.max(np.abs(leaf - start_params()[name])) > 0.01
+        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=2e-6)
+        assert same(result.ensemble.params_R[name], np.stack([actual] * 3))
+    assert int(result.ensemble.round) == 2
+
+
+# --- Whole runs: growth, a merge after the second round, accumulation, and the records
+
+RUN = {
+    "num_rounds": 4,
+    "ensemble": {"num_trainers": 2, "num_workers": 3},
+    "inner": {"steps_per_round": 6, "learning_rate": 0.05},
+    "outer": {"fragments": 3, "delay_updates": 1, "mixing": 0.5, "precision": "int8"},
+    "batching": {"eta": 0.5},
+    "merge": {"every_rounds": 2},
+    "eval": {"every_rounds": 2, "num_sequences": 8},
+}
+
+
+def lines_of(workdir):
+    return deterministic_lines(read(workdir / "ledger.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that is never interrupted."""
+    result = run(tmp_path_factory.mktemp("whole") / "r", settings_of(**RUN))
+    assert max(line.get("num_accum_steps", 0) for line in lines_of(result.workdir)) > 1
+    return result
+
+
+def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole):
+    part, all_of_it = 2 * 6 + 4, 6 * 6 + 4  # of a 6 x 6 table in int8, with one scale
+    rounds, syncs, merges = (events(whole.workdir, name) for name in ("round", "sync", "merge"))
+    for line in rounds:
+        several = line["workers"] > 1
+        assert (line["syncs"], line["bytes"]) == (3 * several, 6 * part * (line["workers"] - 1))
+    assert [line["round"] for line in merges] == [2]
+    assert (
+        [(line["round"], line["trainers"], line["syncs"]) for line in syncs]
+        == [
+            (2, [0, 1], 1),  # one of them has a lone worker
+            (4, merges[0]["members"][:1], 1),
+        ]
+    )
+    assert [line["bytes"] for line in syncs] == [2 * all_of_it, 2 * 2 * all_of_it]
+    (end,) = events(whole.workdir, "end")
+    everything = [*rounds, *syncs, *merges]
+    assert end["syncs_total"] == sum(line.get("syncs", 0) for line in everything)
+    assert end["bytes_total"] == sum(line["bytes"] for line in everything)
+    log = read_run(whole.workdir).events
+    told = totals(log)
+    assert (told["syncs_total"], told["bytes_total"]) == (end["syncs_total"], end["bytes_total"])
+    assert training_points(log)[-1]["bytes"] == end["bytes_total"]
+    assert measured(log)[-1].syncs == end["syncs_total"]
+    assert events(whole.workdir, "eval")[-1]["syncs_total"] == end["syncs_total"]
+    keys = [line["key"] for line in events(whole.workdir, "compile")]
+    assert len(keys) == len(set(keys))
+
+
+class Stopping:
+    """The toy's rows; a signal is sent once, while those of a round are read."""
+
+    def __init__(self, at_round):
+        self.at_round, self.starts, self.sent = at_round, set(), False
+
+    def __getattr__(self, name):
+        return getattr(corpus(), name)
+
+    def batch(self, trainer, stream, start, count):
+        self.starts.add(start if (trainer, stream) == (0, 0) else 0)
+        if len(self.starts) == self.at_round and not self.sent:
+            self.sent = True
+            signal.raise_signal(signal.SIGTERM)
+        return corpus().batch(trainer, stream, start, count)
+
+
+def test_a_replay_takes_fragments_and_whole_synchronisations_from_the_ledger(whole):
+    log = read(whole.workdir / "ledger.jsonl")
+    place = Cluster(3, 3, lambda size: 0.1 * size, Link(1e9, 0.0), Link(100.0, 0.1))
+    timed = replay(log, place)
+    assert timed == replay(log, place, traffic=Traffic(BITS_PER_PARAM["int8"], 3, 1))
+    fragments_only = replay([event for event in log if event["event"] != "sync"], place)
+    # Of three workers, or of two with one alone: 2 (m - 1) (P / m / bandwidth + latency).
+    whole_bytes = BITS_PER_PARAM["int8"] / 8 * 36
+    absorbed_s = sum(2 * (m - 1) * (whole_bytes / m / 100 + 0.1) for m in (2, 3))
+    assert 0 < timed.wall_s - fragments_only.wall_s <= absorbed_s + 1e-9
+
+
+@pytest.mark.parametrize("at_round", [1, 2, 3])
+def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole, at_round):
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(at_round))
+    result = run(tmp_path / "r", settings_of(**RUN))
+    assert len(events(tmp_path / "r", "start")) == 2
+    assert result.controller == whole.controller and result.loss == whole.loss
+    assert same(result.ensemble, whole.ensemble)
+    assert lines_of(result.workdir) == lines_of(whole.workdir)
+
+
+def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whole, monkeypatch):
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(2))
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: devices[:1])
+    result = run(tmp_path / "r", settings_of(**RUN))
+    for one, other in zip(lines_of(result.workdir), lines_of(whole.workdir), strict=True):
+        assert one["event"] == other["event"] and one.get("bytes") == other.get("bytes")
+        loss = "train_loss" if one["event"] == "round" else "loss"
+        assert one.get(loss, 0) == pytest.approx(other.get(loss, 0), rel=2e-3)
+
+
+def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatch):
+    """As `train_test` has it for whole synchronisations; here in the second round."""
+    groups = ONE_TRAINER | {
+        "batching": ONE_TRAINER["batching"] | {"ramp": ((0, 2), (1, 4))},
+        "outer": {"fragments": 4, "mixing": 0.5},
+    }
+    plain = run(tmp_path / "plain", settings_of(**groups), linear=True)
+    Exhausted(monkeypatch, largest=2)
+    halved = run(tmp_path / "halved", settings_of(**groups), linear=True)
+    (fault,) = events(tmp_path / "halved", "fault")
+    assert (fault["kind"], fault["round"]) == ("out_of_memory", 2)
+    plans = [(e["micro_batch_size"], e["num_accum_steps"]) for e in events(halved.workdir, "round")]
+    assert plans == [(2, 1), (2, 2)]
+    for name, leaf in plain.params.items():
+        np.testing.assert_allclose(halved.params[name], leaf, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"inner": {"tx": "adamw", "state": "reset"}},
+        {"inner": {"unit": "microbatches"}, "switch": {"mode": "accumulate"}},
+        {"switch": {"mode": "lengthen"}},
+    ],
+    ids=["reset", "microbatches", "lengthen"],
+)
+def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path, groups):
+    """However a round is made up: whole or in parts, its updates are the same."""
+    ensembles = []
+    for num_fragments in (1, 4):
+        settings = settings_of(
+            **ONE_TRAINER
+            | {"ensemble": {"num_trainers": 2, "num_workers": 2}}
+            | {"outer": {"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments}}
+            | groups
+            | {"inner": ONE_TRAINER["inner"] | groups.get("inner", {})},
+        )
+        result = run(tmp_path / str(num_fragments), settings, linear=True)
+        ensembles.append(result.ensemble)
+        assert len({line["updates"] for line in events(result.workdir, "round")}) == 1 + (
+            "inner" not in groups or "unit" in groups["inner"]
+        )
+    for name, leaf in ensembles[0].params_M.items():
+        np.testing.assert_allclose(ensembles[1].params_M[name], leaf, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_loses_nothing_that_only_workers_know(tmp_path):
+    """With the mean of one worker as it is, fragments change nothing but when it is taken."""
+    merges, results = [], []
+    for num_fragments in (1, 3):
+        settings = settings_of(
+            num_rounds=3,
+            ensemble={"num_trainers": 3, "num_workers": 3},
+            outer={"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments},
+            inner={"steps_per_round": 6, "learning_rate": 0.1},
+            batching={"test": "constant"},
+            merge={"every_rounds": 2},
+        )
+        results.append(run(tmp_path / str(num_fragments), settings))
+        merges += events(results[-1].workdir, "merge")
+    for name in ("loss_before", "loss_after"):
+        np.testing.assert_allclose(merges[1][name], merges[0][name], rtol=1e-6)
+    three = [line["event"] for line in lines_of(results[1].workdir) if line["round"] == 2]
+    assert three[3:5] == ["sync", "merge"]
+
+
+def test_a_resume_may_not_change_what_workers_have_of_their_own(tmp_path):
+    run(tmp_path / "r", settings_of(num_rounds=1))
+    outer = {"fragments": 3, "delay_updates": 0}
+    with pytest.raises(ConfigError, match="outer.fragments: was 1, is 3"):
+        run(tmp_path / "r", settings_of(num_rounds=2, outer=outer))
+
+
+# --- What moves between eight devices
+
+
+def layered_params(key):
+    return {"layers": jnp.zeros((4, 32, 64)), "embed": jnp.zeros((256, 32)), "gain": jnp.zeros(())}
+
+
+def layered_loss(params, tokens):
+    hidden = params["embed"][tokens] * params["gain"]
+    hidden = sum(hidden @ params["layers"][n] for n in range(4))
+    return jnp.mean(jnp.square(hidden))
+
+
+@functools.cache
+def compiled(kind, num_trainers, *, fragments=1, delay=0, precision="float32"):
+    """The program of eight workers on eight devices, and what it exchanges."""
+    configured = settings_of(
+        ensemble={"num_trainers": num_trainers, "num_workers": 8, "model_shards": 1},
+        inner={"steps_per_round": 16},
+        outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
+    )
+    spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1)
+    text = lower(spec, first_key(kind, num_trainers, 8, 2)).compile().as_text()
+    return spec, text, collectives(text)
+
+
+@pytest.mark.parametrize(("kind", "num_trainers"), [("round", 1), ("round", 4), ("accumulate", 1)])
+def test_a_fragment_of_four_moves_a_quarter(kind, num_trainers):
+    spec, _, whole = compiled(kind, num_trainers)
+    part_spec, _, part = compiled(kind, num_trainers, fragments=4, delay=2)
+    assert part_spec.whole_sync_bytes == spec.sync_bytes
+    assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # the gain is in each
+    per_trainer = 8 // num_trainers
+    accounted = 2 * (per_trainer - 1) / per_trainer * part_spec.sync_bytes
+    assert accounted <= sum(found.num_bytes for found in part) <= accounted + 1024  # losses, flags
+    largest, largest_part = (max(one.num_bytes for one in found) for found in (whole, part))
+    assert largest_part == largest / 4
+    assert not any(found.in_loop for found in part)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int4"])
+def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(precision):
+    _, text, found = compiled("round", 1, fragments=4, delay=2, precision=precision)
+    large = {one.line for one in found if one.num_bytes > 512}
+    inputs, loops, sent = {}, [], []
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        if named := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = ", line):
+            inputs[named[1]] = set(re.findall(r"%([\w.\-]+)", line)) - {named[1]}
+            loops += [named[1]] * (" while(" in line)
+            sent += [named[1]] * (line.strip() in large)
+
+    def needed(name):
+        before, waiting = set(), [name]
+        while waiting:
+            new = inputs.get(waiting.pop(), set()) - before
+            before |= new
+            waiting += new
+        return before
+
+    first, last = sorted(loops, key=lambda name: len(needed(name)))
+    assert first in needed(last) and len(sent) >= 4  # two large leaves, each way
+    assert not needed(last) & set(sent)
+    assert all(first in needed(name) and last not in needed(name) for name in sent)
+
+
+# --- What is said
+
+
+def test_the_plan_says_how_fragments_travel(monkeypatch):
+    monkeypatch.setattr(plan_module, "build_model", lambda _: (layered_params, layered_loss))
+    config = default_config()
+    config.inner.steps_per_round = 8
+    config.ensemble.update(num_trainers=1, num_workers=2)
+    config.batching.update(max_batch_size=1, initial_batch_size=1, test="constant")
+    config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
+    text = plan_module.plan(config)
+    assert re.search(
+        r"fragments: 4, one every 2 inner updates, on its way during the last 1 of them;"
+        r" [\d.]+ KiB each way for a worker \(float32\), which keeps 0.5 of its own when it"
+        r" arrives",
+        text,
+    )
+    assert "in at most 4 synchronisations" in text and "synchronise M=1 R=2" in text
