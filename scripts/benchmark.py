@@ -1,7 +1,8 @@
 """Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
 
     python scripts/benchmark.py statistics | round | compile | trainers | prepare | rows
-                                | pytorch | program [--repeats N] [--shapes S ...] [--batches B ...]
+                                | program | pytorch [--repeats N]
+                                [--shapes S ...] [--batches B ...] [--trainers M ...]
 
 Alternatives are timed in turn within one process, after their compilation and a first call, and
 each call is waited for; figures are medians with quartiles, ratios are of medians.
@@ -486,12 +487,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shapes", nargs="+", default=["small", "large"], help="of pytorch")
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 16], help="of pytorch")
+    parser.add_argument("--trainers", nargs="+", type=int, default=[1, 4], help="of pytorch")
     options = parser.parse_args()
     print(machine())
     if options.case == "pytorch":
         from side_by_side import side_by_side
 
-        result = side_by_side(options.shapes, options.batches, options.repeats)
+        result = side_by_side(options.shapes, options.batches, options.trainers, options.repeats)
     else:
         result = CASES[options.case](options.repeats)
     print(json.dumps(result))

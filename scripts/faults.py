@@ -610,11 +610,11 @@ def _meet(
 ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     # row: trials, of the short scale, of the long one
     "K1": (k1, 5, 300),
-    "K2": (k2, 9, 10**9),
+    "K2": (k2, 6, 10**9),
     "K3": (k3, 0, 20),
     "K4": (k4, 3, 50),
     "K5": (k5, 4, 10**9),
-    "K6": (k6, 100, 540),
+    "K6": (k6, 60, 540),
     "K6 by command": (k6_command, 1, 3),
     "K7": (k7, 1, 3),
     "K9": (k9, 4, 4),

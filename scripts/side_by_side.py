@@ -35,7 +35,7 @@ class Shape:
 
     model: dict
     sequence_length: int
-    num_steps: int  # with one trainer; as many updates in all with more
+    num_steps: int  # of one trainer in a call; with more, as many updates in all, at least two each
 
 
 _PRODUCT = 2048  # rows and columns of the matrices whose product is the machine's own rate
@@ -52,12 +52,12 @@ SHAPES = {
 }
 
 
-def side_by_side(shapes: list[str], batches: list[int], repeats: int) -> dict:
-    """Tokens per second, share of a matrix product's rate and memory, of one model and of four."""
+def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], repeats: int) -> dict:
+    """Tokens per second, share of a matrix product's rate, and memory."""
     result: dict = {"case": "pytorch", "speed_over_eager": {}, "share_of_matmul": {}}
     for name in shapes:
         for batch in batches:
-            for num_trainers in (1, 4):
+            for num_trainers in trainers:
                 label = f"{name} b={batch} M={num_trainers}"
                 measured = _measure(SHAPES[name], batch, num_trainers, repeats)
                 ours, eager = measured["adloco_jax"], measured["eager"]
@@ -77,7 +77,7 @@ def side_by_side(shapes: list[str], batches: list[int], repeats: int) -> dict:
 
 def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
     settings = _settings(shape)
-    steps = max(shape.num_steps // num_trainers, 1)
+    steps = max(shape.num_steps // num_trainers, 2)
     tokens = _tokens(shape, batch, num_trainers, steps)
     calls = {"adloco_jax": _ours(settings, tokens), "eager": _torch(settings, tokens)}
     losses = {name: call() for name, call in calls.items()}  # compiles, too
