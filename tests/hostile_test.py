@@ -49,7 +49,9 @@ def offences(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_reads_a_file_that_can_run(path):
-    assert offences(path.read_text()) == []
+    allowed = {"torch"} if path.name == "side_by_side.py" else set()  # it is what that measures
+    assert set(offences(path.read_text())) <= allowed
+    assert "torch.load" not in path.read_text()
 
 
 def test_runpy_is_for_the_config_file_alone():
