@@ -27,7 +27,7 @@ test-all: $(INSTALLED)
 	$(RUN) -m pytest -q -m ''
 
 test-core: $(INSTALLED)
-	$(RUN) -m pytest -q tests/core_*_test.py tests/models_*_test.py tests/data_*_test.py
+	$(RUN) -m pytest -q tests/core_*_test.py tests/fragments_test.py tests/models_*_test.py
 
 parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'

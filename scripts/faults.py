@@ -610,7 +610,7 @@ def _meet(
 ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     # row: trials, of the short scale, of the long one
     "K1": (k1, 5, 300),
-    "K2": (k2, 6, 10**9),
+    "K2": (k2, 3, 10**9),
     "K3": (k3, 0, 20),
     "K4": (k4, 3, 50),
     "K5": (k5, 4, 10**9),
@@ -622,8 +622,8 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "R3": (r3, 1, 3),
     "P1": (p1, 0, 80),
     "P2": (p2, 6, 6),
-    "P3": (p3, 1, 3),
-    "M2": (m2, 1, 20),
+    "P3": (p3, 0, 3),
+    "M2": (m2, 0, 20),
 }
 
 
