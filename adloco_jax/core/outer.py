@@ -162,12 +162,17 @@ def inner_steps(
       The workers; the mean loss of every micro-batch; and where a worker skipped the update that
       ended with the micro-batch.
 
+    Raises:
+      ValueError: While tracing, if `worker_parallelism` is below 1, or if `update_T` is given for
+        workers that were not started to accumulate.
+
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
     value_and_grad = jax.value_and_grad(loss_fn)
     num_grads, count_T = workers.num_grads, None
     if update_T is not None:
-        assert num_grads is not None, "start_round(accumulate=True) begins what has update_T"
+        if num_grads is None:
+            raise ValueError("update_T: expected workers from start_round(..., accumulate=True)")
         num_grads, count_T = _count_grads(num_grads, update_T)
 
     def update(params, state, grads, is_finite, learning_rate):

@@ -276,6 +276,7 @@ def program_spec(
         num_fragments=settings.outer.fragments,
         delay=settings.outer.delay_updates,
         mixing=settings.outer.mixing,
+        own_params=settings.outer.own_params,
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards

@@ -329,8 +329,7 @@ def advance(
             spent[position] = {
                 "updates": group.num_updates,
                 "tokens": sequences * len(workers) * sequence_length,
-                "syncs": num_syncs * (len(workers) > 1),
-                "bytes": num_syncs * 2 * (len(workers) - 1) * sync_bytes,
+                **_sync_cost(len(workers), sync_bytes, num_syncs),
             }
     controller.round += 1
     for position in sorted(spent):
@@ -349,15 +348,19 @@ def count_synchronisation(
     Returns:
       Its ledger fields, with costs as in `advance`.
     """
-    sizes = [len(controller.workers_of(position)) for position in trainers]
-    spent = {
-        "syncs": sum(size > 1 for size in sizes),
-        "bytes": sum(2 * (size - 1) * sync_bytes for size in sizes),
-    }
+    costs = [_sync_cost(len(controller.workers_of(m)), sync_bytes) for m in trainers]
+    spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     controller.syncs_total += spent["syncs"]
     controller.bytes_total += spent["bytes"]
     ids = [controller.trainers[position].id for position in trainers]
     return {"round": controller.round, "trainers": ids, **spent}
+
+
+def _sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
+    return {
+        "syncs": num_syncs * (num_workers > 1),
+        "bytes": num_syncs * 2 * (num_workers - 1) * sync_bytes,
+    }
 
 
 def note_outcomes(

@@ -93,11 +93,7 @@ class Spec:
     num_fragments: int = 1  # F, synchronised in turn
     delay: int = 0  # micro-batches from the sending of a fragment to its arrival
     mixing: float = 0.0  # share of its own that a worker keeps then
-
-    @property
-    def own_params(self) -> bool:
-        """Whether workers keep parameters of their own from one synchronisation to the next."""
-        return self.num_fragments > 1 or self.delay > 0
+    own_params: bool = False  # which workers keep from one synchronisation to the next
 
     @property
     def param_bytes(self) -> int:
@@ -305,15 +301,7 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         # Held on both sides, or what follows would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    def end(ensemble, workers):
-        return outer_update(
-            ensemble,
-            workers,
-            outer_tx=spec.outer_tx,
-            precision=spec.precision,
-            exchange=at.exchange,
-            publish=at.publish,
-        )
+    end = functools.partial(_outer_update, spec, at)
 
     def plain_round(ensemble, tokens_TRBL, rate_TR):
         ensemble = _known_owners(ensemble, at)
@@ -447,18 +435,23 @@ def _lower_synchronise(spec: Spec, key: Key) -> jax.stages.Lowered:
 
     def synchronise(ensemble):
         known = _known_owners(ensemble, at)
-        after, _ = outer_update(
-            known,
-            start_round(known),
-            outer_tx=spec.outer_tx,
-            precision=spec.precision,
-            exchange=at.exchange,
-            publish=at.publish,
-        )
+        after, _ = _outer_update(spec, at, known, start_round(known))
         return after.replace(round=ensemble.round)
 
     out = at.ensemble(ensemble)
     return jax.jit(synchronise, donate_argnums=0, out_shardings=out).lower(ensemble)
+
+
+def _outer_update(spec: Spec, at: Placement, ensemble: Ensemble, workers: Workers):
+    """`outer_update` as the run has it, on its devices."""
+    return outer_update(
+        ensemble,
+        workers,
+        outer_tx=spec.outer_tx,
+        precision=spec.precision,
+        exchange=at.exchange,
+        publish=at.publish,
+    )
 
 
 def _known_owners(ensemble: Ensemble, at: Placement) -> Ensemble:

@@ -1,6 +1,7 @@
 """How fast a run is, and how fast this machine could be: its own matrix product is the measure."""
 
 import functools
+import math
 import time
 
 import jax
@@ -22,7 +23,7 @@ def flops_per_token(params: PyTree) -> int:
     Source: Kaplan et al. 2020 (arXiv 2001.08361), section 2.1.
     """
     return 6 * sum(
-        int(np.prod(leaf.shape))
+        math.prod(leaf.shape)
         for path, leaf in jax.tree.leaves_with_path(params)
         if leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path)
     )
