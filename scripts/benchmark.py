@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 from program_cost import Cost, program_cost
+from side_by_side import SHAPES, side_by_side
+from timing import interleave
 
 import adloco_jax
 from adloco_jax.core.outer import inner_steps, start_round
@@ -44,8 +46,7 @@ from adloco_jax.run.programs import needed_bytes
 from adloco_jax.run.throughput import flops_per_token
 from adloco_jax.run.train import fit
 
-MODEL = {"vocab_size": 257, "width": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
-MODEL |= {"mlp_width": 704, "max_length": 128}
+MODEL = SHAPES["small"].model | {"max_length": SHAPES["small"].sequence_length}
 BATCHES = (4, 8, 32)
 
 
@@ -237,7 +238,7 @@ def _keeping(program: Callable, workers: PyTree, tokens: jax.Array) -> Callable:
 
 
 def program(repeats: int) -> dict:
-    """MicroLlama's inner update as compiled here, and the time a GPU would need for it at least.
+    """MicroLlama's inner update as compiled here, and the share of a GPU's rate that it leaves.
 
     One update of each of four trainers, 8 sequences of 1,024 tokens each. Compiled for this machine
     in float32. A fused attention moves no scores, whose bytes grow with the square of the length:
@@ -269,7 +270,7 @@ def program(repeats: int) -> dict:
 
 
 def _microllama(length: int) -> tuple[PyTree, Callable, Callable]:
-    """Shapes of its parameters, its loss, and a function that makes four trainers of it."""
+    """Shapes of its parameters, its inner steps, and a function that makes four trainers."""
     config = default_config()
     config.model.update(MICROLLAMA | {"max_length": length})
     config.data.sequence_length = length
@@ -292,8 +293,7 @@ def _microllama_cost(batch: int, length: int) -> Cost:
 
 
 _MICROLLAMA_TOKENS = 4 * 8 * 1024
-MICROLLAMA = {"vocab_size": 32000, "width": 1024, "num_layers": 12, "num_heads": 16}
-MICROLLAMA |= {"num_kv_heads": 4, "mlp_width": 5632}
+MICROLLAMA = SHAPES["microllama"].model | {"dtype": "float32", "loss_chunk": 0}
 # NVIDIA H200 SXM, data sheet: dense bfloat16, and the bandwidth of its memory.
 GPU_FLOPS_PER_S, GPU_BYTES_PER_S = 989e12, 4.8e12
 
@@ -365,18 +365,6 @@ def row_reading(repeats: int) -> dict:
         for name, seconds in times.items():
             result[name] = round(num_rows / float(np.median(seconds)))
     return result
-
-
-def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, `repeats` times, taken in turn; the first turn does not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start_s = time.perf_counter()
-            jax.block_until_ready(call())
-            if turn:
-                times[name].append(time.perf_counter() - start_s)
-    return times
 
 
 def report(title: str, times: dict[str, list[float]]) -> None:
@@ -491,8 +479,6 @@ def main() -> None:
     options = parser.parse_args()
     print(machine())
     if options.case == "pytorch":
-        from side_by_side import side_by_side
-
         result = side_by_side(options.shapes, options.batches, options.trainers, options.repeats)
     else:
         result = CASES[options.case](options.repeats)

@@ -12,13 +12,13 @@ import functools
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import interleave
 
 import adloco_jax
 from adloco_jax import hf
@@ -90,13 +90,7 @@ def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[
     except Exception as error:  # whatever its compiler lacks here
         print(f"  torch.compile does not work: {str(error).splitlines()[0]}")
     products = _products(settings.model.dtype)
-    times: dict[str, list[float]] = {name: [] for name in (*calls, *products)}
-    for turn in range(repeats + 1):  # the first does not count
-        for name, call in (*calls.items(), *products.items()):
-            start_s = time.perf_counter()
-            call()
-            if turn:
-                times[name].append(time.perf_counter() - start_s)
+    times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
     params = _params(settings)
     model, length = shape.model, shape.sequence_length
