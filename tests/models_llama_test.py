@@ -332,6 +332,42 @@ def test_stacked_parameters_under_vmap_equal_a_loop():
     assert_trees_close(stacked, looped, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [7, 70])
+@pytest.mark.parametrize("remat", [False, True])
+def test_slopes_are_those_of_a_slow_float64_loss(length, remat):
+    """Along a direction of all parameters, and along each array's part of it."""
+    model = Llama(**SIZES | {"max_length": length}, remat=remat)
+    params, direction = make_params(model), make_params(model, 1)
+    tokens_L = np.random.default_rng(0).integers(0, SIZES["vocab_size"], length + 1)
+    heads = {name: SIZES[name] for name in ("num_heads", "num_kv_heads")}
+
+    def oracle_loss(step, part):
+        moved = jax.tree.map(
+            lambda p, d: np.asarray(p, np.float64) + step * np.asarray(d, np.float64), params, part
+        )
+        logits_LV = oracle_logits(moved, tokens_L[:-1], **heads, eps=1e-5, theta=10000.0)
+        picked_L = logits_LV[np.arange(length), tokens_L[1:]]
+        return np.mean(np.log(np.sum(np.exp(logits_LV), axis=1)) - picked_L)
+
+    tokens_BL = jnp.asarray(tokens_L, jnp.int32)[None]
+    _, grads = step_of(model)(params, tokens_BL)
+    leaves, treedef = jax.tree.flatten(direction)
+    parts = [
+        treedef.unflatten([leaf if i == n else 0 * leaf for i, leaf in enumerate(leaves)])
+        for n in range(len(leaves))
+    ]
+    for part in [direction, *parts] if length < 20 else [direction]:
+        expected = (oracle_loss(1e-5, part) - oracle_loss(-1e-5, part)) / 2e-5
+        reverse = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads, part)))
+        np.testing.assert_allclose(reverse, expected, rtol=2e-4, atol=1e-5)
+    loss_fn = next_token_loss(model)
+    _, forward = jax.jit(lambda p, d: jax.jvp(lambda q: loss_fn(q, tokens_BL), (p,), (d,)))(
+        params, direction
+    )
+    expected = (oracle_loss(1e-5, direction) - oracle_loss(-1e-5, direction)) / 2e-5
+    np.testing.assert_allclose(forward, expected, rtol=2e-4)
+
+
 def test_forward_mode_through_chunks_agrees_with_reverse_mode():
     model = Llama(**SIZES)
     params, direction, tokens = make_params(model), make_params(model, 1), make_tokens()
