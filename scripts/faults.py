@@ -481,8 +481,8 @@ def p1(bench: Bench) -> Iterator[Trial]:
             hit_s = time.monotonic()
             os.kill(group.member(victim), sign)
             code = group.process.wait(timeout=300)
-        noticed_s = min((s for s, line in group.said if "start again" in line), default=math.inf)
-        noticed_s -= hit_s
+        starts_s = (s - hit_s for s, line in group.said if "start again" in line)
+        noticed_s = min((s for s in starts_s if s >= 0), default=math.inf)
         # What is left of the group has ten seconds to end by itself.
         in_time = noticed_s <= 15 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
         difference = bench.differs(workdir, bench.reference_of_two) if code == 0 else group.text

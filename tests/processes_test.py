@@ -1,16 +1,16 @@
 """Several processes of one run: what each is told, and that their number changes no decision."""
 
-import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.errors import ConfigError, Preempted, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.ledger import deterministic_lines, read
 
@@ -83,8 +83,8 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
     assert capsys.readouterr().out == "first\n"
 
 
-def run(workdir, *overrides, num_processes=1, num_devices=1, cache):
-    """The run of configs/faults.py on so many processes of so many devices; its ledger's lines."""
+def start(workdir, *overrides, num_processes=1, num_devices=1, cache):
+    """The run of configs/faults.py on so many processes of so many devices, begun."""
     command = [sys.executable, "-m", "adloco_jax.main"]
     if num_processes > 1:
         launcher = ROOT / "scripts" / "launch_local.py"
@@ -98,14 +98,19 @@ def run(workdir, *overrides, num_processes=1, num_devices=1, cache):
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
     config = f"--config={ROOT}/configs/faults.py"
-    done = subprocess.run(
-        [*command, config, f"--workdir={workdir}", *overrides],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with open(f"{workdir}.log", "w") as log:
+        return subprocess.Popen(
+            [*command, config, f"--workdir={workdir}", *overrides],
+            env=os.environ | settings,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+
+
+def run(workdir, *overrides, **where):
+    """The same to its end; its ledger's lines."""
+    with start(workdir, *overrides, **where) as process:
+        assert process.wait(timeout=580) == 0, Path(f"{workdir}.log").read_text()[-3000:]
     return deterministic_lines(read(workdir / "ledger.jsonl"))
 
 
@@ -148,15 +153,27 @@ def test_devices_and_processes_change_no_decision(tmp_path, one_device, num_proc
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, one_device):
+def test_a_run_in_fragments_goes_on_with_another_number_of_processes(tmp_path):
+    """Also: what workers alone have, and what is on its way, is there in each number of them."""
+    ten = ("--config.num_rounds=10", *TWENTY[1:], "--config.outer.fragments=2")
+    ten += ("--config.outer.delay_updates=1", "--config.outer.mixing=0.5")
+    ten += ("--config.inner.steps_per_round=4",)
     cache = tmp_path / "programs"
-    first = ("--config.num_rounds=5", *TWENTY[1:])
-    run(tmp_path / "run", *first, num_processes=2, cache=cache)
-    lines = run(tmp_path / "run", *TWENTY, num_devices=2, cache=cache)
-    # The shorter run's last evaluation is not the long one's.
-    rounds = [line for line in lines if line["event"] in ("round", "merge")]
-    assert_alike(rounds, [e for e in one_device if e["event"] in ("round", "merge")])
-    assert not math.isnan(lines[-1]["loss"])
+    expected = run(tmp_path / "whole", *ten, cache=cache)
+    ledger = tmp_path / "run" / "ledger.jsonl"
+
+    def rounds(ledger):
+        return ledger.read_text().count('"event": "round"') if ledger.exists() else 0
+
+    with start(tmp_path / "run", *ten, num_processes=2, cache=cache) as process:
+        while process.poll() is None and not rounds(ledger):
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=580) == Preempted.exit_code
+    assert 0 < rounds(ledger) < 10
+    lines = run(tmp_path / "run", *ten, num_devices=2, cache=cache)
+    assert_alike(lines, expected)
+    assert {"merge", "sync"} < {line["event"] for line in lines}
 
 
 STUCK = """
