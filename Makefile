@@ -14,6 +14,8 @@ INSTALLED := $(VENV)/installed-$(VERSION)
 RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
+# Much of a test is tracing, on one core. More processes than that want memory: 2 GiB each.
+PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 .PHONY: demo test test-all test-core parity notebook check faults clean
 
@@ -21,13 +23,13 @@ demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
 
 test: $(INSTALLED)
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q $(PARALLEL)
 
 test-all: $(INSTALLED)
-	$(RUN) -m pytest -q -m ''
+	$(RUN) -m pytest -q $(PARALLEL) -m ''
 
 test-core: $(INSTALLED)
-	$(RUN) -m pytest -q tests/core_*_test.py tests/fragments_test.py tests/models_*_test.py
+	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py tests/fragments_test.py tests/models_*_test.py
 
 parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
