@@ -1,5 +1,5 @@
 # make demo   train AdLoCo on this Python's own standard library, and draw the report
-# make test   the tests (slow ones left out; `make test-all` has them)
+# make test   the tests (slow ones left out; `make test-slow` and `test-all` have them)
 # make check  lint, format and types
 # make parity  the same numbers as PyTorch's, which this installs
 # make notebook  runs notebooks/
@@ -17,7 +17,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core. More processes than that want memory: 2 GiB each.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all test-core parity notebook check faults clean
+.PHONY: demo test test-all test-slow test-core parity notebook check faults clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -27,6 +27,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) -m ''
+
+test-slow: $(INSTALLED)
+	$(RUN) -m pytest -q $(PARALLEL) -m slow
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py tests/fragments_test.py tests/models_*_test.py
