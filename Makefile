@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/installed-$(VERSION)
 RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
-# Much of a test is tracing, on one core. More processes than that want memory: 2 GiB each.
+# Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 .PHONY: demo test test-all test-slow test-core parity notebook check faults clean

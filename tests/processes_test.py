@@ -1,5 +1,6 @@
 """Several processes of one run: what each is told, and that their number changes no decision."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -83,8 +84,9 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
     assert capsys.readouterr().out == "first\n"
 
 
-def start(workdir, *overrides, num_processes=1, num_devices=1, cache):
-    """The run of configs/faults.py on so many processes of so many devices, begun."""
+@contextlib.contextmanager
+def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
+    """The run of configs/faults.py on so many processes of so many devices; killed where left."""
     command = [sys.executable, "-m", "adloco_jax.main"]
     if num_processes > 1:
         launcher = ROOT / "scripts" / "launch_local.py"
@@ -98,18 +100,22 @@ def start(workdir, *overrides, num_processes=1, num_devices=1, cache):
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
     config = f"--config={ROOT}/configs/faults.py"
-    with open(f"{workdir}.log", "w") as log:
-        return subprocess.Popen(
-            [*command, config, f"--workdir={workdir}", *overrides],
-            env=os.environ | settings,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-        )
+    command += [config, f"--workdir={workdir}", *overrides]
+    with (
+        open(f"{workdir}.log", "w") as log,
+        subprocess.Popen(
+            command, env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=log
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run(workdir, *overrides, **where):
     """The same to its end; its ledger's lines."""
-    with start(workdir, *overrides, **where) as process:
+    with started(workdir, *overrides, **where) as process:
         assert process.wait(timeout=580) == 0, Path(f"{workdir}.log").read_text()[-3000:]
     return deterministic_lines(read(workdir / "ledger.jsonl"))
 
@@ -162,15 +168,15 @@ def test_a_run_in_fragments_goes_on_with_another_number_of_processes(tmp_path):
     expected = run(tmp_path / "whole", *ten, cache=cache)
     ledger = tmp_path / "run" / "ledger.jsonl"
 
-    def rounds(ledger):
+    def rounds():
         return ledger.read_text().count('"event": "round"') if ledger.exists() else 0
 
-    with start(tmp_path / "run", *ten, num_processes=2, cache=cache) as process:
-        while process.poll() is None and not rounds(ledger):
+    with started(tmp_path / "run", *ten, num_processes=2, cache=cache) as process:
+        while process.poll() is None and not rounds():
             time.sleep(0.1)
         process.terminate()
         assert process.wait(timeout=580) == Preempted.exit_code
-    assert 0 < rounds(ledger) < 10
+    assert 0 < rounds() < 10
     lines = run(tmp_path / "run", *ten, num_devices=2, cache=cache)
     assert_alike(lines, expected)
     assert {"merge", "sync"} < {line["event"] for line in lines}

@@ -184,8 +184,8 @@ def _gated(gate_BLF: Array, up_BLF: Array) -> Array:
 def _gated_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (gate, up), (dgate, dup) = primals, tangents
     share = jax.nn.sigmoid(gate)
-    gate_rate = up * share * (1 + gate * (1 - share))
-    return gate * share * up, dgate * gate_rate + dup * (gate * share)
+    silu, gate_rate = gate * share, up * share * (1 + gate * (1 - share))
+    return silu * up, dgate * gate_rate + dup * silu
 
 
 class _MLP(nn.Module):
