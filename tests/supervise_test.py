@@ -266,7 +266,14 @@ def test_restarts_without_progress_end_with_the_cause(group, tmp_path):
 
 
 def test_a_signal_as_the_last_cause_is_out_of_resources(group, tmp_path):
-    code, err, _ = group("os.kill(os.getpid(), signal.SIGKILL)", max_restarts=0)
+    code, err, _ = group(
+        """
+        if me == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """,
+        max_restarts=0,
+    )
     assert code == 5
     assert err == (
         "process 0 of 2 was killed by SIGKILL; given up after 0 restarts without progress\n"
