@@ -39,7 +39,12 @@ from adloco_jax.data import Corpus, load_corpus, packing
 from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.models.llama import Llama, next_token_loss
-from adloco_jax.run.build import build_model, inner_transform, worker_parallelism
+from adloco_jax.run.build import (
+    build_model,
+    build_network,
+    inner_transform,
+    worker_parallelism,
+)
 from adloco_jax.run.config import Settings, default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import needed_bytes
@@ -52,7 +57,7 @@ BATCHES = (4, 8, 32)
 
 def statistics(repeats: int) -> dict:
     """Per-example statistics against the plain gradient of the same batch."""
-    model = Llama(**MODEL)
+    model = Llama(**MODEL, scan_layers=False)  # as runs do on a CPU
     loss_fn = next_token_loss(model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     result: dict = {"case": "statistics", "model": MODEL}
@@ -276,13 +281,14 @@ def _microllama(length: int) -> tuple[PyTree, Callable, Callable]:
     config.data.sequence_length = length
     config.batching.max_batch_size = 1
     settings = validate(config)
-    init_fn, loss_fn = build_model(settings)
-    inner_tx = inner_transform(settings)
+    network = build_network(settings).clone(scan_layers=True)  # as on a GPU
+    loss_fn, inner_tx = next_token_loss(network), inner_transform(settings)
     step = functools.partial(inner_steps, loss_fn=loss_fn, inner_tx=inner_tx, worker_parallelism=1)
     make = functools.partial(
         adloco_jax.init, num_trainers=4, num_workers=4, inner_tx=inner_tx, outer_tx=inner_tx
     )
-    return jax.eval_shape(init_fn, jax.random.key(0)), step, make
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return shapes["params"], step, make
 
 
 def _microllama_cost(batch: int, length: int) -> Cost:

@@ -238,13 +238,14 @@ def test_bert_base_has_109_5_million_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes_of(model))) == 109_483_778
 
 
-def test_remat_changes_neither_the_tree_nor_losses_nor_gradients():
-    plain, remat = Bert(**SIZES), Bert(**SIZES, remat=True)
-    assert shapes_of(plain) == shapes_of(remat)
+@pytest.mark.parametrize("change", [{"remat": True}, {"scan_layers": False}])
+def test_neither_the_tree_nor_losses_nor_gradients_change(change):
+    plain, other = Bert(**SIZES), Bert(**SIZES, **change)
+    assert shapes_of(plain) == shapes_of(other)
     params, rows = make_params(plain), make_rows()
-    losses_B, other_B = (losses_of(model)(params, rows) for model in (plain, remat))
+    losses_B, other_B = (losses_of(model)(params, rows) for model in (plain, other))
     np.testing.assert_allclose(losses_B, other_B, rtol=1e-5, atol=1e-6)
-    results = [tapped_grad(model)(params, rows, jnp.zeros(BATCH)) for model in (plain, remat)]
+    results = [tapped_grad(model)(params, rows, jnp.zeros(BATCH)) for model in (plain, other)]
     np.testing.assert_allclose(*map(flat, results), rtol=1e-3, atol=1e-6)
 
 

@@ -241,6 +241,37 @@ def test_remat_changes_neither_the_tree_nor_loss_nor_gradients():
     assert_trees_close(*results, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_one_after_another_are_the_scanned_ones(remat):
+    scanned, apart = (Llama(**SIZES, remat=remat, scan_layers=scan) for scan in (True, False))
+    tokens = make_tokens()
+    trees = [jax.jit(m.init)(jax.random.key(0), tokens[:, :-1]) for m in (scanned, apart)]
+    assert_trees_close(*trees, rtol=0, atol=0)
+
+    def results(model):
+        """Loss, gradients and squared norms of two trainers at once; the first one's slope."""
+        loss_fn = next_token_loss(model, sequences_per_chunk=2)
+        step = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 2)), in_axes=(0, None, None))
+        two = [make_params(scanned, seed) for seed in range(2)]
+        params_M = jax.tree.map(lambda *leaves: jnp.stack(leaves), *two)
+        slope = functools.partial(jax.jvp, lambda params: loss_fn(params, tokens))
+        return jax.jit(step)(params_M, tokens, jnp.zeros(BATCH)), jax.jit(slope)(two[:1], two[1:])
+
+    assert_trees_close(results(apart), results(scanned), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_one_after_another_are_functions_of_the_program_and_keep_no_stacks():
+    def calls_and_stacks(model):
+        tokens = make_tokens()
+        text = step_of(model).lower(make_params(model), tokens).compile().as_text()
+        stack = re.escape(f"f32[{SIZES['num_layers']},{BATCH},{LENGTH},")
+        return len(re.findall(r" call\(.*frontend_attributes", text)), len(re.findall(stack, text))
+
+    assert calls_and_stacks(Llama(**SIZES, scan_layers=False)) == (2 * SIZES["num_layers"], 0)
+    scanned = calls_and_stacks(Llama(**SIZES))
+    assert scanned[0] == 0 < scanned[1]
+
+
 def test_remat_keeps_no_product_of_the_layer():
     def kept_mlp_arrays(model):
         def backward(params, tokens):

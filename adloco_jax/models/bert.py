@@ -19,7 +19,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from adloco_jax.models.layers import DTYPES, Embed, LayerNorm, Linear, Position, TokenType
+from adloco_jax.models.layers import (
+    DTYPES,
+    Embed,
+    LayerNorm,
+    Linear,
+    Position,
+    TokenType,
+    run_layers,
+)
 
 
 class _Attention(nn.Module):
@@ -103,6 +111,7 @@ class Bert(nn.Module):
       remat: Whether the backward pass keeps only each layer's input and computes the layer once
         more. Otherwise it keeps the products with weights and recomputes what lies between them,
         attention scores included. Neither changes parameters or results.
+      scan_layers: As of the Llama.
 
     Source: Devlin et al. 2019.
     """
@@ -118,14 +127,16 @@ class Bert(nn.Module):
     norm_eps: float = 1e-12
     dtype: str = "float32"
     remat: bool = False
+    scan_layers: bool = True
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
         self._check()
         # As in the Llama, where keeping everything was slower.
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        block = nn.remat(_Block, prevent_cse=False, policy=policy)
         layers = nn.scan(
-            nn.remat(_Block, prevent_cse=False, policy=policy),
+            block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
@@ -135,7 +146,9 @@ class Bert(nn.Module):
         self.token_type = TokenType(self.type_vocab_size)
         self.position = Position(self.max_length)
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
-        self.layers = layers(self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
+        sizes = (self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
+        self.layers = layers(*sizes)
+        self.layer = block(*sizes, parent=None)
         self.pooler = Linear(self.width, self.dtype, use_bias=True)
         self.classifier = Linear(self.num_classes, self.dtype, out_dtype=jnp.float32, use_bias=True)
 
@@ -162,7 +175,8 @@ class Bert(nn.Module):
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
         x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)
         x_BLD = self.position(self.token_type(x_BLD, tap_B), tap_B)
-        x_BLD, _ = self.layers(self.embed_norm(x_BLD, tap_B), real_BL, tap_B)
+        x_BLD = self.embed_norm(x_BLD, tap_B)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, real_BL, tap_B, scan=self.scan_layers)
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
         return self.classifier(pooled_B1D, tap_B)[:, 0]
 

@@ -25,13 +25,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import compute_on
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 DTYPES = ("float32", "bfloat16")  # of the arithmetic
 
 # The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
 _INIT = nn.initializers.normal(stddev=0.02)
+
+# Until jax 0.12 its name ended in 2.
+_as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
 def project(
@@ -110,6 +114,45 @@ def look_up(
     if tap_B is None:
         return _take(tokens_BL, table_VD)
     return _tapped(_take, _token_norms, tokens_BL, table_VD, tap_B)
+
+
+def run_layers(
+    layers: nn.Module,
+    layer: nn.Module,
+    x_BLD: Float[Array, "B L D"],
+    *shared: Array | None,
+    scan: bool,
+) -> Float[Array, "B L D"]:
+    """Applies a stack of layers, scanned or one after another: the latter is faster on a CPU.
+
+    A scan copies what the backward pass needs into stacks, filled with zeros before, and out of
+    them again. Of layers merely unrolled, XLA would mix the operations, and much more memory would
+    be in use at a time: so each stays a function of the compiled program, forward and backward. The
+    program, and the time to compile it, grow with their number.
+
+    Args:
+      layers: The scanned layer, bound: it has the parameters.
+      layer: The same, not bound and not scanned.
+      x_BLD: Input of the first.
+      *shared: What every layer is given besides.
+      scan: Whether to scan.
+
+    Returns:
+      The output of the last.
+    """
+    if scan or layers.is_initializing():
+        return layers(x_BLD, *shared)[0]
+
+    def apply(params: PyTree, x_BLD: Array) -> Array:
+        return layer.apply({"params": params}, x_BLD, *shared)[0]
+
+    call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
+    leaves_N, structure = jax.tree.flatten(layers.variables["params"])
+    # Taken apart at once: the gradients are then put together at once, too.
+    parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
+    for leaves in zip(*parts, strict=True):
+        x_BLD = call(structure.unflatten(leaves), x_BLD)
+    return x_BLD
 
 
 def _whole(weight: Array) -> Array:

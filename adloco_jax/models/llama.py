@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from adloco_jax.models.layers import DTYPES, Embed, Linear, RMSNorm
+from adloco_jax.models.layers import DTYPES, Embed, Linear, RMSNorm, run_layers
 
 _NUM_STRETCHES = 2
 _MIN_STRETCH = 32  # queries
@@ -251,6 +251,9 @@ class Llama(nn.Module):
         parameters or results.
       attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
         reverse mode only.
+      scan_layers: Whether the layers are one scanned layer of the compiled program. Otherwise each
+        is a function of its own, which is faster on a CPU and longer to compile. Parameters are
+        the same, results to rounding.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -267,6 +270,7 @@ class Llama(nn.Module):
     dtype: str = "float32"
     remat: bool = False
     attention: str = "xla"
+    scan_layers: bool = True
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
@@ -275,15 +279,15 @@ class Llama(nn.Module):
         # layers, 8 x 128 tokens) the step took 1.24 times as long and three times the memory. With
         # every product with a weight kept, in place of what is made of it, 1.05 times as long.
         policy = None if self.remat else jax.checkpoint_policies.save_only_these_names(_KEPT)
+        block = nn.remat(_Block, prevent_cse=False, policy=policy)
         layers = nn.scan(
-            nn.remat(_Block, prevent_cse=False, policy=policy),
+            block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
             length=self.num_layers,
         )
-        self.embed = Embed(self.vocab_size, self.width, self.dtype)
-        self.layers = layers(
+        sizes = (
             self.num_heads,
             self.num_kv_heads,
             self.mlp_width,
@@ -291,6 +295,9 @@ class Llama(nn.Module):
             self.dtype,
             self.attention,
         )
+        self.embed = Embed(self.vocab_size, self.width, self.dtype)
+        self.layers = layers(*sizes)
+        self.layer = block(*sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
 
@@ -311,7 +318,15 @@ class Llama(nn.Module):
                 "shorten the sequences or raise max_length."
             )
         cos_LK, sin_LK = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
-        x_BLD, _ = self.layers(self.embed(tokens_BL, tap_B), cos_LK, sin_LK, tap_B)
+        x_BLD = run_layers(
+            self.layers,
+            self.layer,
+            self.embed(tokens_BL, tap_B),
+            cos_LK,
+            sin_LK,
+            tap_B,
+            scan=self.scan_layers,
+        )
         return self.norm(x_BLD, tap_B)
 
     def logits(

@@ -136,7 +136,7 @@ def _cudnn_lacks(settings: Settings) -> str:
 
 def build_network(settings: Settings) -> Network:
     """The configured network."""
-    model = settings.model
+    model, scan_layers = settings.model, jax.default_backend() != "cpu"
     if model.arch == "bert":
         return Bert(
             vocab_size=model.vocab_size,
@@ -149,6 +149,7 @@ def build_network(settings: Settings) -> Network:
             norm_eps=model.norm_eps,
             dtype=model.dtype,
             remat=model.remat,
+            scan_layers=scan_layers,
         )
     return Llama(
         vocab_size=model.vocab_size,
@@ -163,6 +164,7 @@ def build_network(settings: Settings) -> Network:
         dtype=model.dtype,
         remat=model.remat,
         attention=attention(settings),
+        scan_layers=scan_layers,
     )
 
 
@@ -196,7 +198,7 @@ def pretrained_params(settings: Settings) -> PyTree:
             f"model.arch = {model.arch}: {model.init_from} is a {type(loaded.network).__name__}"
         )
     # On these, what the weights mean does not depend.
-    free = {"name", "parent", "dtype", "remat", "attention"}
+    free = {"name", "parent", "dtype", "remat", "attention", "scan_layers"}
     free |= {"max_length"} if isinstance(network, Llama) else set()
     free |= {"num_classes"} if model.reinit_head else set()
     faults = [
