@@ -35,7 +35,7 @@ class Shape:
 
     model: dict
     sequence_length: int
-    num_steps: int  # of one trainer in a call; with more, as many updates in all, at least two each
+    num_steps: int  # of each trainer in a call
 
 
 _PRODUCT = 2048  # rows and columns of the matrices whose product is the machine's own rate
@@ -77,8 +77,7 @@ def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], rep
 
 def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
     settings = _settings(shape)
-    steps = max(shape.num_steps // num_trainers, 2)
-    tokens = _tokens(shape, batch, num_trainers, steps)
+    tokens = _tokens(shape, batch, num_trainers, shape.num_steps)
     calls = {"adloco_jax": _ours(settings, tokens), "eager": _torch(settings, tokens)}
     losses = {name: call() for name, call in calls.items()}  # compiles, too
     tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
