@@ -1,7 +1,5 @@
 import json
-import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +8,6 @@ from adloco_jax.data import load_corpus
 from adloco_jax.errors import ConfigError, DataError
 
 END = 256
-
-
-@pytest.fixture
-def shared_data():
-    if "ADLOCO_DATA_DIR" not in os.environ:
-        pytest.skip("ADLOCO_DATA_DIR is not set: no C4 shards or tokenizers to read")
-    return Path(os.environ["ADLOCO_DATA_DIR"])
 
 
 def load(path="", **changes):
@@ -171,11 +162,11 @@ def test_stdlib_needs_no_files():
     assert corpus.rows.max() <= END
 
 
-def test_c4_shards_with_a_published_tokenizer(shared_data):
+def test_c4_shards_with_a_published_tokenizer(data_dir):
     corpus = load(
-        shared_data / "c4" / "c4-train.*.json.gz",
-        heldout_path=str(shared_data / "c4" / "c4-validation.*.json.gz"),
-        tokenizer=str(shared_data / "tokenizers" / "mistral-v1.model"),
+        data_dir / "c4" / "c4-train.*.json.gz",
+        heldout_path=str(data_dir / "c4" / "c4-validation.*.json.gz"),
+        tokenizer=str(data_dir / "tokenizers" / "mistral-v1.model"),
         vocab_size=32000,
         sequence_length=128,
     )

@@ -1,6 +1,5 @@
 import gzip
 import json
-import os
 import re
 import sysconfig
 from pathlib import Path
@@ -10,13 +9,6 @@ import pytest
 
 from adloco_jax.data import sources
 from adloco_jax.errors import ConfigError, DataError
-
-
-@pytest.fixture
-def shared_data():
-    if "ADLOCO_DATA_DIR" not in os.environ:
-        pytest.skip("ADLOCO_DATA_DIR is not set: no C4 shards to read")
-    return Path(os.environ["ADLOCO_DATA_DIR"])
 
 
 def write(path, content):
@@ -104,8 +96,8 @@ def test_jsonl_reads_lines_in_order_plain_and_compressed(tmp_path):
     assert jsonl(plain, compressed) == ["one", "zwei ü"] * 2
 
 
-def test_c4_shards(shared_data):
-    shards = sources.find_files(str(shared_data / "c4" / "c4-train.*.json.gz"), key="data.path")
+def test_c4_shards(data_dir):
+    shards = sources.find_files(str(data_dir / "c4" / "c4-train.*.json.gz"), key="data.path")
     documents = jsonl(*shards)
     assert len(documents) == 1000
     assert sum(map(len, documents)) == 2_016_641

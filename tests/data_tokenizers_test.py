@@ -1,6 +1,4 @@
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +15,8 @@ TEXTS = [
 
 
 @pytest.fixture
-def shared_tokenizers():
-    if "ADLOCO_DATA_DIR" not in os.environ:
-        pytest.skip("ADLOCO_DATA_DIR is not set: no tokenizer files to read")
-    return Path(os.environ["ADLOCO_DATA_DIR"]) / "tokenizers"
+def shared_tokenizers(data_dir):
+    return data_dir / "tokenizers"
 
 
 def byte_level_tokenizer(*special_tokens):
