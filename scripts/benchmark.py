@@ -282,13 +282,13 @@ def _microllama(length: int) -> tuple[PyTree, Callable, Callable]:
     config.batching.max_batch_size = 1
     settings = validate(config)
     network = build_network(settings).clone(scan_layers=True)  # as on a GPU
-    loss_fn, inner_tx = next_token_loss(network), inner_transform(settings)
+    loss_fn = next_token_loss(network, sequences_per_chunk=settings.model.loss_chunk)
+    inner_tx = inner_transform(settings)
     step = functools.partial(inner_steps, loss_fn=loss_fn, inner_tx=inner_tx, worker_parallelism=1)
     make = functools.partial(
         adloco_jax.init, num_trainers=4, num_workers=4, inner_tx=inner_tx, outer_tx=inner_tx
     )
-    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return shapes["params"], step, make
+    return jax.eval_shape(build_model(settings)[0], jax.random.key(0)), step, make
 
 
 def _microllama_cost(batch: int, length: int) -> Cost:
