@@ -27,6 +27,7 @@ from adloco_jax.models.layers import (
     Position,
     TokenType,
     run_layers,
+    scanned,
 )
 
 
@@ -135,19 +136,12 @@ class Bert(nn.Module):
         # As in the Llama, where keeping everything was slower.
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         block = nn.remat(_Block, prevent_cse=False, policy=policy)
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=self.num_layers,
-        )
         self.embed = Embed(self.vocab_size, self.width, jnp.float32)
         self.token_type = TokenType(self.type_vocab_size)
         self.position = Position(self.max_length)
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
         sizes = (self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
-        self.layers = layers(*sizes)
+        self.layers = scanned(block, self.num_layers)(*sizes)
         self.layer = block(*sizes, parent=None)
         self.pooler = Linear(self.width, self.dtype, use_bias=True)
         self.classifier = Linear(self.num_classes, self.dtype, out_dtype=jnp.float32, use_bias=True)

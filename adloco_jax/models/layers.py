@@ -116,6 +116,20 @@ def look_up(
     return _tapped(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
+def scanned(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
+    """A layer's class as that of so many, one after another; parameters have a leading axis N.
+
+    The layer takes a carry and what all share, and returns the next carry and None.
+    """
+    return nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=num_layers,
+    )
+
+
 def run_layers(
     layers: nn.Module,
     layer: nn.Module,
@@ -131,7 +145,7 @@ def run_layers(
     program, and the time to compile it, grow with their number.
 
     Args:
-      layers: The scanned layer, bound: it has the parameters.
+      layers: Made by a class of `scanned`, bound: it has the parameters.
       layer: The same, not bound and not scanned.
       x_BLD: Input of the first.
       *shared: What every layer is given besides.
