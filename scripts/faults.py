@@ -51,6 +51,7 @@ class Bench:
     folder: Path
     random: random.Random
     done: set[str] = dataclasses.field(default_factory=set)  # cases that need no second trial
+    num_done: int = 0  # trials of the row
     count: int = 0
 
     def fresh(self) -> Path:
@@ -470,8 +471,9 @@ def r3(bench: Bench) -> Iterator[Trial]:
 
 def p1(bench: Bench) -> Iterator[Trial]:
     """One of two processes killed or stopped at a random round: all start again, and end alike."""
-    for number in itertools.count():
-        victim, sign = number % 2, (signal.SIGKILL, signal.SIGSTOP)[number // 2 % 2]
+    for number in itertools.count(bench.num_done):
+        kind, turn = number % 3, number // 3
+        victim, sign = (kind, signal.SIGKILL) if kind < 2 else (turn % 2, signal.SIGSTOP)
         after = bench.random.randrange(1, 6)
         workdir = bench.fresh()
         with bench.together(workdir, watchdog_s=_WATCHDOG_S) as group:
@@ -511,7 +513,7 @@ def p2(bench: Bench) -> Iterator[Trial]:
 
 def p3(bench: Bench) -> Iterator[Trial]:
     """A failure at every start: given up after three restarts, with the cause."""
-    for number in itertools.count():
+    for number in itertools.count(bench.num_done):
         point = ("round.decided:1", "restore.read:1", "eval.trainers:1")[number % 3]
         workdir = bench.fresh()
         if "restore" in point:
@@ -525,7 +527,7 @@ def p3(bench: Bench) -> Iterator[Trial]:
 
 def m2(bench: Bench) -> Iterator[Trial]:
     """One of two processes runs out of memory: both go on with the half, none waits for ever."""
-    for number in itertools.count():
+    for number in itertools.count(bench.num_done):
         workdir, start_s = bench.fresh(), time.monotonic()
         fake = _OUT_OF_MEMORY.format(process=number % 2, call=1 + number % 6)
         with bench.together(workdir, program=["-c", fake]) as group:
@@ -620,7 +622,7 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "K9": (k9, 4, 4),
     "K10": (k10, 1, 2),
     "R3": (r3, 1, 3),
-    "P1": (p1, 0, 80),
+    "P1": (p1, 0, 60),
     "P2": (p2, 6, 6),
     "P3": (p3, 0, 3),
     "M2": (m2, 0, 20),
@@ -667,8 +669,9 @@ def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator
     """The trials of a row that its results lack, up to a number in all."""
     mine = [result for result in results if result["row"] == row]
     bench.done = {result["what"].split(",")[0] for result in mine}
-    # Rows at random go on; those of a list know what is done; the short ones run anew.
-    again = row not in ("K1", "K2", "K4", "K5", "K6")
+    bench.num_done = len(mine)
+    # Rows without an end go on; those of a list know what is done; the short ones run anew.
+    again = row not in ("K1", "K2", "K4", "K5", "K6", "P1", "P3", "M2")
     for index, trial in enumerate(ROWS[row][0](bench), start=0 if again else len(mine)):
         if index >= number:
             return
