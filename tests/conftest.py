@@ -20,6 +20,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _cache = tempfile.TemporaryDirectory()
 jax.config.update("jax_compilation_cache_dir", _cache.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+# Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do
+# not earn back. Command lines under test, benchmarks and notebooks run as users run them.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
