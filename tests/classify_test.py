@@ -240,6 +240,7 @@ def test_another_run_starts_from_it_with_a_fresh_classifier(classified, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_reviews_of_films_are_told_apart_from_scratch(tmp_path, data_dir):
     """2,000 real reviews; 360 held out, of which chance gets 0.5 +- 0.026 right."""
     config = bert_config(str(data_dir / "sentiment" / "movie_reviews.jsonl.gz"))

@@ -21,8 +21,9 @@ _cache = tempfile.TemporaryDirectory()
 jax.config.update("jax_compilation_cache_dir", _cache.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do
-# not earn back. Command lines under test, benchmarks and notebooks run as users run them.
+# not earn back; so in command lines under test. The demonstration and notebooks run as users do.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
@@ -46,6 +47,14 @@ def programs_given_back():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def optimized():
+    """For what computes for longer than it compiles."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
