@@ -40,7 +40,7 @@ parity: $(INSTALLED)
 
 notebook: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
-	$(RUN) -m pytest -q -W default --nbmake --nbmake-timeout=300 notebooks/
+	$(RUN) -m pytest -q $(PARALLEL) -W default --nbmake --nbmake-timeout=300 notebooks/
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
