@@ -3,7 +3,9 @@
 import collections
 import json
 import shutil
+import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run import train as train_module
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.config import default_config
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, deterministic_lines, read
@@ -249,6 +252,53 @@ def test_out_of_memory_in_a_program_that_has_run_goes_back_to_what_is_saved(
     assert halved.controller.max_batch_size == 2
     monkeypatch.undo()
     assert run(tmp_path / "r", settings_of(**groups)).controller.max_batch_size == 2  # as saved
+
+
+def test_one_of_several_processes_leaves_word_that_an_older_save_does_not_take_away(
+    tmp_path, monkeypatch
+):
+    """It ends while the checkpoint of the round before, which knows nothing, is being written."""
+    groups = {
+        "num_rounds": 4,
+        "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+        "merge": {"policy": "none"},
+        "switch": {"mode": "accumulate"},
+        "checkpoint": {"every_rounds": 1},
+    }
+    after_failure, finish = train_module._Run.after_failure, Saver._finish_together
+    last_checkpoint, noted = train_module._Run._last_checkpoint, threading.Event()
+
+    def as_one_of_two(self, *failure):
+        with monkeypatch.context() as patch:
+            two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 0)
+            patch.setattr(train_module, "jax", two)  # for nobody else: Orbax writes meanwhile
+            return after_failure(self, *failure)
+
+    def waited_for(self):
+        noted.set()
+        return last_checkpoint(self)
+
+    def slowly(self, round_index, *rest):
+        assert round_index < 2 or noted.wait(60)
+        return finish(self, round_index, *rest)
+
+    with monkeypatch.context() as patch:
+        Exhausted(patch, largest=2, from_call=3)
+        patch.setattr(train_module._Run, "after_failure", as_one_of_two)
+        patch.setattr(train_module._Run, "_last_checkpoint", waited_for)
+        patch.setattr(Saver, "_finish_together", slowly)
+        with pytest.raises(ResourceError, match="round 3: process 0 failed .*all start again"):
+            run(tmp_path / "r", settings_of(**groups))
+    assert [e["round"] for e in events(tmp_path / "r", "checkpoint")] == [1, 2]
+    (note,) = (tmp_path / "r").glob(".max_batch_size-*")
+
+    run(tmp_path / "r", settings_of(**groups))
+    (fault,) = events(tmp_path / "r", "fault")
+    assert (fault["kind"], fault["round"], fault["max_batch_size"]) == ("out_of_memory", 3, 2)
+    rounds = [e for e in events(tmp_path / "r", "round") if e["trainer"] == 0]
+    plans = [(e["round"], e["micro_batch_size"], e["num_accum_steps"]) for e in rounds]
+    assert plans == [(1, 4, 1), (2, 4, 1), (3, 2, 2), (4, 2, 2)]
+    assert not note.exists()  # the checkpoints know now
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):

@@ -427,7 +427,10 @@ class _Run:
         cause = " ".join(str(error).split())[:300]
         if jax.process_count() > 1:
             if "RESOURCE_EXHAUSTED" in str(error) and max_batch > 1:
-                self._memory_note().write_text(json.dumps({"max_batch_size": max_batch // 2}))
+                content = {"round": this_round + 1, "max_batch_size": max_batch // 2}
+                new = self._memory_note().with_suffix(".new")
+                new.write_text(json.dumps(content))
+                os.replace(new, self._memory_note())
             raise ResourceError(
                 f"round {this_round + 1}: process {jax.process_index()} failed ({cause}); all start"
                 f" again from what is saved: {self._last_checkpoint()}"
@@ -798,7 +801,9 @@ class _Run:
         self.progress.note(str(error))
 
     def _saved(self, saved: Saved) -> None:
-        self._memory_note().unlink(missing_ok=True)  # the checkpoint knows
+        note = self._memory_note()
+        if note.exists() and json.loads(note.read_text())["round"] <= saved.round:
+            note.unlink()  # this checkpoint knows; one that was under way at the failure did not
         self.ledger.write(
             "checkpoint",
             round=saved.round,
