@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp_path):
     recipe = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "--no-print-directory", "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     command = [sys.executable, *shlex.split(recipe.stdout.splitlines()[-1])[1:]]
     command += ["--workdir", str(tmp_path / "run")]
