@@ -1,23 +1,28 @@
 """The inner loop beside PyTorch's: the same Llama, batch, length and optimizer, in one process.
 
 A case of scripts/benchmark.py, for the `parity` extra. PyTorch trains `transformers`'
-LlamaForCausalLM with `torch.optim.AdamW`, one model after the other; this engine runs the inner
-steps that a round of a run has, its workers in turns or at once as a run would choose. Both start
-from the same weights (tests/parity_llama_test.py holds the two networks equal). The machine's own
-rate is that of a matrix product in the same turns, the better of the two libraries'.
+LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; this engine runs the
+inner steps that a round of a run has, its workers in turns or at once as a run would choose. Both
+start from the same weights, a folder in Hugging Face layout (tests/parity_llama_test.py holds the
+two networks equal). The machine's own rate is that of a matrix product in the same turns, the
+better of the two libraries'.
 """
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 from timing import interleave
 
 import adloco_jax
@@ -78,11 +83,16 @@ def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], rep
 def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
     settings = _settings(shape)
     tokens = _tokens(shape, batch, num_trainers, shape.num_steps)
-    calls = {"adloco_jax": _ours(settings, tokens), "eager": _torch(settings, tokens)}
+    with tempfile.TemporaryDirectory() as folder:
+        params = _save_weights(settings, folder)
+        calls = {
+            "adloco_jax": _ours(settings, tokens, folder),
+            "eager": _torch(settings, tokens, folder),
+        }
+        compiled = _torch(settings, tokens, folder, compiled=True)
     losses = {name: call() for name, call in calls.items()}  # compiles, too
     tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
     np.testing.assert_allclose(losses["adloco_jax"], losses["eager"], rtol=tolerance)
-    compiled = _torch(settings, tokens, compiled=True)
     try:
         compiled()
         calls["compile"] = compiled
@@ -91,7 +101,6 @@ def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[
     products = _products(settings.model.dtype)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    params = _params(settings)
     model, length = shape.model, shape.sequence_length
     # What a run's own figure leaves out: attention's two products, of the half that is not masked.
     attention = 6 * model["num_layers"] * length * model["width"]
@@ -122,21 +131,22 @@ def _tokens(shape: Shape, batch: int, num_trainers: int, steps: int) -> np.ndarr
     return np.random.default_rng(0).integers(0, shape.model["vocab_size"], size, dtype=np.int32)
 
 
-@functools.cache
-def _params(settings: Settings):
-    return jax.jit(build_network(settings).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-        "params"
-    ]
+def _save_weights(settings: Settings, folder: str) -> PyTree:
+    """Writes what all start from; its shapes."""
+    network = build_network(settings)
+    params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    hf.save(params, f"{folder}/model", network=network)
+    return jax.eval_shape(lambda: params)
 
 
-def _ours(settings: Settings, tokens: np.ndarray) -> Callable:
+def _ours(settings: Settings, tokens: np.ndarray, folder: str) -> Callable:
     loss_fn = next_token_loss(
         build_network(settings), sequences_per_chunk=settings.model.loss_chunk
     )
     inner_tx = inner_transform(settings)
     rates = np.full(tokens.shape[:2], settings.inner.learning_rate, np.float32)
     ensemble = adloco_jax.init(
-        _params(settings),
+        hf.load(f"{folder}/model").params,
         num_trainers=tokens.shape[1],
         num_workers=tokens.shape[1],
         inner_tx=inner_tx,
@@ -161,25 +171,32 @@ def _ours(settings: Settings, tokens: np.ndarray) -> Callable:
     return call
 
 
-def _torch(settings: Settings, tokens: np.ndarray, *, compiled: bool = False) -> Callable:
+def _torch(
+    settings: Settings, tokens: np.ndarray, folder: str, *, compiled: bool = False
+) -> Callable:
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    # While it is compiled, transformers builds the mask of rows packed from several texts, with
+    # which attention skips nothing; without one it is causal by its own means, as in eager.
+    transformers.AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
+    torch.compiler.reset()  # lest a second shape be compiled for shapes of any size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner, low_precision = settings.inner, settings.model.dtype == "bfloat16"
-    with tempfile.TemporaryDirectory() as folder:
-        hf.save(_params(settings), f"{folder}/model", network=build_network(settings))
-        networks = [
-            transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
-            .to(device)
-            .train()
-            for _ in range(tokens.shape[1])
-        ]
+    networks = [
+        transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+        .to(device)
+        .train()
+        for _ in range(tokens.shape[1])
+    ]
     forward = [torch.compile(network) if compiled else network for network in networks]
     optimizers = [
         torch.optim.AdamW(
-            network.parameters(), lr=inner.learning_rate, weight_decay=inner.weight_decay
+            network.parameters(),
+            lr=inner.learning_rate,
+            weight_decay=inner.weight_decay,
+            fused=True,  # as transformers' Trainer has it; the default is slower on a CPU
         )
         for network in networks
     ]
@@ -221,12 +238,14 @@ def _products(dtype: str) -> dict[str, Callable]:
 
 def _memory(name: str, batch: int, num_trainers: int, engine: str) -> float:
     """MiB by which the peak of a process of its own grows that builds and trains two updates."""
-    command = [sys.executable, __file__, name, str(batch), str(num_trainers), engine]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_weights(_settings(SHAPES[name]), folder)
+        command = [sys.executable, __file__, name, str(batch), str(num_trainers), engine, folder]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
 
 
-def _print_memory(name: str, batch: str, num_trainers: str, engine: str) -> None:
+def _print_memory(name: str, batch: str, num_trainers: str, engine: str, folder: str) -> None:
     import torch
     import transformers  # noqa: F401  its import is not what is measured
 
@@ -236,9 +255,9 @@ def _print_memory(name: str, batch: str, num_trainers: str, engine: str) -> None
     jax.block_until_ready(jnp.ones(8) + 1)
     before = _peak_bytes(engine)
     if engine == "adloco_jax":
-        call = _ours(settings, tokens)
+        call = _ours(settings, tokens, folder)
     else:
-        call = _torch(settings, tokens, compiled=engine == "compile")
+        call = _torch(settings, tokens, folder, compiled=engine == "compile")
     call()
     del torch
     print((_peak_bytes(engine) - before) / 2**20)
