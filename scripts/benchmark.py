@@ -101,12 +101,14 @@ def round_overhead(repeats: int) -> dict:
         outer_tx=inner_tx,
     )
     tokens = jnp.asarray(rows.batch(0, 0, 0, 50 * 8).reshape(50, 1, 8, -1))
+    rates = jnp.full((50, 1), settings.inner.learning_rate)
     bare = jax.jit(
         lambda workers, tokens: inner_steps(
             workers,
             tokens,
             loss_fn,
             inner_tx=inner_tx,
+            learning_rate_TR=rates,
             worker_parallelism=worker_parallelism(settings),
         ),
         donate_argnums=0,
@@ -203,12 +205,14 @@ def trainers(repeats: int) -> dict:
         )
         steps = 16 // count
         tokens = rows.batch(0, 0, 0, steps * count * 8).reshape(steps, count, 8, -1)
+        rates = jnp.full((steps, count), settings.inner.learning_rate)
         for how, parallelism in (("in turn", 1), ("at once", None)):
             step = jax.jit(
                 functools.partial(
                     inner_steps,
                     loss_fn=loss_fn,
                     inner_tx=inner_tx,
+                    learning_rate_TR=rates,
                     worker_parallelism=parallelism,
                 ),
                 donate_argnums=0,
