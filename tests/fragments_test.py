@@ -256,10 +256,10 @@ def belongs(fragment, num_fragments):
 
 
 def stream_diloco(rounds, *, num_fragments, delay, mixing):
-    """Streaming DiLoCo (arXiv 2501.18512) for one trainer, then a synchronisation of all.
+    """Streaming DiLoCo (arXiv 2501.18512) for one trainer, then the mean of its workers.
 
     `rounds` are pairs of micro-batches by time and worker, and how many of them make an update.
-    Returns the trainer's parameters.
+    Returns the trainer's parameters, and the momentum of its outer steps.
     """
     outer = start_params()
     velocity = {name: np.zeros_like(leaf) for name, leaf in outer.items()}
@@ -292,8 +292,7 @@ def stream_diloco(rounds, *, num_fragments, delay, mixing):
                     for name in outer:
                         mixed = mixing * one[name] + (1 - mixing) * outer[name]
                         one[name] = np.where(mask[name], mixed, one[name])
-    average(workers, {name: np.ones_like(leaf, bool) for name, leaf in outer.items()})
-    return outer
+    return {name: sum(one[name] for one in workers) / len(workers) for name in outer}, velocity
 
 
 def run(workdir, configured, *, linear=False, rows=None):
@@ -327,7 +326,8 @@ ONE_TRAINER = {
 
 
 @pytest.mark.parametrize(
-    ("num_fragments", "delay", "mixing"), [(4, 0, 0.0), (4, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5)]
+    ("num_fragments", "delay", "mixing"),
+    [(4, 0, 0.0), (4, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5), (1, 2, 0.0)],
 )
 def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
     """A round of 8 updates, then one whose updates accumulate two micro-batches each."""
@@ -339,7 +339,14 @@ def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
     for rows, size, accum in ((slice(16), 2, 1), (slice(16, None), 4, 2)):
         split_R = [rows_L[rows].reshape(-1, size, LENGTH + 1) for rows_L in rows_R]
         rounds.append((list(zip(*split_R, strict=True)), accum))
-    expected = stream_diloco(rounds, num_fragments=num_fragments, delay=delay, mixing=mixing)
+    expected, velocity = stream_diloco(
+        rounds, num_fragments=num_fragments, delay=delay, mixing=mixing
+    )
+    # Taken as it arrives, all that a worker has is its trainer's.
+    assert len(events(tmp_path / "r", "sync")) == (num_fragments > 1 or mixing > 0)
+    (trace,) = (state.trace for state in result.ensemble.outer_state_M if hasattr(state, "trace"))
+    for name, leaf in velocity.items():
+        np.testing.assert_allclose(trace[name][0], leaf, rtol=1e-5, atol=1e-6)
     for name, leaf in expected.items():
         actual = np.asarray(result.ensemble.params_M[name])[0]
         assert np.max(np.abs(leaf - start_params()[name])) > 0.01

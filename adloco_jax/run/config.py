@@ -134,6 +134,11 @@ class Outer:
         """Whether workers keep parameters of their own from one synchronisation to the next."""
         return self.fragments > 1 or self.delay_updates > 0
 
+    @property
+    def leaves_untold(self) -> bool:
+        """Whether workers have something at the end of a round that their trainer does not have."""
+        return self.fragments > 1 or self.mixing > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Batching:

@@ -158,7 +158,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         keys.append(first_key("accumulate", *shape, max_batch))
     if control.measures_gradients(settings):
         keys.append(first_key("test", *shape))
-    if spec.own_params:
+    if settings.outer.leaves_untold:
         keys.append(first_key("synchronise", *shape))
     keys.append(evaluate_key(max_batch))
     peak = 0

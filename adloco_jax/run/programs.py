@@ -301,7 +301,7 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
         # Held on both sides, or what follows would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    end = functools.partial(_outer_update, spec, at)
+    end = functools.partial(_outer_update, spec, at, outer_tx=spec.outer_tx)
 
     def plain_round(ensemble, tokens_TRBL, rate_TR):
         ensemble = _known_owners(ensemble, at)
@@ -434,20 +434,30 @@ def _lower_synchronise(spec: Spec, key: Key) -> jax.stages.Lowered:
     ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
 
     def synchronise(ensemble):
+        """Trainers at the mean of their workers, which is no outer step: momentum takes no part."""
+        mean = optax.sgd(1.0)
         known = _known_owners(ensemble, at)
-        after, _ = _outer_update(spec, at, known, start_round(known))
-        return after.replace(round=ensemble.round)
+        known = known.replace(outer_state_M=jax.vmap(mean.init)(known.params_M))
+        after, _ = _outer_update(spec, at, known, start_round(known), outer_tx=mean)
+        return after.replace(round=ensemble.round, outer_state_M=ensemble.outer_state_M)
 
     out = at.ensemble(ensemble)
     return jax.jit(synchronise, donate_argnums=0, out_shardings=out).lower(ensemble)
 
 
-def _outer_update(spec: Spec, at: Placement, ensemble: Ensemble, workers: Workers):
+def _outer_update(
+    spec: Spec,
+    at: Placement,
+    ensemble: Ensemble,
+    workers: Workers,
+    *,
+    outer_tx: optax.GradientTransformation,
+):
     """`outer_update` as the run has it, on its devices."""
     return outer_update(
         ensemble,
         workers,
-        outer_tx=spec.outer_tx,
+        outer_tx=outer_tx,
         precision=spec.precision,
         exchange=at.exchange,
         publish=at.publish,

@@ -242,9 +242,9 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the rounds, or tokens, to come; and where fragments are
-    # synchronised in turn, the run's last round has synchronised them all.
-    lasting = settings.inner.schedule == "constant" and not settings.outer.own_params
+    # A decaying schedule is stretched over the rounds, or tokens, to come; and where rounds leave
+    # something untold, the run's last one has told it.
+    lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_untold
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
     # Of a stream, so many documents are held out that there are rows enough: the guard's change.

@@ -150,7 +150,7 @@ def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
     """
     next_round = _after_merge(controller, settings)
     keys = _keys(next_round, settings)
-    if settings.outer.own_params:
+    if settings.outer.leaves_untold:
         ended = copy.deepcopy(next_round)
         ended.round += 1
         merge = control.due_merge(ended, settings)

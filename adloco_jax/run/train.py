@@ -624,10 +624,10 @@ class _Run:
     def _synchronise(self, trainers: Sequence[int]) -> None:
         """Has trainers, by position, take over all that their workers have not yet told them.
 
-        Only where fragments are synchronised in turn, or arrive late, is anything left to tell.
+        Where all parameters are synchronised at once, and taken as they arrive, nothing is left.
         """
         owed = [m for m in trainers if self.controller.trainers[m].id not in self.up_to_date]
-        if not self.spec.own_params or not owed:
+        if not owed or not self.settings.outer.leaves_untold:
             return
         self.ensemble = synchronise(self.programs, self.controller, self.ensemble, owed)
         line = control.count_synchronisation(
@@ -671,8 +671,7 @@ class _Run:
             if action == "keep":
                 return
         weights = (1.0,) + (0.0,) * (len(ids) - 1) if refused else due.weights
-        if self.spec.own_params:
-            self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
+        self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
         owners = control.apply_merge(
             controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
         )
