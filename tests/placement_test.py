@@ -12,6 +12,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.placement import bring, copy_back, copy_to_host, fetch, place
+from adloco_jax.run.plan import moved_between_devices
 from adloco_jax.run.programs import (
     Key,
     fewest_model_shards,
@@ -27,7 +28,7 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 
 @functools.cache
-def spec_of(model_shards=1, worker_parallelism=1):
+def spec_of(model_shards=1, worker_parallelism=1, precision="float32"):
     config = default_config()
     config.model.width = 64
     config.model.num_layers = 2
@@ -41,6 +42,7 @@ def spec_of(model_shards=1, worker_parallelism=1):
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
     config.ensemble.worker_parallelism = worker_parallelism
+    config.outer.precision = precision
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
     return program_spec(settings, init_fn, loss_fn, row_length(settings)), init_fn
@@ -147,6 +149,18 @@ def test_a_round_moves_the_bytes_that_are_accounted(num_trainers, num_workers, p
     assert expected <= moved <= expected + 8 * SCALARS
     at = placement(spec, key)
     assert at.moved_bytes(spec.param_bytes, num_trainers, num_workers) == expected
+
+
+def test_the_plan_knows_that_a_lone_worker_has_all_move_in_float32_too():
+    spec, _ = spec_of(precision="int8")
+    key, program = compiled_round(3, 8, precision="int8")
+    moved = 8 * sum(found.num_bytes for found in collectives(program.as_text()))  # either branch
+    at = placement(spec, key)
+    alone = moved_between_devices(spec, at, np.array([0, 0, 0, 0, 0, 0, 1, 2]))
+    assert alone == 7 * (1 + 3) * (spec.sync_bytes + spec.param_bytes)
+    assert alone <= moved <= 1.01 * alone  # blocks that are not full
+    together = moved_between_devices(spec, at, np.array([0, 0, 0, 1, 1, 1, 2, 2]))
+    assert together == 7 * (1 + 3) * spec.sync_bytes
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -12,6 +12,7 @@ from adloco_jax.run import controller as control
 from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.evaluate import evaluate_key
+from adloco_jax.run.placement import Placement
 from adloco_jax.run.programs import (
     Programs,
     Spec,
@@ -184,10 +185,23 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         " as many update and test programs for each later (trainers, workers)",
         f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices"
-        f" {_human(at.moved_bytes(spec.sync_bytes * spec.num_fragments, *shape))}",
+        f" {_human(moved_between_devices(spec, at, owners))}",
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines
+
+
+def moved_between_devices(spec: Spec, at: Placement, owner_R: np.ndarray) -> int:
+    """Bytes that a round's synchronisations move between devices of different workers.
+
+    What a lone worker has is not rounded, and goes nowhere; but where the program does not know
+    whose worker is whose, all move in float32, too, while there is one (`outer_update`).
+    """
+    num_workers_M = np.bincount(owner_R)
+    sent_bytes = spec.sync_bytes * spec.num_fragments
+    if spec.precision != "float32" and not at.blocks and num_workers_M.min() == 1:
+        sent_bytes += spec.param_bytes
+    return at.moved_bytes(sent_bytes, len(num_workers_M), len(owner_R))
 
 
 def devices() -> str:
