@@ -524,10 +524,16 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         "the warm-up would outlast the run's updates; shorten it",
     ),
     (
-        ("switch.mode", "inner.schedule", "num_tokens"),
-        lambda mode, schedule, tokens: mode != "lengthen" or schedule == "constant" or tokens,
-        "rounds that grow make as many updates as nobody knows; end the run, and its schedule, by"
-        " num_tokens, or set inner.schedule=constant",
+        ("switch.mode", "inner.unit", "inner.schedule", "num_tokens"),
+        lambda mode, unit, schedule, tokens: (
+            schedule == "constant"
+            or tokens
+            or mode == "clip"
+            or (mode != "lengthen" and unit == "updates")
+        ),
+        "rounds that grow, or that accumulate within so many micro-batches, make as many updates as"
+        " nobody knows; end the run, and its schedule, by num_tokens, or set"
+        " inner.schedule=constant",
     ),
     (
         ("inner.tx", "inner.weight_decay"),
@@ -580,6 +586,16 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         ("batching.buckets", "batching.max_batch_size"),
         lambda buckets, largest: not buckets or largest is None or max(buckets) == largest,
         "the largest bucket must be max_batch_size; add it, or remove what is above it",
+    ),
+    (
+        (
+            *("batching.buckets", "batching.max_batch_size"),
+            *("batching.initial_batch_size", "batching.batch_cap"),
+        ),
+        lambda buckets, largest, initial, cap: (
+            not buckets or largest is not None or any(initial <= size <= cap for size in buckets)
+        ),
+        "no bucket is from the first batch to the cap; add one",
     ),
     (
         ("batching.test", "batching.ramp"),
