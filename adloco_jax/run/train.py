@@ -550,10 +550,13 @@ class _Run:
         """Waits for a round, and records what came of it; so much of the run was done then."""
         outcomes = read_outcomes(dispatched)
         end_s = dispatched.end_s.result()
-        step_s = end_s - max(dispatched.start_s, self.last_end_s)
+        began_s = max(dispatched.start_s, self.last_end_s)
+        step_s = end_s - began_s
         self.last_end_s = end_s
         tokens = sum(line["tokens"] for line in lines)
-        self.seconds += step_s - dispatched.stall_s
+        # Of waiting for compilation, what passed while the round before was under way is not in it.
+        waited_s = dispatched.start_s + dispatched.stall_s - began_s
+        self.seconds += step_s - max(waited_s, 0.0)
         self.tokens += tokens
         index = lines[0]["round"]
         noted = control.note_outcomes(self.controller, outcomes, after_round=index)
