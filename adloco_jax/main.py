@@ -15,6 +15,7 @@ import re
 import resource
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -58,8 +59,14 @@ def command() -> NoReturn:
         raw = io.BufferedWriter(_Outlived(os.dup(stream.fileno()), "w"))
         setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, True))
     sys.unraisablehook = _unraisablehook
-    code = main()
-    if code == ResourceError.exit_code:
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    processes = sys.modules.get("adloco_jax.run.processes")  # not where an early mistake ended it
+    alone = processes is not None and not processes.all_end()
+    if alone or code == ResourceError.exit_code:
         # Of a library that ran out of files or memory, a thread may be left that never ends.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -179,7 +186,11 @@ def _run(argv: Sequence[str]) -> int:
             print(plan(config))
         return 0
     folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    damage = finished(folder, config, accept_config_change=accept_config.value)
+    damage = processes.from_first(
+        processes.together(
+            lambda: finished(folder, config, accept_config_change=accept_config.value)
+        )
+    )
     if damage is None:
         train(
             config,
@@ -188,15 +199,15 @@ def _run(argv: Sequence[str]) -> int:
             accept_config_change=accept_config.value,
             accept_data_change=accept_data.value,
         )
-    if not processes.is_first():
-        return 0
-    for line in damage or ():
-        print(f"damaged: {line}", file=sys.stderr)
-    print(report.closing_table(folder))
-    try:
-        print(f"report: {report.write([folder], Path(folder) / 'report')}")
-    except (DataError, OSError) as error:  # the run itself is done, and saved
-        print(f"the report was not written: {error}", file=sys.stderr)
+    if processes.is_first():
+        for line in damage or ():
+            print(f"damaged: {line}", file=sys.stderr)
+        print(report.closing_table(folder))
+        try:
+            print(f"report: {report.write([folder], Path(folder) / 'report')}")
+        except (DataError, OSError) as error:  # the run itself is done, and saved
+            print(f"the report was not written: {error}", file=sys.stderr)
+    processes.meet("the report is written")
     return 0
 
 

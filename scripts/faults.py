@@ -35,6 +35,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from filelock import FileLock
 from jax.sharding import SingleDeviceSharding
 
 from adloco_jax.run import checkpoint
@@ -497,7 +498,7 @@ def p1(bench: Bench) -> Iterator[Trial]:
 
 
 def p2(bench: Bench) -> Iterator[Trial]:
-    """A process that comes late, never, finds its port taken, or was told something else."""
+    """A process comes late, never, or to a taken port, or is told or finds something else."""
     yield _meet(bench, "the second comes five seconds late", [0], late_s=5)
     yield _meet(bench, "the second never comes", [5], without=1)
     yield _meet(bench, "the first never comes", [5], without=0)
@@ -513,6 +514,15 @@ def p2(bench: Bench) -> Iterator[Trial]:
         ["--config.data.source=text", f"--config.data.path={text / name}"] for name in ("a", "b")
     ]
     yield _meet(bench, "other data", [2, 2], "the data", first=own[0], second=own[1])
+    none = ["--config.data.source=text", f"--config.data.path={text / 'none'}"]
+    yield _meet(bench, "no data", [3, 3], "none", first=own[0], second=none)
+    other = bench.fresh()
+    elsewhere = [f"--workdir={other}"]
+    yield _meet(bench, "another folder", [2, 2], "not the folder", second=elsewhere)
+    other.mkdir(exist_ok=True)
+    with FileLock(other / ".lock"):
+        taken = "another process runs there"
+        yield _meet(bench, "a run is there", [2, 2], taken, first=elsewhere, second=elsewhere)
 
 
 def p3(bench: Bench) -> Iterator[Trial]:
@@ -627,7 +637,7 @@ ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
     "K10": (k10, 1, 2),
     "R3": (r3, 1, 3),
     "P1": (p1, 0, 60),
-    "P2": (p2, 6, 6),
+    "P2": (p2, 9, 9),
     "P3": (p3, 0, 3),
     "M2": (m2, 0, 20),
 }

@@ -4,7 +4,8 @@
         [--max-restarts 3] -- --config configs/quickstart.py --workdir runs/two
 
 What stands after `--` is as for `python -m adloco_jax.main`, and must name a workdir: it is how a
-restarted group finds its checkpoints. Stopped, the same command goes on.
+restarted group finds its checkpoints. Stopped, the same command goes on. The processes compute on
+the CPU, unless JAX_PLATFORMS says otherwise: one process alone uses all GPUs of a machine.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--devices-per-process",
         type=_count,
-        help="emulated devices, on the CPU; without it, whatever JAX finds",
+        help="emulated devices (default 1)",
     )
     parser.add_argument(
         "--watchdog-s",
@@ -89,11 +90,12 @@ def workdir_of(words: Sequence[str]) -> Path:
 
 def environment(present: Mapping[str, str], devices_per_process: int | None) -> dict[str, str]:
     """The processes' environment, with emulated devices where a number is given."""
+    on_cpu = {"JAX_PLATFORMS": "cpu"} | dict(present)
     if devices_per_process is None:
-        return dict(present)
+        return on_cpu
     flag = f"--xla_force_host_platform_device_count={devices_per_process}"
     flags = f"{present.get('XLA_FLAGS', '')} {flag}".strip()  # of two, the last one counts
-    return {"JAX_PLATFORMS": "cpu"} | dict(present) | {"XLA_FLAGS": flags}
+    return on_cpu | {"XLA_FLAGS": flags}
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from adloco_jax.errors import CheckpointError, ResourceError
-from adloco_jax.run import checkpoint, crashpoints
+from adloco_jax.run import checkpoint, crashpoints, processes
 from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
 
 TREE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "n": np.int32(7)}
@@ -261,3 +261,30 @@ def test_a_save_that_fails_says_so_and_leaves_the_one_before(tmp_path, monkeypat
     monkeypatch.delenv("ADLOCO_FAIL_AT")
     save(tmp_path, 3)  # another attempt goes through
     assert list_rounds(tmp_path)[0] == 3
+
+
+@pytest.mark.parametrize("part", ["begins", "arrays", "ends"])
+def test_a_save_that_fails_in_another_process_has_failed_here(tmp_path, monkeypatch, part):
+    told = save(tmp_path, 1)
+    monkeypatch.setattr(
+        processes, "tell", lambda name, text: [text, "no room" if part in name else ""]
+    )
+    with contextlib.closing(saver(tmp_path, told=told)) as writer:
+        with pytest.raises(ResourceError, match="2: the checkpoint .*process 1: no room"):
+            writer.save(2, {"w": jnp.zeros(3)}, {}, loss=None)
+            writer.wait()
+    assert [saved.round for saved in told] == [1]
+
+
+def test_what_another_process_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    asked = []
+
+    def tell(name, text):
+        asked.append(name)
+        return [text, "unreadable" if len(asked) == 2 else ""]  # the newer one's content
+
+    monkeypatch.setattr(processes, "tell", tell)
+    read, damage = newest(tmp_path, lambda path: path.name)
+    assert (read, damage) == ("1", ["process 1: unreadable"])
+    assert list_rounds(tmp_path) == [1]

@@ -89,6 +89,13 @@ def test_a_newer_checkpoint_allows_further_requeues(job):
         assert job(Preempted.exit_code, checkpoint(number))[1] == "requeue 17\n"
 
 
+def test_a_smaller_micro_batch_to_try_allows_further_requeues(job):
+    for size in (64, 32, 16, 8, 4):
+        note = f"mkdir -p runs/slurm; echo {size} >runs/slurm/.max_batch_size-round-1-process-1"
+        assert job(5, note)[1] == "requeue 17\n"
+    assert [job(5, note)[1] for _ in range(3)] == ["requeue 17\n"] * 2 + [""]
+
+
 def test_a_signal_to_the_batch_shell_waits_for_the_processes(job):
     # As at a preemption, where it may reach the shell beside its steps.
     _, requeued, said = job(Preempted.exit_code, "kill -TERM $PPID; sleep 0.3")

@@ -16,7 +16,7 @@ ROOMS = {
     "errors": set(),
     "data": {"core", "models", "errors", "data"},
     "hf": {"core", "models", "errors", "data", "hf"},
-    "run": {"core", "models", "errors", "data", "hf", "run"},
+    "run": {"core", "models", "errors", "data", "hf", "run", "__version__"},
     "study": {"core", "models", "errors", "data", "hf", "run", "study"},
     "main": {"core", "models", "errors", "data", "hf", "run", "study", "main"},
 }

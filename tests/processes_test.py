@@ -5,14 +5,15 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from adloco_jax.errors import ConfigError, Preempted, ResourceError
-from adloco_jax.run import processes
+from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
+from adloco_jax.run import memory_notes, processes
 from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,56 @@ def test_what_differs_is_named_in_every_process(monkeypatch):
         "process 2 differs from process 0 in seed",
         "use one config",
     ]
+
+
+def test_what_one_process_finds_is_a_mistake_of_all(monkeypatch):
+    def fails():
+        raise DataError("text: missing")
+
+    assert processes.together(lambda: 3) == 3
+    with pytest.raises(DataError, match="^text: missing$"):
+        processes.together(fails)
+    everyone = [None, ["DataError", "text: missing"], ["ConfigError", "later"]]
+    monkeypatch.setattr(processes, "gather", lambda value: everyone)
+    with pytest.raises(DataError, match="^process 1: text: missing$"):
+        processes.together(lambda: 3)
+
+
+def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch):
+    processes.require_shared(tmp_path / "nowhere")  # alone, there is nobody to share it with
+    monkeypatch.setattr(processes, "gather", lambda value: [value, value])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    processes.require_shared(tmp_path)
+    with pytest.raises(ResourceError, match="cannot be written"):
+        processes.require_shared(tmp_path / "nowhere")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # and process 0 is on another machine
+    with pytest.raises(ConfigError, match="not the folder that process 0 has"):
+        processes.require_shared(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_of_one_name_are_told_apart(monkeypatch):
+    """So a second run in the same processes meets under the names of the first."""
+    met = []
+    client = types.SimpleNamespace(wait_at_barrier=lambda name, _: met.append(name))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "_client", lambda: client)
+    for _ in range(2):
+        processes.meet("a checkpoint ends, in a test")
+    assert len(set(met)) == 2
+
+
+def test_notes_of_too_little_memory_are_of_a_round_and_a_process(tmp_path):
+    assert memory_notes.least(tmp_path) is None
+    for round_index, process, size in ((3, 0, 8), (3, 0, 4), (3, 1, 16), (5, 1, 6)):
+        memory_notes.leave(tmp_path, round_index=round_index, process=process, max_batch_size=size)
+    assert memory_notes.least(tmp_path) == 4
+    assert memory_notes.least(tmp_path, after_round=3) == 6
+    assert memory_notes.least(tmp_path, after_round=5) is None
+    memory_notes.forget(tmp_path, up_to_round=4)
+    assert memory_notes.least(tmp_path) == 6
+    memory_notes.forget(tmp_path, up_to_round=5)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,29 @@ def test_progress_allows_further_restarts(group, tmp_path):
     assert all("restart 1 of 1" in line for line in err.splitlines() if "start again" in line)
 
 
+def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
+    # Out of memory at 64, 32, 16 and 8; a note that says the same again would be none.
+    code, err, _ = group(
+        """
+        if start < 5:
+            note = workdir / f".max_batch_size-round-1-process-{me}"
+            note.write_text(str(2 ** (6 - start)))
+            sys.exit(5)
+        """,
+        max_restarts=1,
+    )
+    assert code == 0
+    assert num_starts(tmp_path) == 5
+    code, err, _ = group(
+        """
+        (workdir / ".max_batch_size-round-1-process-1").write_text("2")
+        sys.exit(5)
+        """,
+        max_restarts=1,
+    )
+    assert code == 5 and "given up after 1 restarts" in err
+
+
 def test_a_checkpoint_below_the_highest_is_no_progress(group, tmp_path):
     # As where the newest is damaged, set aside, and written again: for ever, if that counted.
     code, _, _ = group(
@@ -570,7 +593,8 @@ def test_the_launcher_reads_the_workdir_as_the_run_does(words):
 
 def test_emulated_devices_are_appended_to_the_flags():
     flag = "--xla_force_host_platform_device_count=4"
-    assert launch_local.environment({}, None) == {}
+    assert launch_local.environment({}, None) == {"JAX_PLATFORMS": "cpu"}
+    assert launch_local.environment({"JAX_PLATFORMS": ""}, None) == {"JAX_PLATFORMS": ""}
     assert launch_local.environment({}, 4) == {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     assert launch_local.environment({"XLA_FLAGS": "--a=1"}, 4)["XLA_FLAGS"] == f"--a=1 {flag}"
 

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file."""
+
+
+_FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
 
 
 class Saved(NamedTuple):
@@ -85,11 +88,7 @@ class Saver:
         self.wait()
         staging = self._folder / _STAGING
         with _write_errors(self._folder / str(round_index)):
-            hit("save.begin")
-            if processes.is_first():
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-            processes.meet(f"checkpoint {round_index} begins")
+            _agreed("a checkpoint begins", _FAULTS, self._make_staging, staging)
             arrays = _fields(arrays)
             self._orbax.save(staging.absolute() / _ARRAYS, args=ocp.args.StandardSave(arrays))
         blocked_s = time.perf_counter() - start_s
@@ -123,22 +122,18 @@ class Saver:
 
     def _finish_together(self, round_index: int, host: dict, loss: float | None) -> int:
         """Once every process has written its arrays, the first one makes a checkpoint of them."""
-        problem = None
-        try:
-            self._orbax.wait_until_finished()
-        except (OSError, ValueError) as error:
-            problem = error
-        problems = processes.tell(f"checkpoint {round_index} written", str(problem or ""))
-        if problem:
-            raise problem
-        if failed := [f"process {i}: {said}" for i, said in enumerate(problems) if said]:
-            raise OSError("; ".join(failed))
-        try:
-            return self._finish(round_index, host, loss) if processes.is_first() else 0
-        finally:
-            processes.meet(f"checkpoint {round_index} ends")
+        _agreed("a checkpoint's arrays are written", _FAULTS, self._orbax.wait_until_finished)
+        return _agreed("a checkpoint ends", _FAULTS, self._finish, round_index, host, loss)
+
+    def _make_staging(self, staging: Path) -> None:
+        hit("save.begin")
+        if processes.is_first():
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
+        if not processes.is_first():
+            return 0
         staging, target = self._folder / _STAGING, self._folder / str(round_index)
         hit("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
@@ -269,8 +264,9 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
     for index, number in enumerate(rounds):
         path = folder / str(number)
         try:
-            _together(lambda path: verify(path) if processes.is_first() else None, path)
-            found = _together(read, path)
+            check = verify if processes.is_first() else read_manifest
+            _agreed("a checkpoint's files", Damaged, check, path)
+            found = _agreed("a checkpoint's content", Damaged, read, path)
         except Damaged as error:
             damage.append(str(error))
             continue
@@ -286,19 +282,6 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
             "\n".join([*damage, f"{folder}: no checkpoint is whole; restore one from a copy"])
         )
     return None
-
-
-def _together(act: Callable[[Path], T], path: Path) -> T:
-    """Does something in every process; what is damaged for one of them is so for all."""
-    try:
-        outcome = act(path)
-    except Damaged as error:
-        outcome = error
-    said = processes.gather(str(outcome) if isinstance(outcome, Damaged) else None)
-    if problems := [problem for problem in said if problem is not None]:
-        raise Damaged(problems[0])
-    assert not isinstance(outcome, Damaged)
-    return outcome
 
 
 def read_host(checkpoint: Path) -> dict:
@@ -317,7 +300,11 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
       Damaged: If they do not have the template's structure, shapes and types.
     """
     arrays = checkpoint.absolute() / _ARRAYS
-    with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as reader:
+    # Each process by itself: where one of them cannot read, the others must not wait within Orbax.
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
             # The shapes first: nothing of another size is read, or memory taken for it.
             stored, expected = _shapes(reader.metadata(arrays).item_metadata), _shapes(template)
@@ -402,11 +389,43 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
+def _agreed(
+    name: str,
+    faults: type[Exception] | tuple[type[Exception], ...],
+    act: Callable[..., T],
+    *arguments: Any,
+) -> T:
+    """Does a part of a save, or of a restore, in every process: in none of them does it fail alone.
+
+    Args:
+      name: Of the part.
+      faults: How it may fail.
+      act: What to do.
+      *arguments: Of that.
+
+    Returns:
+      What it has returned here.
+
+    Raises:
+      Exception: This process's own fault, or `Damaged` where another one had one.
+    """
+    try:
+        outcome, fault = act(*arguments), None
+    except faults as error:
+        outcome, fault = None, error
+    said = processes.tell(name, "" if fault is None else str(fault) or repr(fault))
+    if fault is not None:
+        raise fault
+    if failed := [f"process {number}: {what}" for number, what in enumerate(said) if what]:
+        raise Damaged("; ".join(failed))
+    return cast(T, outcome)
+
+
 @contextlib.contextmanager
 def _write_errors(target: Path):
     try:
         yield
-    except (OSError, ValueError, Damaged) as error:  # Orbax reports a full disk as ValueError
+    except _FAULTS as error:
         reason = " ".join(str(error).split())[:300]
         raise ResourceError(
             f"{target}: the checkpoint cannot be written ({reason}); older ones are as they were;"

@@ -7,13 +7,16 @@ decided by it.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,11 +24,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax import errors
+from adloco_jax.errors import ConfigError, ResourceError, UserError
 
 _MEETING_MS = 30 * 60 * 1000  # the slowest disk's save; who dies is noticed by heartbeats
+_PARTING_MS = 10 * 1000  # for which a process that ends waits for the others to do so
 
-T = TypeVar("T")  # plain JSON data
+T = TypeVar("T")
+
+_times: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # a name was used, so far
 
 
 def connect(
@@ -113,7 +120,11 @@ def only_first_prints() -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """What each process gives, in their order; all must call it, and wait for the devices."""
+    """What each process gives, in their order; all must call it, and wait for the devices.
+
+    Args:
+      value: Plain JSON data.
+    """
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -127,27 +138,70 @@ def gather(value: T) -> list[T]:
 
 
 def from_first(value: T) -> T:
-    """What the first process gives; all must call it, and wait for the devices."""
+    """What the first process gives, of plain JSON data; as `gather` otherwise."""
     return gather(value)[0]
+
+
+def together(act: Callable[[], T]) -> T:
+    """Does something in every process; a mistake that one of them finds is one of all.
+
+    A process that ended alone would leave the others waiting for it.
+
+    Args:
+      act: What to do; it exchanges nothing with the others.
+
+    Returns:
+      What it has returned here.
+
+    Raises:
+      UserError: In every process: its own, or the first of the others'.
+    """
+    try:
+        outcome, mistake = act(), None
+    except UserError as error:
+        outcome, mistake = None, error
+    everyone = gather(None if mistake is None else [type(mistake).__name__, str(mistake)])
+    if mistake is not None:
+        raise mistake
+    for number, theirs in enumerate(everyone):
+        if theirs is not None:
+            name, message = theirs
+            raise getattr(errors, name)(f"process {number}: {message}")
+    return cast(T, outcome)
 
 
 def meet(name: str) -> None:
     """Waits on the host, on any thread, until all processes have come to the same place.
 
     Args:
-      name: Of the place; of one meeting of a run only.
+      name: Of the place; all come to it equally often.
     """
     if jax.process_count() > 1:
-        _client().wait_at_barrier(name, _MEETING_MS)
+        _client().wait_at_barrier(f"{name} ({next(_times[name])})", _MEETING_MS)
+
+
+def all_end() -> bool:
+    """Whether the others come to their end, too; if not, this one must not wait for them in JAX.
+
+    Leaving, JAX waits five minutes for processes that may be waiting for this one, and then aborts
+    them all, whatever their exit codes.
+    """
+    if jax._src.distributed.global_state.client is None:
+        return True
+    try:
+        _client().wait_at_barrier("the end", _PARTING_MS)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def tell(name: str, text: str) -> list[str]:
     """As `gather` for text, but on the host, on any thread, and under a name as in `meet`."""
     if jax.process_count() == 1:
         return [text]
-    client = _client()
-    client.key_value_set(f"{name}/{jax.process_index()}", f"={text}")
-    keys = [f"{name}/{number}" for number in range(jax.process_count())]
+    client, place = _client(), f"{name} ({next(_times[name])})"
+    client.key_value_set(f"{place}/{jax.process_index()}", f"={text}")
+    keys = [f"{place}/{number}" for number in range(jax.process_count())]
     return [client.blocking_key_value_get(key, _MEETING_MS).removeprefix("=") for key in keys]
 
 
@@ -175,6 +229,40 @@ def require_equal(what: dict[str, str], advice: str) -> None:
             lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
     if lines:
         raise ConfigError("\n".join([*lines, advice]))
+
+
+def require_shared(folder: Path) -> None:
+    """Has all processes look for a file that the first one makes, and removes again.
+
+    Raises:
+      ConfigError: In every process, if the folder of this name is not the same one for all.
+      ResourceError: In every process, if nothing can be made there.
+    """
+    if jax.process_count() == 1:
+        return
+    # A name of its own: a file system may remember for a while that another was not there.
+    mark = folder / f".seen-{from_first(os.urandom(8).hex())}"
+
+    def make() -> None:
+        try:
+            if is_first():
+                mark.touch()
+        except OSError as error:
+            raise ResourceError(f"{folder}: cannot be written ({error.strerror})") from error
+
+    def look() -> None:
+        if not mark.exists():
+            raise ConfigError(
+                f"--workdir {folder}: not the folder that process 0 has under this name; name one"
+                " that all machines share"
+            )
+
+    try:
+        together(make)
+        together(look)
+    finally:
+        if is_first():
+            mark.unlink(missing_ok=True)
 
 
 class Vote:

@@ -91,27 +91,33 @@ def check_workdir(workdir: str | Path) -> None:
 def exclusive(workdir: Path) -> Iterator[None]:
     """Makes a run's folder, and keeps other processes out of it; a dead one's lock does not.
 
-    Of the processes of one run the first one does so for all.
+    Of the processes of one run the first one does so for all, and all must see the folder.
 
     Raises:
-      ConfigError: If another process is at work there, or the folder cannot be written.
+      ConfigError: If another process is at work there, or the folder cannot be written, or is not
+        the same one for all.
       ResourceError: If the disk takes no more.
     """
-    if not processes.is_first():
-        yield
-        return
     lock = FileLock(workdir / ".lock", timeout=0)
+
+    def acquire() -> None:
+        if not processes.is_first():
+            return
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"--workdir {workdir}: another process runs there; wait for it, or name another"
+                " folder"
+            ) from None
+        except OSError as error:
+            kind = ResourceError if error.errno in _DISK_FULL else ConfigError
+            raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
+
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"--workdir {workdir}: another process runs there; wait for it, or name another folder"
-        ) from None
-    except OSError as error:
-        kind = ResourceError if error.errno in _DISK_FULL else ConfigError
-        raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
-    try:
+        processes.together(acquire)
+        processes.require_shared(workdir)
         yield
     finally:
         lock.release()

@@ -4,9 +4,10 @@ A process of a group cannot go on without the others, and what is left of a brok
 is aborted. So when one dies, or the run's ledger stands still, all are ended and started again: the
 same command with the same workdir goes on from its newest checkpoint.
 
-Restarts end. Progress is a checkpoint of a higher round than any before it, so the rounds of a run
-bound how often there can be some; rounds in the ledger would not do, for they are run again after a
-restart. Between two such checkpoints there are at most `max_restarts` restarts.
+Restarts end. Progress is a checkpoint of a higher round than any before it, or a smaller
+micro-batch to try after one that was too large for the memory, so the rounds of a run and the size
+it begins with bound how often there can be some; rounds in the ledger would not do, for they are
+run again after a restart. Without progress there are at most `max_restarts` restarts.
 
 The processes have sessions of their own, so that a Ctrl-C reaches them once, through here. Should
 this process itself be killed, they go on unwatched.
@@ -14,6 +15,7 @@ this process itself be killed, they go on unwatched.
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import socket
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from adloco_jax.errors import ConfigError, DataError, DivergedError, Preempted, ResourceError
+from adloco_jax.run import memory_notes
 
 _USER_CODES = (ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code)
 
@@ -72,7 +75,7 @@ def supervise(
       OSError: If a process cannot be started, or no port is free; none is left running.
     """
     workdir = Path(workdir)
-    reached, fruitless = _newest_round(workdir), 0
+    reached, smallest, fruitless = _newest_round(workdir), memory_notes.least(workdir), 0
     ports: set[int] = set()
     with _stop_signals() as stops:
         while True:
@@ -87,8 +90,10 @@ def supervise(
             if stops or not end.retry:
                 break
             newest = _newest_round(workdir)
-            if newest > reached:
-                reached, fruitless = newest, 0
+            noted = memory_notes.least(workdir)
+            if newest > reached or (noted or math.inf) < (smallest or math.inf):
+                fruitless = 0
+            reached, smallest = max(newest, reached), noted
             if fruitless == max_restarts:
                 end = dataclasses.replace(
                     end, what=f"{end.what}; given up after {fruitless} restarts without progress"

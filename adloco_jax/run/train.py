@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
-import json
+import hashlib
 import os
 import platform
 import threading
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import flax
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 import orbax.checkpoint
@@ -30,11 +31,14 @@ from jax import Array
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax import hf
+from adloco_jax import __version__, hf
 from adloco_jax.core.base import Ensemble, LossFn, of_owners
 from adloco_jax.core.ensemble import init, reassign, take
 from adloco_jax.core.merge import merge
+from adloco_jax.data import Corpus
+from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.sources import shard_changes
+from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -43,7 +47,7 @@ from adloco_jax.errors import (
     Preempted,
     ResourceError,
 )
-from adloco_jax.run import checkpoint, evaluate, processes
+from adloco_jax.run import checkpoint, evaluate, memory_notes, processes
 from adloco_jax.run import controller as control
 from adloco_jax.run.build import (
     InitFn,
@@ -121,8 +125,10 @@ def train(
 ) -> Result:
     """Runs what a config describes, from text to a trained consensus, or goes on with such a run.
 
-    SIGTERM or SIGINT saves at the end of the round and raises `Preempted`; a second one ends the
-    process. (Only where this is called on the main thread.)
+    SIGTERM or SIGINT saves and raises `Preempted` after the rounds under way: the devices are given
+    a round before the last one is over, and several processes agree a round ahead, so that it may
+    take two, or three. A second one ends the process. (Only where this is called on the main
+    thread.)
 
     Args:
       config: From a file in `configs/`, or `default_config()` with changes.
@@ -150,12 +156,17 @@ def train(
         raise ConfigError("workdir: several processes need the name of one folder")
     if workdir is None:
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    check_workdir(workdir)
-    check_config(Path(workdir), settings, accept=accept_config_change)
-    params = None
-    if settings.model.init_from and not checkpoint.list_rounds(Path(workdir) / "checkpoints"):
-        params = pretrained_params(settings)
-    corpus = load_data(settings)
+    workdir = Path(workdir)
+
+    def load() -> tuple[PyTree | None, Corpus | Labelled | Streaming]:
+        check_workdir(workdir)
+        check_config(workdir, settings, accept=accept_config_change)
+        params = None
+        if settings.model.init_from and not checkpoint.list_rounds(workdir / "checkpoints"):
+            params = pretrained_params(settings)
+        return params, load_data(settings)
+
+    params, corpus = processes.together(load)
     init_fn, loss_fn = build_model(settings)
     with processes.only_first_prints():
         print(data_header(corpus))
@@ -174,6 +185,7 @@ def train(
     params, network = fetch(result.params), build_network(settings)
     if processes.is_first():
         hf.save(params, result.workdir / "export", corpus.tokenizer, network=network)
+    processes.meet("the export is written")
     return result
 
 
@@ -214,14 +226,20 @@ def fit(
     """
     workdir = Path(workdir)
     check_installed(settings.log)
-    check_workdir(workdir)
-    check_config(workdir, settings, accept=accept_config_change)
+
+    def check() -> None:
+        check_workdir(workdir)
+        check_config(workdir, settings, accept=accept_config_change)
+
+    processes.together(check)
     spec = program_spec(
         settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
     )
+    found = {"model_shards": spec.model_shards, "attention": attention(settings)}
     processes.require_equal(
         {key: repr(value) for key, value in flat_settings(settings).items() if key not in _OWN_KEYS}
-        | {"the data": corpus.fingerprint}
+        | {f"{name}, as found there": repr(value) for name, value in found.items()}
+        | {"the data": corpus.fingerprint, "the weights it starts from": _digest(params)}
         | {f"the version of {name}": version for name, version in _versions().items()},
         "all processes of a run need the same",
     )
@@ -281,19 +299,23 @@ class _Run:
             )
         host = state.host if state else {"ledger": START, "wall_s": 0.0, "loss": None}
         known = state is not None and state.controller.replayed
-        replayed = known or _replayed(settings)
+        replayed = known or processes.together(lambda: _replayed(settings))
         if state and not accept_data_change:
             self._check_data(state.host["data"])
         fingerprint = self.corpus.fingerprint
-        if processes.is_first():
+
+        def open_ledger() -> Ledger:
+            if not processes.is_first():
+                return self.exit.enter_context(Ledger(os.devnull))
             write_config(self.workdir, settings, versions=_versions(), data_fingerprint=fingerprint)
             cut(path, host["ledger"])
             kept = read(path) if path.exists() else []
             trackers = Trackers(settings.log, self.workdir, kept, self._drop_tracker)
-            self.ledger = self.exit.enter_context(Ledger(path, trackers))
+            ledger = self.exit.enter_context(Ledger(path, trackers))
             self.exit.callback(trackers.close)
-        else:
-            self.ledger = self.exit.enter_context(Ledger(os.devnull))
+            return ledger
+
+        self.ledger = processes.together(open_ledger)
         self.saver = Saver(folder, keep=settings.checkpoint.keep, on_saved=self._saved)
         self.exit.callback(self.saver.close)
         self.programs = Programs(self.spec, self._compiled)
@@ -425,23 +447,25 @@ class _Run:
         """
         this_round, max_batch = self.controller.round, self.controller.max_batch_size
         cause = " ".join(str(error).split())[:300]
+        if "RESOURCE_EXHAUSTED" in str(error) and max_batch == 1:
+            raise ResourceError(
+                f"round {this_round + 1}: out of memory at a micro-batch of 1: {cause}; use"
+                " fewer workers, a smaller model or shorter sequences, or model.remat"
+            ) from error
         if jax.process_count() > 1:
-            if "RESOURCE_EXHAUSTED" in str(error) and max_batch > 1:
-                content = {"round": this_round + 1, "max_batch_size": max_batch // 2}
-                new = self._memory_note().with_suffix(".new")
-                new.write_text(json.dumps(content))
-                os.replace(new, self._memory_note())
+            if "RESOURCE_EXHAUSTED" in str(error):
+                memory_notes.leave(
+                    self.workdir,
+                    round_index=this_round + 1,
+                    process=jax.process_index(),
+                    max_batch_size=max_batch // 2,
+                )
             raise ResourceError(
                 f"round {this_round + 1}: process {jax.process_index()} failed ({cause}); all start"
                 f" again from what is saved: {self._last_checkpoint()}"
             ) from error
         fault = {"round": this_round + 1, "cause": cause}
         if "RESOURCE_EXHAUSTED" in str(error):
-            if max_batch == 1:
-                raise ResourceError(
-                    f"round {this_round + 1}: out of memory at a micro-batch of 1: {cause}; use"
-                    " fewer workers, a smaller model or shorter sequences, or model.remat"
-                ) from error
             halved = {"max_batch_size_before": max_batch, "max_batch_size": max_batch // 2}
             fault |= {"kind": "out_of_memory", **halved}
             max_batch //= 2
@@ -453,17 +477,11 @@ class _Run:
         self.progress.note(f"round {this_round + 1} failed ({cause}); going back to what is saved")
         return [*self.faults, fault], max_batch
 
-    def _memory_note(self) -> Path:
-        """Where this process, before it ends for want of memory, leaves what all should try next.
-
-        Of several processes one alone may run out, and the others hang in the round it has left.
-        """
-        return self.workdir / f".max_batch_size-{jax.process_index()}.json"
-
     def _heed_memory_notes(self) -> None:
-        note, before = self._memory_note(), self.controller.max_batch_size
-        own = json.loads(note.read_text())["max_batch_size"] if note.exists() else before
-        least = min(processes.gather(own))
+        before = self.controller.max_batch_size
+        noted = memory_notes.least(self.workdir, after_round=self.controller.round)
+        # A process may not yet see what another has written, but what it has written itself.
+        least = min(processes.gather(before if noted is None else noted))
         if least < before:
             self.controller.max_batch_size = least
             sizes = {"max_batch_size_before": before, "max_batch_size": least}
@@ -803,9 +821,8 @@ class _Run:
         self.progress.note(str(error))
 
     def _saved(self, saved: Saved) -> None:
-        note = self._memory_note()
-        if note.exists() and json.loads(note.read_text())["round"] <= saved.round:
-            note.unlink()  # this checkpoint knows; one that was under way at the failure did not
+        if processes.is_first():
+            memory_notes.forget(self.workdir, up_to_round=saved.round)
         self.ledger.write(
             "checkpoint",
             round=saved.round,
@@ -992,11 +1009,21 @@ def _replayed(settings: Settings) -> dict[str, list[int]]:
     return history
 
 
+def _digest(params: PyTree) -> str:
+    """Of every leaf's path, type, shape and bytes."""
+    sha256 = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        leaf = np.asarray(leaf)
+        sha256.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        sha256.update(leaf.tobytes())
+    return sha256.hexdigest()
+
+
 def _versions() -> dict[str, str]:
     """Of what may change a run's bits."""
-    packages = (jax, flax, optax, orbax.checkpoint, np)
+    packages = (jax, jaxlib, flax, optax, orbax.checkpoint, np)
     names = {package.__name__: package.__version__ for package in packages}
-    return {"python": platform.python_version(), **names}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **names}
 
 
 def _batch_note(line: dict, decision: Decision) -> str:
