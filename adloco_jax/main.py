@@ -65,9 +65,8 @@ def command() -> NoReturn:
         traceback.print_exc()
         code = 1
     processes = sys.modules.get("adloco_jax.run.processes")  # not where an early mistake ended it
-    alone = processes is not None and not processes.all_end()
-    if alone or code == ResourceError.exit_code:
-        # Of a library that ran out of files or memory, a thread may be left that never ends.
+    # Of a library that ran out of files or memory, a thread may be left that never ends.
+    if code == ResourceError.exit_code or (processes is not None and not processes.all_end()):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

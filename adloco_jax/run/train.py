@@ -236,10 +236,11 @@ def fit(
         settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
     )
     found = {"model_shards": spec.model_shards, "attention": attention(settings)}
+    start = _digest(params) if jax.process_count() > 1 else ""
     processes.require_equal(
         {key: repr(value) for key, value in flat_settings(settings).items() if key not in _OWN_KEYS}
         | {f"{name}, as found there": repr(value) for name, value in found.items()}
-        | {"the data": corpus.fingerprint, "the weights it starts from": _digest(params)}
+        | {"the data": corpus.fingerprint, "the weights it starts from": start}
         | {f"the version of {name}": version for name, version in _versions().items()},
         "all processes of a run need the same",
     )
