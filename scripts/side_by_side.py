@@ -176,16 +176,20 @@ def _torch(
 ) -> Callable:
     import torch
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     transformers.utils.logging.disable_progress_bar()
     # While it is compiled, transformers builds the mask of rows packed from several texts, with
     # which attention skips nothing; without one it is causal by its own means, as in eager.
-    transformers.AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
+    transformers.AttentionInterface.register("sdpa_unmasked", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("sdpa_unmasked", lambda *_, **__: None)
     torch.compiler.reset()  # lest a second shape be compiled for shapes of any size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner, low_precision = settings.inner, settings.model.dtype == "bfloat16"
     networks = [
-        transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+        transformers.LlamaForCausalLM.from_pretrained(
+            f"{folder}/model", dtype=torch.float32, attn_implementation="sdpa_unmasked"
+        )
         .to(device)
         .train()
         for _ in range(tokens.shape[1])
