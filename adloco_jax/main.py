@@ -61,7 +61,7 @@ def command() -> NoReturn:
     sys.unraisablehook = _unraisablehook
     try:
         code = main()
-    except Exception:
+    except Exception:  # as the interpreter ends, but that JAX's own leave-taking may be in the way
         traceback.print_exc()
         code = 1
     processes = sys.modules.get("adloco_jax.run.processes")  # not where an early mistake ended it
