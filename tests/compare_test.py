@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -237,12 +236,10 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     what, folder = comparison(), tmp_path / "runs"
     (tmp_path / "tiny.py").write_text(CONFIG_FILE.format(tests=str(Path(__file__).parent)))
     command = [sys.executable, SCRIPT, "--config", str(tmp_path / "tiny.py")]
-    alone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
     def run_script():
         done = subprocess.run(
             [*command, "--workdir", str(folder)],
-            env=alone,
             capture_output=True,
             text=True,
             timeout=600,

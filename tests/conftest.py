@@ -24,6 +24,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # not earn back; so in command lines under test. The demonstration and notebooks run as users do.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.

@@ -145,7 +145,7 @@ def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
         command += ["--watchdog-s=240", "--"]
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     settings = {
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_COMPILATION_CACHE_DIR": str(cache),

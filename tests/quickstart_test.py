@@ -28,7 +28,7 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         timeout=600,
