@@ -44,7 +44,9 @@ from adloco_jax.run.ledger import deterministic_lines, read
 ROOT = Path(__file__).resolve().parents[1]
 Trial = tuple[bool, str]  # whether it passed, and what was done
 # Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
-_QUICKLY_COMPILED = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+_XLA_FLAGS = os.environ.get(
+    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 
 
 @dataclasses.dataclass
@@ -87,7 +89,7 @@ class Bench:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             # On a CPU every process but the first compiles anew at each start: most of a trial.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XLA_FLAGS": _QUICKLY_COMPILED,
+            "XLA_FLAGS": _XLA_FLAGS,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
 
@@ -459,7 +461,7 @@ def r3(bench: Bench) -> Iterator[Trial]:
     """Another number of devices: the same decisions, losses within 1e-5."""
     for before, after in ((1, 2), (2, 1), (4, 2)):
         device_count = "--xla_force_host_platform_device_count"
-        flags = [f"{_QUICKLY_COMPILED} {device_count}={n}" for n in (before, after)]
+        flags = [f"{_XLA_FLAGS} {device_count}={n}" for n in (before, after)]
         workdir = bench.fresh()
         bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=flags[0])
         code, err = bench.run(workdir, XLA_FLAGS=flags[1])
