@@ -29,7 +29,12 @@ import adloco_jax
 from adloco_jax import hf
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.models.llama import next_token_loss
-from adloco_jax.run.build import build_network, inner_transform, worker_parallelism
+from adloco_jax.run.build import (
+    build_network,
+    examples_per_pass,
+    inner_transform,
+    worker_parallelism,
+)
 from adloco_jax.run.config import Settings, default_config, validate
 from adloco_jax.run.throughput import flops_per_token
 
@@ -158,6 +163,7 @@ def _ours(settings: Settings, tokens: np.ndarray, folder: str) -> Callable:
             loss_fn=loss_fn,
             inner_tx=inner_tx,
             worker_parallelism=worker_parallelism(settings),
+            examples_per_pass=examples_per_pass(settings),
         ),
         donate_argnums=0,
     )

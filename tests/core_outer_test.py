@@ -127,10 +127,25 @@ def test_workers_in_turn_are_workers_at_once(accumulates, parallelism):
     assert_close(in_turn, at_once)
 
 
-def test_no_worker_at_once_is_refused():
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_batch_in_passes_is_the_whole_batch(accumulates, limit):
+    """Also where the limit does not divide it, and with a worker that skips."""
+    batch = batch_of(4, 2, 6)
+    batch["y"][1, 1, 4] = np.nan
+    data = {"update_T": jnp.asarray([0, 1, 0, 1], bool)} if accumulates else {}
+    workers = start_round(different_trainers(2, [0, 1]), accumulate=accumulates)
+    whole = inner_steps_of(ADAMW)(workers, batch, **data)
+    passes = inner_steps_of(ADAMW, examples_per_pass=limit)(workers, batch, **data)
+    np.testing.assert_array_equal(whole[2].any(axis=0), [False, True])
+    assert_close(passes, whole)
+
+
+@pytest.mark.parametrize("name", ["worker_parallelism", "examples_per_pass"])
+def test_nothing_at_once_is_refused(name):
     workers = start_round(different_trainers(1, [0]))
-    with pytest.raises(ValueError, match="worker_parallelism=0: expected at least 1"):
-        inner_steps_of(ADAMW, worker_parallelism=0)(workers, batch_of(1, 1, 2))
+    with pytest.raises(ValueError, match=f"{name}=0: expected at least 1"):
+        inner_steps_of(ADAMW, **{name: 0})(workers, batch_of(1, 1, 2))
 
 
 @pytest.mark.parametrize(

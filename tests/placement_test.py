@@ -1,5 +1,6 @@
 """Where arrays live, and what the compiled programs therefore exchange; on eight devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -198,6 +199,16 @@ def test_a_devices_workers_in_turn_compute_as_at_once():
     at_once, in_turn = (compiled_round(3, 16, worker_parallelism=n)[1] for n in (2, 1))
     assert needed_bytes(in_turn) < needed_bytes(at_once)
     assert not [c for c in collectives(in_turn.as_text()) if c.in_loop]
+
+
+def test_a_cpu_takes_a_batch_in_passes_where_no_devices_share_it():
+    spec = spec_of()[0]
+    assert spec.examples_per_pass == 2**19 // (64 * LENGTH)
+    in_passes = dataclasses.replace(spec, examples_per_pass=2)
+    key = first_key("round", 1, 8, BATCH)
+    assert needed_bytes(lower(in_passes, key).compile()) < needed_bytes(compiled_round(1, 8)[1])
+    shared = first_key("round", 1, 1, BATCH)
+    assert lower(in_passes, shared).as_text() == lower(spec, shared).as_text()
 
 
 def test_two_workers_that_share_parameters_keep_to_themselves():

@@ -90,6 +90,7 @@ class Spec:
     model_shards: int = 1  # devices that share one worker's parameters
     precision: Precision = "float32"  # in which outer gradients travel
     worker_parallelism: int | None = None  # of a device's workers, as in `inner_steps`
+    examples_per_pass: int | None = None  # where no devices share a batch, as in `inner_steps`
     num_fragments: int = 1  # F, synchronised in turn
     delay: int = 0  # micro-batches from the sending of a fragment to its arrival
     mixing: float = 0.0  # share of its own that a worker keeps then
@@ -399,9 +400,11 @@ def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
 def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
     """`inner_steps` of (workers, tokens, rates, flags), every device's workers in their turns."""
     num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    at_once = spec.worker_parallelism
+    at_once, in_a_pass = spec.worker_parallelism, spec.examples_per_pass
     if num_places > 1 and (at_once or num_workers) >= num_workers // num_places:
         at_once = None  # one batch of all workers, which the partitioner divides
+    if at.mesh.shape["data"] * at.mesh.shape["model"] > 1:
+        in_a_pass = None  # gradients would be exchanged in every pass
 
     def advance(workers, tokens_TRBL, rate_TR, update_T):
         return inner_steps(
@@ -412,6 +415,7 @@ def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
             learning_rate_TR=rate_TR,
             update_T=update_T,
             worker_parallelism=at_once,
+            examples_per_pass=in_a_pass,
         )
 
     if num_places == 1 or at_once is None:
