@@ -167,13 +167,13 @@ def compilation(repeats: int) -> dict:
     return result
 
 
-# The quickstart's model; rounds of 1000 updates, so that there is something to hide behind.
+# The quickstart's model; rounds of 2000 updates, so that there is something to hide behind.
 GROWING_RUN = [
     "--config.num_rounds=8",
     "--config.ensemble.num_trainers=1",
     "--config.ensemble.num_workers=1",
     "--config.merge.policy=none",
-    "--config.inner.steps_per_round=1000",
+    "--config.inner.steps_per_round=2000",
     "--config.batching.eta=0.05",
     "--config.batching.initial_batch_size=1",
     "--config.batching.max_batch_size=64",
