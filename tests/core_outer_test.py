@@ -141,6 +141,20 @@ def test_a_batch_in_passes_is_the_whole_batch(accumulates, limit):
     assert_close(passes, whole)
 
 
+def test_the_gradients_of_passes_are_summed_in_float32():
+    """512 of one each, on a bfloat16 parameter: bfloat16's own sum would stay at 256."""
+    ensemble = init(jnp.bfloat16(0), num_trainers=1, num_workers=1, inner_tx=PLAIN, outer_tx=PLAIN)
+    workers, *_ = inner_steps(
+        start_round(ensemble),
+        jnp.ones((1, 1, 512), jnp.bfloat16),
+        lambda param, batch: jnp.mean(param * batch),
+        inner_tx=PLAIN,
+        examples_per_pass=1,
+    )
+    assert workers.params_R.dtype == jnp.bfloat16
+    assert workers.params_R.tolist() == [-1]
+
+
 @pytest.mark.parametrize("name", ["worker_parallelism", "examples_per_pass"])
 def test_nothing_at_once_is_refused(name):
     workers = start_round(different_trainers(1, [0]))

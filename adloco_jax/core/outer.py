@@ -160,8 +160,8 @@ def inner_steps(
         worker's activations, and on a CPU the least time. Numbers differ by rounding. Where workers
         are spread over devices, call it for the workers of each (`jax.shard_map`).
       examples_per_pass: Examples of a micro-batch, at most, that go forward and backward together;
-        the gradients of equal passes are averaged. None for all of them. Less memory, and on a CPU
-        less time where it keeps activations in the cache. Numbers differ by rounding.
+        the gradients of equal passes are averaged in float32. None for all of them. Less memory,
+        and on a CPU less time where it keeps activations in the cache. Numbers differ by rounding.
 
     Returns:
       The workers; the mean loss of every micro-batch; and where a worker skipped the update that
@@ -250,9 +250,11 @@ def _in_passes(
         return jax.tree.map(jnp.add, total, value_and_grad(params, batch_B)), None
 
     one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], batch_NB))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), one)
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), one
+    )
     total, _ = lax.scan(add, zeros, batch_NB)
-    return jax.tree.map(lambda leaf: leaf / num_passes, total)
+    return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
 
 
 def _at_once(count: int, limit: int | None, name: str) -> int:
