@@ -688,15 +688,15 @@ def _mutate(folder: Path, file: Path, kind: str, rng: random.Random, others: lis
 def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator[Trial]:
     """The trials of a row that its results lack, up to a number in all."""
     mine = [result for result in results if result["row"] == row]
+    if len(mine) >= number:
+        return
     bench.done = {result["what"].split(",")[0] for result in mine}
     bench.num_done = len(mine)
     # Rows without an end go on; those of a list know what is done; the short ones run anew.
     again = row not in ("K1", "K2", "K4", "K5", "K6", "P1", "P3", "M2")
-    for index, trial in enumerate(ROWS[row][0](bench), start=0 if again else len(mine)):
-        if index >= number:
-            return
-        if index >= len(mine):
-            yield trial
+    skip = len(mine) if again else 0
+    # Cut before a trial too many has run, not after.
+    yield from itertools.islice(ROWS[row][0](bench), skip, skip + number - len(mine))
 
 
 def table(results: list[dict]) -> str:

@@ -245,7 +245,7 @@ def test_reviews_of_films_are_told_apart_from_scratch(tmp_path, data_dir):
     """2,000 real reviews; 360 held out, of which chance gets 0.5 +- 0.026 right."""
     config = bert_config(str(data_dir / "sentiment" / "movie_reviews.jsonl.gz"))
     config.num_rounds = 5
-    config.model.update(dict(vocab_size=32_000, width=32, num_heads=4, mlp_width=64))
+    config.model.update(dict(vocab_size=32_000, width=32, num_heads=2, mlp_width=64))
     config.model.max_length = config.data.sequence_length = 384
     config.data.tokenizer = str(data_dir / "tokenizers" / "mistral-v1.model")
     config.inner.update(dict(steps_per_round=40, learning_rate=2e-3, warmup_updates=40))
