@@ -27,16 +27,15 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, programs=True):
     """One round of the toy run in a process of its own."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", "")}
-    cache = {name: value for name, value in cache.items() if value} if programs else {}
-    removed = {"JAX_COMPILATION_CACHE_DIR"}
-    base = {name: value for name, value in os.environ.items() if name not in removed}
+    base = dict(os.environ)
+    if not programs:
+        base.pop("JAX_COMPILATION_CACHE_DIR", None)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     return subprocess.run(
         [sys.executable, "-c", LIMITED, json.dumps(limits), *COMMAND],
         cwd=folder,
-        env=base | cache | {"PYTHONPATH": path} | (environment or {}),
+        env=base | {"PYTHONPATH": path} | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.PIPE,

@@ -253,7 +253,7 @@ def examples_per_pass(settings: Settings) -> int | None:
     """How many rows of a micro-batch a device takes forward and backward together; None: all.
 
     A CPU is faster where its cache keeps what a layer passes on: passes of so many rows took 0.8 of
-    the time of 16 whole ones, of 131,072 numbers each, and 2 % more where they need not be cut.
+    the time of 16 whole ones, of 131,072 numbers each, and up to 1.12 where they need not be cut.
     """
     if jax.default_backend() != "cpu":
         return None
