@@ -31,25 +31,31 @@ LossFn: TypeAlias = Callable[[PyTree, PyTree], Array]
 class Ensemble(struct.PyTreeNode):
     """All trainers and all workers between two rounds; a pytree.
 
-    Trainers are known by their position in the stack, which changes at a merge.
+    Trainers are known by their position in the stack, which changes at a merge. Which worker works
+    for which trainer is static: it changes only when shapes change, too.
     """
 
     params_M: PyTree  # [M, ...] each trainer's parameters
     outer_state_M: PyTree  # [M, ...] each trainer's outer optimizer state
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
-    owner_R: Array  # int32 [R]: position in the stack of each worker's trainer
+    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] positions of their trainers
     round: Array  # int32 []: rounds completed
     params_R: PyTree = None  # [R, ...] each worker's own parameters; None: its trainer's
 
     @property
+    def owner_R(self) -> np.ndarray:
+        """Int32 [R]: position in the stack of each worker's trainer."""
+        return np.array(self.owners, np.int32)
+
+    @property
     def num_trainers(self) -> int:
         """Trainers in the stack (static)."""
-        return jax.tree.leaves(self.params_M)[0].shape[0]
+        return max(self.owners) + 1
 
     @property
     def num_workers(self) -> int:
         """Workers in the pool (static)."""
-        return self.owner_R.shape[0]
+        return len(self.owners)
 
 
 class Workers(struct.PyTreeNode):
@@ -116,67 +122,72 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
 
 
-def block_size(owner_R: Array | np.ndarray, num_trainers: int) -> int | None:
-    """Workers per trainer, where each trainer owns as many, in its own block of the pool.
-
-    Only a NumPy `owner_R` can tell, as it is known while tracing. Then what follows needs no gather
-    over trainers, and a partitioner sees that workers of different trainers have nothing in common.
-    """
-    if not isinstance(owner_R, np.ndarray) or len(owner_R) % num_trainers:
-        return None
-    size = len(owner_R) // num_trainers
-    return size if np.array_equal(owner_R, np.arange(len(owner_R)) // size) else None
-
-
-def of_owners(tree_M: PyTree, owner_R: Array | np.ndarray) -> PyTree:
+def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
     """Each worker's trainer's entries: leaves [M, ...] -> [R, ...]."""
-
-    def pick(leaf_M):
-        size = block_size(owner_R, leaf_M.shape[0])
-        return leaf_M[owner_R] if size is None else jnp.repeat(leaf_M, size, axis=0)
-
-    return jax.tree.map(pick, tree_M)
+    index, mask = _workers_by_trainer(owners)
+    if index is not None:
+        return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
+    return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, mask.shape[1], axis=0), tree_M)
 
 
 def owner_mean(
     tree_R: PyTree,
-    owner_R: Array | np.ndarray,
-    num_trainers: int,
+    owners: Sequence[int],
     weights_R: Array | None = None,
     usable_R: Array | None = None,
-):
+) -> PyTree:
     """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
 
-    Workers are chosen by selection, never by a zero weight, so that the non-finite worker of one
-    trainer does not poison another. Only a positive finite weight counts; a trainer without one
-    takes the plain mean of its usable workers, and zeros if it has none.
+    Workers are chosen by selection, never by a zero weight, so that a non-finite worker does not
+    poison the others. Only a positive finite weight counts; a trainer without one takes the plain
+    mean of its usable workers, and zeros if it has none.
     """
-    weights_R = jnp.ones(owner_R.shape, jnp.float32) if weights_R is None else weights_R
-    usable_R = jnp.ones(owner_R.shape, bool) if usable_R is None else usable_R
+    weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
+    usable_R = jnp.ones(len(owners), bool) if usable_R is None else usable_R
 
-    def mean(mine_R, tree_R, weights_R):
-        weighted_R = mine_R & (weights_R > 0) & jnp.isfinite(weights_R)
-        any_weight = jnp.any(weighted_R)
-        mine_R = jnp.where(any_weight, weighted_R, mine_R)
-        share_R = jnp.where(mine_R, jnp.where(any_weight, weights_R, 1.0), 0.0)
-        share_R = share_R / jnp.sum(share_R)
+    def mean(usable_W, tree_W, weights_W):
+        weighted_W = usable_W & (weights_W > 0) & jnp.isfinite(weights_W)
+        any_weight = jnp.any(weighted_W)
+        mine_W = jnp.where(any_weight, weighted_W, usable_W)
+        share_W = jnp.where(mine_W, jnp.where(any_weight, weights_W, 1.0), 0.0)
+        share_W = share_W / jnp.sum(share_W)
 
-        def leaf_mean(leaf_R):
-            shape = (-1,) + (1,) * (leaf_R.ndim - 1)
-            leaf_R = leaf_R.astype(jnp.float32) * share_R.reshape(shape)
-            return jnp.sum(jnp.where(mine_R.reshape(shape), leaf_R, 0.0), axis=0)
+        def leaf_mean(leaf_W):
+            shape = (-1,) + (1,) * (leaf_W.ndim - 1)
+            leaf_W = leaf_W.astype(jnp.float32) * share_W.reshape(shape)
+            return jnp.sum(jnp.where(mine_W.reshape(shape), leaf_W, 0.0), axis=0)
 
-        return jax.tree.map(leaf_mean, tree_R)
+        return jax.tree.map(leaf_mean, tree_W)
 
-    size = block_size(owner_R, num_trainers)
-    if size is None:
-        mine_MR = (owner_R[None] == jnp.arange(num_trainers)[:, None]) & usable_R[None]
-        return jax.vmap(mean, in_axes=(0, None, None))(mine_MR, tree_R, weights_R)
-    blocks = jax.tree.map(
-        lambda leaf: leaf.reshape(num_trainers, size, *leaf.shape[1:]),
-        (usable_R, tree_R, weights_R),
-    )
-    return jax.vmap(mean)(*blocks)
+    (usable_MW, tree_MW, weights_MW), mask_MW = by_trainer((usable_R, tree_R, weights_R), owners)
+    return jax.vmap(mean)(usable_MW & mask_MW, tree_MW, weights_MW)
+
+
+def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarray]:
+    """Leaves [R, ...] -> [M, W, ...], W the most workers of a trainer, and bool [M, W]: is one.
+
+    Where every trainer owns a block of as many workers this is a reshape, in which a partitioner
+    sees that workers of different trainers have nothing in common.
+    """
+    index, mask = _workers_by_trainer(owners)
+    if index is None:
+        return jax.tree.map(lambda leaf: leaf.reshape(*mask.shape, *leaf.shape[1:]), tree_R), mask
+    return jax.tree.map(lambda leaf: leaf[index], tree_R), mask
+
+
+def _workers_by_trainer(owners: Sequence[int]) -> tuple[np.ndarray | None, np.ndarray]:
+    """Positions of each trainer's workers, int [M, W] or None for equal blocks in order; the mask.
+
+    Positions that pad a trainer with fewer than W workers are 0.
+    """
+    owner_R, num_trainers = np.array(owners), max(owners) + 1
+    counts_M = np.bincount(owner_R, minlength=num_trainers)
+    mask = np.arange(counts_M.max()) < counts_M[:, None]
+    if mask.all() and (np.diff(owner_R) >= 0).all():
+        return None, mask
+    index = np.zeros(mask.shape, np.int64)
+    index[mask] = np.argsort(owner_R, kind="stable")
+    return index, mask
 
 
 def where_leading(condition_X: Array, tree_X: PyTree, other_X: PyTree) -> PyTree:
@@ -198,14 +209,14 @@ def squared_norms(tree_X: PyTree) -> Array:
 
 
 def move_workers(
-    ensemble: Ensemble, source: np.ndarray, stays_R: Array, joined_R: Array | np.ndarray
+    ensemble: Ensemble, source: np.ndarray, stays_R: Array | np.ndarray, joined_R: Array | np.ndarray
 ) -> PyTree:
     """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
 
     The mean is over the workers that were already there; whole numbers, such as Adam's count of
     updates, are rounded. `source` and `joined_R` are positions in `ensemble`.
     """
-    mean_M = owner_mean(ensemble.inner_state_R, ensemble.owner_R, ensemble.num_trainers)
+    mean_M = owner_mean(ensemble.inner_state_R, ensemble.owners)
 
     def move(leaf_R, mean_leaf_M):
         joined = mean_leaf_M[joined_R]
@@ -218,17 +229,17 @@ def move_workers(
 
 
 def place_workers(
-    ensemble: Ensemble, source: np.ndarray, stays_R: Array, owner_R: Array | np.ndarray
+    ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
     """Parameters of a new pool: a worker's own where it stays, else its trainer's.
 
-    `source` are positions in `ensemble`, and `owner_R` the new trainers' in its stack. None where
+    `source` are positions in `ensemble`, and `owners` the new trainers' in its stack. None where
     workers have no parameters of their own.
     """
     if ensemble.params_R is None:
         return None
     own_R = jax.tree.map(lambda leaf_R: leaf_R[source], ensemble.params_R)
-    return where_leading(stays_R, own_R, of_owners(ensemble.params_M, owner_R))
+    return where_leading(jnp.asarray(stays_R), own_R, of_owners(ensemble.params_M, owners))
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:

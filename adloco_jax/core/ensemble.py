@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.base import Ensemble, move_workers, place_workers, positions
@@ -19,7 +18,7 @@ def init(
     num_workers: int,
     inner_tx: optax.GradientTransformation,
     outer_tx: optax.GradientTransformation,
-    owner_R: Sequence[int] | Array | None = None,
+    owner_R: Sequence[int] | np.ndarray | None = None,
     own_params: bool = False,
 ) -> Ensemble:
     """Stacks `num_trainers` trainers that all start from `params`, and a pool of workers.
@@ -54,12 +53,11 @@ def init(
             " worker per trainer"
         )
     if owner_R is None:
-        owner_R = jnp.arange(num_workers) * num_trainers // num_workers
-    elif not isinstance(owner_R, jax.core.Tracer):
-        _check_owners(np.asarray(owner_R), num_trainers)
-    owner_R = jnp.asarray(owner_R, jnp.int32)
-    if owner_R.shape != (num_workers,):
-        raise ValueError(f"owner_R has shape {owner_R.shape}, expected [num_workers={num_workers}]")
+        owner_R = np.arange(num_workers) * num_trainers // num_workers
+    owners = np.asarray(owner_R)
+    if owners.shape != (num_workers,):
+        raise ValueError(f"owner_R has shape {owners.shape}, expected [num_workers={num_workers}]")
+    _check_owners(owners, num_trainers)
 
     def stack(tree, size):
         def copies(leaf):
@@ -73,57 +71,44 @@ def init(
         params_M=stack(params, num_trainers),
         outer_state_M=stack(outer_tx.init(params), num_trainers),
         inner_state_R=stack(inner_tx.init(params), num_workers),
-        owner_R=owner_R,
+        owners=tuple(owners.tolist()),
         round=jnp.zeros((), jnp.int32),
         params_R=stack(params, num_workers) if own_params else None,
     )
 
 
-def take(
-    ensemble: Ensemble, trainers: Sequence[int], *, workers: Sequence[int] | None = None
-) -> Ensemble:
+def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """The sub-ensemble of some trainers and their workers, which can run a round of its own.
 
     Args:
       ensemble: The whole stack.
       trainers: Positions in the stack, distinct; their order becomes the order of the result.
-      workers: Positions of their workers. Needed under `jit`, where the owners are not known while
-        tracing, and to spare a wait for the device; by default read from `owner_R`.
 
     Returns:
-      An ensemble of `len(trainers)` trainers whose `owner_R` is renumbered.
+      An ensemble of `len(trainers)` trainers, each with its workers next to one another.
 
     Raises:
-      ValueError: If a position is out of range or repeated, or `workers` is missing under `jit`.
+      ValueError: If a position is out of range or repeated.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
-    theirs = _workers_of(ensemble, chosen, workers)
-    place_M = np.full(ensemble.num_trainers, -1, np.int32)
-    place_M[chosen] = np.arange(len(chosen))
+    theirs = _workers_of(ensemble, chosen)
     return Ensemble(
         params_M=_pick(ensemble.params_M, chosen),
         outer_state_M=_pick(ensemble.outer_state_M, chosen),
         inner_state_R=_pick(ensemble.inner_state_R, theirs),
-        owner_R=jnp.asarray(place_M)[ensemble.owner_R[theirs]],
+        owners=tuple(chosen.tolist().index(ensemble.owners[w]) for w in theirs),
         round=ensemble.round,
         params_R=_pick(ensemble.params_R, theirs),
     )
 
 
-def put(
-    ensemble: Ensemble,
-    trainers: Sequence[int],
-    sub: Ensemble,
-    *,
-    workers: Sequence[int] | None = None,
-) -> Ensemble:
+def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """Writes back what `take` took, after a round: the inverse of `take`.
 
     Args:
       ensemble: The whole stack.
       trainers: The positions given to `take`, in the same order.
       sub: The sub-ensemble, with the trainers and workers that `take` gave it.
-      workers: As given to `take`.
 
     Returns:
       The whole stack with those trainers and workers replaced; the owners stay, and the round is
@@ -133,7 +118,7 @@ def put(
       ValueError: If `sub` has another number of trainers or workers than was taken.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
-    theirs = _workers_of(ensemble, chosen, workers)
+    theirs = _workers_of(ensemble, chosen)
     if (sub.num_trainers, sub.num_workers) != (len(chosen), len(theirs)):
         raise ValueError(
             f"sub has {sub.num_trainers} trainers and {sub.num_workers} workers, expected"
@@ -185,8 +170,8 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     stays_R = (ensemble.owner_R[source] == new_owner) & (staying < pool)
     return ensemble.replace(
         inner_state_R=move_workers(ensemble, source, stays_R, new_owner),
-        owner_R=jnp.asarray(new_owner, jnp.int32),
-        params_R=place_workers(ensemble, source, stays_R, new_owner),
+        owners=tuple(new_owner.tolist()),
+        params_R=place_workers(ensemble, source, stays_R, new_owner.tolist()),
     )
 
 
@@ -200,14 +185,9 @@ def _check_owners(owners: np.ndarray, num_trainers: int) -> None:
         )
 
 
-def _workers_of(
-    ensemble: Ensemble, trainers: np.ndarray, workers: Sequence[int] | None
-) -> np.ndarray:
-    if workers is not None:
-        return positions("workers", workers, ensemble.num_workers)
-    if isinstance(ensemble.owner_R, jax.core.Tracer):
-        raise ValueError("workers: owners are not known while tracing; pass the workers' positions")
-    return np.flatnonzero(np.isin(np.asarray(ensemble.owner_R), trainers))
+def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
+    """Positions of some trainers' workers, trainer by trainer."""
+    return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
 
 
 def _pick(tree: PyTree, index: np.ndarray) -> PyTree:

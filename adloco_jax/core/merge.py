@@ -129,28 +129,38 @@ def merge(
     params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
     # Whose inner state goes on: the representative's, unless it is broken itself.
     heir = jnp.asarray(chosen)[origin]
-    joins_R = jnp.isin(ensemble.owner_R, jnp.asarray(chosen)) & (ensemble.owner_R != heir)
-    place_M = jnp.asarray(
-        [
-            survivors.index(representative if m in absorbed else m)
-            for m in range(ensemble.num_trainers)
-        ]
-    )
-    owner_R = place_M[ensemble.owner_R].astype(jnp.int32)
+    is_member_R = np.isin(ensemble.owner_R, chosen)
+    owners = owners_after_merge(ensemble.owners, chosen.tolist())
     pool = np.arange(ensemble.num_workers)
-    stays_R = ~jnp.isin(ensemble.owner_R, jnp.asarray(chosen))
     return ensemble.replace(
         params_M=params_M,
         outer_state_M=outer_state_M,
-        params_R=place_workers(ensemble.replace(params_M=params_M), pool, stays_R, owner_R),
+        params_R=place_workers(
+            ensemble.replace(params_M=params_M, owners=owners), pool, ~is_member_R, owners
+        ),
         inner_state_R=move_workers(
             ensemble,
             pool,
-            ~joins_R,
+            ~is_member_R | (ensemble.owner_R == heir),
             jnp.full(ensemble.num_workers, heir),
         ),
-        owner_R=owner_R,
+        owners=owners,
     )
+
+
+def owners_after_merge(owners: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
+    """Whose each worker is once trainers have become the first of them.
+
+    Args:
+      owners: Position of each worker's trainer.
+      members: Positions, the representative first.
+
+    Returns:
+      Positions in the stack of the survivors, whose order is kept.
+    """
+    representative, absorbed = members[0], members[1:]
+    survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
+    return tuple(survivors.index(representative if m in absorbed else m) for m in owners)
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:

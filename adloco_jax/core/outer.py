@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
@@ -20,7 +21,7 @@ from adloco_jax.core.base import (
     LossFn,
     RoundMetrics,
     Workers,
-    block_size,
+    by_trainer,
     of_owners,
     owner_mean,
     squared_norms,
@@ -115,7 +116,7 @@ def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
     """
     params_R = ensemble.params_R
     if params_R is None:
-        params_R = of_owners(ensemble.params_M, ensemble.owner_R)
+        params_R = of_owners(ensemble.params_M, ensemble.owners)
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
     if accumulate:
         zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
@@ -359,25 +360,22 @@ def outer_update(
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
     every worker; here it runs once for each share, and its updates are what goes back.
     """
-    num_trainers = ensemble.num_trainers
-    if ensemble.num_workers == num_trainers:
+    owners = ensemble.owners
+    if ensemble.num_workers == ensemble.num_trainers:
         precision = "float32"  # each has one worker: nothing is sent
-    alone_M = alone_R = None
-    if precision != "float32" and block_size(ensemble.owner_R, num_trainers) is None:
-        alone_M = jnp.zeros(num_trainers, jnp.int32).at[ensemble.owner_R].add(1) == 1
-        alone_R = alone_M[ensemble.owner_R]
+    alone_M = np.bincount(owners) == 1
     difference_R = jax.tree.map(
         lambda start_R, end_R: start_R.astype(jnp.float32) - end_R,
-        of_owners(ensemble.params_M, ensemble.owner_R),
+        of_owners(ensemble.params_M, owners),
         workers.params_R,
     )
     usable_R = jnp.isfinite(squared_norms(difference_R))
-    difference_R = _send(difference_R, alone_R, precision, exchange)
+    difference_R = _send(difference_R, alone_M[ensemble.owner_R], precision, exchange)
     usable_R = exchange(usable_R)
-    pseudo_grad_M = owner_mean(difference_R, ensemble.owner_R, num_trainers, weights_R, usable_R)
+    pseudo_grad_M = owner_mean(difference_R, owners, weights_R, usable_R)
     norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
-    is_usable_M = jnp.zeros(num_trainers, bool).at[ensemble.owner_R].max(usable_R)
-    is_usable_M &= jnp.isfinite(norm_M)
+    usable_MW, mask_MW = by_trainer(usable_R, owners)
+    is_usable_M = jnp.any(usable_MW & mask_MW, axis=1) & jnp.isfinite(norm_M)
     updates_M, outer_state_M = jax.vmap(outer_tx.update)(
         pseudo_grad_M, ensemble.outer_state_M, ensemble.params_M
     )
@@ -386,7 +384,7 @@ def outer_update(
         updates_M = _send(updates_M, alone_M, precision, publish)
     params_M = jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M)
     params_M = where_leading(is_usable_M, params_M, ensemble.params_M)
-    params_R = None if ensemble.params_R is None else of_owners(params_M, ensemble.owner_R)
+    params_R = None if ensemble.params_R is None else of_owners(params_M, owners)
     ensemble = ensemble.replace(
         params_M=params_M,
         params_R=params_R,
@@ -500,7 +498,7 @@ def receive_fragment(
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
     new_M = take_fragment(ensemble.params_M, fragment, num_fragments=num_fragments)
-    new_R = of_owners(new_M, ensemble.owner_R)
+    new_R = of_owners(new_M, ensemble.owners)
     if mixing:
         own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
         mixed_R = jax.tree.map(
@@ -517,20 +515,13 @@ def receive_fragment(
 
 
 def _send(
-    tree_X: PyTree, alone_X: Array | None, precision: Precision, move: Callable[[PyTree], PyTree]
+    tree_X: PyTree, alone_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """What arrives of `tree_X`, packed for its way; of the entries that stay at home, all.
-
-    Which those are may be data; then, while there are some, all entries move in full.
-    """
-    sent_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
-    if alone_X is None:
-        return sent_X
-    return lax.cond(
-        jnp.any(alone_X),
-        lambda: where_leading(alone_X, move(tree_X), sent_X),
-        lambda: sent_X,
-    )
+    """What arrives of `tree_X`: quantised, but for the entries of single-worker trainers."""
+    arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
+    if precision == "float32" or not alone_X.any():
+        return arrived_X
+    return jax.tree.map(lambda leaf, own: leaf.at[alone_X].set(own[alone_X]), arrived_X, tree_X)
 
 
 def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:
