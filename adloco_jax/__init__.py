@@ -16,16 +16,14 @@ from adloco_jax.core.batching import (
     switch_mode,
 )
 from adloco_jax.core.ensemble import init, put, reassign, take
-from adloco_jax.core.fragments import put_fragment, take_fragment
 from adloco_jax.core.gradstats import gradient_stats, pool
 from adloco_jax.core.merge import allocate_workers, choose_merge, merge
-from adloco_jax.core.outer import (
-    inner_steps,
-    outer_step,
-    outer_update,
+from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+from adloco_jax.core.streaming import (
     outer_update_fragment,
+    put_fragment,
     receive_fragment,
-    start_round,
+    take_fragment,
 )
 
 __version__ = "0.1.0"

@@ -122,12 +122,19 @@ def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
 
 
+def block_size(owners: Sequence[int]) -> int | None:
+    """Workers per trainer where each owns as many, next to one another and in order; else None."""
+    size = list(owners).count(0)
+    equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
+    return size if tuple(owners) == equal else None
+
+
 def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
     """Each worker's trainer's entries: leaves [M, ...] -> [R, ...]."""
-    index, mask = _workers_by_trainer(owners)
-    if index is not None:
+    size = block_size(owners)
+    if size is None:
         return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
-    return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, mask.shape[1], axis=0), tree_M)
+    return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, size, axis=0), tree_M)
 
 
 def owner_mean(
@@ -166,28 +173,16 @@ def owner_mean(
 def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarray]:
     """Leaves [R, ...] -> [M, W, ...], W the most workers of a trainer, and bool [M, W]: is one.
 
-    Where every trainer owns a block of as many workers this is a reshape, in which a partitioner
-    sees that workers of different trainers have nothing in common.
+    Equal blocks are a reshape, in which a partitioner sees that workers of different trainers have
+    nothing in common. Else a trainer with fewer than W is padded with worker 0.
     """
-    index, mask = _workers_by_trainer(owners)
-    if index is None:
-        return jax.tree.map(lambda leaf: leaf.reshape(*mask.shape, *leaf.shape[1:]), tree_R), mask
-    return jax.tree.map(lambda leaf: leaf[index], tree_R), mask
-
-
-def _workers_by_trainer(owners: Sequence[int]) -> tuple[np.ndarray | None, np.ndarray]:
-    """Positions of each trainer's workers, int [M, W] or None for equal blocks in order; the mask.
-
-    Positions that pad a trainer with fewer than W workers are 0.
-    """
-    owner_R, num_trainers = np.array(owners), max(owners) + 1
-    counts_M = np.bincount(owner_R, minlength=num_trainers)
+    counts_M = np.bincount(owners)
     mask = np.arange(counts_M.max()) < counts_M[:, None]
-    if mask.all() and (np.diff(owner_R) >= 0).all():
-        return None, mask
+    if block_size(owners) is not None:
+        return jax.tree.map(lambda leaf: leaf.reshape(*mask.shape, *leaf.shape[1:]), tree_R), mask
     index = np.zeros(mask.shape, np.int64)
-    index[mask] = np.argsort(owner_R, kind="stable")
-    return index, mask
+    index[mask] = np.argsort(owners, kind="stable")
+    return jax.tree.map(lambda leaf: leaf[index], tree_R), mask
 
 
 def where_leading(condition_X: Array, tree_X: PyTree, other_X: PyTree) -> PyTree:
@@ -209,7 +204,10 @@ def squared_norms(tree_X: PyTree) -> Array:
 
 
 def move_workers(
-    ensemble: Ensemble, source: np.ndarray, stays_R: Array | np.ndarray, joined_R: Array | np.ndarray
+    ensemble: Ensemble,
+    source: np.ndarray,
+    stays_R: Array | np.ndarray,
+    joined_R: Array | np.ndarray,
 ) -> PyTree:
     """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
 

@@ -163,6 +163,47 @@ def owners_after_merge(owners: Sequence[int], members: Sequence[int]) -> tuple[i
     return tuple(survivors.index(representative if m in absorbed else m) for m in owners)
 
 
+def divide_workers(
+    owners: Sequence[int],
+    members: Sequence[int],
+    requested_batch_sizes: Sequence[int],
+    *,
+    allocation: Literal["demand", "retire"],
+) -> list[int]:
+    """Whose each worker is once trainers have become one and the pool is divided again.
+
+    Args:
+      owners: Position of each worker's trainer before the merge.
+      members: Positions of those that become one, the representative first.
+      requested_batch_sizes: Of the survivors, in the order of their stack.
+      allocation: `demand` gives each what `allocate_workers` says: its own workers first, the
+        representative then those it absorbed, then what is free, by position. `retire` sends the
+        absorbed trainers' workers away.
+
+    Returns:
+      By worker of the old pool the position of its trainer among the survivors, -1 for a retired
+      one: the argument of `reassign` on the merged ensemble.
+    """
+    absorbed = members[1:]
+    survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
+    own = [[w for w, owner in enumerate(owners) if owner == old] for old in survivors]
+    sizes = [len(workers) for workers in own]
+    if allocation == "demand":
+        sizes = list(allocate_workers(requested_batch_sizes, len(owners)))
+        joined = [w for w, owner in enumerate(owners) if owner in absorbed]
+        own[survivors.index(members[0])] += joined
+    divided = [-1] * len(owners)
+    for new, workers in enumerate(own):
+        for worker in workers[: sizes[new]]:
+            divided[worker] = new
+    if allocation == "demand":
+        free = [w for w, owner in enumerate(divided) if owner < 0]
+        for new, size in enumerate(sizes):
+            for _ in range(size - divided.count(new)):
+                divided[free.pop(0)] = new
+    return divided
+
+
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """Divides the pool in proportion to what each trainer asks for.
 

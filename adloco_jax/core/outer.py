@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from adloco_jax.core.base import (
     Ensemble,
@@ -29,7 +29,6 @@ from adloco_jax.core.base import (
     with_dtypes,
 )
 from adloco_jax.core.compress import Precision, pack, unpack
-from adloco_jax.core.fragments import of_params, put_fragment, take_fragment
 
 
 def outer_step(
@@ -101,13 +100,20 @@ def outer_step(
     )
 
 
-def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
+def start_round(
+    ensemble: Ensemble,
+    *,
+    accumulate: bool = False,
+    reset_tx: optax.GradientTransformation | None = None,
+) -> Workers:
     """Every worker at its trainer's parameters, or its own, with the inner state it kept.
 
     Args:
       ensemble: Trainers and workers between two rounds.
       accumulate: Whether `inner_steps` will be given `update_T`: one parameter-sized float32 buffer
         per worker more.
+      reset_tx: The inner transformation, to start from a fresh state of it (the reference's
+        choice); None keeps the state over rounds (DiLoCo's).
 
     Returns:
       The workers at the start of a round.
@@ -118,6 +124,8 @@ def start_round(ensemble: Ensemble, *, accumulate: bool = False) -> Workers:
     if params_R is None:
         params_R = of_owners(ensemble.params_M, ensemble.owners)
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
+    if reset_tx is not None:
+        workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(params_R))
     if accumulate:
         zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
         workers = workers.replace(
@@ -393,125 +401,6 @@ def outer_update(
         round=ensemble.round + 1,
     )
     return ensemble, jnp.where(is_usable_M, norm_M, jnp.nan)
-
-
-def outer_update_fragment(
-    ensemble: Ensemble,
-    sent_R: PyTree,
-    fragment: int | Int[Array, ""],
-    *,
-    num_fragments: int,
-    outer_tx: optax.GradientTransformation,
-    weights_R: Float[Array, " R"] | None = None,
-    precision: Precision = "float32",
-    keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
-    publish: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-) -> tuple[Ensemble, Float[Array, " M"]]:
-    """The trainers' half of a fragment's synchronisation: `outer_update` on these entries alone.
-
-    Of parameters and outer state all other entries stay bit for bit, and so does all of the workers
-    (see `receive_fragment`). What workers do between the sending and the arrival is no input, so
-    that a compiler may let the two run at once.
-
-    Args:
-      ensemble: As it was when the fragment was last synchronised, in these entries.
-      sent_R: Of each worker's parameters what `take_fragment` takes, when it was sent.
-      fragment: Which one; the last ends the round.
-      num_fragments: F >= 1, synchronised in turn.
-      outer_tx: As in `outer_update`. State that belongs to no single parameter, such as a count, is
-        updated with every fragment.
-      weights_R: As in `outer_step`.
-      precision: As in `outer_update`.
-      keep: Applied to the fragment of the trainers' parameters as it is taken. Where they are
-        copied to several devices, a sharding constraint that keeps it so, lest it be dealt out and
-        gathered again.
-      exchange: As in `outer_update`.
-      publish: As in `outer_update`; in float32 it is applied to the fragment's new parameters.
-
-    Returns:
-      The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
-      trainer's pseudo-gradient in these entries, NaN for one left out.
-
-    Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
-    """
-    of_param = of_params(outer_tx, ensemble.outer_state_M)
-
-    def take(tree_X):
-        return take_fragment(tree_X, fragment, num_fragments=num_fragments)
-
-    def put(tree_X, part_X):
-        return put_fragment(tree_X, part_X, fragment, num_fragments=num_fragments)
-
-    part = ensemble.replace(
-        params_M=keep(take(ensemble.params_M)),
-        outer_state_M=jax.tree.map(
-            lambda has, leaf: take(leaf) if has else leaf, of_param, ensemble.outer_state_M
-        ),
-        params_R=None,
-    )
-    part, norm_M = outer_update(
-        part,
-        Workers(params_R=sent_R, inner_state_R=ensemble.inner_state_R),
-        outer_tx=outer_tx,
-        weights_R=weights_R,
-        precision=precision,
-        exchange=exchange,
-        publish=publish,
-    )
-    if precision == "float32" or ensemble.num_workers == ensemble.num_trainers:
-        part = part.replace(params_M=publish(part.params_M))
-    ensemble = ensemble.replace(
-        params_M=put(ensemble.params_M, part.params_M),
-        outer_state_M=jax.tree.map(
-            lambda has, leaf, new: put(leaf, new) if has else new,
-            of_param,
-            ensemble.outer_state_M,
-            part.outer_state_M,
-        ),
-        round=jnp.where(fragment == num_fragments - 1, part.round, ensemble.round),
-    )
-    return ensemble, norm_M
-
-
-def receive_fragment(
-    workers: Workers,
-    ensemble: Ensemble,
-    fragment: int | Int[Array, ""],
-    *,
-    num_fragments: int,
-    mixing: float = 0.0,
-) -> Workers:
-    """The workers' half of a fragment's synchronisation: they take their trainer's new entries.
-
-    Args:
-      workers: When the fragment arrives.
-      ensemble: From `outer_update_fragment`.
-      fragment: As it was sent.
-      num_fragments: As it was sent.
-      mixing: Share of a worker's own entries that stays, from 0 to below 1; of a worker whose
-        entries are not finite none does.
-
-    Returns:
-      The workers, whose other entries and inner states are as they were.
-
-    Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
-    """
-    new_M = take_fragment(ensemble.params_M, fragment, num_fragments=num_fragments)
-    new_R = of_owners(new_M, ensemble.owners)
-    if mixing:
-        own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
-        mixed_R = jax.tree.map(
-            lambda own, new: (
-                mixing * own.astype(jnp.float32) + (1 - mixing) * new.astype(jnp.float32)
-            ).astype(own.dtype),
-            own_R,
-            new_R,
-        )
-        new_R = where_leading(jnp.isfinite(squared_norms(own_R)), mixed_R, new_R)
-    return workers.replace(
-        params_R=put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)
-    )
 
 
 def _send(

@@ -29,7 +29,7 @@ from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.crashpoints import hit
 
-FORMAT = 1  # raised when an older reader could not understand a newer checkpoint
+FORMAT = 2  # raised when an older reader could not understand a newer checkpoint
 MAX_JSON_BYTES = 2**22  # a page for each of thousands of workers; read whole into memory
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
@@ -189,6 +189,12 @@ def list_rounds(folder: Path) -> list[int]:
     return sorted((int(n) for n in names if n.isdecimal() and n == str(int(n))), reverse=True)
 
 
+def last(folder: Path) -> str:
+    """The newest checkpoint in a folder, in words."""
+    saved = list_rounds(folder)[:1]
+    return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
+
+
 def verify(checkpoint: Path) -> dict:
     """Checks every file of a checkpoint against its manifest, which it returns.
 
@@ -325,7 +331,8 @@ def _fields(state: PyTree) -> PyTree:
     """A state's fields by name, but for those that it does without: older checkpoints lack them."""
     if not dataclasses.is_dataclass(state):
         return state
-    named = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    arrays = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
+    named = {name: getattr(state, name) for name in arrays}
     return {name: value for name, value in named.items() if value is not None}
 
 

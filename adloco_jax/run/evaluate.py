@@ -13,7 +13,7 @@ from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
-from adloco_jax.run.placement import bring
+from adloco_jax.run.sharding import bring
 from adloco_jax.run.programs import Key, Programs
 
 MAX_GUARD_SEQUENCES = 32
@@ -98,7 +98,7 @@ def _relabelled(rows_EL: np.ndarray, label: int) -> np.ndarray:
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
     """Each row's loss."""
-    program = programs[evaluate_key(batch_size)]
+    program = programs[loss_key(batch_size)]
     params_at, rows_at = program.input_shardings[0]
     params = bring(params, params_at)
     losses = []
@@ -111,9 +111,9 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
     return np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])
 
 
-def evaluate_key(batch_size: int) -> Key:
+def loss_key(batch_size: int) -> Key:
     """The one evaluation program: a model at a time, on any number of trainers."""
-    return Key("evaluate", micro_batch_size=batch_size)
+    return Key("loss", micro_batch_size=batch_size)
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
@@ -123,9 +123,7 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
     """The parameters that `merge` would give its representative, without touching the ensemble."""
-    return _merged_params(
-        ensemble.params_M, ensemble.owner_R, members, np.asarray(weights, np.float32)
-    )
+    return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
 def consensus(
@@ -160,8 +158,9 @@ def _row(tree_M: PyTree, position: int) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnames="members")
-def _merged_params(params_M, owner_R, members, weights_n):
-    bare = Ensemble(params_M, (), (), owner_R, jnp.int32(0))
-    survivors = [m for m in range(bare.num_trainers) if m not in members[1:]]
+def _merged_params(params_M, members, weights_n):
+    num_trainers = jax.tree.leaves(params_M)[0].shape[0]
+    bare = Ensemble(params_M, (), (), tuple(range(num_trainers)), jnp.int32(0))
+    survivors = [m for m in range(num_trainers) if m not in members[1:]]
     merged_M = merge(bare, members, weights=weights_n).params_M
     return _row(merged_M, survivors.index(members[0]))

@@ -1,12 +1,12 @@
 """The compiled programs of a run: which there are, where their arrays live, what they cost.
 
-Everything that runs on the devices each round is one of four programs, compiled ahead of its first
-call and kept by key: `round` and `accumulate` per (trainers, workers, micro-batch), `test` per
-(trainers, workers), and `evaluate`. Accumulation counts are data, not keys. Where fragments of the
-parameters are synchronised in turn, `round` and `accumulate` run up to one synchronisation, which
-fragment is data, and a fifth program, `synchronise`, now and then synchronises all of them.
+Each is `jax.jit` of public functions of the core, compiled ahead of its first call and kept by its
+key. A round calls `start`, then `steps`, several times where gradients are accumulated, then
+`outer`; with fragments (Streaming DiLoCo) it calls `fragment` where each of them is synchronised.
+How many steps are accumulated is data, and makes no program of its own.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,7 +15,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,47 +29,42 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble, LossFn, Workers
+from adloco_jax.core.base import Ensemble, LossFn, Workers, block_size
 from adloco_jax.core.compress import Precision, packed_bytes
 from adloco_jax.core.ensemble import init
-from adloco_jax.core.fragments import take_fragment
 from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
-from adloco_jax.core.outer import (
-    inner_steps,
-    outer_update,
-    outer_update_fragment,
-    receive_fragment,
-    start_round,
-)
+from adloco_jax.core.outer import inner_steps, outer_update, start_round
+from adloco_jax.core.streaming import flush_workers, fragment_steps, take_fragment
 from adloco_jax.errors import ResourceError
-from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE
-from adloco_jax.run.placement import Placement, place
+from adloco_jax.run.sharding import Placement, place
 
+AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
+CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
-
-Kind = Literal["round", "accumulate", "test", "evaluate", "synchronise"]
+Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
 class Key(NamedTuple):
     """What a program is compiled for."""
 
     kind: Kind
-    num_trainers: int = 1
-    num_workers: int = 1
+    owners: tuple[int, ...] = (0,)  # trainer position of each worker; all 0 where it is no matter
     micro_batch_size: int = 0
-    blocks: bool = False  # each trainer owns a block of as many workers
+    accumulates: bool = False
+    devices: tuple[int, int] | None = None  # the first and the number of those used; None: all
 
     def __str__(self):
-        return f"{self.kind} M={self.num_trainers} R={self.num_workers} B={self.micro_batch_size}"
-
-
-def first_key(kind: Kind, num_trainers: int, num_workers: int, micro_batch_size: int = 0) -> Key:
-    """A program of the first round, in which all trainers take part."""
-    if kind == "evaluate":
-        return Key(kind, micro_batch_size=micro_batch_size)
-    blocks = num_workers % num_trainers == 0
-    return Key(kind, num_trainers, num_workers, micro_batch_size, blocks)
+        num_trainers, num_workers = max(self.owners) + 1, len(self.owners)
+        shape = f"{self.kind} M={num_trainers} R={num_workers} B={self.micro_batch_size}"
+        if num_workers % num_trainers or block_size(self.owners) is None:
+            shape += f" workers={','.join(map(str, np.bincount(self.owners)))}"
+        if self.accumulates:
+            shape += " accumulating"
+        if self.devices is not None:
+            first, count = self.devices
+            shape += f" devices={first}-{first + count - 1}"
+        return shape
 
 
 @dataclass(frozen=True)
@@ -210,288 +205,125 @@ def use_compilation_cache() -> None:
 
 def placement(spec: Spec, key: Key) -> Placement:
     """Where the arrays of a key's program live."""
-    return place(
-        key.num_trainers,
-        key.num_workers,
-        max(key.micro_batch_size, 1),
-        blocks=key.blocks,
-        model_shards=spec.model_shards,
-    )
+    size = max(key.micro_batch_size, 1)
+    return place(key.owners, size, devices=key.devices, model_shards=spec.model_shards)
 
 
-def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, at: Placement) -> Ensemble:
+def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
     """Shapes, dtypes and shardings of an ensemble, without making it."""
     make = functools.partial(
         init,
-        num_trainers=num_trainers,
-        num_workers=num_workers,
+        num_trainers=max(owners) + 1,
+        num_workers=len(owners),
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
+        owner_R=owners,
         own_params=spec.own_params,
     )
     shapes = jax.eval_shape(make, spec.params)
     return _with_shardings(shapes, at.ensemble(shapes))
 
 
-def buffers_spec(spec: Spec, num_workers: int, at: Placement) -> tuple[PyTree, ...]:
-    """Shapes of what an accumulating round carries between dispatches.
-
-    Parameters, unless the ensemble holds them; the sum of gradients, their number, and whether
-    their losses were finite.
-    """
-
-    def stacked(dtype):
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((num_workers, *leaf.shape), dtype or leaf.dtype),
-            spec.params,
-        )
-        return _with_shardings(shapes, at.by_worker(shapes))
-
-    return (
-        *(() if spec.own_params else (stacked(None),)),
-        stacked(jnp.float32),
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole),
-        jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=at.workers),
-    )
+def workers_spec(spec: Spec, key: Key, at: Placement) -> Workers:
+    """Shapes, dtypes and shardings of a group's workers in the middle of a round."""
+    ensemble = ensemble_spec(spec, key.owners, at)
+    shapes = jax.eval_shape(functools.partial(start_round, accumulate=key.accumulates), ensemble)
+    return _with_shardings(shapes, at.by_worker(shapes))
 
 
 def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
     """Traces and lowers the program of a key; its `.compile()` is what costs time."""
-    builders = {
-        "round": _lower_round,
-        "accumulate": _lower_round,
-        "test": _lower_test,
-        "evaluate": _lower_evaluate,
-        "synchronise": _lower_synchronise,
-    }
-    if spec.model_shards == 1:
-        return builders[key.kind](spec, key)
-    # Tells the layers of `models` that weights are dealt out.
-    with jax.set_mesh(placement(spec, key).mesh), nn.logical_axis_rules((("weight", "model"),)):
-        return builders[key.kind](spec, key)
-
-
-def _lower_round(spec: Spec, key: Key) -> jax.stages.Lowered:
     at = placement(spec, key)
-    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
-    steps, workers, size = spec.num_micro_batches, key.num_workers, key.micro_batch_size
-    tokens = jax.ShapeDtypeStruct(
-        (steps, workers, size, spec.row_length), jnp.int32, sharding=at.tokens_TRBL(size)
-    )
-    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
-    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.whole)
-    switch = jax.ShapeDtypeStruct((), jnp.bool_, sharding=at.whole)
-    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
-    accumulates = key.kind == "accumulate"
+    with contextlib.ExitStack() as stack:
+        if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
+            stack.enter_context(jax.set_mesh(at.mesh))
+            stack.enter_context(nn.logical_axis_rules((("weight", "model"),)))
+        function, arguments, donated, out = _PROGRAMS[key.kind](spec, key, at)
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
+        return jitted.lower(*arguments)
 
-    def begin(ensemble, accumulate):
-        if spec.reset_inner_state:
-            template = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.params)
-            fresh = spec.inner_tx.init(template)
-            ensemble = ensemble.replace(
-                inner_state_R=jax.tree.map(
-                    lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), fresh
-                )
-            )
-        started = start_round(ensemble, accumulate=accumulate)
-        return jax.lax.with_sharding_constraint(started, at.by_worker(started))
 
-    def advance(workers, tokens_TRBL, rate_TR, update_T):
-        advance_here = _inner_steps(spec, at, key.num_workers)
-        workers, *measured_TR = advance_here(workers, tokens_TRBL, rate_TR, update_T)
-        # Held on both sides, or what follows would decide where the loop keeps its parameters.
+Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
+"""A function, its arguments' shapes, which of them are donated, and its results' shardings."""
+
+
+def _start(spec: Spec, key: Key, at: Placement) -> Program:
+    bare = ensemble_spec(spec, key.owners, at)
+    bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
+    if spec.own_params:
+        bare = bare.replace(params_M=None)
+    reset_tx = spec.inner_tx if spec.reset_inner_state else None
+    start = functools.partial(start_round, accumulate=key.accumulates, reset_tx=reset_tx)
+    donated = (0,) if spec.own_params else ()
+    return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
+
+
+def _steps(spec: Spec, key: Key, at: Placement) -> Program:
+    workers = workers_spec(spec, key, at)
+    out = (_shardings(workers), at.whole, at.whole)
+    return _inner_steps(spec, at), (workers, *_batch_spec(spec, key, at)), (0,), out
+
+
+def _outer(spec: Spec, key: Key, at: Placement) -> Program:
+    ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
+    workers = Workers(workers_spec(spec, key, at).params_R, None)
+    update = functools.partial(outer_update, outer_tx=spec.outer_tx, **_exchange(spec, at))
+    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.whole)
+
+
+def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
+    ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None, params_R=None)
+    workers = workers_spec(spec, key, at)
+    advance = _inner_steps(spec, at)
+
+    def steps(workers, *inputs):
+        workers, *measured_TR = advance(workers, *inputs)
+        # Pinned, or what follows would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    end = functools.partial(_outer_update, spec, at, outer_tx=spec.outer_tx)
-
-    def plain_round(ensemble, tokens_TRBL, rate_TR):
-        ensemble = _known_owners(ensemble, at)
-        workers, *measured_TR = advance(begin(ensemble, False), tokens_TRBL, rate_TR, None)
-        ensemble, norm_M = end(ensemble, workers)
-        return ensemble, tuple(measured_TR), norm_M
-
-    def accumulating_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, is_last):
-        ensemble = _known_owners(ensemble, at)
-        params_R, *accumulated = buffers
-        carried = Workers(params_R, ensemble.inner_state_R, *accumulated)
-        workers = jax.lax.cond(is_first, lambda: begin(ensemble, True), lambda: carried)
-        workers, *measured_TR = advance(workers, tokens_TRBL, rate_TR, update_T)
-        ensemble, norm_M = jax.lax.cond(
-            is_last,
-            lambda: end(ensemble, workers),
-            lambda: (
-                ensemble.replace(inner_state_R=workers.inner_state_R),
-                jnp.zeros(key.num_trainers, jnp.float32),
-            ),
-        )
-        buffers = (workers.params_R, workers.grad_sum_R, workers.num_grads, workers.finite_R)
-        return ensemble, buffers, tuple(measured_TR), norm_M
-
-    def fragment_part(ensemble, buffers, tokens_TRBL, rate_TR, update_T, is_first, fragment):
-        """Up to a fragment's synchronisation, or, where `fragment` is -1, short of it."""
-        ensemble = _known_owners(ensemble, at)
-
-        def when_due(act, otherwise):
-            return jax.lax.cond(fragment >= 0, act, otherwise) if accumulates else act()
-
-        def send(sent_R):
-            return outer_update_fragment(
-                ensemble,
-                sent_R,
-                fragment,
-                num_fragments=spec.num_fragments,
-                outer_tx=spec.outer_tx,
-                precision=spec.precision,
-                keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
-                exchange=at.exchange,
-                publish=at.publish,
-            )
-
-        def receive(ensemble, workers):
-            return receive_fragment(
-                workers,
-                ensemble,
-                fragment,
-                num_fragments=spec.num_fragments,
-                mixing=spec.mixing,
-            )
-
-        def measured(part):
-            flag_T = update_T[part] if accumulates else None
-            return tokens_TRBL[part], rate_TR[part], flag_T
-
-        workers = Workers(ensemble.params_R, ensemble.inner_state_R, *buffers)
-        if accumulates or spec.reset_inner_state:
-            carried = workers
-            workers = jax.lax.cond(is_first, lambda: begin(ensemble, accumulates), lambda: carried)
-        before, after = slice(None, steps - spec.delay), slice(steps - spec.delay, None)
-        workers, *measured_TR = advance(workers, *measured(before))
-        sent_R = take_fragment(workers.params_R, fragment, num_fragments=spec.num_fragments)
-        arrived, norm_M = when_due(
-            lambda: send(sent_R), lambda: (ensemble, jnp.zeros(key.num_trainers, jnp.float32))
-        )
-        if spec.delay:  # what is on its way neither waits for these steps nor do they for it
-            workers, *rest_TR = advance(workers, *measured(after))
-            pairs = zip(measured_TR, rest_TR, strict=True)
-            measured_TR = [jnp.concatenate(pair) for pair in pairs]
-        going_on = workers
-        workers = when_due(lambda: receive(arrived, going_on), lambda: going_on)
-        ensemble = arrived.replace(params_R=workers.params_R, inner_state_R=workers.inner_state_R)
-        if accumulates:
-            buffers = (workers.grad_sum_R, workers.num_grads, workers.finite_R)
-        return ensemble, buffers, tuple(measured_TR), norm_M
-
-    state = at.ensemble(ensemble)
-    if spec.own_params:
-        buffers = buffers_spec(spec, workers, at) if accumulates else ()
-        out = (state, jax.tree.map(lambda leaf: leaf.sharding, buffers), at.whole, at.whole)
-        jitted = jax.jit(fragment_part, donate_argnums=(0, 1), out_shardings=out)
-        return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, index)
-    if key.kind == "round":
-        out = (state, at.whole, at.whole)
-        jitted = jax.jit(plain_round, donate_argnums=0, out_shardings=out)
-        return jitted.lower(ensemble, tokens, rates)
-    buffers = buffers_spec(spec, workers, at)
-    out = (state, jax.tree.map(lambda leaf: leaf.sharding, buffers), at.whole, at.whole)
-    jitted = jax.jit(accumulating_part, donate_argnums=(0, 1), out_shardings=out)
-    return jitted.lower(ensemble, buffers, tokens, rates, flags, switch, switch)
-
-
-def _inner_steps(spec: Spec, at: Placement, num_workers: int) -> Callable:
-    """`inner_steps` of (workers, tokens, rates, flags), every device's workers in their turns."""
-    num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    at_once, in_a_pass = spec.worker_parallelism, spec.examples_per_pass
-    if num_places > 1 and (at_once or num_workers) >= num_workers // num_places:
-        at_once = None  # one batch of all workers, which the partitioner divides
-    if at.mesh.shape["data"] * at.mesh.shape["model"] > 1:
-        in_a_pass = None  # gradients would be exchanged in every pass
-
-    def advance(workers, tokens_TRBL, rate_TR, update_T):
-        return inner_steps(
+    def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, fragment):
+        return fragment_steps(
+            ensemble,
             workers,
             tokens_TRBL,
-            spec.loss_fn,
-            inner_tx=spec.inner_tx,
+            fragment,
+            steps=steps,
+            num_fragments=spec.num_fragments,
+            outer_tx=spec.outer_tx,
+            delay=spec.delay,
+            mixing=spec.mixing,
             learning_rate_TR=rate_TR,
             update_T=update_T,
-            worker_parallelism=at_once,
-            examples_per_pass=in_a_pass,
+            keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
+            **_exchange(spec, at),
         )
 
-    if num_places == 1 or at_once is None:
-        return advance
-    pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
-    specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
-    by_worker = Workers(*specs)
-    return jax.shard_map(
-        advance,
-        mesh=at.mesh,
-        in_specs=(by_worker, pool_T, pool_T, P()),
-        out_specs=(by_worker, pool_T, pool_T),
-        axis_names={"trainer", "worker"},
-        check_vma=False,
-    )
+    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    arguments = (ensemble, workers, *_batch_spec(spec, key, at), index)
+    out = (_shardings(ensemble), _shardings(workers), at.whole, at.whole, at.whole)
+    return fragment_program, arguments, (0, 1), out
 
 
-def _lower_synchronise(spec: Spec, key: Key) -> jax.stages.Lowered:
-    at = placement(spec, key)
-    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
-
-    def synchronise(ensemble):
-        """Trainers at the mean of their workers, which is no outer step: momentum takes no part."""
-        mean = optax.sgd(1.0)
-        known = _known_owners(ensemble, at)
-        known = known.replace(outer_state_M=jax.vmap(mean.init)(known.params_M))
-        after, _ = _outer_update(spec, at, known, start_round(known), outer_tx=mean)
-        return after.replace(round=ensemble.round, outer_state_M=ensemble.outer_state_M)
-
-    out = at.ensemble(ensemble)
-    return jax.jit(synchronise, donate_argnums=0, out_shardings=out).lower(ensemble)
+def _flush(spec: Spec, key: Key, at: Placement) -> Program:
+    ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
+    flush = functools.partial(flush_workers, **_exchange(spec, at))
+    return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
-def _outer_update(
-    spec: Spec,
-    at: Placement,
-    ensemble: Ensemble,
-    workers: Workers,
-    *,
-    outer_tx: optax.GradientTransformation,
-):
-    """`outer_update` as the run has it, on its devices."""
-    return outer_update(
-        ensemble,
-        workers,
-        outer_tx=outer_tx,
-        precision=spec.precision,
-        exchange=at.exchange,
-        publish=at.publish,
-    )
-
-
-def _known_owners(ensemble: Ensemble, at: Placement) -> Ensemble:
-    """With owners that are known while tracing, where trainers own equal blocks of the pool."""
-    if not at.blocks:
-        return ensemble
-    block = ensemble.num_workers // ensemble.num_trainers
-    return ensemble.replace(owner_R=np.arange(ensemble.num_workers, dtype=np.int32) // block)
-
-
-def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
-    at = placement(spec, key)
-    ensemble = ensemble_spec(spec, key.num_trainers, key.num_workers, at)
-    workers = key.num_workers
-    tokens = jax.ShapeDtypeStruct(
-        (workers, spec.max_test_sequences, spec.row_length), jnp.int32, sharding=at.workers
-    )
-    counts = jax.ShapeDtypeStruct((workers,), jnp.int32, sharding=at.workers)
-    # A pass is filled up, so it is no larger than the least that a worker has to test.
-    least = AUTO_TEST_MIN // -(-workers // key.num_trainers)
+def _stats(spec: Spec, key: Key, at: Placement) -> Program:
+    num_trainers, num_workers = max(key.owners) + 1, len(key.owners)
+    params_M = ensemble_spec(spec, key.owners, at).params_M
+    shape = (num_workers, spec.max_test_sequences, spec.row_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
+    counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
+    # A pass is padded, so it is no larger than the least that a worker has to test.
+    least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
     chunk = max(min(least, spec.num_micro_batches * spec.num_fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     elif spec.estimator == "chunks":
         chunk = CHUNK_SIZE
-    trainers_here = key.num_trainers // at.mesh.shape["trainer"]
+    trainers_here = num_trainers // at.mesh.shape["trainer"]
 
     def one_worker(params_M, owner, tokens_BL, count):
         return gradient_stats(
@@ -514,25 +346,105 @@ def _lower_test(spec: Spec, key: Key) -> jax.stages.Lowered:
         axis_names={"trainer", "worker"},  # what shares a worker is left to the partitioner
         check_vma=False,
     )
-    def test(params_M, owner_R, tokens_RBL, count_R):
+    def of_workers(params_M, owner_R, tokens_RBL, count_R):
         return jax.lax.map(
             lambda worker: one_worker(params_M, *worker), (owner_R, tokens_RBL, count_R)
         )
 
-    jitted = jax.jit(test, out_shardings=at.whole)
-    return jitted.lower(ensemble.params_M, ensemble.owner_R, tokens, counts)
+    def stats(params_M, tokens_RBL, count_R):
+        return of_workers(params_M, jnp.array(key.owners, jnp.int32), tokens_RBL, count_R)
+
+    return stats, (params_M, tokens, counts), (), at.whole
 
 
-def _lower_evaluate(spec: Spec, key: Key) -> jax.stages.Lowered:
-    at = placement(spec, key)
+def _loss(spec: Spec, key: Key, at: Placement) -> Program:
     params = _with_shardings(spec.params, at.params(spec.params))
-    size = key.micro_batch_size
-    tokens = jax.ShapeDtypeStruct((size, spec.row_length), jnp.int32, sharding=at.tokens_BL(size))
+    shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
 
-    def evaluate(params, tokens_BL):
+    def losses(params, tokens_BL):
         return jax.vmap(lambda tokens_L: spec.loss_fn(params, tokens_L[None]))(tokens_BL)
 
-    return jax.jit(evaluate, out_shardings=at.whole).lower(params, tokens)
+    return losses, (params, tokens), (), at.whole
+
+
+_PROGRAMS: Mapping[Kind, Callable[[Spec, Key, Placement], Program]] = {
+    "start": _start,
+    "steps": _steps,
+    "outer": _outer,
+    "fragment": _fragment,
+    "flush": _flush,
+    "stats": _stats,
+    "loss": _loss,
+}
+# What of the ensemble each takes as an argument; the rest stays on the device beside it.
+_TAKES: Mapping[Kind, tuple[str, ...]] = {
+    "start": ("params_M",),
+    "steps": ("inner_state_R", "params_R"),
+    "outer": ("params_M", "outer_state_M"),
+    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R"),
+    "flush": ("params_M", "outer_state_M", "params_R"),
+    "stats": ("params_M",),
+    "loss": (),
+}
+
+
+def _inner_steps(spec: Spec, at: Placement) -> Callable:
+    """`inner_steps` of (workers, tokens, rates, flags); each device takes its own workers."""
+    num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
+
+    def advance(workers, tokens_TRBL, rate_TR, update_T=None, *, at_once):
+        return inner_steps(
+            workers,
+            tokens_TRBL,
+            spec.loss_fn,
+            inner_tx=spec.inner_tx,
+            learning_rate_TR=rate_TR,
+            update_T=update_T,
+            worker_parallelism=at_once,
+            # Where devices share a batch, gradients would be exchanged in every pass.
+            examples_per_pass=None if is_shared else spec.examples_per_pass,
+        )
+
+    def steps(workers, tokens_TRBL, rate_TR, update_T=None):
+        at_once = spec.worker_parallelism
+        num_workers = rate_TR.shape[1]
+        if num_places == 1:
+            return advance(workers, tokens_TRBL, rate_TR, update_T, at_once=at_once)
+        if (at_once or num_workers) >= num_workers // num_places:
+            # One batch of all workers, which the partitioner divides.
+            return advance(workers, tokens_TRBL, rate_TR, update_T, at_once=None)
+        pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
+        specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
+        by_worker = Workers(*specs)
+        mapped = jax.shard_map(
+            functools.partial(advance, at_once=at_once),
+            mesh=at.mesh,
+            in_specs=(by_worker, pool_T, pool_T, P()),
+            out_specs=(by_worker, pool_T, pool_T),
+            axis_names={"trainer", "worker"},
+            check_vma=False,
+        )
+        return mapped(workers, tokens_TRBL, rate_TR, update_T)
+
+    return steps
+
+
+def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
+    """Tokens, learning rates and, where gradients are accumulated, update flags of one call."""
+    steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
+    shape = (steps, workers, size, spec.row_length)
+    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.whole)
+    return (
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size)),
+        jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR),
+        flags if key.accumulates else None,
+    )
+
+
+def _exchange(spec: Spec, at: Placement) -> dict[str, Any]:
+    return {"precision": spec.precision, "exchange": at.exchange, "publish": at.publish}
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
@@ -544,14 +456,11 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
     return held + memory.temp_size_in_bytes
 
 
-def peak_bytes(programs: Programs, key: Key, num_trainers: int, num_workers: int) -> int:
-    """Bytes a device holds while a program runs: the ensemble's that it does not take included."""
-    at = placement(programs.spec, key._replace(num_trainers=num_trainers, num_workers=num_workers))
-    state = ensemble_spec(programs.spec, num_trainers, num_workers, at)
-    held = (state.outer_state_M, state.inner_state_R, state.params_R)
-    parts = state if key.kind == "evaluate" else held
-    beside = parts if key.kind in ("test", "evaluate") else ()
-    return needed_bytes(programs[key]) + _bytes_here(beside)
+def peak_bytes(programs: Programs, key: Key, owners: tuple[int, ...]) -> int:
+    """Bytes a device holds while a program runs, with what it does not take of the ensemble."""
+    state = ensemble_spec(programs.spec, owners, placement(programs.spec, Key("stats", owners)))
+    taken = dict.fromkeys(_TAKES[key.kind])
+    return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
 
 
 def device_bytes() -> int:
@@ -563,15 +472,12 @@ def device_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-def fewest_model_shards(
-    spec: Spec, *, num_trainers: int, num_workers: int, memory_frac: float
-) -> int:
+def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float) -> int:
     """How many devices must share a worker's parameters for what a round keeps to fit.
 
     Args:
       spec: Its own `model_shards` is not looked at.
-      num_trainers: M at the start; merges only need less.
-      num_workers: R.
+      owners: Trainer position of each worker at the start; merges only need less.
       memory_frac: Share of a device's memory to plan with.
 
     Returns:
@@ -579,14 +485,15 @@ def fewest_model_shards(
       and their gradients fit, activations not counted; all devices if none is enough.
     """
     budget = int(memory_frac * device_bytes())
-    key = first_key("round", num_trainers, num_workers)
     count = len(jax.devices())
+    key = Key("steps", owners, accumulates=True)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards)
         at = placement(tried, key)
-        buffers = buffers_spec(tried, num_workers, at)
-        state = ensemble_spec(tried, num_trainers, num_workers, at)
-        if _bytes_here((state, buffers)) <= budget:
+        workers = workers_spec(tried, key, at).replace(inner_state_R=None)
+        if tried.own_params:
+            workers = workers.replace(params_R=None)
+        if _bytes_here((ensemble_spec(tried, owners, at), workers)) <= budget:
             return shards
     return count
 
@@ -615,13 +522,10 @@ def measured_peaks() -> dict[str, int | list[int | None]]:
 
 def find_max_batch(
     programs: Programs,
+    owners: tuple[int, ...],
     *,
-    num_trainers: int,
-    num_workers: int,
-    buckets: Sequence[int],
-    smallest: int,
-    accumulates: bool,
-    tests: bool,
+    keys_of: Callable[[int], Iterable[Key]],
+    sizes: Sequence[int],
     memory_frac: float,
 ) -> int:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
@@ -631,41 +535,34 @@ def find_max_batch(
 
     Args:
       programs: Those compiled here are kept for the run.
-      num_trainers: M at the start; merges only need less.
-      num_workers: R, the whole pool.
-      buckets: Sizes to choose from, ascending.
-      smallest: The initial batch, below which no size is of use.
-      accumulates: Whether the accumulating program must fit as well.
-      tests: Whether the program of the batch-size test must.
+      owners: Trainer position of each worker at the start; merges only need less.
+      keys_of: The programs that a run with a micro-batch of some size needs.
+      sizes: To choose from, ascending; the first is the initial batch.
       memory_frac: Share of a device's memory to plan with.
 
     Returns:
-      One of the buckets.
+      One of the sizes.
 
     Raises:
       ResourceError: If not even the smallest size fits; says how much it needs.
     """
     budget = int(memory_frac * device_bytes())
-    update = "accumulate" if accumulates else "round"
 
-    def peak(kind, size=0):
-        key = first_key(kind, num_trainers, num_workers, size)
-        return peak_bytes(programs, key, num_trainers, num_workers)
+    def peak(size, kinds=None):
+        keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]
+        return max(peak_bytes(programs, key, owners) for key in keys)
 
-    def whole_run(size):
-        return max(peak(update, size), peak("evaluate", size), peak("test") if tests else 0)
-
-    sizes = [size for size in buckets if size >= smallest]
-    rounds = {n: peak("round", n) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
-    (small, least), (large, more) = min(rounds.items()), max(rounds.items())
+    heavy = ("steps", "fragment")
+    measured = {n: peak(n, heavy) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
+    (small, least), (large, more) = min(measured.items()), max(measured.items())
     per_sequence = (more - least) / max(large - small, 1)
     fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
     for size in reversed(fitting):
-        if whole_run(size) <= budget:
+        if peak(size) <= budget:
             return size
     raise ResourceError(
-        f"batching.initial_batch_size={sizes[0]}: {num_workers} workers of {num_trainers} trainers"
-        f" need {whole_run(sizes[0])} bytes on a device, have {budget}"
+        f"batching.initial_batch_size={sizes[0]}: {len(owners)} workers of {max(owners) + 1}"
+        f" trainers need {peak(sizes[0])} bytes on a device, have {budget}"
         f" (batching.memory_frac={memory_frac} of {device_bytes()}); use fewer workers, a smaller"
         " batch or model, or model.remat"
     )
@@ -677,3 +574,7 @@ def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
         shapes,
         shardings,
     )
+
+
+def _shardings(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)

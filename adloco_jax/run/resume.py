@@ -11,18 +11,28 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
+from adloco_jax.adloco import Control, State, share_done
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run import processes
-from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, verify
-from adloco_jax.run.config import KNOBS, Settings, default_config, validate
-from adloco_jax.run.controller import share_done
+from adloco_jax.run.checkpoint import (
+    MAX_JSON_BYTES,
+    Damaged,
+    list_rounds,
+    read_arrays,
+    read_host,
+    verify,
+)
+from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finish, read
+from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
+from adloco_jax.settings import Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -249,8 +259,8 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 def _class(key: str, settings: Settings) -> Change:
     # A decaying schedule is stretched over the rounds, or tokens, to come; and where rounds leave
-    # something untold, the run's last one has told it.
-    lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_untold
+    # worker updates unsynchronised, the run's last one has synchronised them.
+    lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
     # Of a stream, so many documents are held out that there are rows enough: the guard's change.
@@ -285,3 +295,68 @@ def _read(path: Path) -> dict[str, object]:
         return dict(_flat(config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: State
+    host: dict
+
+
+def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
+    """The run's state as a verified checkpoint holds it.
+
+    Raises:
+      Damaged: If it is not a state of this run.
+    """
+    host = read_host(path)
+    ensemble = settings.ensemble
+    try:
+        control = control_from_json(host["control"])
+        num_trainers, owners = len(control.trainers), tuple(control.owners)
+        if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
+            raise ValueError(f"{num_trainers} trainers, {len(owners)} workers")
+        if control.round != int(path.name):
+            raise ValueError(f"round {control.round}")
+    except (KeyError, ValueError) as error:
+        raise Damaged(f"{path}: not this run's state ({error})") from error
+    template = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
+    return Restored(State(read_arrays(path, template), control), host)
+
+
+def control_from_json(data: dict) -> Control:
+    """The inverse of `dataclasses.asdict` on a control.
+
+    Raises:
+      ValueError: If the data cannot be a control's; the state of a run comes from a file.
+    """
+    control = _from_json(data, Control)
+    trainers, owners = control.trainers, control.owners
+    if not (
+        set(owners) == set(range(len(trainers))) != set()
+        and len(control.streams) == len(set(control.streams)) == len(owners)
+        and len({trainer.id for trainer in trainers}) == len(trainers)
+        and all(trainer.requested_batch_size > 0 for trainer in trainers)
+        and control.max_batch_size > 0 < control.eval_batch_size
+    ):
+        raise ValueError("trainers, owners, streams and batches do not fit one another")
+    return control
+
+
+def _from_json(value: Any, kind: Any) -> Any:
+    """`value` as the annotation `kind` says, dataclasses made from dicts; else ValueError."""
+    parts = get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        fields = get_type_hints(kind)
+        if isinstance(value, dict) and value.keys() == fields.keys():
+            return kind(**{name: _from_json(value[name], fields[name]) for name in fields})
+    elif get_origin(kind) is list and isinstance(value, list):
+        return [_from_json(item, parts[0]) for item in value]
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        return {name: _from_json(item, parts[1]) for name, item in value.items()}
+    elif type(kind) is UnionType:  # optional
+        return None if value is None else _from_json(value, parts[0])
+    elif kind is Any or (type(value) is kind and (kind is not int or 0 <= value < 2**62)):
+        return value
+    raise ValueError(f"{str(value)[:40]}: no {getattr(kind, '__name__', kind)}")

@@ -1,16 +1,16 @@
-"""Where a run's arrays live: the devices as a mesh, each array's sharding on it, ways to get there.
+"""Where a run's arrays are: devices as a mesh, each array's sharding on it, moving arrays there.
 
-Every program has a mesh of its own over all devices of all processes, with the axes
+A program has a mesh over its devices, by default all devices of all processes, with the axes
 
-  trainer  trainers that own equal blocks of the pool, whose workers then never meet another's
-  worker   a trainer's workers, or all workers where the blocks are unequal
+  trainer  trainers, whose workers then never exchange anything with another's
+  worker   a trainer's workers, or all workers where trainers do not divide over the devices
   data     devices that share a worker's batch
   model    devices that share a worker's parameters and optimizer state, and its batch if it divides
   idle     devices that repeat another's work, as nothing is left that divides
 
-Trainers' parameters lie whole with every worker of theirs, as the batch-size test and the round
-both start there; a trainer's outer state, which only the synchronisation touches, is dealt out over
-all its devices.
+Trainers' parameters are replicated over their workers, as the batch-size test and the round both
+start there; a trainer's outer state, which only the synchronisation reads, is sharded over all its
+devices.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble
+from adloco_jax.core.base import Ensemble, block_size
 from adloco_jax.core.compress import Packed
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
@@ -39,7 +39,6 @@ class Placement:
     """A mesh, and the shardings on it by role."""
 
     mesh: Mesh
-    blocks: bool  # each trainer owns a block of as many workers: owners are known while tracing
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
         """Each dimension over the axes given for it; whole where None, and beyond the last."""
@@ -80,32 +79,32 @@ class Placement:
         """Leaves [M, ...]: whole on the devices of the trainer's workers, but for `model`."""
         return self._stacked(shapes_M, "trainer", ("model",))
 
-    def dealt(self, shapes_X: PyTree) -> PyTree:
-        """Leaves [M, ...] or [R, ...]: dealt out over all devices of the trainer."""
+    def sharded(self, shapes_X: PyTree) -> PyTree:
+        """Leaves [M, ...] or [R, ...]: sharded over all devices of the trainer."""
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def exchange(self, tree_R: PyTree) -> PyTree:
-        """From each worker's own, leaves [R, ...], to a share of everybody's (see `dealt`).
+        """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
 
-        While tracing. In two steps, or the partitioner makes whole copies: first the devices that
-        share a worker keep a part of it each, then these are dealt out.
+        In two steps, or the partitioner replicates: first the devices that share a worker keep a
+        part of it each, then these are redistributed as `sharded` says.
         """
         parts_R = jax.lax.with_sharding_constraint(tree_R, self._stacked(tree_R, _POOL, _SHARING))
-        return jax.lax.with_sharding_constraint(parts_R, self.dealt(parts_R))
+        return jax.lax.with_sharding_constraint(parts_R, self.sharded(parts_R))
 
     def publish(self, tree_M: PyTree) -> PyTree:
-        """From shares, leaves [M, ...], to copies wherever a trainer's parameters are wanted.
+        """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
 
-        While tracing. In two steps, or what is packed would be gathered first and packed then.
+        In two steps, or what is quantised would be gathered first and quantised then.
         """
-        parts_M = jax.lax.with_sharding_constraint(tree_M, self.dealt(tree_M))
+        parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
 
     def ensemble(self, shapes: Ensemble) -> Ensemble:
         """An ensemble between two rounds."""
         return jax.tree.map(lambda _: self.whole, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
-            outer_state_M=self.dealt(shapes.outer_state_M),
+            outer_state_M=self.sharded(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
             params_R=self.by_worker(shapes.params_R),
         )
@@ -113,9 +112,9 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a synchronisation moves between devices of different workers, all together.
 
-        In equal blocks, with a device each, it is what is accounted (ALGORITHM 6). Workers that
-        share a device have less to move. Of unequal blocks the program does not know whose worker
-        is whose, so that every device is sent all trainers.
+        With a device for each worker it is what is accounted (docs/algorithm.md, accounting).
+        Workers that share a device have less to move. Where a device has workers of several
+        trainers, but not all of theirs, every device is sent all trainers.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
@@ -179,37 +178,37 @@ def _names(devices: np.ndarray) -> str:
 
 
 def place(
-    num_trainers: int,
-    num_workers: int,
+    owners: tuple[int, ...],
     batch_size: int = 1,
     *,
-    blocks: bool = False,
+    devices: tuple[int, int] | None = None,
     model_shards: int = 1,
 ) -> Placement:
-    """All devices as a mesh for some trainers and workers.
+    """Devices as a mesh for some trainers and workers.
 
     Args:
-      num_trainers: M.
-      num_workers: R.
+      owners: Position of each worker's trainer.
       batch_size: Sequences of a worker that devices may share.
-      blocks: Whether each trainer owns a block of R / M workers.
+      devices: The first and the number of those to use; None uses all.
       model_shards: Devices that share one worker's parameters; divides the number of devices.
 
     Returns:
       Workers over the largest number of devices that divides them; what is left shares each
       worker's batch, as far as that divides.
     """
-    devices = np.array(jax.devices())
-    free = len(devices) // model_shards
-    trainer = math.gcd(free, num_trainers) if blocks else 1
+    first, count = devices or (0, len(jax.devices()))
+    chosen = np.array(jax.devices()[first : first + count])
+    free = len(chosen) // model_shards
+    num_trainers, num_workers = max(owners) + 1, len(owners)
+    trainer = math.gcd(free, num_trainers)
     # A device's share of the pool must be whole trainers, or lie within one.
-    blocks = blocks and (free == 1 or trainer == num_trainers or num_workers == num_trainers)
-    trainer = trainer if blocks else 1
+    if block_size(owners) is None or trainer < num_trainers < num_workers:
+        trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
     # In the devices' own order, which a program shares with what gave it its arguments.
-    grid = devices.reshape(trainer, worker, data, model_shards, -1)
-    return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)), blocks)
+    grid = chosen.reshape(trainer, worker, data, model_shards, -1)
+    return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
 def bring(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -1,0 +1,327 @@
+"""What a round takes: which trainers go together, their sequences, learning rates and test rows."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+
+from adloco_jax.adloco import Control, RoundPlan, measures_gradients
+from adloco_jax.core.base import block_size
+from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
+from adloco_jax.core.merge import allocate_workers
+from adloco_jax.run.programs import (
+    AUTO_TEST_MAX,
+    AUTO_TEST_MIN,
+    CHUNK_SIZE,
+    Key,
+    Kind,
+    Spec,
+    placement,
+)
+from adloco_jax.run.sharding import bring
+from adloco_jax.settings import Settings
+
+AUTO_TEST_FRAC = 0.04  # of a round's sequences, for the batch-size test
+
+
+class Rows(Protocol):
+    """What `fit` needs of a corpus; `adloco_jax.data.Corpus` is one."""
+
+    @property
+    def heldout_rows(self) -> np.ndarray:
+        """Int [E, L + 1]; no training row shares a document with them."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content that decides the rows."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[dict]:
+        """A JSON record of each part that was read, to name which has changed; may be empty."""
+        ...
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Of the held-out text, where tokens are text."""
+        ...
+
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+        """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
+        ...
+
+
+@runtime_checkable
+class SequentialRows(Rows, Protocol):
+    """Rows given out in the order of asking, whose place is part of a run's state."""
+
+    def state(self) -> dict:
+        """The place of the rows not yet given out, as plain JSON."""
+        ...
+
+    def restore(self, state: dict | None) -> None:
+        """Goes to a place that `state` has given, or to the beginning."""
+        ...
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        ...
+
+
+class Group(NamedTuple):
+    """Trainers that run together, in one program."""
+
+    trainers: tuple[int, ...]  # positions
+    workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
+    owners: tuple[int, ...]  # of these workers, in the group's own stack
+    devices: tuple[int, int] | None  # the first and the number of those used; None: all
+    plan: RoundPlan | None = None
+
+    def key(self, kind: Kind, **more) -> Key:
+        """A program that depends on whose the workers are."""
+        return Key(kind, self.owners, devices=self.devices, **more)
+
+    def steps_key(self) -> Key:
+        """The program of the inner steps, to which it does not matter whose the workers are."""
+        assert self.plan is not None
+        pool, size = (0,) * len(self.workers), self.plan.micro_batch_size
+        return Key("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
+
+
+class Test(NamedTuple):
+    """What trainers take their gradient statistics on."""
+
+    group: Group
+    rows_RBL: Array
+    count_R: np.ndarray  # of rows that count; the rest is padding
+
+
+class Batch(NamedTuple):
+    """A round's plan, with its sequences on the devices."""
+
+    plans: Mapping[int, RoundPlan]
+    groups: list[Group]
+    parts: list[list[tuple[Array, np.ndarray, np.ndarray]]]
+    """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]."""
+    tests: list[Test]
+    lines: list[dict]
+    """The round's ledger fields by trainer, as far as the plan decides them."""
+
+
+def classes(control: Control, trainers: Iterable[int], model_shards: int) -> list[Group]:
+    """Trainers by their number of workers, each class with devices of its own; one on one device.
+
+    Of several processes all trainers share all devices: a process must take part in every program.
+    """
+    chosen = sorted(trainers)
+    counts = [len(control.workers_of(m)) for m in chosen]
+    units = len(jax.devices()) // model_shards
+    sizes = sorted(set(counts), reverse=True)
+    if len(sizes) == 1 or jax.process_count() > 1 or units < len(sizes):
+        return [_group(control, chosen, None)]
+    members = [[m for m, n in zip(chosen, counts, strict=True) if n == size] for size in sizes]
+    pools = [size * len(ms) for size, ms in zip(sizes, members, strict=True)]
+    shares = allocate_workers(pools, units)
+    firsts = np.cumsum([0, *shares[:-1]]).tolist()
+    return [
+        _group(control, ms, (first * model_shards, share * model_shards))
+        for ms, first, share in zip(members, firsts, shares, strict=True)
+    ]
+
+
+def _group(control: Control, trainers: Sequence[int], devices: tuple[int, int] | None) -> Group:
+    if len(trainers) == len(control.trainers) and (
+        len(jax.devices()) == 1 or block_size(control.owners) is not None
+    ):
+        workers = tuple(range(len(control.owners)))  # the ensemble as it is
+    else:
+        workers = tuple(w for m in trainers for w in control.workers_of(m))
+    owners = tuple(trainers.index(control.owners[w]) for w in workers)
+    return Group(tuple(trainers), workers, owners, devices)
+
+
+def group_trainers(
+    control: Control, plans: Mapping[int, RoundPlan], model_shards: int
+) -> list[Group]:
+    """Trainers that run the same plan, class by class, in the order of their first member."""
+    groups = []
+    for whole in classes(control, plans, model_shards):
+        by_plan: dict[RoundPlan, list[int]] = {}
+        for m in whole.trainers:
+            by_plan.setdefault(plans[m], []).append(m)
+        for plan, trainers in by_plan.items():
+            groups.append(_group(control, trainers, whole.devices)._replace(plan=plan))
+    return groups
+
+
+def round_keys(
+    control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
+) -> list[Key]:
+    """The programs of a round, in the order in which they are called."""
+    keys = []
+    if measures_gradients(settings):
+        keys += [group.key("stats") for group in classes(control, plans, spec.model_shards)]
+    for group in group_trainers(control, plans, spec.model_shards):
+        steps = group.steps_key()
+        if not spec.own_params or steps.accumulates or spec.reset_inner_state:
+            keys.append(group.key("start", accumulates=steps.accumulates))
+        if not spec.own_params:
+            keys += [steps, group.key("outer")]
+            continue
+        if group.plan.num_micro_batches > spec.num_micro_batches * spec.num_fragments:
+            keys.append(steps)
+        keys.append(steps._replace(kind="fragment", owners=group.owners))
+    return list(dict.fromkeys(keys))
+
+
+def make_batch(
+    control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
+) -> Batch:
+    """Puts the next sequences of every worker's stream on the devices."""
+    groups = group_trainers(control, plans, spec.model_shards)
+    round_tokens = spec.sequence_length * sum(
+        group.plan.num_micro_batches * group.plan.micro_batch_size * len(group.workers)
+        for group in groups
+    )
+    count_R = np.zeros(len(control.owners), np.int32)
+    if measures_gradients(settings):
+        count_R = test_counts(control, plans, settings)
+    tested = []
+    for group in classes(control, plans, spec.model_shards):
+        if count_R[list(group.workers)].any():
+            shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
+            at = placement(spec, group.key("stats")).workers
+            tested.append((group, at, np.zeros(shape, np.int32)))
+    tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
+    parts, lines, firsts = [], {}, {}
+    for group in groups:
+        size, steps = group.plan.micro_batch_size, spec.num_micro_batches
+        at = placement(spec, group.steps_key()).tokens_TRBL(size)
+        rows_TRBL = _sequences(control, group, spec, rows, at, tested_here)
+        for place, worker in enumerate(group.workers):
+            flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
+            firsts[worker] = flat[: count_R[worker]]
+        rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
+        flag_T = update_flags(group.plan)
+        parts.append(
+            [
+                (bring(rows_TRBL[t : t + steps], at), rate_TR[t : t + steps], flag_T[t : t + steps])
+                for t in range(0, group.plan.num_micro_batches, steps)
+            ]
+        )
+        for position in group.trainers:
+            trainer, workers = control.trainers[position], control.workers_of(position)
+            lines[position] = {
+                "round": control.round + 1,
+                "trainer": trainer.id,
+                "workers": len(workers),
+                "requested_batch_size": trainer.requested_batch_size,
+                "micro_batch_size": size,
+                "num_accum_steps": group.plan.num_accum_steps,
+                "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
+            }
+    tests = []
+    for group, at, test_RBL in tested:
+        for place, worker in enumerate(group.workers):
+            test_RBL[place, : count_R[worker]] = firsts[worker]
+        tests.append(Test(group, bring(test_RBL, at), count_R[list(group.workers)]))
+    return Batch(plans, groups, parts, tests, [lines[m] for m in sorted(lines)])
+
+
+def update_flags(plan: RoundPlan) -> np.ndarray:
+    """Bool [T]: the micro-batches that end an update; the last one always does."""
+    flags = (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
+    flags[-1] = True
+    return flags
+
+
+def learning_rates(
+    control: Control, group: Group, settings: Settings, *, round_tokens: int = 0
+) -> np.ndarray:
+    """Float32 [T, R of the group]: the learning rate of the update each micro-batch belongs to.
+
+    Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
+    restarts a schedule. Where tokens end the run, a schedule depends on those of all trainers:
+    `round_tokens` are this round's.
+    """
+    inner, plan = settings.inner, group.plan
+    update_T = np.cumsum(update_flags(plan)) - update_flags(plan)
+    # A round may end with an update of fewer micro-batches.
+    effective_T = plan.micro_batch_size * np.bincount(update_T)[update_T]
+    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[inner.lr_on_growth]
+    growth_T = (effective_T / settings.batching.initial_batch_size) ** exponent
+    start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
+    count_TR = update_T[:, None] + start_R[None, :]
+    warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
+    horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
+    if settings.num_tokens is None:
+        progress = (count_TR - inner.warmup_updates) / horizon
+    else:
+        used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
+        progress = np.broadcast_to(used_T[:, None] / settings.num_tokens, count_TR.shape)
+    progress = np.clip(progress, 0.0, 1.0)
+    decay = {
+        "constant": np.ones_like(progress),
+        "linear": 1 - progress,
+        "cosine": (1 + np.cos(np.pi * progress)) / 2,
+    }[inner.schedule]
+    return (inner.learning_rate * growth_T[:, None] * warmup * decay).astype(np.float32)
+
+
+def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:
+    """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
+    counts = np.zeros(len(control.owners), np.int32)
+    batching = settings.batching
+    least = MIN_EXAMPLES if batching.test == "norm" else MIN_EXAMPLES_INNER_PRODUCT
+    least *= CHUNK_SIZE if batching.estimator == "chunks" else 1
+    for trainer, plan in plans.items():
+        per_worker = plan.num_micro_batches * plan.micro_batch_size
+        workers = control.workers_of(trainer)
+        total = batching.test_batch_size
+        if total is None:
+            fraction = math.ceil(AUTO_TEST_FRAC * per_worker * len(workers))
+            total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
+            total = max(total, least * len(workers))
+        share = min(total // len(workers), per_worker)
+        counts[workers] = share if share >= least else 0
+    return counts
+
+
+def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
+    """The places on an axis that this process's devices have a part of."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return {place for index in indices if index for place in range(shape[axis])[index[axis]]}
+
+
+def _sequences(
+    control: Control,
+    group: Group,
+    spec: Spec,
+    rows: Rows,
+    tokens_at: NamedSharding,
+    tested_here: Set[int],
+) -> np.ndarray:
+    """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
+
+    Of several processes each fills in only the workers that its devices train or test, but where
+    rows come in the order of asking.
+    """
+    size = group.plan.micro_batch_size
+    shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
+    rows_TRBL = np.zeros(shape, np.int32)
+    trained_here = _here(tokens_at, shape, 1)
+    for place, worker in enumerate(group.workers):
+        is_wanted = place in trained_here or worker in tested_here
+        if not is_wanted and not isinstance(rows, SequentialRows):
+            continue
+        trainer = control.trainers[control.owners[worker]]
+        stream = control.streams[worker]
+        cursor = trainer.cursors.get(str(stream), 0)
+        taken = rows.batch(trainer.id, stream, cursor, len(rows_TRBL) * size)
+        rows_TRBL[:, place] = taken.reshape(len(rows_TRBL), size, -1)
+    return rows_TRBL

@@ -1,0 +1,238 @@
+"""Every knob of a run: declared once with its type, its default and its range.
+
+A config file gives a ConfigDict of these; `run.config.validate` turns it into `Settings`, which is
+all that the training loop and its engine read. A new knob is one line in its group: the annotation
+is its type, `_knob` its default and range.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+_COUNT = "[1, 2147483647]"  # counts are int32 on the device
+_COUNT_OR_0 = "[0, 2147483647]"
+
+
+def _knob(default: object, within: str = "") -> Any:
+    """A knob's default (of an optional one: how unset is written), and a number's interval."""
+    return dataclasses.field(metadata={"default": default, "within": within})
+
+
+INNER_PRODUCT_TESTS = ("inner_product", "augmented")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The network; the defaults are a Llama for bytes that a CPU trains in a minute."""
+
+    arch: Literal["llama", "bert"] = _knob("llama")  # bert: classifies whole texts
+    vocab_size: int = _knob(257, "[2, 2147483647]")  # V; bytes need 257 (256 and end of text)
+    width: int = _knob(64, _COUNT)  # D
+    num_layers: int = _knob(2, _COUNT)  # N
+    num_heads: int = _knob(4, _COUNT)  # H, query heads
+    num_kv_heads: int = _knob(2, _COUNT)  # G, each serves num_heads / num_kv_heads; llama only
+    mlp_width: int = _knob(176, _COUNT)  # F
+    max_length: int = _knob(512, _COUNT)  # tokens, the longest context the model is meant for
+    norm_eps: float = _knob(1e-5, "(0, 1)")  # of RMSNorm, or of bert's LayerNorm
+    rope_theta: float = _knob(10_000.0, "[1, 1e9]")  # base of the rotary wavelengths; llama only
+    num_classes: int = _knob(2, "[2, 2147483647]")  # C, bert only
+    dtype: Literal["float32", "bfloat16"] = _knob("float32")  # compute; parameters stay float32
+    # auto: cuDNN's fused kernel where it can be used (bfloat16 on newer NVIDIA GPUs), else xla.
+    attention: Literal["auto", "xla", "cudnn"] = _knob("auto")
+    remat: bool = _knob(False)  # recompute each layer in the backward pass: less memory, more time
+    loss_chunk: int = _knob(0, _COUNT_OR_0)  # sequences per chunk of the cross-entropy, 0: all
+    # Folder in Hugging Face layout, or hub name, whose weights all trainers start from; the sizes
+    # above must be its own. Empty: random weights.
+    init_from: str = _knob("")
+    reinit_head: bool = _knob(False)  # with init_from: a random head, the same for all trainers
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
+
+    # stdlib: no download. hf: a Hugging Face data set, read while the run goes on.
+    source: Literal["stdlib", "text", "jsonl", "tokens", "hf"] = _knob("stdlib")
+    path: str = _knob("")  # file, folder, prepared folder or glob; of hf, also a hub name
+    name: str = _knob("")  # configuration of a data set; hf only
+    split: str = _knob("train")  # of a data set; hf only
+    heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
+    text_column: str = _knob("text")  # field of a JSONL row, column of hf
+    label_column: str = _knob("label")  # likewise, its class from 0 on; bert only
+    tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
+    sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
+    num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
+    heldout_frac: float = _knob(0.05, "(0, 1)")  # of documents; not with heldout_path, prepared
+    subset_frac: float = _knob(1.0, "(0, 1]")  # of the training rows, each trainer's own draw
+    on_bad_shard: Literal["reject", "skip"] = _knob("reject")  # a damaged file, skipped whole
+    max_bad_rows: int = _knob(0, _COUNT_OR_0)  # JSON lines to leave out before one is an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Ensemble:
+    """Trainers, and the workers they share."""
+
+    num_trainers: int = _knob(4, _COUNT)  # M at the start (AdLoCo table A.2)
+    num_workers: int = _knob(4, _COUNT)  # R, the whole pool, not per trainer
+    # independent: each trainer draws its own initial parameters. A negative control: averaging two
+    # such networks raised the loss of a character model from 2.43 to 2.67 (ALGORITHM 1).
+    init: Literal["shared", "independent"] = _knob("shared")
+    # Devices that share one worker's parameters and optimizer state (fully sharded data parallel);
+    # auto: no more than its memory needs.
+    model_shards: int | None = _knob("auto", _COUNT)
+    # Workers of one device that compute as one batch, the others after them: less memory, and on a
+    # CPU less time. auto: one on a CPU, elsewhere all.
+    worker_parallelism: int | None = _knob("auto", _COUNT)
+    allocation: Literal["demand", "retire"] = _knob("demand")  # workers after a merge (ALGORITHM 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """What a worker does between two synchronisations."""
+
+    steps_per_round: int = _knob(200, _COUNT)  # S (AdLoCo table A.2)
+    unit: Literal["updates", "microbatches"] = _knob("updates")  # of S; AdLoCo: microbatches
+    tx: Literal["adamw", "sgd"] = _knob("adamw")
+    learning_rate: float = _knob(4e-4, "(0, 100]")  # DiLoCo's; AdLoCo goes on from a model at 2e-5
+    warmup_updates: int = _knob(0, _COUNT_OR_0)  # linear from zero, in the trainer's own updates
+    # After the warm-up; cosine and linear fall to zero over the run's planned updates.
+    schedule: Literal["constant", "cosine", "linear"] = _knob("constant")
+    weight_decay: float = _knob(0.1, "[0, 100]")  # decoupled (AdLoCo 6.1); adamw only
+    beta1: float = _knob(0.9, "[0, 1)")  # decay of the first moment (Kingma & Ba 2015)
+    beta2: float = _knob(0.999, "[0, 1)")  # of the second; the same source, PyTorch's default too
+    clip_norm: float | None = _knob(None, "(0, 1e9]")  # of an update's gradient; unset: no clipping
+    state: Literal["keep", "reset"] = _knob("keep")  # over rounds; the reference resets
+    lr_on_growth: Literal["none", "sqrt", "linear"] = _knob("none")  # in batch / initial batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """What a trainer does with its workers' pseudo-gradient."""
+
+    tx: Literal["nesterov", "sgd", "adamw"] = _knob("nesterov")  # DiLoCo's; AdLoCo: sgd at 0.5
+    learning_rate: float = _knob(0.7, "(0, 100]")
+    momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
+    weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
+    # In which outer gradients travel; sums and averages of them are float32 (arXiv 2501.18512).
+    precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
+    # Streaming DiLoCo (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.
+    fragments: int = _knob(1, _COUNT)  # of the parameters, synchronised in turn within a round
+    # From a fragment's sending to its arrival (accumulating: in micro-batches); 1 in the paper.
+    delay_updates: int = _knob(0, _COUNT_OR_0)
+    mixing: float = _knob(0.0, "[0, 1)")  # of a worker's own, what an arrival leaves; paper: 0.5
+
+    @property
+    def own_params(self) -> bool:
+        """Whether workers keep parameters of their own from one synchronisation to the next."""
+        return self.fragments > 1 or self.delay_updates > 0
+
+    @property
+    def leaves_unsynchronised(self) -> bool:
+        """Whether worker updates are unsynchronised at the end of a round."""
+        return self.fragments > 1 or self.mixing > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """How the requested batch per worker grows (ALGORITHM 2 and 3); batches are in sequences."""
+
+    test: Literal["norm", "inner_product", "augmented", "constant", "ramp", "replay"] = _knob(
+        "norm"
+    )
+    mode: Literal["unbiased", "paper"] = _knob("unbiased")
+    scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
+    eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
+    vartheta: float = _knob(0.9, "(0, 100]")  # inner-product tests; AdLoCo 0.01: see ALGORITHM 2
+    nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
+    # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
+    estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")
+    initial_batch_size: int = _knob(1, _COUNT)  # per worker (AdLoCo table A.2)
+    # Per worker, what a device holds: the micro-batch. auto: the largest bucket whose programs fit.
+    max_batch_size: int | None = _knob("auto", _COUNT)
+    memory_frac: float = _knob(0.8, "(0, 1]")  # of a device's memory (on a CPU, RAM), for auto
+    batch_cap: int = _knob(1024, _COUNT)  # no request goes above
+    max_growth: int = _knob(4, _COUNT)  # factor from one request to the next
+    monotone: bool = _knob(True)  # a request never falls
+    smoothing: float = _knob(0.9, "[0, 1)")  # decay per test of the averaged statistics
+    # Sequences per trainer and test: auto (4 % of the round's, 8 to 256), or a number.
+    test_batch_size: int | None = _knob("auto", "[8, 2147483647]")
+    # Micro-batch sizes to compile for; empty: powers of two and their midpoints.
+    buckets: tuple[int, ...] = _knob((), _COUNT)
+    # Pairs (from round, batch), for test=ramp only; --config.batching.ramp="((0, 4), (10, 8))".
+    ramp: tuple[tuple[int, int], ...] = _knob((), _COUNT_OR_0)
+    # Folder of a run whose batches are used again, trainer by trainer, or of a run with another
+    # number of trainers their mean over workers, rounded up; for test=replay only.
+    replay: str = _knob("")
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """When a batch that no device holds is accumulated (ALGORITHM 3)."""
+
+    # lengthen (ours): the micro-batches that would be accumulated are updates of their own, so that
+    # rounds grow in place of batches.
+    mode: Literal["threshold", "accumulate", "clip", "lengthen"] = _knob("threshold")
+    multiplier: int = _knob(2, _COUNT)  # accumulate above this many times max_batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """Which trainers become one, and when (ALGORITHM 4)."""
+
+    policy: Literal["worst_with_worst", "best_with_worst", "none"] = _knob("worst_with_worst")
+    every_rounds: int = _knob(3, _COUNT)  # AdLoCo table A.2
+    width: int = _knob(2, "[2, 2147483647]")  # trainers that become one
+    representative_batch: Literal["max", "total"] = _knob("max")  # per worker, or kept in total
+    max_barrier: float | None = _knob(None, "[0, 1e9]")  # nats/token a merge may cost; unset: any
+    on_refusal: Literal["keep", "retire"] = _knob("keep")  # the weaker trainer of a refused merge
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Loss on held-out text."""
+
+    every_rounds: int = _knob(1, _COUNT)
+    num_sequences: int = _knob(64, _COUNT)  # upper limit behind the reported figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """When the whole state is saved, besides at the end and when the run is told to stop."""
+
+    every_rounds: int | None = _knob(None, _COUNT)  # unset: by time alone
+    every_s: float = _knob(300.0, "[0, 1e9]")  # seconds from save to save, at a round's end
+    keep: int = _knob(2, _COUNT)  # of the last ones; the one of the lowest held-out loss stays too
+    on_save_error: Literal["stop", "continue"] = _knob("stop")  # the save before stays either way
+    # End the process, with where each thread stood, if no round begins for so many seconds: more
+    # than a round with its compilation, evaluation and save take. For what restarts it.
+    watchdog_s: float | None = _knob(None, "(0, 1e9]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What the terminal shows, and who else is told; see `adloco_jax.run.trackers`."""
+
+    every_rounds: int = _knob(1, _COUNT)  # of the terminal alone
+    tensorboard: bool = _knob(False)  # to tensorboard/ in the run's folder; an extra
+    wandb: bool = _knob(False)  # Weights & Biases; an extra
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A whole run, checked: plain Python values, unset is None, test_batch_size "auto" is None."""
+
+    model: Model
+    data: Data
+    ensemble: Ensemble
+    inner: Inner
+    outer: Outer
+    batching: Batching
+    switch: Switch
+    merge: Merge
+    eval: Eval
+    checkpoint: Checkpoint
+    log: Log
+    seed: int = _knob(0, "[0, 4294967295]")
+    num_rounds: int = _knob(20, _COUNT)  # AdLoCo table A.2: outer steps
+    # Ends the run after the round in which all trainers together have used so many; unset: rounds
+    # alone end it. Schedules then fall over tokens, as growing batches make updates no measure.
+    num_tokens: int | None = _knob(None, "[1, 4e18]")
