@@ -499,10 +499,8 @@ def after_merge(
       retired one: the argument of `reassign` on the merged ensemble.
     """
     batching, representative = settings.batching, members[0]
-    totals = [
-        t.requested_batch_size * control.owners.count(m) for m, t in enumerate(control.trainers)
-    ]
     sizes = [control.owners.count(m) for m in range(len(control.trainers))]
+    totals = [t.requested_batch_size * n for t, n in zip(control.trainers, sizes, strict=True)]
     changed = copy.deepcopy(control)
     if not refused:
         merged = [changed.trainers[m] for m in members]

@@ -13,8 +13,8 @@ from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
-from adloco_jax.run.sharding import bring
 from adloco_jax.run.programs import Key, Programs
+from adloco_jax.run.sharding import bring
 
 MAX_GUARD_SEQUENCES = 32
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -32,9 +31,9 @@ from adloco_jax.adloco import (
 )
 from adloco_jax.core.batching import next_batch_size
 from adloco_jax.errors import Preempted, ResourceError
-from adloco_jax.run import evaluate, memory_notes, processes
+from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run.batches import classes, round_keys
-from adloco_jax.run.checkpoint import Saver, last
+from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import consensus_weights
@@ -304,9 +303,10 @@ class Checkpoints:
         if stop_now and not last:
             self.settle(index)
             self.recorder.write_end(state.control, "preempted")
+            saved = checkpoint.last(watch.workdir / "checkpoints")
             raise Preempted(
-                f"{watch.workdir}: stopped by a signal after round {index};"
-                f" {last(watch.workdir / 'checkpoints')}; the same command goes on from there"
+                f"{watch.workdir}: stopped by a signal after round {index}; {saved}; the same"
+                " command goes on from there"
             )
         if last:
             self.settle(index)
