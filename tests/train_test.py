@@ -93,6 +93,24 @@ def test_the_ledger_tells_growth_accumulation_and_merge(tmp_path):
     assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
 
 
+def test_a_round_in_groups_counts_once(tmp_path):
+    """Trainers at micro-batches 2 and 4 run apart; a recorded history keeps them there."""
+    lines = [
+        {"event": "round", "round": 1, "trainer": m, "workers": 1, "requested_batch_size": 2}
+        for m in range(3)
+    ]
+    lines += [line | {"round": 2, "requested_batch_size": 2 + line["trainer"]} for line in lines]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = settings_of(
+        num_rounds=2,
+        batching={"test": "replay", "replay": str(tmp_path)},
+        merge={"policy": "none"},
+    )
+    result = run(tmp_path / "r", settings)
+    assert [size for *_, size in batches(tmp_path / "r")] == [2, 2, 2, 2, 4, 4]
+    assert int(result.ensemble.round) == result.controller.round == 2
+
+
 def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
     result = run(tmp_path / "r", settings_of(**GROWING))
     logits = np.asarray(result.params["w"], np.float64)

@@ -139,7 +139,7 @@ def synchronise(
         return _call(programs, key, ensemble)
     workers = tuple(w for w, owner in enumerate(controller.owners) if owner in trainers)
     sub = _call(programs, key, _take(ensemble, tuple(trainers), workers))
-    return _put(ensemble, sub, tuple(trainers), workers)
+    return _put(ensemble, sub, tuple(trainers), workers, False)
 
 
 def programs_ahead(controller: Controller, settings: Settings) -> list[Key]:
@@ -249,7 +249,8 @@ def dispatch(
         else:
             sub = _take(ensemble, group.trainers, group.workers)
             sub, group_measured, group_norms = _run_group(programs, group, sub, parts)
-            ensemble = _put(ensemble, sub, group.trainers, group.workers)
+            ends_round = group is prepared.groups[-1]
+            ensemble = _put(ensemble, sub, group.trainers, group.workers, ends_round)
         measured.append(group_measured)
         norms.append(group_norms)
     workers = [controller.workers_of(m) for m in range(ensemble.num_trainers)]
@@ -370,6 +371,14 @@ def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...
     return take(ensemble, trainers, workers=workers)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
-def _put(ensemble: Ensemble, sub: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]):
-    return put(ensemble, trainers, sub, workers=workers)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=0)
+def _put(
+    ensemble: Ensemble,
+    sub: Ensemble,
+    trainers: tuple[int, ...],
+    workers: tuple[int, ...],
+    ends_round: bool,
+) -> Ensemble:
+    """`put`; of the groups of a round only the last one counts it."""
+    after = put(ensemble, trainers, sub, workers=workers)
+    return after if ends_round else after.replace(round=ensemble.round)
