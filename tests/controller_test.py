@@ -91,6 +91,43 @@ def test_lengthening_makes_updates_of_what_would_be_accumulated():
     assert (long.plan, long.num_updates) == (BatchPlan(2, 1), 18)
 
 
+@pytest.mark.parametrize(
+    ("requested", "before", "after", "inner", "switch", "plan"),
+    [
+        (12, 12, 8, {}, {}, BatchPlan(6, 2)),
+        (48, 16, 12, {}, {"mode": "accumulate"}, BatchPlan(12, 4)),
+        (7, 7, 3, {}, {}, BatchPlan(1, 7)),
+        (21, 21, 10, {}, {}, BatchPlan(3, 7)),
+        (36, 12, 8, {"unit": "microbatches"}, {"mode": "accumulate"}, BatchPlan(6, 6)),
+        (24, 12, 8, {}, {"mode": "lengthen"}, BatchPlan(8, 1)),
+    ],
+)
+def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
+    requested, before, after, inner, switch, plan
+):
+    settings = settings_of(
+        inner={"steps_per_round": 5} | inner,
+        switch=switch,
+        batching={"max_batch_size": before, "buckets": (), "batch_cap": 64},
+    )
+    controller = a_controller(batches=(requested,), owners=(0,), max_batch_size=before)
+    (planned,) = control.plan_round(controller, settings)
+    controller.max_batch_size = after
+    (halved,) = control.smaller_micro_batches(controller, settings, [planned])
+    assert halved.plan == plan
+
+    def sequences(group):
+        return np.diff(np.flatnonzero(control.update_flags(group)), prepend=-1) * (
+            group.plan.micro_batch_size
+        )
+
+    assert sequences(halved).sum() == sequences(planned).sum()
+    assert halved.num_updates == len(sequences(halved))
+    assert halved.num_micro_batches == 5 * halved.num_dispatches
+    if switch.get("mode") != "lengthen":  # there every micro-batch is an update
+        assert sequences(halved).tolist() == sequences(planned).tolist()
+
+
 def test_learning_rate_follows_the_trainers_own_updates():
     settings = settings_of(
         num_rounds=10,
@@ -109,16 +146,51 @@ def test_learning_rate_follows_the_trainers_own_updates():
     np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
-def test_learning_rate_on_growth_follows_the_effective_batch(rule, factor):
+@pytest.mark.parametrize("batch", [7, 20])
+@pytest.mark.parametrize(("rule", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_learning_rate_on_growth_follows_the_effective_batch(rule, power, batch):
     settings = settings_of(
         inner={"learning_rate": 0.1, "lr_on_growth": rule},
         batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
     )
-    controller = a_controller(batches=(7,), owners=(0,), max_batch_size=8)  # its bucket holds 8
+    controller = a_controller(batches=(batch,), owners=(0,), max_batch_size=8)
     (group,) = control.plan_round(controller, settings)
     rate_TR = control.learning_rates(controller, group, settings)
-    np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
+    effective = {7: 8, 20: 3 * 8}[batch]  # its bucket holds 8; three accumulated micro-batches
+    np.testing.assert_allclose(rate_TR, 0.1 * (effective / 2) ** power, rtol=1e-6)
+
+
+def test_growth_counts_the_micro_batches_that_an_update_really_averages():
+    """Seven micro-batches of two in updates of three, three and one."""
+    settings = settings_of(
+        batching={"max_batch_size": 2, "buckets": (2,)},
+        inner={
+            "unit": "microbatches",
+            "steps_per_round": 7,
+            "learning_rate": 1.0,
+            "lr_on_growth": "linear",
+        },
+    )
+    controller = a_controller(batches=(6,), owners=(0,), max_batch_size=2)
+    (group,) = control.plan_round(controller, settings)
+    rate_TR = control.learning_rates(controller, group, settings)
+    assert rate_TR[:, 0].tolist() == [3.0] * 6 + [1.0]
+
+
+def test_a_round_accumulates_no_more_micro_batches_than_it_has():
+    settings = settings_of(
+        batching={"max_batch_size": 2, "buckets": (2,)},
+        inner={
+            "unit": "microbatches",
+            "steps_per_round": 3,
+            "learning_rate": 1.0,
+            "lr_on_growth": "linear",
+        },
+    )
+    controller = a_controller(batches=(16,), owners=(0,), max_batch_size=2)
+    (group,) = control.plan_round(controller, settings)
+    assert (group.plan, group.num_updates) == (BatchPlan(2, 3), 1)
+    assert control.learning_rates(controller, group, settings)[:, 0].tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize(

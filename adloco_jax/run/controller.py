@@ -154,26 +154,41 @@ def start(settings: Settings, max_batch_size: int) -> Controller:
 
 def plan_round(controller: Controller, settings: Settings) -> list[Group]:
     """Groups the trainers by the batch they will really run, in order of their first member."""
-    plans = [
-        batch_plan(trainer.requested_batch_size, controller.max_batch_size, settings)
+    shapes = [
+        _shape(
+            batch_plan(trainer.requested_batch_size, controller.max_batch_size, settings), settings
+        )
         for trainer in controller.trainers
     ]
-    return _group(controller, settings, plans)
+    return _group(controller, settings, shapes)
 
 
 def smaller_micro_batches(
     controller: Controller, settings: Settings, groups: list[Group]
 ) -> list[Group]:
-    """The same round with the `max_batch_size` now in force: what no longer fits is accumulated."""
-    plans = {}
+    """The same sequences with the `max_batch_size` now in force: what does not fit is accumulated.
+
+    Updates keep their sequences, but with `switch.mode=lengthen`, where each micro-batch is one.
+    A micro-batch is the largest bucket that divides what it replaces, else the largest divisor.
+    """
+    largest = controller.max_batch_size
+    buckets = {*settings.batching.buckets, largest}
+    shapes = {}
     for group in groups:
-        micro, accum = group.plan
-        if settings.switch.mode == "lengthen":
-            accum = group.num_dispatches
-        if micro > controller.max_batch_size:
-            micro, accum = controller.max_batch_size, -(-micro * accum // controller.max_batch_size)
-        plans |= dict.fromkeys(group.trainers, BatchPlan(micro, accum))
-    return _group(controller, settings, [plans[m] for m in sorted(plans)])
+        (micro, accum), updates, dispatches = group.plan, group.num_updates, group.num_dispatches
+        if micro > largest:
+            # Dispatches are whole rounds of steps, so that one program serves them all.
+            sequences, before = micro * dispatches, micro
+            divisors = [n for n in range(1, largest + 1) if sequences % n == 0]
+            micro = max(divisors, key=lambda size: (size in buckets, size))
+            dispatches = sequences // micro
+            if settings.switch.mode == "lengthen":
+                updates = settings.inner.steps_per_round * dispatches
+            else:
+                accum = accum * before // micro
+        shape = _Shape(BatchPlan(micro, accum), updates, dispatches)
+        shapes |= dict.fromkeys(group.trainers, shape)
+    return _group(controller, settings, [shapes[m] for m in sorted(shapes)])
 
 
 def batch_plan(requested_batch_size: int, max_batch_size: int, settings: Settings) -> BatchPlan:
@@ -219,10 +234,11 @@ def learning_rates(
     `round_tokens` are this round's.
     """
     inner = settings.inner
-    effective = group.plan.micro_batch_size * group.plan.num_accum_steps
-    ratio = effective / settings.batching.initial_batch_size
-    growth = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[inner.lr_on_growth]
     update_T = np.cumsum(update_flags(group)) - update_flags(group)
+    # A round may end with an update of fewer micro-batches.
+    effective_T = group.plan.micro_batch_size * np.bincount(update_T)[update_T]
+    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[inner.lr_on_growth]
+    growth_T = (effective_T / settings.batching.initial_batch_size) ** exponent
     start_R = np.array([controller.trainers[controller.owners[w]].updates for w in group.workers])
     count_TR = update_T[:, None] + start_R[None, :]
     warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
@@ -238,7 +254,7 @@ def learning_rates(
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
     }[inner.schedule]
-    return (inner.learning_rate * growth * warmup * decay).astype(np.float32)
+    return (inner.learning_rate * growth_T[:, None] * warmup * decay).astype(np.float32)
 
 
 def test_counts(controller: Controller, groups: list[Group], settings: Settings) -> np.ndarray:
@@ -575,31 +591,40 @@ def _from_json(value: Any, kind: Any) -> Any:
     raise ValueError(f"{str(value)[:40]}: no {getattr(kind, '__name__', kind)}")
 
 
-def _group(controller: Controller, settings: Settings, plans: list[BatchPlan]) -> list[Group]:
-    by_plan: dict[BatchPlan, list[int]] = {}
-    for position, plan in enumerate(plans):
-        by_plan.setdefault(plan, []).append(position)
-    steps = settings.inner.steps_per_round
-    groups = []
-    for plan, trainers in by_plan.items():
-        workers = [w for w, owner in enumerate(controller.owners) if owner in trainers]
-        dispatches, updates = plan.num_accum_steps, steps
-        if settings.switch.mode == "lengthen":
-            plan, updates = plan._replace(num_accum_steps=1), steps * plan.num_accum_steps
-        elif settings.inner.unit == "microbatches":
-            dispatches, updates = 1, -(-steps // plan.num_accum_steps)
-        groups.append(
-            Group(
-                tuple(trainers),
-                tuple(workers),
-                plan,
-                steps * dispatches,
-                updates,
-                dispatches,
-                owns_blocks(controller, trainers),
-            )
+class _Shape(NamedTuple):
+    """What trainers of one group have in common, as in `Group`."""
+
+    plan: BatchPlan
+    num_updates: int
+    num_dispatches: int
+
+
+def _shape(plan: BatchPlan, settings: Settings) -> _Shape:
+    steps, accum = settings.inner.steps_per_round, plan.num_accum_steps
+    if settings.switch.mode == "lengthen":
+        return _Shape(plan._replace(num_accum_steps=1), steps * accum, accum)
+    if settings.inner.unit == "microbatches":
+        accum = min(accum, steps)  # a round has no more to average
+        return _Shape(plan._replace(num_accum_steps=accum), -(-steps // accum), 1)
+    return _Shape(plan, steps, accum)
+
+
+def _group(controller: Controller, settings: Settings, shapes: list[_Shape]) -> list[Group]:
+    by_shape: dict[_Shape, list[int]] = {}
+    for position, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(position)
+    return [
+        Group(
+            tuple(trainers),
+            tuple(w for w, owner in enumerate(controller.owners) if owner in trainers),
+            shape.plan,
+            settings.inner.steps_per_round * shape.num_dispatches,
+            shape.num_updates,
+            shape.num_dispatches,
+            owns_blocks(controller, trainers),
         )
-    return groups
+        for shape, trainers in by_shape.items()
+    ]
 
 
 def _scheduled(controller: Controller, settings: Settings, trainer: Trainer) -> Decision:
