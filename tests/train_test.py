@@ -1,6 +1,7 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
 import collections
+import dataclasses
 import json
 import shutil
 import threading
@@ -119,6 +120,50 @@ def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert rows.shape == (8, 9)
     assert result.loss == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewHeldOut(Table):
+    num_heldout: int = 1
+
+    @property
+    def heldout_rows(self):
+        return self.rows[: self.num_heldout]
+
+
+def test_a_model_without_a_matrix_trains_and_one_held_out_row_is_enough_for_one_trainer(tmp_path):
+    def unigram_loss(params, tokens):
+        return bigram_loss({"w": jnp.broadcast_to(params["b"][None], (6, 6))}, tokens)
+
+    settings = settings_of(num_rounds=1, ensemble={"num_trainers": 1, "num_workers": 1})
+    result = run(
+        tmp_path / "r",
+        settings,
+        init_fn=lambda key: {"b": jnp.zeros(6)},
+        loss_fn=unigram_loss,
+        corpus=FewHeldOut(corpus().rows),
+    )
+    assert result.loss < np.log(6)
+    assert events(tmp_path / "r", "start")[0]["flops_per_token"] == 0
+
+
+def test_a_model_without_parameters_and_too_few_held_out_rows_are_refused(tmp_path):
+    for count, trainers, need in ((0, 1, 1), (0, 3, 2), (1, 3, 2)):
+        settings = settings_of(ensemble={"num_trainers": trainers, "num_workers": 4})
+        with pytest.raises(DataError, match=f"corpus.heldout_rows: have {count}, need {need}, "):
+            run(tmp_path / "r", settings, corpus=FewHeldOut(corpus().rows, num_heldout=count))
+    with pytest.raises(DataError, match="have 2, as many of each class, need 4, "):
+        split_heldout(
+            np.array([[0], [1], [1], [1]]),
+            num_sequences=9,
+            batch_size=1,
+            seed=0,
+            num_classes=2,
+            num_trainers=2,
+        )
+    with pytest.raises(ConfigError, match="init_fn: its parameters hold no array"):
+        run(tmp_path / "r", settings_of(), init_fn=lambda key: {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_decides_is_never_what_is_reported():

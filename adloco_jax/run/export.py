@@ -94,6 +94,7 @@ def read_trained(
         batch_size=controller.eval_batch_size,
         seed=settings.seed,
         num_classes=classes,
+        num_trainers=len(ids),
     )
     programs = Programs(spec)
     try:

@@ -71,12 +71,13 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     shape = (ensemble.num_trainers, ensemble.num_workers)
     at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
     rate = matmul_flops_per_s(settings.model.dtype)
+    speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
+    if flops := flops_per_token(spec.params):
+        speed += f"; at that rate {rate / flops:,.0f} tokens/s"
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" attention by {attention(settings)}; on {devices()}",
-        f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s"
-        f" ({settings.model.dtype}); at that rate {rate / flops_per_token(spec.params):,.0f}"
-        " tokens/s",
+        speed,
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"

@@ -222,16 +222,29 @@ def fit(
       As `train`.
 
     Raises:
-      Exception: As `train`, but for faults in text.
+      ConfigError: As `train`, and if `init_fn` makes no array.
+      DataError: If there are too few held-out rows: one, or two with several trainers (of each
+        class, where there are classes).
+      Exception: Otherwise as `train`, but for faults in text.
     """
     workdir = Path(workdir)
     check_installed(settings.log)
 
-    def check() -> None:
+    def check() -> evaluate.HeldOut:
         check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change)
+        if not jax.tree.leaves(jax.eval_shape(init_fn, jax.random.key(0))):
+            raise ConfigError("init_fn: its parameters hold no array; expected at least one")
+        return evaluate.split_heldout(
+            corpus.heldout_rows,
+            num_sequences=settings.eval.num_sequences,
+            batch_size=settings.batching.initial_batch_size,  # for now, see `_Run.begin`
+            seed=settings.seed,
+            num_classes=num_classes,
+            num_trainers=settings.ensemble.num_trainers,
+        )
 
-    processes.together(check)
+    heldout = processes.together(check)
     spec = program_spec(
         settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
     )
@@ -249,7 +262,18 @@ def fit(
         while True:
             # All that a failed round has touched is made anew, from the newest checkpoint.
             with contextlib.closing(
-                _Run(settings, spec, corpus, num_classes, workdir, stop, command, faults, max_batch)
+                _Run(
+                    settings,
+                    spec,
+                    corpus,
+                    heldout,
+                    num_classes,
+                    workdir,
+                    stop,
+                    command,
+                    faults,
+                    max_batch,
+                )
             ) as run:
                 run.begin(init_fn, params, accept_data_change=accept_data_change)
                 try:
@@ -274,6 +298,7 @@ class _Run:
     settings: Settings
     spec: Spec
     corpus: Rows
+    heldout: evaluate.HeldOut
     num_classes: int | None
     workdir: Path
     stop: threading.Event
@@ -337,13 +362,7 @@ class _Run:
         if self.max_batch is not None:
             self.controller.max_batch_size = min(self.controller.max_batch_size, self.max_batch)
         self._heed_memory_notes()
-        self.heldout = evaluate.split_heldout(
-            self.corpus.heldout_rows,
-            num_sequences=settings.eval.num_sequences,
-            batch_size=self.controller.eval_batch_size,
-            seed=settings.seed,
-            num_classes=self.num_classes,
-        )
+        self.heldout = dataclasses.replace(self.heldout, batch_size=self.controller.eval_batch_size)
         self.tried: set[Key] = set()  # programs that have run without exhausting the memory
         self.progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
         self.exit.callback(self.progress.close)
