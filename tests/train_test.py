@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import re
 import shutil
 import threading
 import time
@@ -535,6 +536,22 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
     events = read(result.workdir / "ledger.jsonl")
     seconds = [e["step_s"] for e in events if e["event"] == "round" and e["trainer"] == 0]
     assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
+
+
+def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):
+    settings = settings_of(
+        num_rounds=5,
+        ensemble={"num_trainers": 1, "num_workers": 1},
+        batching={"test": "constant"},
+        eval={"every_rounds": 2},
+    )
+    run(tmp_path / "r", settings)
+    shown = re.findall(r"^round (\d)/5 .*heldout (\S+)", capsys.readouterr().out, re.MULTILINE)
+    consensus = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
+    newest = {e["round"]: f"{e['loss']:.4g}" for e in consensus}
+    assert list(newest) == [2, 4, 5] and len(set(newest.values())) == 3
+    expected = ["-", newest[2], newest[2], newest[4], newest[5]]
+    assert shown == list(zip("12345", expected, strict=True))
 
 
 def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path):

@@ -308,6 +308,7 @@ class _Run:
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     place: dict | None = None  # of sequential rows, once those of the last dispatched round are out
     up_to_date: set[int] = field(default_factory=set)  # trainers, by id; see `_synchronise`
+    unshown: tuple[int, dict, float] | None = None  # a recorded round: its line; see `_show`
 
     def begin(self, init_fn: InitFn, params: PyTree | None, *, accept_data_change: bool) -> None:
         """Takes up the newest checkpoint, or starts from the beginning where there is none."""
@@ -408,6 +409,7 @@ class _Run:
             prepared, dispatched = self._dispatch(prepared)
             if previous:
                 self._record(*previous)
+                self._show()
             previous = dispatched, self._decide(dispatched, prepared), self._share_done()
             hit("round.decided")
             last = self._share_done() >= 1
@@ -443,6 +445,7 @@ class _Run:
                     prepared = self._prepare()
             if evaluate_now:
                 consensus = self._evaluate()
+            self._show()  # what has been recorded, now that it is evaluated if it is to be
             if save_now:
                 self._save(self.loss if evaluate_now else None)
             if stop_now and not last:
@@ -611,21 +614,27 @@ class _Run:
             if counts["skipped_updates"]:
                 self._note_skipped(line, counts["skipped_updates"])
         losses = [outcome.mean_loss for outcome in outcomes]
-        self.progress.round(
-            index,
-            {
-                "loss": float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
-                "heldout": self.loss,
-                "trainers": len(losses),
-                "batch": [line["requested_batch_size"] for line in lines],
-                "accum": [line["num_accum_steps"] for line in lines],
-                "tokens/s": tokens / step_s,
-                "of_matmul": self._share_of_matmul(tokens / step_s),
-            },
-            share_done=share_done,
-        )
+        fields = {
+            "loss": float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
+            "heldout": None,
+            "trainers": len(losses),
+            "batch": [line["requested_batch_size"] for line in lines],
+            "accum": [line["num_accum_steps"] for line in lines],
+            "tokens/s": tokens / step_s,
+            "of_matmul": self._share_of_matmul(tokens / step_s),
+        }
+        self.unshown = index, fields, share_done
         if len(control.broken_trainers(self.controller, by_round=index)) == len(outcomes):
+            self._show()
             self._diverged(index)
+
+    def _show(self) -> None:
+        """Shows the recorded round, if it is not shown yet, with the held-out loss so far."""
+        if self.unshown is not None:
+            index, fields, share_done = self.unshown
+            heldout = None if np.isnan(self.loss) else self.loss
+            self.progress.round(index, fields | {"heldout": heldout}, share_done=share_done)
+            self.unshown = None
 
     def _share_of_matmul(self, tokens_per_s: float) -> float:
         """Of the rate that the machine's own matrix product reaches."""
