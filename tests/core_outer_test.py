@@ -405,7 +405,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("inner_tx", [ADAMW, SGD, CLIPPED], ids=["adamw", "sgd", "clipped"])
 def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, value):
-    """In every step of a round; 1e30 gives a finite gradient whose square overflows."""
+    """In every step of a round; the square of 1e30 overflows."""
     steps = inner_steps_of(inner_tx)
     for bad_step in range(3):
         clean = broken = start_round(different_trainers(2, [0, 1, 1], inner_tx))
@@ -422,6 +422,29 @@ def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, v
         for worker in (0, 2):
             assert same(states_of(broken, worker), states_of(clean, worker))
         assert not same(states_of(broken, 1), states_of(clean, 1))
+
+
+def root_loss(params, batch_B):
+    return jnp.mean(jnp.sqrt(jnp.square(batch_B * params)))
+
+
+def steep_loss(params, batch_B):
+    return jnp.mean(1e25 * batch_B * params)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("loss_fn", "value"), [(root_loss, 0.0), (steep_loss, 1.0)])
+def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, value, accumulate):
+    """The root's gradient at zero is NaN; the square of a steep one's norm overflows."""
+    batch_TRB = np.full((1, 1, 2), value, np.float32)
+    ensemble = init(np.float32(1.0), num_trainers=1, num_workers=1, inner_tx=SGD, outer_tx=PLAIN)
+    start = start_round(ensemble, accumulate=accumulate)
+    update_T = flags(1) if accumulate else None
+    after, loss_TR, skipped_TR = inner_steps(
+        start, batch_TRB, loss_fn, inner_tx=SGD, update_T=update_T
+    )
+    assert np.isfinite(loss_TR).all() and skipped_TR.tolist() == [[True]]
+    assert same(states_of(after, 0), states_of(start, 0))
 
 
 @pytest.mark.parametrize("bad_micro_batch", [0, 1, 2, 3])
