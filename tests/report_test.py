@@ -254,6 +254,7 @@ def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
     assert page.tags.count("details") == 2
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
     assert "Never evaluated, so not drawn: b." in page.text
+    assert "bringing them together is counted with them" in page.text
     assert page.text.count("eight_sites 4,096") == 1 and page.text.count("eight_sites") == 6
     assert len(page.figures) == 1 + 2 * (len(SINGLE) - 1)
     summary = json.loads((path.parent / "summary.json").read_text())
