@@ -210,8 +210,8 @@ def _loss_section(
         parts.append(
             page.paragraph(
                 f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
-                " each worker of the largest run, computing at the pace of its data sheet; the model"
-                " is the run's own."
+                " each worker of the largest run, computing at the pace of its data sheet, and"
+                " trains the run's own model."
             )
         )
     if not_simulated:
