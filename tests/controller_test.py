@@ -354,12 +354,11 @@ def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():
 
 def test_demand_gives_the_workers_to_whoever_asks_for_more():
     controller = a_controller(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
-    owners = control.apply_merge(controller, settings_of(), Merge((1, 2), (1, 1)), param_bytes=100)
+    owners = control.apply_merge(controller, settings_of(), Merge((1, 2), (1, 1)))
     # Shares of six workers at batches 8, 1, 6: 3, 1, 2. Trainer 1 keeps its own worker; what it
     # absorbed is free, and fills trainer 0.
     assert owners == [0, 1, 0, 0, 2, 2]
     assert [t.id for t in controller.trainers] == [0, 1, 3]
-    assert controller.bytes_total == 100
 
 
 def test_a_merge_takes_workers_from_members_and_from_who_asks_for_less():
@@ -380,10 +379,42 @@ def test_fragments_and_whole_synchronisations_are_counted():
     assert (controller.syncs_total, controller.bytes_total) == (5, 800)
 
 
+@pytest.mark.parametrize(
+    ("refused", "on_refusal", "allocation", "num_bytes"),
+    [
+        # One trainer's parameters and momentum; two workers join, with two moments each.
+        (False, "keep", "demand", 100 + 10 + 2 * (100 + 200)),
+        (True, "retire", "demand", 100 + 2 * (100 + 200)),
+        (True, "keep", "demand", 100),
+        (False, "keep", "retire", 100 + 10),
+    ],
+)
+def test_a_merge_and_its_hand_over_are_one_communication(
+    refused, on_refusal, allocation, num_bytes
+):
+    """Trainer 2's workers: one stays with the merged trainer, one goes on to trainer 0."""
+    settings = settings_of(
+        ensemble={"num_trainers": 3, "num_workers": 4, "allocation": allocation},
+        merge={"on_refusal": on_refusal},
+    )
+    controller, due = a_controller(batches=(4, 4, 1), owners=(0, 1, 2, 2)), Merge((1, 2), (4, 1))
+    state_bytes = control.StateBytes(params=100, outer_state=10, inner_state=200)
+    cost = control.count_merge(controller, settings, due, state_bytes=state_bytes, refused=refused)
+    assert cost == {"syncs": 1, "bytes": num_bytes}
+    assert (controller.syncs_total, controller.bytes_total) == (1, num_bytes)
+    assert len(controller.trainers) == 3  # nothing but the totals has changed
+
+
+def test_a_hand_over_without_a_merge_is_a_communication_and_nothing_is_none():
+    state_bytes = control.StateBytes(params=100, outer_state=10, inner_state=200)
+    assert control.merge_cost(state_bytes, num_joining=2) == {"syncs": 1, "bytes": 600}
+    assert control.merge_cost(state_bytes) == {"syncs": 0, "bytes": 0}
+
+
 def test_retire_sends_the_absorbed_workers_away():
     settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 4, "allocation": "retire"})
     controller = a_controller(batches=(2, 1, 4))
-    owners = control.apply_merge(controller, settings, Merge((0, 1), (2, 1)), param_bytes=1)
+    owners = control.apply_merge(controller, settings, Merge((0, 1), (2, 1)))
     assert owners == [0, 0, -1, 1]
     assert (controller.owners, controller.streams) == ([0, 0, 1], [0, 1, 3])
 
@@ -392,7 +423,7 @@ def test_retire_sends_the_absorbed_workers_away():
 def test_representative_batch(rule, batch):
     settings = settings_of(merge={"representative_batch": rule}, batching={"batch_cap": 64})
     controller = a_controller(batches=(6, 4), owners=(0, 1, 1))
-    control.apply_merge(controller, settings, Merge((0, 1), (6, 4)), param_bytes=1)
+    control.apply_merge(controller, settings, Merge((0, 1), (6, 4)))
     # The larger total that was asked for is 4 x 2 workers; three workers share it: 8 / 3, up.
     assert controller.trainers[0].requested_batch_size == batch
 
@@ -401,7 +432,7 @@ def test_a_merged_trainer_averages_its_members_sums():
     controller = a_controller(batches=(4, 4), owners=(0, 1))
     controller.trainers[0].smoothing = {"noise_sum": 1.0, "signal_sum": 4.0}
     controller.trainers[1].smoothing = {"noise_sum": 3.0, "signal_sum": 0.0}
-    control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)), param_bytes=1)
+    control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)))
     assert controller.trainers[0].smoothing == {"noise_sum": 2.0, "signal_sum": 2.0}
 
 

@@ -616,4 +616,4 @@ def test_the_plan_says_how_fragments_travel(monkeypatch):
         r" arrives",
         text,
     )
-    assert "in at most 4 synchronisations" in text and "synchronise M=1 R=2" in text
+    assert "in 4 synchronisations" in text and "synchronise M=1 R=2" in text

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy import Table, bigram_loss, corpus, init_fn, settings_of
+from toy import LENGTH, Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import plan as plan_module
@@ -84,9 +84,19 @@ def test_the_ledger_tells_growth_accumulation_and_merge(tmp_path):
     (end,) = events(result.workdir, "end")
     assert end["tokens_total"] == sum(e["tokens"] for e in rounds)
     assert end["updates_total"] == sum(e["updates"] for e in rounds)
-    assert end["syncs_total"] == sum(e["syncs"] for e in rounds)
-    merged = sum(e["bytes"] for e in events(result.workdir, "merge"))
-    assert end["bytes_total"] == merged + sum(e["bytes"] for e in rounds)
+    merges = events(result.workdir, "merge")
+    for cost in ("syncs", "bytes"):
+        assert end[f"{cost}_total"] == sum(e[cost] for e in [*rounds, *merges])
+    # The last one: a table of 36 float32 and its momentum; each worker of the absorbed trainer
+    # joins the other, which takes the table and AdamW's two moments.
+    (absorbed,) = merges[-1]["members"][1:]
+    (joining,) = [
+        e["workers"]
+        for e in rounds
+        if (e["round"], e["trainer"]) == (merges[-1]["round"], absorbed)
+    ]
+    assert merges[-1]["bytes"] == 2 * 144 + joining * 3 * 144
+    assert [e["syncs"] for e in merges] == [1, 1]
     keys = [e["key"] for e in events(result.workdir, "compile")]
     assert len(keys) == len(set(keys))
     evals = [e for e in events(result.workdir, "eval") if e["trainer"] == "consensus"]
@@ -181,6 +191,25 @@ def test_defect_17_looking_at_the_losses_first_trains_nothing(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
 
 
+@pytest.mark.parametrize(
+    ("outer", "state", "expected"),
+    [
+        ("nesterov", "keep", (144, 144, 288)),
+        ("adamw", "keep", (144, 288, 288)),
+        ("sgd", "reset", (144, 0, 0)),  # what is about to be reset does not travel
+    ],
+)
+def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
+    settings = settings_of(outer={"tx": outer}, inner={"state": state})
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None)
+    assert spec.state_bytes == expected
+    params, momentum, moments = expected
+    assert plan_module._merge_lines(settings, spec) == [
+        f"bytes of a merge, one communication: {params + momentum} B per absorbed trainer"
+        f" ({params} B if refused), {params + moments} B per worker that joins a trainer"
+    ]
+
+
 @pytest.mark.parametrize("action", ["keep", "retire"])
 def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
     """A loss whose minima lie apart: between two of them it is high."""
@@ -202,8 +231,12 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
     assert refusal["barrier"] > 0.01 and refusal["action"] == action
     assert events(tmp_path / "r", "merge") == []
     moved = sum(e["bytes"] for e in events(tmp_path / "r", "round"))
-    assert refusal["bytes"] == 37 * 4  # to know what the merge would be like
+    # Without its momentum, to know what the merge would be like; a worker or none is handed over.
+    joining = 1 if action == "retire" else 0
+    assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3 * joining))
     assert result.controller.bytes_total == moved + refusal["bytes"]
+    synchronised = sum(e["syncs"] for e in events(tmp_path / "r", "round"))
+    assert result.controller.syncs_total == synchronised + 1
     assert result.ensemble.num_trainers == (2 if action == "keep" else 1)
     # Retired or kept, nobody was averaged: each x is in its valley still.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)

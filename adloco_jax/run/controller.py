@@ -132,6 +132,14 @@ class Outcome(NamedTuple):
         return float(np.mean(made)) if made.size else math.nan
 
 
+class StateBytes(NamedTuple):
+    """Bytes of what trainers and workers send one another when they merge or move."""
+
+    params: int  # of one trainer, in their own dtype
+    outer_state: int  # of one trainer, which a merge averages: momentum
+    inner_state: int  # given to a worker that joins a trainer: AdamW's moments
+
+
 class Merge(NamedTuple):
     """A merge to come, by positions; the representative first."""
 
@@ -345,7 +353,7 @@ def advance(
             spent[position] = {
                 "updates": group.num_updates,
                 "tokens": sequences * len(workers) * sequence_length,
-                **_sync_cost(len(workers), sync_bytes, num_syncs),
+                **sync_cost(len(workers), sync_bytes, num_syncs),
             }
     controller.round += 1
     for position in sorted(spent):
@@ -364,7 +372,7 @@ def count_synchronisation(
     Returns:
       Its ledger fields, with costs as in `advance`.
     """
-    costs = [_sync_cost(len(controller.workers_of(m)), sync_bytes) for m in trainers]
+    costs = [sync_cost(len(controller.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     controller.syncs_total += spent["syncs"]
     controller.bytes_total += spent["bytes"]
@@ -372,10 +380,67 @@ def count_synchronisation(
     return {"round": controller.round, "trainers": ids, **spent}
 
 
-def _sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
+def count_merge(
+    controller: Controller,
+    settings: Settings,
+    merge: Merge,
+    *,
+    state_bytes: StateBytes,
+    refused: bool,
+) -> dict[str, int]:
+    """Counts a merge that is about to be applied, or a refused one, with the hand-over after it.
+
+    Args:
+      controller: Before `apply_merge`; its totals are changed in place.
+      settings: The run's settings.
+      merge: The members, by position.
+      state_bytes: What travels.
+      refused: Whether only the members' parameters came together, to know the loss.
+
+    Returns:
+      Ledger fields `syncs` and `bytes`, as in `merge_cost`.
+    """
+    kept = refused and settings.merge.on_refusal == "keep"
+    moves = [] if kept else _moves(controller, settings, merge, refused=refused)
+    cost = merge_cost(
+        state_bytes,
+        num_absorbed=len(merge.members) - 1,
+        num_joining=sum(after is not None and after != before for before, after in moves),
+        refused=refused,
+    )
+    controller.syncs_total += cost["syncs"]
+    controller.bytes_total += cost["bytes"]
+    return cost
+
+
+def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
+    """Communications and bytes of a trainer's synchronisations, as in `advance`."""
     return {
         "syncs": num_syncs * (num_workers > 1),
         "bytes": num_syncs * 2 * (num_workers - 1) * sync_bytes,
+    }
+
+
+def merge_cost(
+    state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
+) -> dict[str, int]:
+    """Communications and bytes of a merge or an attempt at one, and of the hand-over with it.
+
+    One blocking communication. Each absorbed trainer sends its parameters and, unless the merge is
+    refused, its outer momentum; each worker that joins a trainer receives the parameters and an
+    inner state (ALGORITHM 6).
+
+    Args:
+      state_bytes: What travels.
+      num_absorbed: Trainers whose parameters come to the representative.
+      num_joining: Workers that are another trainer's afterwards; those of an absorbed trainer, too.
+      refused: Whether the parameters came together only to know the merged loss.
+    """
+    absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
+    joining_bytes = state_bytes.params + state_bytes.inner_state
+    return {
+        "syncs": int(num_absorbed + num_joining > 0),
+        "bytes": num_absorbed * absorbed_bytes + num_joining * joining_bytes,
     }
 
 
@@ -475,16 +540,14 @@ def apply_merge(
     settings: Settings,
     merge: Merge,
     *,
-    param_bytes: int,
     refused: bool = False,
 ) -> list[int]:
-    """Makes one trainer of the members and divides the workers anew.
+    """Makes one trainer of the members and divides the workers anew; `count_merge` counts it.
 
     Args:
       controller: Changed in place.
       settings: The run's settings.
       merge: The members, by position.
-      param_bytes: Bytes of one trainer's parameters, moved once per absorbed trainer.
       refused: The weaker members only leave; the representative takes nothing over.
 
     Returns:
@@ -502,7 +565,6 @@ def apply_merge(
         members[0].requested_batch_size = max(t.requested_batch_size for t in members)
         members[0].smoothing = _mean_smoothing([t.smoothing for t in members])
         totals[representative] = max(totals[m] for m in merge.members)
-        controller.bytes_total += param_bytes * len(absorbed)
 
     survivors = [p for p in range(len(controller.trainers)) if p not in absorbed]
     controller.trainers = [controller.trainers[p] for p in survivors]
@@ -544,15 +606,20 @@ def losing_workers(
     controller: Controller, settings: Settings, merge: Merge, *, refused: bool
 ) -> list[int]:
     """Positions of the trainers of which a merge takes workers away, its members among them."""
-    after = copy.deepcopy(controller)
-    owners = apply_merge(after, settings, merge, param_bytes=0, refused=refused)
+    moves = _moves(controller, settings, merge, refused=refused)
+    losing = {before for before, after in moves if after != before}
+    return [m for m, trainer in enumerate(controller.trainers) if trainer.id in losing]
+
+
+def _moves(
+    controller: Controller, settings: Settings, merge: Merge, *, refused: bool
+) -> list[tuple[int, int | None]]:
+    """Each worker's trainer before and after a merge, by id; None after it where it retires."""
+    applied = copy.deepcopy(controller)
+    owners = apply_merge(applied, settings, merge, refused=refused)
     return [
-        position
-        for position, trainer in enumerate(controller.trainers)
-        if any(
-            owners[w] < 0 or after.trainers[owners[w]].id != trainer.id
-            for w in controller.workers_of(position)
-        )
+        (controller.trainers[old].id, applied.trainers[new].id if new >= 0 else None)
+        for old, new in zip(controller.owners, owners, strict=True)
     ]
 
 

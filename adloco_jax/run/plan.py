@@ -171,8 +171,11 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
     owners = np.arange(num_workers) * num_trainers // num_workers
     lines += ["placement in the first round:", *at.draw(owners.tolist())]
-    moved = 2 * (num_workers - num_trainers) * spec.sync_bytes * spec.num_fragments
-    syncs = min(num_trainers, num_workers - num_trainers) * spec.num_fragments
+    costs = [
+        control.sync_cost(count, spec.sync_bytes, spec.num_fragments)
+        for count in np.bincount(owners).tolist()
+    ]
+    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
     least = sequences * first * settings.num_rounds
@@ -184,12 +187,26 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"peak: {peak} bytes ({_human(peak)})",
         f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
         " as many update and test programs for each later (trainers, workers)",
-        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations"
+        f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices"
         f" {_human(moved_between_devices(spec, at, owners))}",
+        *_merge_lines(settings, spec),
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines
+
+
+def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
+    """What a merge and the hand-over after it move, if trainers may merge, in a line."""
+    if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
+        return []
+    absorbed = control.merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
+    tried = control.merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
+    joining = control.merge_cost(spec.state_bytes, num_joining=1)["bytes"]
+    return [
+        f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
+        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer"
+    ]
 
 
 def moved_between_devices(spec: Spec, at: Placement, owner_R: np.ndarray) -> int:

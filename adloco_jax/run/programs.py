@@ -42,7 +42,7 @@ from adloco_jax.core.outer import (
     start_round,
 )
 from adloco_jax.errors import ResourceError
-from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE
+from adloco_jax.run.controller import AUTO_TEST_MIN, CHUNK_SIZE, StateBytes
 from adloco_jax.run.placement import Placement, place
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
@@ -121,9 +121,22 @@ class Spec:
         return packed_bytes(self.params, self.precision)
 
     @property
+    def state_bytes(self) -> StateBytes:
+        """What trainers and workers send one another when they merge or move."""
+        inner_bytes = 0 if self.reset_inner_state else _float_bytes(self.inner_tx, self.params)
+        return StateBytes(self.param_bytes, _float_bytes(self.outer_tx, self.params), inner_bytes)
+
+    @property
     def num_params(self) -> int:
         """Parameters of one trainer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
+
+
+def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
+    """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
+    leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in floating)
 
 
 class Compiled(NamedTuple):

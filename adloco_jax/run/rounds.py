@@ -287,7 +287,7 @@ def _after_merge(controller: Controller, settings: Settings) -> Controller:
     """A copy of the controller as the merge that is due leaves it, if one is."""
     ahead = copy.deepcopy(controller)
     if merge := control.due_merge(ahead, settings):
-        control.apply_merge(ahead, settings, merge, param_bytes=0)
+        control.apply_merge(ahead, settings, merge)
     return ahead
 
 

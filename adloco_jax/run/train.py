@@ -706,13 +706,14 @@ class _Run:
             "loss_before": before,
             "loss_after": after,
             "barrier": barrier,
-            "bytes": self.spec.param_bytes * (len(ids) - 1),  # refused or not, to know the loss
         }
         limit = settings.merge.max_barrier
         refused = limit is not None and not barrier <= limit
+        event |= control.count_merge(
+            controller, settings, due, state_bytes=self.spec.state_bytes, refused=refused
+        )
         if refused:
             action = settings.merge.on_refusal
-            controller.bytes_total += event["bytes"]
             self.ledger.write("refusal", **event, action=action)
             self.progress.note(
                 f"round {controller.round}: merging trainers {ids} would raise the loss by"
@@ -722,9 +723,7 @@ class _Run:
                 return
         weights = (1.0,) + (0.0,) * (len(ids) - 1) if refused else due.weights
         self._synchronise(control.losing_workers(controller, settings, due, refused=refused))
-        owners = control.apply_merge(
-            controller, settings, due, param_bytes=self.spec.param_bytes, refused=refused
-        )
+        owners = control.apply_merge(controller, settings, due, refused=refused)
         hit("merge.decided")
         self.ensemble = _merge_and_reassign(
             self.ensemble, jnp.asarray(weights, jnp.float32), due.members, tuple(owners)
@@ -964,6 +963,7 @@ class _Run:
             command=self.command,
             config=dataclasses.asdict(settings),
             num_params=spec.num_params,
+            state_bytes=spec.state_bytes._asdict(),
             attention=attention(settings),
             flops_per_token=flops_per_token(spec.params),
             matmul_flops_per_s=round(matmul_flops_per_s(settings.model.dtype)),
