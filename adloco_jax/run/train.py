@@ -341,7 +341,6 @@ class _Run:
             self.corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
             batch_size=self.controller.eval_batch_size,
-            seed=settings.seed,
             num_classes=self.num_classes,
         )
         self.tried: set[Key] = set()  # programs that have run without exhausting the memory
