@@ -142,7 +142,7 @@ def find_shards(request: Request) -> list[Shard]:
     return [
         Shard(
             [[files[i].name, sizes[i]] for i in group],
-            functools.partial(_read, request, [files[i] for i in group]),
+            functools.partial(_read, request, [files[i] for i in group], files),
         )
         for group in groups
     ]
@@ -539,9 +539,11 @@ def _sha256(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _read(request: Request, files: Sequence[Path], intake: Intake) -> Iterator[str]:
+def _read(
+    request: Request, files: Sequence[Path], among: Sequence[Path], intake: Intake
+) -> Iterator[str]:
     if request.source == "text":
-        return sources.text_documents(files, intake)
+        return sources.text_documents(files, intake, among=among)
     column = request.text_column
     if request.source == "jsonl":
         return sources.jsonl_documents(files, intake, text_column=column)
