@@ -6,8 +6,16 @@ import pytest
 
 from adloco_jax.data import load_corpus
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.build import check_data, load_data
+from adloco_jax.run.config import default_config, validate
 
 END = 256
+
+
+def settings_of(**data):
+    config = default_config()
+    config.data.update(data)
+    return validate(config)
 
 
 def load(path="", **changes):
@@ -388,3 +396,30 @@ def test_defect_12_no_padding_is_ever_trained_on(tmp_path):
     expected[END] = len(texts)
     assert (counts <= expected).all()  # nothing but the text and one end per document
     assert expected.sum() - counts.sum() < 2 * 16  # all of it but two tails
+
+
+@pytest.mark.parametrize(
+    "path", ["gone", "gone/*.txt", "x" * 300, "~no_such_user/x", "gone/deep/x.npy"]
+)
+@pytest.mark.parametrize("source", ["text", "jsonl", "tokens", "hf"])
+@pytest.mark.parametrize("refuse", [check_data, load_data])
+def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source, path, refuse, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((ConfigError, DataError), match=r"data\.path=") as error:
+        refuse(settings_of(source=source, path=path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["heldout_path", "tokenizer"])
+@pytest.mark.parametrize("value", ["gone.json", "x" * 300, "~no_such_user/x"])
+def test_a_missing_held_out_path_or_tokenizer_is_known_before_text_is_read(tmp_path, key, value):
+    path = write_documents(tmp_path, [])
+    with pytest.raises(DataError, match=f"data.{key}={value[:100]}"):
+        check_data(settings_of(source="jsonl", path=str(path), **{key: value}))
+
+
+def test_data_that_could_be_read_pass_the_check_unread(tmp_path):
+    path = write_documents(tmp_path, [])
+    check_data(settings_of(source="jsonl", path=str(path)))
+    with pytest.raises(DataError):
+        load_data(settings_of(source="jsonl", path=str(path)))

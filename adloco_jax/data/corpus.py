@@ -150,15 +150,9 @@ def load_corpus(
     where = f"data.path={path}" if path else f"data.source={source}"
     row_length = sequence_length + 1
     if source == "tokens" and prepared.is_prepared(path):
-        if heldout_path:
-            raise ConfigError(
-                f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
-                f"{heldout_path} empty"
-            )
-        folder = Path(path).expanduser()
-        sidecar = prepared.read_sidecar(folder)
-        prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
-        rows, heldout_rows = prepared.open_rows(folder, sidecar)
+        sidecar, rows, heldout_rows = _open_prepared(
+            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
+        )
         rows = rows[:num_sequences]
         _check_enough(rows, where, num_streams, subset_frac)
         if len(heldout_rows) < packing.MIN_HELDOUT_ROWS or not sidecar.heldout.text_bytes:
@@ -252,6 +246,64 @@ def load_corpus(
         num_streams=num_streams,
         subset_frac=subset_frac,
     )
+
+
+def check_corpus(
+    *,
+    source: str,
+    path: str,
+    heldout_path: str,
+    tokenizer: str,
+    sequence_length: int,
+    vocab_size: int,
+) -> None:
+    """Refuses what `load_corpus` would refuse before it reads any text.
+
+    Args:
+      source: As for `load_corpus`, like the others.
+      path: Must lead to files.
+      heldout_path: Likewise, if not empty.
+      tokenizer: Is loaded.
+      sequence_length: L.
+      vocab_size: The model's.
+
+    Raises:
+      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
+        headers tell.
+    """
+    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
+    where, row_length = f"data.path={path}", sequence_length + 1
+    if source == "tokens" and prepared.is_prepared(path):
+        _open_prepared(
+            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
+        )
+        return
+    files = [file for side in _find_sides(source, path, heldout_path) for file in side]
+    if source == "tokens":
+        for file in files:
+            sources.open_tokens(file, row_length=row_length)
+
+
+def _open_prepared(
+    path: str,
+    heldout_path: str,
+    encoder: Tokenizer,
+    *,
+    where: str,
+    tokenizer: str,
+    row_length: int,
+) -> tuple[prepared.Sidecar, np.ndarray, np.ndarray]:
+    """A prepared folder's sidecar, training and held-out rows."""
+    if heldout_path:
+        raise ConfigError(
+            f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
+            f"{heldout_path} empty"
+        )
+    folder = Path(path).expanduser()
+    sidecar = prepared.read_sidecar(folder)
+    prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
+    return sidecar, *prepared.open_rows(folder, sidecar)
 
 
 def _check_enough(rows: np.ndarray, where: str, num_streams: int, subset_frac: float) -> None:

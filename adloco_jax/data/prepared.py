@@ -77,7 +77,10 @@ class Sidecar:
 
 def is_prepared(path: str | Path) -> bool:
     """Whether a folder has a sidecar."""
-    return (Path(path).expanduser() / SIDECAR).is_file()
+    try:
+        return (Path(path).expanduser() / SIDECAR).is_file()
+    except (OSError, RuntimeError):  # no path at all, as whoever opens it will say
+        return False
 
 
 def read_sidecar(folder: Path) -> Sidecar:

@@ -84,6 +84,21 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
     return lines
 
 
+def local_path(name: str, *, key: str) -> Path:
+    """The path that a config value names, with `~` expanded; whether it exists is left open.
+
+    Raises:
+      DataError: If it cannot be looked at: too long, of an unknown user, in a closed folder.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}={name[:200]}: no path that can be read ({reason})") from error
+    return path
+
+
 def find_files(path: str, *, key: str) -> list[Path]:
     """Files that a config value means, in the order of their paths.
 
@@ -100,7 +115,7 @@ def find_files(path: str, *, key: str) -> list[Path]:
     """
     if not path:
         raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
-    start = Path(path).expanduser()
+    start = local_path(path, key=key)
     if start.is_file():
         return [start]
     if start.is_dir():

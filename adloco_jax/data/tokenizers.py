@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from adloco_jax.data.snapshot import HUB_NAME, snapshot
+from adloco_jax.data.sources import local_path
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
@@ -66,9 +67,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if not name:
         raise ConfigError('data.tokenizer is empty: give "bytes", a path or a hub name')
-    path = Path(name).expanduser()
     if name == "bytes":
         return _bytes_tokenizer()
+    path = local_path(name, key="data.tokenizer")
     for file in path.iterdir() if path.is_dir() else [path]:
         is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
         if is_part and file.stat().st_size > MAX_FILE_BYTES:
