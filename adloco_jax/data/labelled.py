@@ -8,7 +8,7 @@ import numpy as np
 
 from adloco_jax.data import sources
 from adloco_jax.data.sampling import permute, stream_rows, subset_size
-from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 NUM_FIELDS = 2  # before a row's tokens: its class, and how many of its tokens are real
@@ -139,6 +139,7 @@ def load_labelled(
         texts, labels = texts + heldout_texts, np.concatenate([labels, heldout_labels])
     else:
         is_heldout = _by_class(labels, heldout_frac)
+    check_round_trip(texts, tokenizer)
     rows, num_truncated = _rows(texts, labels, tokenizer, sequence_length)
     heldout_rows, rows = rows[is_heldout], rows[~is_heldout]
     if num_sequences is not None and num_sequences < len(rows):

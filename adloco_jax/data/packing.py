@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
@@ -50,12 +50,14 @@ def encode_documents(
         its rows; None reads all.
 
     Raises:
-      DataError: If there is no text.
+      DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
     min_heldout_tokens = MIN_HELDOUT_ROWS * row_length if heldout_frac else 0
     packed, lengths, num_bytes = bytearray(), [], []
     train_tokens = heldout_tokens = 0
     for chunk in chunks(texts):
+        if not lengths:
+            check_round_trip(chunk, tokenizer)
         new = encode_chunk(chunk, tokenizer)
         packed += new.tokens.tobytes()
         mask = is_heldout(len(lengths), len(chunk), heldout_frac)

@@ -31,7 +31,7 @@ from adloco_jax.data import hub, packing, prepared, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.prepared import SIDECAR, SIDES, Side, Sidecar
 from adloco_jax.data.sources import Intake
-from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
@@ -232,7 +232,13 @@ def prepare(
 def encoded(
     blocks: Iterator[list[str] | End], request: Request, encoder: Tokenizer, processes: int
 ) -> Generator[Documents | End]:
-    """Blocks of texts as `Documents`, tokenised on several processes and in their order."""
+    """Blocks of texts as `Documents`, tokenised on several processes and in their order.
+
+    Raises:
+      DataError: If the tokenizer leaves next to nothing of the first block.
+      ResourceError: If a process dies.
+    """
+    blocks = _checked(blocks, encoder)
     if processes == 1:
         for block in blocks:
             yield block if isinstance(block, End) else packing.encode_chunk(block, encoder)
@@ -277,6 +283,16 @@ def blocks_of(shards: Sequence[Shard], intake: Intake) -> Iterator[list[str] | E
         before = len(intake.shards)
         yield from packing.chunks(shard.read(intake))
         yield End(intake.shards[before:])
+
+
+def _checked(blocks: Iterator[list[str] | End], encoder: Tokenizer) -> Iterator[list[str] | End]:
+    """The blocks, the first of them encoded and decoded beforehand."""
+    is_first = True
+    for block in blocks:
+        if is_first and not isinstance(block, End):
+            check_round_trip(block, encoder)
+            is_first = False
+        yield block
 
 
 _worker: dict[str, Tokenizer] = {}  # of a tokenising process

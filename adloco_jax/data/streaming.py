@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from adloco_jax.data import hub, packing
-from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
 
 # Blocks of rows made ahead; one is of about 2^20 characters of text (`packing.chunks`).
@@ -250,6 +250,8 @@ def load_stream(
     row_length = sequence_length + 1
     place, tokens, num_bytes, first = _Place(), [np.zeros(0, np.int32)], 0, ""
     for texts, after in reader.chunks(reader.open(), place):
+        if not place.num_documents:
+            check_round_trip(texts, encoder)
         mask = packing.is_heldout(place.num_documents, len(texts), heldout_frac)
         first = first or next((t for t, held in zip(texts, mask, strict=True) if not held), "")
         tokens += reader.encode(texts, place, is_heldout=True)
