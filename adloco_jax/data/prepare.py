@@ -3,7 +3,10 @@
 Everything is built in `<folder>.partial` and renamed when whole. Tokens are appended to both arrays
 as they come, and a shard counts as done once they and its line of `progress.jsonl` are on the disk;
 a later start goes on from the last such line and writes over what came after. Memory holds a few
-blocks of documents, whatever the size of the corpus.
+blocks of documents, whatever the size of the corpus, and 16 bytes for each.
+
+Which documents are held out too is known in the end alone: where there are such, the others are
+copied to a file of their own, which takes the place of the first once the sidecar is written.
 """
 
 import collections
@@ -37,6 +40,7 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
 _PROGRESS = "progress.jsonl"
 _LOCK, _NEW = ".lock", ".new"
+_KEPT = "train.kept.npy"
 _MIN_SHARD_BYTES = 2**20  # of text files, which are small and many
 _BLOCKS_PER_PROCESS = 4  # read ahead, so that no worker waits while a new shard is looked at
 
@@ -172,6 +176,7 @@ def prepare(
 
     The result depends on the request and the text alone, not on `processes` or on interruptions:
     the rows of `load_corpus` for the same text, except that too little held-out text is an error.
+    A document that is the same as a held-out one, token by token, is left out of training.
 
     Args:
       request: What is wanted.
@@ -218,6 +223,8 @@ def prepare(
         sidecar = prepared.read_sidecar(partial)
         if differences := _differences(sidecar.request, wanted):
             raise _other(partial, differences)
+        if (partial / _KEPT).exists():
+            os.replace(partial / _KEPT, partial / "train.npy")
         for name in SIDES:
             os.truncate(partial / f"{name}.npy", getattr(sidecar, name).file_bytes)
             _sync(partial / f"{name}.npy")
@@ -348,7 +355,7 @@ class _Work:
         _write(path.with_name(_NEW), [start, *map(json.loads, whole[1:])], mode="w")
         os.replace(path.with_name(_NEW), path)
         _sync(self._folder)
-        self._files = {}
+        self._files, self._stack = {}, stack
         for name in SIDES:
             array = self._folder / f"{name}.npy"
             size = self._header_size + self._counts[name][1] * self._dtype.itemsize
@@ -391,13 +398,17 @@ class _Work:
           DataError: If there is too little text.
         """
         sides = {}
+        also_heldout = self._leave_out_heldout()
         for name, (documents, tokens, num_bytes) in self._counts.items():
             rows = tokens // self._row_length
-            least = packing.MIN_HELDOUT_ROWS if name == "heldout" else 1
+            least, left_out = packing.MIN_HELDOUT_ROWS, ""
+            if name == "train":
+                least, left_out = 1, f" ({also_heldout} that are held out too are left out)"
             if rows < least:
                 raise DataError(
                     f"too little text: have {tokens} tokens in {documents} documents for the "
-                    f"{name} rows, need {least} rows of {self._row_length} (sequence_length + 1); "
+                    f"{name} rows{left_out}, need {least} rows of {self._row_length} "
+                    "(sequence_length + 1); "
                     "give more text, a smaller sequence_length or another heldout_frac, and "
                     f"delete {self._folder}"
                 )
@@ -407,7 +418,7 @@ class _Work:
             file.write(self._header(rows))
             file.flush()
             os.fsync(file.fileno())
-            digest = _sha256(self._folder / f"{name}.npy", size)
+            digest = _sha256(Path(file.name), size)
             sides[name] = Side(rows, documents, tokens, num_bytes, size, digest)
         sidecar = Sidecar(
             format=prepared.FORMAT,
@@ -419,11 +430,54 @@ class _Work:
             row_length=self._row_length,
             heldout_frac=self._request.heldout_frac,
             shards=self.records,
+            also_heldout=also_heldout,
             **sides,
         )
         _write(self._folder / _NEW, [dataclasses.asdict(sidecar)], mode="w")
         os.replace(self._folder / _NEW, self._folder / SIDECAR)
         _sync(self._folder)
+
+    def _leave_out_heldout(self) -> int:
+        """Copies the training documents of which none is held out, if that is not all of them.
+
+        Returns:
+          How many were left out.
+        """
+        (self._folder / _KEPT).unlink(missing_ok=True)
+        if not all(tokens for _, tokens, _ in self._counts.values()):
+            return 0
+        train, heldout = (
+            packing.read_token_documents(
+                np.memmap(
+                    self._folder / f"{name}.npy",
+                    self._dtype,
+                    mode="r",
+                    offset=self._header_size,
+                    shape=(self._counts[name][1],),
+                ),
+                self._encoder,
+                where=str(self._folder),
+                vocab_size=self._encoder.vocab_size,
+            )
+            for name in SIDES
+        )
+        left_out = np.flatnonzero(np.isin(train.digests, heldout.digests))
+        if not left_out.size:
+            return 0
+        self._files["train"] = kept = self._stack.enter_context(open(self._folder / _KEPT, "w+b"))
+        kept.write(self._header(0))
+        ends = np.cumsum(train.lengths)
+        position = num_tokens = num_bytes = 0
+        for start, end in zip((ends - train.lengths)[left_out], ends[left_out], strict=True):
+            kept.write(train.tokens[position:start].data)
+            num_tokens += int(end - start)
+            num_bytes += len(self._encoder.decode(train.tokens[start:end]).encode())
+            position = end
+        kept.write(train.tokens[position:].data)
+        left = (len(left_out), num_tokens, num_bytes)
+        counts = zip(self._counts["train"], left, strict=True)
+        self._counts["train"] = [all_of - some for all_of, some in counts]
+        return len(left_out)
 
     def _recall(self, path: Path, lines: list[bytes]) -> None:
         """Takes over what was done for the same request; files not yet read may have changed."""
@@ -514,7 +568,7 @@ def _lock(partial: Path) -> Iterator[None]:
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ConfigError(f"{partial}: in the way, and no folder; name another output")
     partial.mkdir(parents=True, exist_ok=True)
-    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, _NEW, _LOCK}
+    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, _NEW, _LOCK, _KEPT}
     if strange := sorted({entry.name for entry in partial.iterdir()} - ours):
         raise ConfigError(f"{partial}: in the way, holds {strange[0]}; name another output")
     lock = filelock.FileLock(partial / _LOCK, timeout=0)
