@@ -18,6 +18,7 @@ import pytest
 from toy import LENGTH, Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
+from adloco_jax.run import evaluate
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run import train as train_module
@@ -127,7 +128,7 @@ def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
     result = run(tmp_path / "r", settings_of(**GROWING))
     logits = np.asarray(result.params["w"], np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4, seed=0).report_EL
+    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4).report_EL
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert rows.shape == (8, 9)
     assert result.loss == pytest.approx(losses.mean(), rel=1e-5)
@@ -179,8 +180,24 @@ def test_a_model_without_parameters_and_too_few_held_out_rows_are_refused(tmp_pa
 
 def test_what_decides_is_never_what_is_reported():
     rows = np.arange(20)[:, None]
-    parts = split_heldout(rows, num_sequences=64, batch_size=4, seed=3)
+    parts = split_heldout(rows, num_sequences=64, batch_size=4)
     assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
+
+
+def test_runs_that_differ_in_the_seed_report_and_decide_on_the_same_rows(tmp_path, monkeypatch):
+    split, drawn = evaluate.split_heldout, []
+
+    def recorded(rows_EL, **options):
+        drawn.append(split(rows_EL, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(evaluate, "split_heldout", recorded)
+    for seed in (0, 1):
+        few = {"num_rounds": 1, "eval": {"every_rounds": 1, "num_sequences": 3}}
+        run(tmp_path / str(seed), settings_of(seed=seed, **few))
+    first, second = drawn
+    np.testing.assert_array_equal(first.report_EL, second.report_EL)
+    np.testing.assert_array_equal(first.guard_EL, second.guard_EL)
 
 
 def test_defect_17_looking_at_the_losses_first_trains_nothing(tmp_path):

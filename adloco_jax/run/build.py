@@ -13,6 +13,8 @@ from adloco_jax import hf
 from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.data import Corpus, load_corpus
+from adloco_jax.data.corpus import check_corpus
+from adloco_jax.data.hub import open_stream
 from adloco_jax.data.labelled import NUM_FIELDS, Labelled, load_labelled
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.streaming import Streaming, load_stream
@@ -85,6 +87,30 @@ def load_data(settings: Settings) -> Corpus | Labelled | Streaming:
         vocab_size=model.vocab_size,
         on_bad_shard=data.on_bad_shard,
         max_bad_rows=data.max_bad_rows,
+    )
+
+
+def check_data(settings: Settings) -> None:
+    """Refuses data that `load_data` would refuse before it reads any text: seconds, not minutes.
+
+    Raises:
+      ConfigError: If keys contradict one another, the tokenizer does not suit the model, or a data
+        set is not on the hub.
+      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
+        headers tell.
+    """
+    data, vocab_size = settings.data, settings.model.vocab_size
+    if data.source == "hf":
+        load_fitting_tokenizer(data.tokenizer, vocab_size)
+        open_stream(data.path, data.name, data.split, text_column=data.text_column)
+        return
+    check_corpus(
+        source=data.source,
+        path=data.path,
+        heldout_path=data.heldout_path,
+        tokenizer=data.tokenizer,
+        sequence_length=data.sequence_length,
+        vocab_size=vocab_size,
     )
 
 

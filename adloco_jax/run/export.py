@@ -92,7 +92,6 @@ def read_trained(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
         batch_size=controller.eval_batch_size,
-        seed=settings.seed,
         num_classes=classes,
         num_trainers=len(ids),
     )

@@ -51,6 +51,10 @@ def data_header(corpus: Corpus | Labelled | Streaming) -> str:
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []
     lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
+    if isinstance(corpus, Streaming):
+        lines.append("left out as it is read: every document that is the same as a held-out one")
+    elif corpus.num_also_heldout:
+        lines.append(f"left out: {corpus.num_also_heldout} documents that are held out too")
     return "\n".join([*lines, corpus.describe()])
 
 

@@ -239,7 +239,6 @@ def fit(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
             batch_size=settings.batching.initial_batch_size,  # for now, see `_Run.begin`
-            seed=settings.seed,
             num_classes=num_classes,
             num_trainers=settings.ensemble.num_trainers,
         )
