@@ -157,6 +157,8 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
             f"{path}: model_type: have {str(config.get('model_type'))[:80]!r}, need 'llama' or"
             " 'bert'"
         )
+    if not head:
+        config = config | {"problem_type": None}  # which is the head's
     network = describe(config, path)
     files = _tensor_files(folder)
     if network.num_layers > len(files):
@@ -303,14 +305,21 @@ class _Config:
 def _llama(content: Mapping, file: Path) -> Llama:
     config = _Config(content, file)
     sizes = config.sizes()
-    # Once there were as many key heads as heads, and no key for them.
-    num_kv_heads = config.number("num_key_value_heads", int, sizes["num_heads"])
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise DataError(f"{file}: rope_parameters: have {str(rope)[:80]}, need an object or null")
+    # Once there were as many key heads as heads, and no key for them; null still says so.
+    num_kv_heads = sizes["num_heads"]
+    if content.get("num_key_value_heads") is not None:
+        num_kv_heads = config.number("num_key_value_heads", int)
+    rope: Mapping = {}
+    for key in ("rope_parameters", "rope_scaling"):  # of both, transformers takes the second
+        found = content.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise DataError(f"{file}: {key}: have {str(found)[:80]}, need an object or null")
+        kind = found.get("rope_type", found.get("type", "default"))
+        config.need(f"{key}: rope type", "default", kind)
+        rope = found or rope
     theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     norm_eps = config.number("rms_norm_eps", float, 1e-6)
-    if not isinstance(theta, int | float) or not 1 <= theta < 1e12:
+    if type(theta) not in (int, float) or not 1 <= theta < 1e12:
         have = str(theta)[:80]
         config.faults.append(f"{file}: rope_theta: have {have}, need a number of at least 1")
         theta = 10_000.0
@@ -318,8 +327,8 @@ def _llama(content: Mapping, file: Path) -> Llama:
     config.need("hidden_act", "silu", content.get("hidden_act", "silu"))
     config.need("attention_bias", False, content.get("attention_bias", False))
     config.need("mlp_bias", False, content.get("mlp_bias", False))
-    config.need("rope type", "default", rope.get("rope_type", rope.get("type", "default")))
-    config.need("head_dim", head_size, content.get("head_dim") or head_size)
+    if content.get("head_dim") is not None:
+        config.need("head_dim", head_size, config.number("head_dim", int))
     return config.checked(
         Llama(num_kv_heads=num_kv_heads, norm_eps=norm_eps, rope_theta=float(theta), **sizes)
     )
@@ -334,6 +343,8 @@ def _bert(content: Mapping, file: Path) -> Bert:
     position = content.get("position_embedding_type", "absolute")
     config.need("position_embedding_type", "absolute", position)
     config.need("is_decoder", False, content.get("is_decoder", False))
+    needed = "single_label_classification"
+    config.need("problem_type", needed, content.get("problem_type") or needed)
     return config.checked(
         Bert(
             num_classes=num_classes,
