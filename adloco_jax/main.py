@@ -126,7 +126,7 @@ def _run(argv: Sequence[str]) -> int:
         "accept_data_change", False, "go on with other data", flag_values=options
     )
     plan_only = flags.DEFINE_bool(
-        "plan", False, "say what would run, and stop", flag_values=options
+        "plan", False, "say what would run, and what was not checked", flag_values=options
     )
     distributed = flags.DEFINE_bool(
         "distributed",
@@ -185,7 +185,7 @@ def _run(argv: Sequence[str]) -> int:
             raise ConfigError("--workdir: several processes need the name of one folder")
     if plan_only.value:
         with processes.only_first_prints():
-            print(plan(config))
+            print(plan(config, workdir.value, accept_config_change=accept_config.value))
         return 0
     folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = processes.from_first(
