@@ -17,7 +17,7 @@ from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.study import compare, compare_figure, curves, network, summary
 from adloco_jax.study.compare import Comparison, Point, Simulated, curve, markdown, runs_of
-from adloco_jax.study.compare_figure import front
+from adloco_jax.study.compare_figure import figure, front
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "compare.py")
 
@@ -317,6 +317,28 @@ def test_a_spread_counts_what_was_not_reached_as_more_than_all():
         "seeds": 3,
     }
     assert compare._spread([1, 2, 3, None])["median"] == 3  # of an even number the upper one
+
+
+def test_two_seeds_have_a_range_and_no_median(tmp_path):
+    assert {run.seed for run in runs_of(comparison(seeds=(4, 2)), tmp_path)} == {4, 2}
+    for seeds in ((1,), (1, 1)):
+        with pytest.raises(ConfigError, match="two different seeds"):
+            runs_of(comparison(seeds=seeds), tmp_path)
+    assert compare._cost(compare._spread([1500, 1000])) == "1 k to 1.5 k"
+    assert compare._cost(compare._spread([None, 1000])) == "1 k to -"
+    assert compare._cost(compare._spread([None, None])) == "-"
+    cost = {key: compare._spread([1, 2]) for key in Point._fields}
+    row = {"final": cost, "at_equal": cost, "to_baseline": cost, "to_target": [cost]}
+    table = {
+        "baseline": "a",
+        "target_losses": [2.0],
+        "seeds": [4, 2],
+        "budgets": dict.fromkeys(compare.MEASURES, 1),
+        "rows": {"a": row},
+    }
+    assert "range of 2 seeds" in markdown(table) and "median" not in markdown(table)
+    caption = figure(table, command="c").get_supxlabel()
+    assert "range of 2 seeds" in caption and "median" not in caption
 
 
 def test_the_front_is_what_no_other_beats_in_both():

@@ -17,18 +17,21 @@ import optax
 import pytest
 from toy import LENGTH, Table, bigram_loss, corpus, init_fn, settings_of
 
+from adloco_jax import hf
+from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
+from adloco_jax.models import Llama
 from adloco_jax.run import evaluate
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run import train as train_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.config import default_config
+from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, needed_bytes
-from adloco_jax.run.resume import check_workdir
+from adloco_jax.run.resume import check_workdir, write_config
 from adloco_jax.run.rounds import read_outcomes
 from adloco_jax.run.train import fit, train
 
@@ -564,7 +567,71 @@ def test_the_plan_lists_every_program_and_its_memory(tmp_path, monkeypatch):
     for part in ("round M=1 R=1 B=1 ", "round M=1 R=1 B=2 ", "accumulate M=1 R=1 B=2", "evaluate"):
         assert part in text
     assert "peak: " in text and "tokens: " in text
+    assert text.splitlines()[-1].startswith("not checked: data.source = stdlib: ")
     assert list(tmp_path.iterdir()) == []
+
+
+TEXT = {"source": "text", "path": __file__}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"data": TEXT | {"path": "nowhere"}}, "data.path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": "nowhere"}}, "data.heldout_path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": __file__}}, "both hold train_test.py"),
+        ({"data": {"source": "hf", "path": "./nowhere.jsonl"}}, "data.path=./nowhere.jsonl: no"),
+        ({"data": {"tokenizer": "./nowhere"}}, "data.tokenizer=./nowhere: no such file"),
+        ({"data": {"tokenizer": "no/where"}}, "data.tokenizer=no/where: no file or folder"),
+        ({"data": {"tokenizer": "EXPORT"}, "model": {"vocab_size": 256}}, "EXPORT has 257 ids"),
+        ({"model": {"init_from": "./nowhere"}}, "./nowhere: no such folder"),
+        ({"model": {"init_from": "no/where"}}, "no/where: no file or folder of that name"),
+        ({"model": {"init_from": "EXPORT"}}, "model.num_layers = 1: EXPORT has 2"),
+        ({"batching": {"test": "replay", "replay": "nowhere"}}, "nowhere/ledger.jsonl: cannot"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    network = Llama(257, 16, 2, 4, 2, 16, 512)
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes["params"])
+    hf.save(params, tmp_path / "EXPORT", load_tokenizer("bytes"), network=network)
+    config = tiny_config()
+    config.data.update(TEXT)
+    for group, values in changes.items():
+        config[group].update(values)
+    with pytest.raises((ConfigError, DataError)) as refusal:
+        plan_module.check_inputs(validate(config))
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    # The run does so, too.
+    with pytest.raises((ConfigError, DataError)) as again:
+        train(config, tmp_path / "run")
+    assert str(again.value) == str(refusal.value)
+
+
+def test_a_plan_refuses_a_folder_of_another_run(tmp_path):
+    settings = settings_of(num_rounds=1)
+    write_config(tmp_path, settings)
+    assert plan_module.check_inputs(settings, tmp_path)
+    with pytest.raises(ConfigError, match="seed: was 0, is 1"):
+        plan_module.check_inputs(settings_of(num_rounds=1, seed=1), tmp_path)
+
+
+def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
+    config = tiny_config()
+    config.data.update(TEXT)
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith(f"data.path = {__file__}: ")
+    config.data.update({"source": "hf", "path": "no/where"})
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith("data.path = no/where: whether the Hugging Face hub has")
+    config.model.init_from = "some/model"
+    network = Llama(257, 16, 1, 4, 2, 16, 512)
+    monkeypatch.setattr(hf, "inspect", lambda name, head: (network, False))
+    line, _ = plan_module.check_inputs(validate(config))
+    assert line.startswith("model.init_from = some/model: its weights")
 
 
 def test_the_start_line_holds_the_whole_config(tmp_path):

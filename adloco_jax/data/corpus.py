@@ -177,7 +177,7 @@ def load_corpus(
             num_also_heldout=sidecar.also_heldout,
         )
     intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
-    files, heldout_files = _find_sides(source, path, heldout_path)
+    files, heldout_files = find_sides(source, path, heldout_path)
     heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
     max_tokens = None if num_sequences is None else num_sequences * row_length
 
@@ -351,8 +351,21 @@ def _check_enough(
         )
 
 
-def _find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
-    """Files to train on and files held out; the latter is empty where the former are split."""
+def find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
+    """Finds a corpus's files; none is read.
+
+    Args:
+      source: As for `load_corpus`.
+      path: Likewise.
+      heldout_path: Likewise.
+
+    Returns:
+      Files to train on and files held out; the latter is empty where the former are split.
+
+    Raises:
+      ConfigError: If keys contradict one another, or a file would be on both sides.
+      DataError: If a path leads to no file.
+    """
     if source not in ("stdlib", "text", "jsonl", "tokens"):
         raise ConfigError(f"data.source={source}: need stdlib, text, jsonl or tokens")
     if source == "stdlib":

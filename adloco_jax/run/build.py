@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run import controller as control
 from adloco_jax.run.config import INNER_PRODUCT_TESTS, Settings
 from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
+from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import Spec, fewest_model_shards
 
 InitFn = Callable[[Array], PyTree]
@@ -217,11 +219,26 @@ def pretrained_params(settings: Settings) -> PyTree:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.
       DataError: If it cannot be used.
     """
-    model, network = settings.model, build_network(settings)
+    model = settings.model
     loaded = hf.load(model.init_from, head=not model.reinit_head)
-    if type(loaded.network) is not type(network):
+    require_same_network(settings, loaded.network)
+    if not model.reinit_head:
+        return loaded.params
+    init_fn, _ = build_model(settings)
+    head = hf.head_of(loaded.network)
+    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+
+
+def require_same_network(settings: Settings, found: Network) -> None:
+    """Compares the network of `model.init_from` with the configured one.
+
+    Raises:
+      ConfigError: Naming all sizes that differ.
+    """
+    model, network = settings.model, build_network(settings)
+    if type(found) is not type(network):
         raise ConfigError(
-            f"model.arch = {model.arch}: {model.init_from} is a {type(loaded.network).__name__}"
+            f"model.arch = {model.arch}: {model.init_from} is a {type(found).__name__}"
         )
     # On these, what the weights mean does not depend.
     free = {"name", "parent", "dtype", "remat", "attention", "scan_layers"}
@@ -229,17 +246,36 @@ def pretrained_params(settings: Settings) -> PyTree:
     free |= {"num_classes"} if model.reinit_head else set()
     faults = [
         f"model.{name} = {getattr(network, name)}: {model.init_from} has"
-        f" {getattr(loaded.network, name)}; set --config.model.{name} to that"
+        f" {getattr(found, name)}; set --config.model.{name} to that"
         for name in (field.name for field in dataclasses.fields(network))
-        if name not in free and getattr(network, name) != getattr(loaded.network, name)
+        if name not in free and getattr(network, name) != getattr(found, name)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    if not model.reinit_head:
-        return loaded.params
-    init_fn, _ = build_model(settings)
-    head = hf.head_of(network)
-    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+
+
+def replayed_batches(settings: Settings) -> dict[str, list[int]]:
+    """The batches that `batching.replay` names, by trainer; none where it names no run.
+
+    Raises:
+      ConfigError: If they do not fit the config.
+      DataError: If the run's ledger cannot be read.
+    """
+    batching = settings.batching
+    if batching.test != "replay":
+        return {}
+    events = read(Path(batching.replay) / "ledger.jsonl")
+    history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
+    firsts = {batches[0] for batches in history.values()}
+    largest = max((max(batches) for batches in history.values()), default=0)
+    if firsts != {batching.initial_batch_size} or largest > batching.batch_cap:
+        found = f"begins with {firsts.pop()} and reaches {largest}" if firsts else "has no round"
+        raise ConfigError(
+            f"batching.replay = {batching.replay!r}: that run {found}; set"
+            " batching.initial_batch_size to its first batch and batching.batch_cap to no less"
+            " than its largest"
+        )
+    return history
 
 
 def inner_transform(settings: Settings) -> optax.GradientTransformation:

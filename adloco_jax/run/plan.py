@@ -1,15 +1,34 @@
 """What a run is and will need, as text: the header of a run, and `--plan`."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
+from adloco_jax import hf
 from adloco_jax.data import Corpus
+from adloco_jax.data.corpus import find_sides
 from adloco_jax.data.labelled import Labelled
+from adloco_jax.data.prepared import is_prepared
+from adloco_jax.data.snapshot import HUB_NAME
+from adloco_jax.data.sources import find_files
 from adloco_jax.data.streaming import Streaming
+from adloco_jax.data.tokenizers import load_fitting_tokenizer
 from adloco_jax.run import controller as control
-from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length
+from adloco_jax.run import processes
+from adloco_jax.run.build import (
+    attention,
+    build_model,
+    class_count,
+    load_data,
+    program_spec,
+    replayed_batches,
+    require_same_network,
+    row_length,
+)
+from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.evaluate import evaluate_key
 from adloco_jax.run.placement import Placement
@@ -22,28 +41,98 @@ from adloco_jax.run.programs import (
     peak_bytes,
     placement,
 )
+from adloco_jax.run.resume import check_config, check_workdir
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
+from adloco_jax.run.trackers import check_installed
 
 
-def plan(config: ConfigDict) -> str:
-    """What a run would compile, hold and move, as text; nothing is trained and no data is read.
+def plan(
+    config: ConfigDict, workdir: str | Path | None = None, *, accept_config_change: bool = False
+) -> str:
+    """What a run would compile, hold and move, as text; nothing is trained and no text is read.
 
     Args:
       config: As for `train`.
+      workdir: As for `train`; None leaves it out.
+      accept_config_change: As for `train`.
 
     Returns:
       Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
-      programs, bytes per round, tokens to come.
+      programs, bytes per round, tokens to come; at the end what was not checked.
 
     Raises:
-      ConfigError: If the config cannot be used.
+      UserError: As `check_inputs`.
     """
     settings = validate(config)
+    folder = None if workdir is None else Path(workdir)
+    unchecked = processes.together(
+        lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
+    )
     init_fn, loss_fn = build_model(settings)
     spec = program_spec(
         settings, init_fn, loss_fn, row_length(settings), num_classes=class_count(settings)
     )
-    return "\n".join(_plan_lines(settings, spec))
+    lines = [*_plan_lines(settings, spec), *(f"not checked: {line}" for line in unchecked)]
+    return "\n".join(lines)
+
+
+def check_inputs(
+    settings: Settings, workdir: Path | None = None, *, accept_config_change: bool = False
+) -> list[str]:
+    """Refuses all that a run would refuse before it reads text or weights.
+
+    Args:
+      settings: The run's.
+      workdir: Its folder, which need not exist; None leaves it out.
+      accept_config_change: As for `train`.
+
+    Returns:
+      What a run would check besides, a line each.
+
+    Raises:
+      ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
+        an extra is not installed.
+      DataError: If a path leads nowhere, or to what is damaged as far as its description shows.
+      CheckpointError: If the folder's record of its config cannot be read.
+    """
+    data, model, unchecked = settings.data, settings.model, []
+    check_installed(settings.log)
+    rounds = []
+    if workdir is not None:
+        check_workdir(workdir)
+        check_config(workdir, settings, accept=accept_config_change)
+        rounds = list_rounds(workdir / "checkpoints")
+    if rounds:
+        unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
+    elif model.init_from:
+        network, knows_tensors = hf.inspect(model.init_from, head=not model.reinit_head)
+        require_same_network(settings, network)
+        which = "whether all its numbers are finite" if knows_tensors else "its weights on the hub"
+        unchecked.append(f"model.init_from = {model.init_from}: {which}")
+    if data.source == "tokens" and is_prepared(data.path):
+        load_data(settings)  # which reads what describes the arrays, and not the arrays
+    else:
+        load_fitting_tokenizer(data.tokenizer, model.vocab_size)
+        unchecked.append(_check_text(settings))
+    if not rounds:
+        replayed_batches(settings)
+    return unchecked
+
+
+def _check_text(settings: Settings) -> str:
+    """Looks for the files of a text; what was not checked of it, in a line."""
+    data = settings.data
+    if data.source == "stdlib":
+        return "data.source = stdlib: whether it is text enough"
+    if data.source == "hf" and HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
+        return f"data.path = {data.path}: whether the Hugging Face hub has it, and what it holds"
+    if data.source == "hf":
+        files = find_files(data.path, key="data.path")
+    else:
+        train_files, heldout_files = find_sides(data.source, data.path, data.heldout_path)
+        files = train_files + heldout_files
+    size = sum(file.stat().st_size for file in files)
+    return f"data.path = {data.path}: what its files hold ({len(files)}, {_human(size)})"
 
 
 def data_header(corpus: Corpus | Labelled | Streaming) -> str:

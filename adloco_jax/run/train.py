@@ -58,13 +58,14 @@ from adloco_jax.run.build import (
     load_data,
     pretrained_params,
     program_spec,
+    replayed_batches,
 )
 from adloco_jax.run.checkpoint import Saved, Saver
 from adloco_jax.run.config import Settings, validate
 from adloco_jax.run.controller import Controller, Decision, Merge
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.interrupts import stop_requests
-from adloco_jax.run.ledger import START, Ledger, batch_history, cut, finish, read
+from adloco_jax.run.ledger import START, Ledger, cut, finish, read
 from adloco_jax.run.placement import Placement, copy_back, copy_to_host, fetch
 from adloco_jax.run.plan import data_header, devices, max_batch_size, run_header
 from adloco_jax.run.programs import (
@@ -325,7 +326,7 @@ class _Run:
             )
         host = state.host if state else {"ledger": START, "wall_s": 0.0, "loss": None}
         known = state is not None and state.controller.replayed
-        replayed = known or processes.together(lambda: _replayed(settings))
+        replayed = known or processes.together(lambda: replayed_batches(settings))
         if state and not accept_data_change:
             self._check_data(state.host["data"])
         fingerprint = self.corpus.fingerprint
@@ -1016,25 +1017,6 @@ def _merge_and_reassign(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _take(ensemble: Ensemble, trainers: tuple[int, ...], workers: tuple[int, ...]) -> Ensemble:
     return take(ensemble, trainers, workers=workers)
-
-
-def _replayed(settings: Settings) -> dict[str, list[int]]:
-    """The batches that `batching.replay` names, once they are known to fit the config."""
-    batching = settings.batching
-    if batching.test != "replay":
-        return {}
-    events = read(Path(batching.replay) / "ledger.jsonl")
-    history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
-    firsts = {batches[0] for batches in history.values()}
-    largest = max((max(batches) for batches in history.values()), default=0)
-    if firsts != {batching.initial_batch_size} or largest > batching.batch_cap:
-        found = f"begins with {firsts.pop()} and reaches {largest}" if firsts else "has no round"
-        raise ConfigError(
-            f"batching.replay = {batching.replay!r}: that run {found}; set"
-            " batching.initial_batch_size to its first batch and batching.batch_cap to no less"
-            " than its largest"
-        )
-    return history
 
 
 def _digest(params: PyTree) -> str:

@@ -129,8 +129,8 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
-    if len(set(seeds)) < 3 or len(set(seeds)) != len(seeds):
-        faults.append(f"seeds = {tuple(seeds)}: a band needs three different ones at least")
+    if len(set(seeds)) < 2 or len(set(seeds)) != len(seeds):
+        faults.append(f"seeds = {tuple(seeds)}: need two different seeds at least, each once")
     if comparison.baseline not in variants:
         faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
     try:
@@ -310,7 +310,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
 
 
 def markdown(table: dict) -> str:
-    """The table for people: medians, with the range over seeds in brackets.
+    """The table for people: medians, with the range over seeds in brackets; of two the range.
 
     Args:
       table: As `tabulate` gives it.
@@ -319,13 +319,16 @@ def markdown(table: dict) -> str:
       Three tables in Markdown: loss at equal cost, cost of the target, cost of the baseline's loss.
     """
     rows, num_seeds = table["rows"], len(table["seeds"])
+    shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
+    if num_seeds == 2:
+        shown, dash = "range of 2 seeds", "for a seed that did not"
     equal = [f"{MEASURES[m]} ({_short(table['budgets'][m])})" for m in MEASURES]
     lines = [
         f"{table['charged']} Simulated seconds are {table['simulated']}.",
         "",
         f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
         f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
-        f" median of {num_seeds} seeds (range).",
+        f" {shown}.",
         "",
         *_grid(
             ["variant", *equal, "at its end"],
@@ -335,8 +338,8 @@ def markdown(table: dict) -> str:
             ),
         ),
         "",
-        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash where"
-        " fewer than half of the seeds did.",
+        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash"
+        f" {dash}.",
         "",
         *_cost_table({name: row["to_baseline"] for name, row in rows.items()}),
     ]
@@ -446,10 +449,11 @@ def _cost(spread: dict) -> str:
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:
-    if spread["median"] is None:
+    if spread["low"] is None or (spread["median"] is None and spread["seeds"] > 2):
         return "-"
     high = "-" if spread["high"] is None else shown(spread["high"])
-    return f"{shown(spread['median'])} ({shown(spread['low'])} to {high})"
+    between = f"{shown(spread['low'])} to {high}"
+    return between if spread["seeds"] == 2 else f"{shown(spread['median'])} ({between})"
 
 
 def _short(value: float) -> str:

@@ -74,19 +74,21 @@ def figure(table: dict, *, command: str) -> Figure:
         page.legend(
             legend.values(), legend, loc="outside upper center", ncols=4, frameon=False, fontsize=9
         )
-    shown = ", ".join(f"{loss:g}" for loss in losses)
+    shown, num_seeds = ", ".join(f"{loss:g}" for loss in losses), len(table["seeds"])
+    spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
+    if num_seeds == 2:
+        spread, by = "range of 2 seeds, with a mark at the higher", "both"
     text = (
         f"What each variant had spent when its consensus first reached {shown} nats/token on"
-        f" held-out text: median of {len(table['seeds'])} seeds, bars from the lowest to the"
-        " highest; down and left is better. Grey: the front, variants that no other beats in both."
-        f" {table['charged']} Simulated seconds are {table['simulated']}."
+        f" held-out text: {spread}; down and left is better. Grey: the front, variants that no other"
+        f" beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
     )
     if nobody:
         text += (
             f" Not reached by half of the seeds of any variant, so not drawn: {', '.join(nobody)}."
         )
     if missing:
-        text += f" Not reached by half of the seeds: {'; '.join(missing)}."
+        text += f" Not reached by {by} seeds: {'; '.join(missing)}."
     caption = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
     page.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
