@@ -303,7 +303,7 @@ def check_corpus(
             path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
         )
         return
-    files = [file for side in _find_sides(source, path, heldout_path) for file in side]
+    files = [file for side in find_sides(source, path, heldout_path) for file in side]
     if source == "tokens":
         for file in files:
             sources.open_tokens(file, row_length=row_length)

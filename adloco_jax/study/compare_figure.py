@@ -80,13 +80,11 @@ def figure(table: dict, *, command: str) -> Figure:
         spread, by = "range of 2 seeds, with a mark at the higher", "both"
     text = (
         f"What each variant had spent when its consensus first reached {shown} nats/token on"
-        f" held-out text: {spread}; down and left is better. Grey: the front, variants that no other"
-        f" beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
+        f" held-out text: {spread}; down and left is better. Grey: the front, variants that no"
+        f" other beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
     )
     if nobody:
-        text += (
-            f" Not reached by half of the seeds of any variant, so not drawn: {', '.join(nobody)}."
-        )
+        text += f" Not reached by {by} seeds of any variant, so not drawn: {', '.join(nobody)}."
     if missing:
         text += f" Not reached by {by} seeds: {'; '.join(missing)}."
     caption = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
