@@ -629,6 +629,23 @@ def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, change, mes
         run(tmp_path / "r", settings_of(batching=replay | {"replay": str(tmp_path / "none")}))
 
 
+def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
+    """As a context, which the thread that compiles ahead does not inherit."""
+    settings = settings_of(
+        num_rounds=2,
+        ensemble={"num_trainers": 2, "num_workers": 2},
+        batching={"test": "ramp", "ramp": ((0, 4), (1, 12)), "initial_batch_size": 4},
+        merge={"every_rounds": 2},
+    )
+    with jax.enable_x64(True):
+        params = {"w": jnp.zeros((6, 6), jnp.float64)}
+        result = run(tmp_path / "r", settings, init_fn=lambda key: params)
+        assert run(tmp_path / "r", settings, init_fn=lambda key: params).loss == result.loss
+        assert result.params["w"].dtype == result.ensemble.params_M["w"].dtype == jnp.float64
+    assert [e["num_accum_steps"] for e in events(tmp_path / "r", "round")] == [1, 1, 3, 3]
+    assert result.loss < np.log(6)
+
+
 def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):
     """Three times as many in the second round, also of a run told so in between."""
     ramp = {"test": "ramp", "ramp": ((0, 4), (1, 12)), "initial_batch_size": 4}

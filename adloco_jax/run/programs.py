@@ -144,6 +144,7 @@ class Programs:
         self.spec = spec
         self.stall_s = 0.0  # waited for compilation so far
         self._on_compile = on_compile
+        self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
         self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
@@ -175,7 +176,8 @@ class Programs:
     def _compile(self, key: Key, *, background: bool) -> jax.stages.Compiled:
         start_s = time.perf_counter()
         _on_this_thread.hits = 0
-        program = lower(self.spec, key).compile()
+        with jax.enable_x64(self._x64):
+            program = lower(self.spec, key).compile()
         seconds = time.perf_counter() - start_s
         is_hit = _on_this_thread.hits > 0
         planned = needed_bytes(program) if program.memory_analysis() else None
@@ -221,15 +223,7 @@ def placement(spec: Spec, key: Key) -> Placement:
 
 def ensemble_spec(spec: Spec, num_trainers: int, num_workers: int, at: Placement) -> Ensemble:
     """Shapes, dtypes and shardings of an ensemble, without making it."""
-    make = functools.partial(
-        init,
-        num_trainers=num_trainers,
-        num_workers=num_workers,
-        inner_tx=spec.inner_tx,
-        outer_tx=spec.outer_tx,
-        own_params=spec.own_params,
-    )
-    shapes = jax.eval_shape(make, spec.params)
+    shapes = _ensemble_shapes(spec, num_trainers, num_workers)
     return _with_shardings(shapes, at.ensemble(shapes))
 
 
@@ -239,20 +233,30 @@ def buffers_spec(spec: Spec, num_workers: int, at: Placement) -> tuple[PyTree, .
     Parameters, unless the ensemble holds them; the sum of gradients, their number, and whether
     their losses were finite.
     """
+    ensemble = _ensemble_shapes(spec, 1, num_workers)  # workers are alike, whoever owns them
+    workers = jax.eval_shape(functools.partial(start_round, accumulate=True), ensemble)
 
-    def stacked(dtype):
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((num_workers, *leaf.shape), dtype or leaf.dtype),
-            spec.params,
-        )
+    def stacked(shapes):
         return _with_shardings(shapes, at.by_worker(shapes))
 
     return (
-        *(() if spec.own_params else (stacked(None),)),
-        stacked(jnp.float32),
+        *(() if spec.own_params else (stacked(workers.params_R),)),
+        stacked(workers.grad_sum_R),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole),
         jax.ShapeDtypeStruct((num_workers,), jnp.bool_, sharding=at.workers),
     )
+
+
+def _ensemble_shapes(spec: Spec, num_trainers: int, num_workers: int) -> Ensemble:
+    make = functools.partial(
+        init,
+        num_trainers=num_trainers,
+        num_workers=num_workers,
+        inner_tx=spec.inner_tx,
+        outer_tx=spec.outer_tx,
+        own_params=spec.own_params,
+    )
+    return jax.eval_shape(make, spec.params)
 
 
 def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
