@@ -157,7 +157,7 @@ class Programs:
         self.spec = spec
         self.stall_s = 0.0  # waited for compilation so far
         self._on_compile = on_compile
-        self._x64 = jax.config.jax_enable_x64  # a context may have set it for this thread alone
+        self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
         self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
