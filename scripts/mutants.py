@@ -15,6 +15,7 @@ or one of its test files does.
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -28,9 +29,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "scripts" / "mutants.toml"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+# Half of a short test is importing what does not change: a server does so once, and forks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = ["jax.numpy", "flax.struct", "optax", "orbax.checkpoint", "hypothesis", "beartype"]
 
 
 @dataclass(frozen=True)
@@ -89,23 +95,37 @@ def copy_tracked(folder: Path) -> None:
 
 def run_tests(tests: str, folder: Path, limit_s: float) -> dict:
     """Runs tests on the copy: survived (all pass), killed, or stale (they do not run)."""
-    # Python would take a file's old bytecode where it has changed within a second.
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *shlex.split(tests)]
-    start_s = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s
-        )
-        failed = FAILED.search(done.stdout)
-        status = {0: "survived", 1: "killed"}.get(done.returncode, "stale")
+    start_s, log = time.perf_counter(), folder / "pytest.log"
+    process = PROCESSES.Process(target=_pytest, args=(tests, folder, log))
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        status, by = "killed", "timeout"
+    else:
+        output = log.read_text()
+        failed = FAILED.search(output)
+        status = {0: "survived", 1: "killed"}.get(process.exitcode, "stale")
         by = failed[1].partition("::")[2] if failed and status == "killed" else ""
         if status == "stale":
-            by = f"pytest ends with {done.returncode}: {done.stdout[-200:].strip()}"
-    except subprocess.TimeoutExpired:
-        status, by = "killed", "timeout"
+            by = f"pytest ends with {process.exitcode}: {output[-200:].strip()}"
     return {"status": status, "seconds": round(time.perf_counter() - start_s, 1), "by": by}
+
+
+def _pytest(tests: str, folder: Path, log: Path) -> None:
+    """The process of one run of tests: here, with what it prints in a file."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    # Python would take a file's old bytecode where it has changed within a second.
+    sys.dont_write_bytecode = True
+    rewrites = "ignore::pytest.PytestAssertRewriteWarning"  # of what the server has imported
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", rewrites]
+    sys.exit(pytest.main([*options, *shlex.split(tests)]))
 
 
 def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dict:
@@ -140,6 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     words = args.only.split(",")
     chosen = [m for m in read_table() if any(word in f"{m.name} {m.area}" for word in words)]
+    PROCESSES.set_forkserver_preload(PRELOADED)
     results, counts = Results(args.results), {"killed": 0, "survived": 0, "stale": 0}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
