@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="words, separated by commas")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run of tests")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run of tests")
     args = parser.parse_args()
     words = args.only.split(",")
     chosen = [m for m in read_table() if any(word in f"{m.name} {m.area}" for word in words)]
