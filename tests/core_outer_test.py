@@ -318,10 +318,11 @@ def test_learning_rates_as_data_are_the_inner_optimizers_own():
     assert_close(actual.params_M, expected.params_M)
 
 
-def test_each_worker_and_each_update_has_its_own_learning_rate():
-    ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 3)
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_each_worker_and_each_update_has_its_own_learning_rate(num_accum_steps):
+    ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 4)
     rates = np.array([[0.1, 0.0], [0.02, 0.3]], np.float32)
-    step = step_of(optax.sgd(1.0), PLAIN)
+    step = step_of(optax.sgd(1.0), PLAIN, num_accum_steps=num_accum_steps)
     after, _ = step(ensemble, batch, learning_rate_SR=jnp.asarray(rates))
     ends = []
     for r in range(2):
@@ -465,11 +466,29 @@ def test_an_accumulated_update_with_a_broken_micro_batch_is_skipped_whole(bad_mi
     assert broken.finite_R.tolist() == [True, True] and broken.num_grads == 0
 
 
-def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
-    ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 3)
-    expected, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_an_update_whose_loss_alone_is_not_finite_is_skipped(accumulates):
+    def loss(params, batch):
+        return loss_fn(params, batch) + batch["constant"][0]
+
+    batch = batch_of(2, 2, 3) | {"constant": np.zeros((2, 2, 3), np.float32)}
+    batch["constant"][0, 1] = np.inf
+    start = start_round(different_trainers(1, [0, 0], SGD), accumulate=accumulates)
+    update_T = flags(0, 1) if accumulates else None
+    steps = jax.jit(functools.partial(inner_steps, loss_fn=loss, inner_tx=SGD))
+    after, _, skipped_TR = steps(start, batch, update_T=update_T)
+    assert skipped_TR.any(axis=0).tolist() == [False, True]
+    if accumulates:
+        assert same(states_of(after, 1), states_of(start, 1))
+
+
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_a_round_reports_its_skipped_updates_and_goes_on_without_them(num_accum_steps):
+    ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 4)
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    expected, _ = step(ensemble, batch)
     batch["x"][1, 3] = np.nan
-    after, metrics = step_of(ADAMW, NESTEROV)(ensemble, batch)
+    after, metrics = step(ensemble, batch)
     assert metrics.skipped_SR.tolist() == [[False] * 4, [False, False, False, True]]
     assert np.isfinite(metrics.pseudo_grad_norm_M).all()
     for m in (0, 2):
