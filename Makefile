@@ -4,6 +4,7 @@
 # make parity  the same numbers as PyTorch's, which this installs
 # make notebook  runs notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
+# make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
 #
 # PYTHON=<interpreter> chooses the Python, VENV=<folder> where its environment lives.
 
@@ -17,7 +18,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all test-slow test-core parity notebook check faults clean
+.PHONY: demo test test-all test-slow test-core parity notebook check faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -49,6 +50,9 @@ check: $(INSTALLED)
 
 faults: $(INSTALLED)
 	$(RUN) scripts/faults.py
+
+mutants: $(INSTALLED)
+	$(RUN) scripts/mutants.py
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(VENV)

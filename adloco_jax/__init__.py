@@ -64,8 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("train", "Result"):
-        from adloco_jax.run import train as run_train
+    if name in ("train", "fit", "Result"):
+        from adloco_jax import training
 
-        return getattr(run_train, name)
+        return getattr(training, name)
     raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")

@@ -402,8 +402,11 @@ def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
     """The trainers that become one, the representative first (CheckMerge)."""
+    policy = settings.merge.policy
+    if policy == "none":
+        return ()
     requested = [trainer.requested_batch_size for trainer in control.trainers]
-    return choose_merge(requested, policy=settings.merge.policy, width=settings.merge.width)
+    return choose_merge(requested, policy=policy, width=settings.merge.width)
 
 
 def merge_trainers(
@@ -442,7 +445,7 @@ def merge_trainers(
             for old, new in zip(state.control.owners, owners, strict=True)
             if new < 0 or changed.trainers[new].id != trainers[old].id
         ]
-        state = engine.flush(state, {old for old, _ in moved})
+        state = engine.flush(state, sorted({old for old, _ in moved}))
         shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
         state = State(engine.merge(state.ensemble, members, shares, owners), state.control)
     cost = merge_cost(

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeVar
@@ -148,7 +148,49 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
       DataError: If the folder has another architecture, pickled weights only, or tensors that are
         missing, unexpected, misshapen, not of a float type or not finite: all of them, by name.
     """
-    folder = _find(str(path_or_name))
+    name = str(path_or_name)
+    folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors", "checkpoint")
+    network, config = _described(folder, head=head)
+    wanted, read, stored_as = _opened(folder, network, config, head=head)
+    tree = _shapes(network)
+
+    def fill(entry: _Tensor) -> np.ndarray:
+        leaf = np.empty(_at(tree, entry.path).shape, np.float32)
+        for name, place in _layers(entry.name, len(leaf)):
+            array = read(name)
+            leaf[place] = array.T if entry.transposed else array
+        return leaf
+
+    return Loaded(network, _tree({entry.path: fill(entry) for entry in wanted}), stored_as)
+
+
+def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[Network, bool]:
+    """What `load` would read, but for the numbers.
+
+    Args:
+      path_or_name: As for `load`; of a hub name only `config.json` is fetched.
+      head: As for `load`.
+
+    Returns:
+      The network, and whether names, shapes and types of its tensors were checked too, as those in
+      a folder are.
+
+    Raises:
+      ConfigError: As `load`.
+      DataError: As `load`, but for numbers that are not finite.
+    """
+    name = str(path_or_name)
+    folder = _local(name)
+    if folder is None:
+        remote = _of_hub(name, ("config.json",), "config.json", "checkpoint")
+        return _described(remote, head=head)[0], False
+    network, config = _described(folder, head=head)
+    _opened(folder, network, config, head=head)
+    return network, True
+
+
+def _described(folder: Path, *, head: bool) -> tuple[Network, dict]:
+    """The network of a folder's `config.json`, and its content."""
     path = folder / "config.json"
     config = _read_json(path)
     describe = {"llama": _llama, "bert": _bert}.get(str(config.get("model_type")))
@@ -157,15 +199,9 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
             f"{path}: model_type: have {str(config.get('model_type'))[:80]!r}, need 'llama' or"
             " 'bert'"
         )
-    network = describe(config, path)
-    files = _tensor_files(folder)
-    if network.num_layers > len(files):
-        raise DataError(f"{path} names {network.num_layers} layers, have {len(files)} tensors")
-    tied = {}
-    if isinstance(network, Llama) and config.get("tie_word_embeddings") is True:
-        tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    wanted = [tensor for tensor in entries(network) if head or tensor.path[0] != head_of(network)]
-    return Loaded(network, *_read(folder, files, _shapes(network), wanted, tied, head=head))
+    if not head:
+        config = config | {"problem_type": None}  # which is the head's
+    return describe(config, path), config
 
 
 def save(
@@ -212,8 +248,8 @@ def save(
     partial.rename(folder)
 
 
-def _find(name: str) -> Path:
-    """The folder that a path or a hub name means."""
+def _local(name: str) -> Path | None:
+    """The folder that a path means; None of what may be a hub name."""
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -225,7 +261,11 @@ def _find(name: str) -> Path:
         raise DataError(f"{name[:200]!r}: {error}") from error
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name}: no such folder")
-    return snapshot(name, _HUB_FILES, one_of=["*.safetensors"], where=name, what="checkpoint")
+    return None
+
+
+def _of_hub(name: str, files: Sequence[str], needed: str, what: str) -> Path:
+    return snapshot(name, files, one_of=[needed], where=name, what=what)
 
 
 def _read_json(file: Path) -> dict:
@@ -303,14 +343,21 @@ class _Config:
 def _llama(content: Mapping, file: Path) -> Llama:
     config = _Config(content, file)
     sizes = config.sizes()
-    # Once there were as many key heads as heads, and no key for them.
-    num_kv_heads = config.number("num_key_value_heads", int, sizes["num_heads"])
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise DataError(f"{file}: rope_parameters: have {str(rope)[:80]}, need an object or null")
+    # Once there were as many key heads as heads, and no key for them; null still says so.
+    num_kv_heads = sizes["num_heads"]
+    if content.get("num_key_value_heads") is not None:
+        num_kv_heads = config.number("num_key_value_heads", int)
+    rope: Mapping = {}
+    for key in ("rope_parameters", "rope_scaling"):  # of both, transformers takes the second
+        found = content.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise DataError(f"{file}: {key}: have {str(found)[:80]}, need an object or null")
+        kind = found.get("rope_type", found.get("type", "default"))
+        config.need(f"{key}: rope type", "default", kind)
+        rope = found or rope
     theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     norm_eps = config.number("rms_norm_eps", float, 1e-6)
-    if not isinstance(theta, int | float) or not 1 <= theta < 1e12:
+    if type(theta) not in (int, float) or not 1 <= theta < 1e12:
         have = str(theta)[:80]
         config.faults.append(f"{file}: rope_theta: have {have}, need a number of at least 1")
         theta = 10_000.0
@@ -318,8 +365,8 @@ def _llama(content: Mapping, file: Path) -> Llama:
     config.need("hidden_act", "silu", content.get("hidden_act", "silu"))
     config.need("attention_bias", False, content.get("attention_bias", False))
     config.need("mlp_bias", False, content.get("mlp_bias", False))
-    config.need("rope type", "default", rope.get("rope_type", rope.get("type", "default")))
-    config.need("head_dim", head_size, content.get("head_dim") or head_size)
+    if content.get("head_dim") is not None:
+        config.need("head_dim", head_size, config.number("head_dim", int))
     return config.checked(
         Llama(num_kv_heads=num_kv_heads, norm_eps=norm_eps, rope_theta=float(theta), **sizes)
     )
@@ -334,6 +381,8 @@ def _bert(content: Mapping, file: Path) -> Bert:
     position = content.get("position_embedding_type", "absolute")
     config.need("position_embedding_type", "absolute", position)
     config.need("is_decoder", False, content.get("is_decoder", False))
+    needed = "single_label_classification"
+    config.need("problem_type", needed, content.get("problem_type") or needed)
     return config.checked(
         Bert(
             num_classes=num_classes,
@@ -449,21 +498,28 @@ def _names_in(file: Path) -> list[str]:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
 
 
-def _read(
-    folder: Path,
-    files: Mapping[str, Path],
-    tree: PyTree,
-    entries: list[_Tensor],
-    tied: Mapping[str, str],
-    *,
-    head: bool,
-) -> tuple[PyTree, tuple[str, ...]]:
-    """The float32 leaves of `tree`, and the types they were stored in; all is checked first."""
+def _opened(
+    folder: Path, network: Network, config: Mapping, *, head: bool
+) -> tuple[list[_Tensor], Callable[[str], np.ndarray], tuple[str, ...]]:
+    """The tensors to read, what reads one by its name as float32, and the types they are stored in.
+
+    All names, shapes and types are checked first.
+    """
+    files = _tensor_files(folder)
+    if network.num_layers > len(files):
+        raise DataError(
+            f"{folder / 'config.json'} names {network.num_layers} layers, have {len(files)} tensors"
+        )
+    tied = {}
+    if isinstance(network, Llama) and config.get("tie_word_embeddings") is True:
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    tree = _shapes(network)
+    chosen = [tensor for tensor in entries(network) if head or tensor.path[0] != head_of(network)]
     # Google's BERT, converted, has its norms' gains and biases under their first names.
     stored = {re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): name for name in files}
     files = {name: files[old] for name, old in stored.items()}
     wanted = {}
-    for entry in entries:
+    for entry in chosen:
         whole = _at(tree, entry.path).shape
         for name, place in _layers(entry.name, whole[0]):
             shape = whole if place is ... else whole[1:]
@@ -488,17 +544,14 @@ def _read(
     if faults:
         raise DataError(_listed(faults))
 
-    def fill(entry: _Tensor) -> np.ndarray:
-        leaf = np.empty(_at(tree, entry.path).shape, np.float32)
-        for name, place in _layers(entry.name, len(leaf)):
-            name = tied.get(name, name)
-            array = opened[files[name]].get_tensor(stored[name]).astype(np.float32)
-            if not np.isfinite(array).all():
-                raise DataError(f"{files[name]}: {name}: not all of its numbers are finite")
-            leaf[place] = array.T if entry.transposed else array
-        return leaf
+    def read(name: str) -> np.ndarray:
+        name = tied.get(name, name)
+        array = opened[files[name]].get_tensor(stored[name]).astype(np.float32)
+        if not np.isfinite(array).all():
+            raise DataError(f"{files[name]}: {name}: not all of its numbers are finite")
+        return array
 
-    return _tree({entry.path: fill(entry) for entry in entries}), tuple(sorted(stored_as))
+    return chosen, read, tuple(sorted(stored_as))
 
 
 def _layers(name: str, num_layers: int) -> list[tuple[str, int | EllipsisType]]:

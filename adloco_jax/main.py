@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # options may stand between overrides
-    name = flags.DEFINE_string(
+    names = flags.DEFINE_multi_string(
         "config", None, "config file, or the name of one in configs/", flag_values=options
     )
     workdir = flags.DEFINE_string(
@@ -126,7 +126,7 @@ def _run(argv: Sequence[str]) -> int:
         "accept_data_change", False, "go on with other data", flag_values=options
     )
     plan_only = flags.DEFINE_bool(
-        "plan", False, "say what would run, and stop", flag_values=options
+        "plan", False, "say what would run, and what was not checked", flag_values=options
     )
     distributed = flags.DEFINE_bool(
         "distributed",
@@ -154,7 +154,10 @@ def _run(argv: Sequence[str]) -> int:
     if help_only.value:
         print(_help(options))
         return 0
-    path, config = _configure(name.value, words)
+    given = names.value or []
+    if len(given) > 1:
+        raise ConfigError(f"--config: given twice ({', '.join(given)}); name one file")
+    path, config = _configure(given[0] if given else None, words)
 
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY and addresses < _MIN_ADDRESS_BYTES:
@@ -167,8 +170,8 @@ def _run(argv: Sequence[str]) -> int:
     from adloco_jax.run import processes  # late, so that a config error is quick
     from adloco_jax.run.plan import plan
     from adloco_jax.run.resume import finished
-    from adloco_jax.run.train import train
     from adloco_jax.study import report
+    from adloco_jax.training import train
 
     placed = (coordinator.value, num_processes.value, process_id.value)
     if distributed.value or placed != (None, None, None):
@@ -182,7 +185,7 @@ def _run(argv: Sequence[str]) -> int:
             raise ConfigError("--workdir: several processes need the name of one folder")
     if plan_only.value:
         with processes.only_first_prints():
-            print(plan(config))
+            print(plan(config, workdir.value, accept_config_change=accept_config.value))
         return 0
     folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = processes.from_first(
@@ -224,7 +227,8 @@ def _with_underscores(word: str) -> str:
 def _help(options: flags.FlagValues) -> str:
     lines = [(__doc__ or "").strip(), ""]
     lines += [f"  --{name:10}{options[name].help}" for name in options]
-    lines += ["", "Keys of a config, each overridden by --config.KEY=VALUE; the last one wins:"]
+    lines += ["", "Keys of a config, each overridden by --config.KEY=VALUE; the last one wins,"]
+    lines += ["and --config.KEY=none unsets a key that is unset by default:"]
     lines += [f"  {key:32}{allowed(key)}" for key in KNOBS]
     return "\n".join(lines)
 
@@ -281,6 +285,9 @@ def _override(config: ConfigDict, argument: list[str]) -> list[str]:
         return []  # a file that lacks a key: `validate` says so
     if len(argument) == 2 and KNOBS[key].type is not bool:
         argument = ["=".join(argument)]  # read alike by all types of field
+    if KNOBS[key].metadata["default"] is None and argument[0].endswith("=none"):
+        holder[name] = None
+        return []
     # One parser per override, so that a fault in one does not hide the next.
     parser = flags.FlagValues()
     try:

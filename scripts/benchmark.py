@@ -311,11 +311,12 @@ GPU_FLOPS_PER_S, GPU_BYTES_PER_S = 989e12, 4.8e12
 def preparation(repeats: int) -> dict:
     """Text to a prepared folder, against the bare tokenizer on as many processes, from memory.
 
-    The text is the standard library's, thrice, as gzipped JSON lines in shards; the tokenizer a
-    byte-level BPE trained on a part of it. Either time has the start of its processes in it.
+    The text is the standard library's, thrice and each time under another first line, as gzipped
+    JSON lines in shards; the tokenizer a byte-level BPE trained on a part of it. Either time has
+    the start of its processes in it.
     """
     processes = os.cpu_count() or 1
-    texts = 3 * list(stdlib_documents())
+    texts = [f"# {copy}\n{text}" for copy in range(3) for text in stdlib_documents()]
     result: dict = {"case": "prepare", "processes": processes}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = _train_tokenizer(texts[::60], f"{folder}/tokenizer.json")
@@ -347,9 +348,10 @@ def row_reading(repeats: int) -> dict:
     """Rows of 512 tokens from a prepared folder's memory map, in the order of training."""
     num_rows, result = 100_000, {"case": "rows"}
     with tempfile.TemporaryDirectory() as folder:
-        text = "all work and no play " * 98  # 2058 bytes
-        lines = json.dumps({"text": text}) + "\n"
-        Path(f"{folder}/text.jsonl").write_text(lines * (num_rows * 513 // 2059 + 2000))
+        text = "all work and no play " * 98  # 2058 bytes, of which a number takes the place of some
+        count = num_rows * 513 // 2059 + 2000
+        lines = (json.dumps({"text": f"{n:06}{text[6:]}"}) + "\n" for n in range(count))
+        Path(f"{folder}/text.jsonl").write_text("".join(lines))
         request = Request("jsonl", f"{folder}/text.jsonl", sequence_length=512, heldout_frac=0.01)
         prepare(request, f"{folder}/out")
         corpus = load_corpus(

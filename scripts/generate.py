@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder, or a hub name")
     parser.add_argument("--prompt", default="", help="empty: from the end of a text on")
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=100, help="at most what the model can read")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--seed", type=int, default=0)
@@ -33,10 +33,9 @@ def main() -> int:
         room = network.max_length - len(prompt)
         if min(options.tokens, options.samples) < 1 or options.temperature < 0:
             raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
-        if options.tokens > room:
+        if room < 1:
             raise ConfigError(
-                f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
-                f" prompt has {len(prompt)}; at most {room}"
+                f"--prompt: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
             )
         if max(prompt.max(), tokenizer.vocab_size - 1) >= network.vocab_size:
             raise ConfigError(
@@ -46,11 +45,17 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    if options.tokens > room:
+        print(
+            f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
+            f" prompt has {len(prompt)}; writing {room}",
+            file=sys.stderr,
+        )
     tokens_BL = generate(
         network,
         params,
         np.tile(prompt, (options.samples, 1)),
-        num_tokens=options.tokens,
+        num_tokens=min(options.tokens, room),
         temperature=options.temperature,
         key=jax.random.key(options.seed),
     )

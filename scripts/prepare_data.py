@@ -79,6 +79,8 @@ def make(request: Request, output: Path, processes: int) -> None:
             print(f"left out: {shard['skipped']}")
     if bad := sum(shard.get("bad_rows", 0) for shard in sidecar.shards):
         print(f"left out: {bad} bad rows")
+    if sidecar.also_heldout:
+        print(f"left out: {sidecar.also_heldout} documents that are held out too")
     rows, _ = prepared.open_rows(output, sidecar)
     encoder = load_tokenizer(request.tokenizer)
     length = sidecar.row_length - 1

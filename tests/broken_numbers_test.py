@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adloco_jax.run.controller import Outcome
 from toy import VOCAB, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import DivergedError
 from adloco_jax.run import controller as control
-from adloco_jax.run.controller import Outcome
 from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.run.train import fit
+from adloco_jax.training import fit
 
 RUN = {
     "num_rounds": 7,

@@ -263,6 +263,18 @@ def test_a_save_that_fails_says_so_and_leaves_the_one_before(tmp_path, monkeypat
     assert list_rounds(tmp_path)[0] == 3
 
 
+def test_a_save_reads_back_what_the_disk_has_kept(tmp_path, monkeypatch):
+    def lose(point):
+        if point == "save.committed":
+            (tmp_path / "2" / "host.json").write_text("{}")
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "hit", lose)
+    with pytest.raises(ResourceError, match="2: the checkpoint cannot be written .*host.json"):
+        save(tmp_path, 2, keep=1)
+    assert verify(tmp_path / "1")["round"] == 1
+
+
 @pytest.mark.parametrize("part", ["begins", "arrays", "ends"])
 def test_a_save_that_fails_in_another_process_has_failed_here(tmp_path, monkeypatch, part):
     told = save(tmp_path, 1)

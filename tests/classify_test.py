@@ -16,8 +16,9 @@ from adloco_jax.run import evaluate
 from adloco_jax.run.config import default_config
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.train import train
+from adloco_jax.run.plan import data_header
 from adloco_jax.study import report
+from adloco_jax.training import train
 
 
 def write(path: Path, records) -> str:
@@ -57,10 +58,11 @@ def load(path: str, **changes):
 
 
 def test_a_text_is_its_class_its_length_and_its_tokens(tmp_path):
-    records = [{"text": "ab", "label": n % 2} for n in range(40)] + [{"text": "x" * 50, "label": 1}]
+    records = [{"text": f"{n:02}", "label": n % 2} for n in range(40)]
+    records.append({"text": "x" * 50, "label": 1})
     data = load(write(tmp_path / "a.jsonl", records))
     short = data.rows[0]
-    assert short[:6].tolist() == [0, 4, 256, ord("a"), ord("b"), 256] and not short[6:].any()
+    assert short[:6].tolist() == [0, 4, 256, ord("0"), ord("0"), 256] and not short[6:].any()
     (long,) = [row for row in np.concatenate([data.rows, data.heldout_rows]) if row[1] > 4]
     assert long.tolist() == [1, 24, 256, *[ord("x")] * 22, 256]
     assert data.num_truncated == 1
@@ -68,7 +70,9 @@ def test_a_text_is_its_class_its_length_and_its_tokens(tmp_path):
 
 @pytest.mark.parametrize("longest, width", [(3, 6), (4, 6), (5, 8), (9, 12), (13, 16), (40, 24)])
 def test_rows_are_as_wide_as_the_longest_text_needs(tmp_path, longest, width):
-    records = [{"text": "x" * (longest if n == 7 else 1), "label": n % 2} for n in range(40)]
+    records = [
+        {"text": "x" * longest if n == 7 else chr(65 + n), "label": n % 2} for n in range(40)
+    ]
     assert load(write(tmp_path / "a.jsonl", records)).rows.shape == (30, 2 + width)
 
 
@@ -78,6 +82,18 @@ def test_every_text_is_held_out_or_trained_on_class_by_class(tmp_path):
     tokens = [tuple(row[3:6]) for row in np.concatenate([data.rows, data.heldout_rows])]
     assert sorted(tokens) == sorted(tuple(record["text"].encode()) for record in records)
     assert np.bincount(data.heldout_rows[:, 0]).tolist() == [20, 5]
+
+
+def test_a_text_that_is_held_out_too_is_not_trained_on_whatever_its_class(tmp_path):
+    records = [{"text": f"{n:03}", "label": n % 2} for n in range(40)]
+    held = load(write(tmp_path / "a.jsonl", records)).heldout_rows[0]
+    text = bytes(held[3:6].tolist()).decode()
+    copies = [{"text": text, "label": label} for label in (0, 1)]
+    # The held-out places of the first 40 stay as they are.
+    data = load(write(tmp_path / "a.jsonl", [*records, *copies]))
+    assert data.num_also_heldout == 2 and len(data.rows) == 30
+    assert not (data.rows[:, 1:] == held[1:]).all(axis=1).any()
+    assert "left out: 2 documents that are held out too" in data_header(data)
 
 
 def test_a_file_sorted_by_class_is_cut_short_at_random(tmp_path):
@@ -93,11 +109,17 @@ def test_each_stream_sees_its_rows_once_an_epoch(tmp_path):
     assert sorted(seen) == sorted(map(tuple, data.rows))
 
 
+def test_which_texts_are_held_out_does_not_depend_on_the_seed(tmp_path):
+    path = write(tmp_path / "a.jsonl", list(reviews(60)))
+    first, second = (load(path, seed=seed).heldout_rows for seed in (0, 7))
+    np.testing.assert_array_equal(first, second)
+
+
 def test_balanced_rows_take_turns_and_are_as_many(tmp_path):
     rows = np.array([[0], [0], [2], [1], [0], [2], [1], [2], [2]])
     assert balanced(rows).tolist() == [0, 3, 2, 1, 6, 5]
     heldout = evaluate.split_heldout(
-        np.arange(200).reshape(100, 2) % 3, num_sequences=20, batch_size=4, seed=1, num_classes=3
+        np.arange(200).reshape(100, 2) % 3, num_sequences=20, batch_size=4, num_classes=3
     )
     for part in (heldout.guard_EL, heldout.report_EL):
         counts = np.bincount(part[:, 0])

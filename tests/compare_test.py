@@ -1,5 +1,6 @@
 """Comparisons: what runs, what its ledgers come to, and the tables."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -15,9 +16,9 @@ from adloco_jax.run import config_file
 from adloco_jax.run.build import build_model
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
-from adloco_jax.study import compare, network
-from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
-from adloco_jax.study.compare_figure import front
+from adloco_jax.study import compare, compare_figure, curves, network, summary
+from adloco_jax.study.compare import Comparison, Point, Simulated, curve, markdown, runs_of
+from adloco_jax.study.compare_figure import figure, front
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "compare.py")
 
@@ -114,7 +115,16 @@ def test_the_comparisons_of_this_project_can_run(name, tmp_path):
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
     """Events of rounds [(index, trainer, workers, updates)] of batches of 4 sequences."""
     config = {"inner": {"unit": "updates", "steps_per_round": 5}}
-    events = [{"event": "start", "num_params": num_params, "config": config, "devices": "1 x cpu"}]
+    state_bytes = {"params": 4 * num_params, "outer_state": 0, "inner_state": 0}
+    events: list[dict] = [
+        {
+            "event": "start",
+            "num_params": num_params,
+            "state_bytes": state_bytes,
+            "config": config,
+            "devices": "1 x cpu",
+        }
+    ]
     last = max(index for index, *_ in rounds)
     for r in range(1, last + 1):
         for index, trainer, workers, updates in rounds:
@@ -137,7 +147,14 @@ def ledger(*, rounds, merges=(), evals=(), num_params=10):
                     }
                 )
         events += [
-            {"event": "merge", "round": r, "members": list(m), "into": m[0], "bytes": 40}
+            {
+                "event": "merge",
+                "round": r,
+                "members": list(m),
+                "into": m[0],
+                "syncs": 1,
+                "bytes": 80,
+            }
             for at, m in merges
             if at == r
         ]
@@ -165,11 +182,11 @@ def test_an_average_of_trainers_is_charged_for_being_made():
 
 def test_a_merge_leaves_fewer_to_average():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
-    evals = [(1, spent(3.0, 480, 0, 40, "average")), (2, spent(2.5, 960, 1, 120, "average"))]
+    evals = [(1, spent(3.0, 480, 1, 80, "average")), (2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     first, second = curve(events, Simulated(num_devices=3))
-    assert first.bytes == 40 + 40  # two were left when it was taken
-    assert second.bytes == 120 + 40
+    assert (first.syncs, first.bytes) == (2, 80 + 40)  # two were left when it was taken
+    assert (second.syncs, second.bytes) == (3, 160 + 40)
     assert second.updates == 5 + 9  # in a row: of the trainer that makes the most
 
 
@@ -188,6 +205,92 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
          for e in ledger(rounds=rounds, evals=evals)],
         cluster,
     ).end_s[2]  # fmt: skip
+
+
+def test_comparison_and_report_count_the_same_for_the_same_run():
+    """A merge with its hand-over, and an average of the two trainers that are left."""
+    rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 5)]
+    evals = [(2, spent(2.5, 960, 2, 160, "average"))]
+    events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
+    for event in events:
+        fields = ("noise", "signal", "test_value", "next_batch_size", "train_loss")
+        event.update(dict.fromkeys(fields, 0) if event["event"] == "round" else {})
+    (point,) = curve(events, Simulated(num_devices=3))
+    told = summary.totals(events)
+    assert point.syncs == told["syncs_total"] + told["consensus_syncs"] == 1 + 1 + 1
+    assert point.bytes == told["bytes_total"] + told["consensus_bytes"] == 80 + 80 + 40
+    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(told)
+    assert curves.heldout_points(events)[-1]["bytes"] == point.bytes
+
+
+def point(loss, **spent):
+    return Point(**{"loss": loss} | dict.fromkeys(Point._fields[1:], 0) | spent)
+
+
+def test_at_equal_tokens_is_at_equal_tokens():
+    points = [point(3.0, tokens=100, bytes=8), point(2.0, tokens=300, bytes=16)]
+    assert compare._lowest(points, "tokens", 200) == pytest.approx(2.5)
+    assert compare._lowest(points, "tokens", 300) == 2.0
+    assert compare._lowest(points, "tokens", 99) is None  # nothing is known before the first
+    assert compare._lowest(points, "bytes", 12) == 3.0  # which jump: the next 8 are not yet spent
+    worse = [*points, point(4.0, tokens=400)]
+    assert compare._lowest(worse, "tokens", 350) == 2.0  # the lowest reached, not the last
+
+
+def a_table(*losses_reached):
+    """Two variants; the first reaches those target losses that are said to be reached."""
+    spread = {"median": 2, "low": 2, "high": 2, "reached": 1, "seeds": 1}
+    never = {"median": None, "low": None, "high": None, "reached": 0, "seeds": 1}
+    costs = [dict.fromkeys(compare.MEASURES, spread if ok else never) for ok in losses_reached]
+    nothing = dict.fromkeys(compare.MEASURES, never)
+
+    def row(to_target, to_baseline):
+        ends = {"final": {"loss": spread}, "at_equal": dict.fromkeys(compare.MEASURES, spread)}
+        return ends | {"to_target": to_target, "to_baseline": to_baseline}
+
+    return {
+        "baseline": "a",
+        "target_losses": [1.5 - 0.1 * index for index in range(len(costs))],
+        "seeds": [0],
+        "budgets": dict.fromkeys(compare.MEASURES, 2),
+        "simulated": str(Simulated()),
+        "charged": compare.CHARGED,
+        "rows": {
+            "a": row(costs, dict.fromkeys(compare.MEASURES, spread)),
+            "b": row([nothing] * len(costs), nothing),
+        },
+    }
+
+
+def test_what_nobody_reached_has_no_empty_row_in_table_or_figure():
+    table = a_table(True, False)
+    text = compare.markdown(table)
+    assert "| - |" not in text and "0 of 1" not in text
+    assert text.count("No seed did: b.") == 2 and "No seed did: a; b." in text
+    page = compare_figure.figure(table, command="c")
+    assert len(page.axes) == 3
+    assert "any variant, so not drawn: 1.4" in page._supxlabel.get_text().replace("\n", " ")
+    assert compare_figure.figure(a_table(False), command="c").axes == []
+
+
+def test_simulated_time_names_its_cluster_and_its_model():
+    where = "on the cluster two_sites, 4 × a100_80gb, as if the model had 300,000,000 parameters"
+    table = a_table(True)
+    shown = compare_figure.figure(table, command="c")._supxlabel.get_text().replace("\n", " ")
+    assert where in shown and where in compare.markdown(table)
+    for charged in (shown, compare.markdown(table)):
+        assert "bringing them together is counted" in charged
+
+
+def test_a_front_of_variants_that_communicate_nothing_has_whole_numbers():
+    table = a_table(True)
+    table["rows"]["a"]["to_target"][0] |= {
+        "syncs": dict(median=0, low=0, high=0, reached=1, seeds=1)
+    }
+    page = compare_figure.figure(table, command="c")
+    page.draw_without_rendering()
+    labels = [label.get_text() for label in page.axes[0].get_xticklabels()]
+    assert labels == ["0", "1"]
 
 
 def test_what_is_not_finite_is_no_point():
@@ -215,6 +318,28 @@ def test_a_spread_counts_what_was_not_reached_as_more_than_all():
         "seeds": 3,
     }
     assert compare._spread([1, 2, 3, None])["median"] == 3  # of an even number the upper one
+
+
+def test_two_seeds_have_a_range_and_no_median(tmp_path):
+    assert {run.seed for run in runs_of(comparison(seeds=(4, 2)), tmp_path)} == {4, 2}
+    for seeds in ((1,), (1, 1)):
+        with pytest.raises(ConfigError, match="two different seeds"):
+            runs_of(comparison(seeds=seeds), tmp_path)
+    assert compare._cost(compare._spread([1500, 1000])) == "1 k to 1.5 k"
+    assert compare._cost(compare._spread([None, 1000])) == "1 k to -"
+    assert compare._cost(compare._spread([None, None])) == "-"
+    cost = {key: compare._spread([1, 2]) for key in Point._fields}
+    row = {"final": cost, "at_equal": cost, "to_baseline": cost, "to_target": [cost]}
+    table = {
+        "baseline": "a",
+        "target_losses": [2.0],
+        "seeds": [4, 2],
+        "budgets": dict.fromkeys(compare.MEASURES, 1),
+        "rows": {"a": row},
+    }
+    assert "range of 2 seeds" in markdown(table) and "median" not in markdown(table)
+    caption = figure(table, command="c").get_supxlabel()
+    assert "range of 2 seeds" in caption and "median" not in caption
 
 
 def test_the_front_is_what_no_other_beats_in_both():
@@ -262,16 +387,26 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
         (run.variant, run.seed): curve(read(run.workdir / "ledger.jsonl"), what.simulated)
         for run in runs_of(what, folder)
     }
+
+    def lowest(own, measure, budget):
+        """The lowest within the budget, computed here once more."""
+        losses = [p.loss for p in own if getattr(p, measure) <= budget]
+        for p, q in itertools.pairwise(own):
+            before, after = getattr(p, measure), getattr(q, measure)
+            if measure in ("tokens", "updates", "time_s") and before <= budget < after:
+                share = (budget - before) / (after - before)
+                losses.append(p.loss + share * (q.loss - p.loss))
+        return min(losses, default=math.inf)
+
     for name, row in rows.items():
         for measure, budget in table["budgets"].items():
-            # The lowest within the budget, computed here once more.
             lows = sorted(
-                min((p.loss for p in own if getattr(p, measure) <= budget), default=math.inf)
+                lowest(own, measure, budget)
                 for (variant, _), own in points.items()
                 if variant == name
             )
             best = row["at_equal"][measure]["median"]
-            assert lows[1] == (math.inf if best is None else best)
+            assert lows[1] == pytest.approx(math.inf if best is None else best, rel=1e-12)
     assert all(row["to_target"][1]["tokens"]["median"] is None for row in rows.values())
     text = (folder / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in VARIANTS)

@@ -317,6 +317,8 @@ def test_every_rule_has_a_contradiction():
         dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
         dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
         dict(data__sequence_length=512),
+        dict(batching__initial_batch_size=16, batching__batch_cap=16),
+        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 4))),
         dict(data__source="hf", data__path="allenai/c4", data__name="en", data__split="test"),
     ],
     ids=str,

@@ -32,7 +32,7 @@ os.environ.setdefault(
 # Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
-    *("core.batching", "core.compress", "core.ensemble", "core.fragments", "core.gradstats"),
+    *("core.batching", "core.compress", "core.ensemble", "core.streaming", "core.gradstats"),
     *("core.merge", "core.outer", "models"),
 ]
 jaxtyping.install_import_hook(

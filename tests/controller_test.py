@@ -7,13 +7,13 @@ import math
 import hypothesis
 import numpy as np
 import pytest
+from adloco_jax.run.controller import Controller, Merge, Trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from toy import settings_of
 
 from adloco_jax.core.base import BatchPlan, GradientStats
 from adloco_jax.run import controller as control
-from adloco_jax.run.controller import Controller, Merge, Trainer
 from adloco_jax.run.ledger import batch_history
 
 
@@ -91,6 +91,43 @@ def test_lengthening_makes_updates_of_what_would_be_accumulated():
     assert (long.plan, long.num_updates) == (BatchPlan(2, 1), 18)
 
 
+@pytest.mark.parametrize(
+    ("requested", "before", "after", "inner", "switch", "plan"),
+    [
+        (12, 12, 8, {}, {}, BatchPlan(6, 2)),
+        (48, 16, 12, {}, {"mode": "accumulate"}, BatchPlan(12, 4)),
+        (7, 7, 3, {}, {}, BatchPlan(1, 7)),
+        (21, 21, 10, {}, {}, BatchPlan(3, 7)),
+        (36, 12, 8, {"unit": "microbatches"}, {"mode": "accumulate"}, BatchPlan(6, 6)),
+        (24, 12, 8, {}, {"mode": "lengthen"}, BatchPlan(8, 1)),
+    ],
+)
+def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
+    requested, before, after, inner, switch, plan
+):
+    settings = settings_of(
+        inner={"steps_per_round": 5} | inner,
+        switch=switch,
+        batching={"max_batch_size": before, "buckets": (), "batch_cap": 64},
+    )
+    controller = a_controller(batches=(requested,), owners=(0,), max_batch_size=before)
+    (planned,) = control.plan_round(controller, settings)
+    controller.max_batch_size = after
+    (halved,) = control.smaller_micro_batches(controller, settings, [planned])
+    assert halved.plan == plan
+
+    def sequences(group):
+        return np.diff(np.flatnonzero(control.update_flags(group)), prepend=-1) * (
+            group.plan.micro_batch_size
+        )
+
+    assert sequences(halved).sum() == sequences(planned).sum()
+    assert halved.num_updates == len(sequences(halved))
+    assert halved.num_micro_batches == 5 * halved.num_dispatches
+    if switch.get("mode") != "lengthen":  # there every micro-batch is an update
+        assert sequences(halved).tolist() == sequences(planned).tolist()
+
+
 def test_learning_rate_follows_the_trainers_own_updates():
     settings = settings_of(
         num_rounds=10,
@@ -109,16 +146,51 @@ def test_learning_rate_follows_the_trainers_own_updates():
     np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
-def test_learning_rate_on_growth_follows_the_effective_batch(rule, factor):
+@pytest.mark.parametrize("batch", [7, 20])
+@pytest.mark.parametrize(("rule", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_learning_rate_on_growth_follows_the_effective_batch(rule, power, batch):
     settings = settings_of(
         inner={"learning_rate": 0.1, "lr_on_growth": rule},
         batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
     )
-    controller = a_controller(batches=(7,), owners=(0,), max_batch_size=8)  # its bucket holds 8
+    controller = a_controller(batches=(batch,), owners=(0,), max_batch_size=8)
     (group,) = control.plan_round(controller, settings)
     rate_TR = control.learning_rates(controller, group, settings)
-    np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
+    effective = {7: 8, 20: 3 * 8}[batch]  # its bucket holds 8; three accumulated micro-batches
+    np.testing.assert_allclose(rate_TR, 0.1 * (effective / 2) ** power, rtol=1e-6)
+
+
+def test_growth_counts_the_micro_batches_that_an_update_really_averages():
+    """Seven micro-batches of two in updates of three, three and one."""
+    settings = settings_of(
+        batching={"max_batch_size": 2, "buckets": (2,)},
+        inner={
+            "unit": "microbatches",
+            "steps_per_round": 7,
+            "learning_rate": 1.0,
+            "lr_on_growth": "linear",
+        },
+    )
+    controller = a_controller(batches=(6,), owners=(0,), max_batch_size=2)
+    (group,) = control.plan_round(controller, settings)
+    rate_TR = control.learning_rates(controller, group, settings)
+    assert rate_TR[:, 0].tolist() == [3.0] * 6 + [1.0]
+
+
+def test_a_round_accumulates_no_more_micro_batches_than_it_has():
+    settings = settings_of(
+        batching={"max_batch_size": 2, "buckets": (2,)},
+        inner={
+            "unit": "microbatches",
+            "steps_per_round": 3,
+            "learning_rate": 1.0,
+            "lr_on_growth": "linear",
+        },
+    )
+    controller = a_controller(batches=(16,), owners=(0,), max_batch_size=2)
+    (group,) = control.plan_round(controller, settings)
+    assert (group.plan, group.num_updates) == (BatchPlan(2, 3), 1)
+    assert control.learning_rates(controller, group, settings)[:, 0].tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -282,12 +354,11 @@ def test_merge_is_due_every_so_many_rounds_while_two_trainers_live():
 
 def test_demand_gives_the_workers_to_whoever_asks_for_more():
     controller = a_controller(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
-    owners = control.apply_merge(controller, settings_of(), Merge((1, 2), (1, 1)), param_bytes=100)
+    owners = control.apply_merge(controller, settings_of(), Merge((1, 2), (1, 1)))
     # Shares of six workers at batches 8, 1, 6: 3, 1, 2. Trainer 1 keeps its own worker; what it
     # absorbed is free, and fills trainer 0.
     assert owners == [0, 1, 0, 0, 2, 2]
     assert [t.id for t in controller.trainers] == [0, 1, 3]
-    assert controller.bytes_total == 100
 
 
 def test_a_merge_takes_workers_from_members_and_from_who_asks_for_less():
@@ -308,10 +379,42 @@ def test_fragments_and_whole_synchronisations_are_counted():
     assert (controller.syncs_total, controller.bytes_total) == (5, 800)
 
 
+@pytest.mark.parametrize(
+    ("refused", "on_refusal", "allocation", "num_bytes"),
+    [
+        # One trainer's parameters and momentum; two workers join, with two moments each.
+        (False, "keep", "demand", 100 + 10 + 2 * (100 + 200)),
+        (True, "retire", "demand", 100 + 2 * (100 + 200)),
+        (True, "keep", "demand", 100),
+        (False, "keep", "retire", 100 + 10),
+    ],
+)
+def test_a_merge_and_its_hand_over_are_one_communication(
+    refused, on_refusal, allocation, num_bytes
+):
+    """Trainer 2's workers: one stays with the merged trainer, one goes on to trainer 0."""
+    settings = settings_of(
+        ensemble={"num_trainers": 3, "num_workers": 4, "allocation": allocation},
+        merge={"on_refusal": on_refusal},
+    )
+    controller, due = a_controller(batches=(4, 4, 1), owners=(0, 1, 2, 2)), Merge((1, 2), (4, 1))
+    state_bytes = control.StateBytes(params=100, outer_state=10, inner_state=200)
+    cost = control.count_merge(controller, settings, due, state_bytes=state_bytes, refused=refused)
+    assert cost == {"syncs": 1, "bytes": num_bytes}
+    assert (controller.syncs_total, controller.bytes_total) == (1, num_bytes)
+    assert len(controller.trainers) == 3  # nothing but the totals has changed
+
+
+def test_a_hand_over_without_a_merge_is_a_communication_and_nothing_is_none():
+    state_bytes = control.StateBytes(params=100, outer_state=10, inner_state=200)
+    assert control.merge_cost(state_bytes, num_joining=2) == {"syncs": 1, "bytes": 600}
+    assert control.merge_cost(state_bytes) == {"syncs": 0, "bytes": 0}
+
+
 def test_retire_sends_the_absorbed_workers_away():
     settings = settings_of(ensemble={"num_trainers": 3, "num_workers": 4, "allocation": "retire"})
     controller = a_controller(batches=(2, 1, 4))
-    owners = control.apply_merge(controller, settings, Merge((0, 1), (2, 1)), param_bytes=1)
+    owners = control.apply_merge(controller, settings, Merge((0, 1), (2, 1)))
     assert owners == [0, 0, -1, 1]
     assert (controller.owners, controller.streams) == ([0, 0, 1], [0, 1, 3])
 
@@ -320,7 +423,7 @@ def test_retire_sends_the_absorbed_workers_away():
 def test_representative_batch(rule, batch):
     settings = settings_of(merge={"representative_batch": rule}, batching={"batch_cap": 64})
     controller = a_controller(batches=(6, 4), owners=(0, 1, 1))
-    control.apply_merge(controller, settings, Merge((0, 1), (6, 4)), param_bytes=1)
+    control.apply_merge(controller, settings, Merge((0, 1), (6, 4)))
     # The larger total that was asked for is 4 x 2 workers; three workers share it: 8 / 3, up.
     assert controller.trainers[0].requested_batch_size == batch
 
@@ -329,7 +432,7 @@ def test_a_merged_trainer_averages_its_members_sums():
     controller = a_controller(batches=(4, 4), owners=(0, 1))
     controller.trainers[0].smoothing = {"noise_sum": 1.0, "signal_sum": 4.0}
     controller.trainers[1].smoothing = {"noise_sum": 3.0, "signal_sum": 0.0}
-    control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)), param_bytes=1)
+    control.apply_merge(controller, settings_of(), Merge((0, 1), (4, 4)))
     assert controller.trainers[0].smoothing == {"noise_sum": 2.0, "signal_sum": 2.0}
 
 

@@ -318,10 +318,11 @@ def test_learning_rates_as_data_are_the_inner_optimizers_own():
     assert_close(actual.params_M, expected.params_M)
 
 
-def test_each_worker_and_each_update_has_its_own_learning_rate():
-    ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 3)
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_each_worker_and_each_update_has_its_own_learning_rate(num_accum_steps):
+    ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 4)
     rates = np.array([[0.1, 0.0], [0.02, 0.3]], np.float32)
-    step = step_of(optax.sgd(1.0), PLAIN)
+    step = step_of(optax.sgd(1.0), PLAIN, num_accum_steps=num_accum_steps)
     after, _ = step(ensemble, batch, learning_rate_SR=jnp.asarray(rates))
     ends = []
     for r in range(2):
@@ -405,7 +406,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("inner_tx", [ADAMW, SGD, CLIPPED], ids=["adamw", "sgd", "clipped"])
 def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, value):
-    """In every step of a round; 1e30 gives a finite gradient whose square overflows."""
+    """In every step of a round; the square of 1e30 overflows."""
     steps = inner_steps_of(inner_tx)
     for bad_step in range(3):
         clean = broken = start_round(different_trainers(2, [0, 1, 1], inner_tx))
@@ -422,6 +423,29 @@ def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, v
         for worker in (0, 2):
             assert same(states_of(broken, worker), states_of(clean, worker))
         assert not same(states_of(broken, 1), states_of(clean, 1))
+
+
+def root_loss(params, batch_B):
+    return jnp.mean(jnp.sqrt(jnp.square(batch_B * params)))
+
+
+def steep_loss(params, batch_B):
+    return jnp.mean(1e25 * batch_B * params)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("loss_fn", "value"), [(root_loss, 0.0), (steep_loss, 1.0)])
+def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, value, accumulate):
+    """The root's gradient at zero is NaN; the square of a steep one's norm overflows."""
+    batch_TRB = np.full((1, 1, 2), value, np.float32)
+    ensemble = init(np.float32(1.0), num_trainers=1, num_workers=1, inner_tx=SGD, outer_tx=PLAIN)
+    start = start_round(ensemble, accumulate=accumulate)
+    update_T = flags(1) if accumulate else None
+    after, loss_TR, skipped_TR = inner_steps(
+        start, batch_TRB, loss_fn, inner_tx=SGD, update_T=update_T
+    )
+    assert np.isfinite(loss_TR).all() and skipped_TR.tolist() == [[True]]
+    assert same(states_of(after, 0), states_of(start, 0))
 
 
 @pytest.mark.parametrize("bad_micro_batch", [0, 1, 2, 3])
@@ -442,11 +466,29 @@ def test_an_accumulated_update_with_a_broken_micro_batch_is_skipped_whole(bad_mi
     assert broken.finite_R.tolist() == [True, True] and broken.num_grads == 0
 
 
-def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
-    ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 3)
-    expected, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_an_update_whose_loss_alone_is_not_finite_is_skipped(accumulates):
+    def loss(params, batch):
+        return loss_fn(params, batch) + batch["constant"][0]
+
+    batch = batch_of(2, 2, 3) | {"constant": np.zeros((2, 2, 3), np.float32)}
+    batch["constant"][0, 1] = np.inf
+    start = start_round(different_trainers(1, [0, 0], SGD), accumulate=accumulates)
+    update_T = flags(0, 1) if accumulates else None
+    steps = jax.jit(functools.partial(inner_steps, loss_fn=loss, inner_tx=SGD))
+    after, _, skipped_TR = steps(start, batch, update_T=update_T)
+    assert skipped_TR.any(axis=0).tolist() == [False, True]
+    if accumulates:
+        assert same(states_of(after, 1), states_of(start, 1))
+
+
+@pytest.mark.parametrize("num_accum_steps", [1, 2])
+def test_a_round_reports_its_skipped_updates_and_goes_on_without_them(num_accum_steps):
+    ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 4)
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    expected, _ = step(ensemble, batch)
     batch["x"][1, 3] = np.nan
-    after, metrics = step_of(ADAMW, NESTEROV)(ensemble, batch)
+    after, metrics = step(ensemble, batch)
     assert metrics.skipped_SR.tolist() == [[False] * 4, [False, False, False, True]]
     assert np.isfinite(metrics.pseudo_grad_norm_M).all()
     for m in (0, 2):

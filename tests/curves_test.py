@@ -27,6 +27,12 @@ def test_where_a_curve_moves_straight_down_its_last_value_counts():
     assert band.low.tolist() == [5, 4, 3]
 
 
+def test_a_curve_whose_cost_goes_back_is_read_in_the_order_of_its_cost():
+    """An average of trainers had cost more than the single trainer that was best later."""
+    band = curves.band([([0, 3, 2, 4], [9.0, 6.0, 7.0, 5.0])])
+    assert band.x.tolist() == [0, 2, 3, 4] and band.median.tolist() == [9, 7, 6, 5]
+
+
 def test_from_five_curves_on_the_band_is_of_quartiles():
     flat = [([0, 1], [float(y)] * 2) for y in (10, 0, 3, 1, 2)]
     band = curves.band(flat)
@@ -114,6 +120,13 @@ def test_a_damaged_ledger_is_named_with_the_field(tmp_path, event, field, value)
     assert "\n" not in str(raised.value)
 
 
+def test_a_merge_that_an_older_version_did_not_count_is_refused(tmp_path):
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.write("merge", round=1, into=0, bytes=1)
+    with pytest.raises(DataError, match="a merge line has syncs = 'absent'.*older version"):
+        curves.read_run(tmp_path)
+
+
 def test_a_line_without_a_field_is_damaged_too(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("round", round=1)
@@ -125,8 +138,8 @@ def test_held_out_points_carry_the_costs_of_their_evaluation(tmp_path):
     events = curves.read_run(write_run(tmp_path, no_loss=(2,))).events
     points = curves.heldout_points(events)
     assert [p["tokens"] for p in points] == [512, 1408, 2816, 7680, 12800, 17920]
-    assert [p["syncs"] for p in points] == [1, 2, 3, 4, 5, 6]
-    # 500,000 bytes for each of two workers a round, from round 4 on of three; a merge in round 3.
+    assert [p["syncs"] for p in points] == [1, 2, 4, 5, 6, 7]  # a merge in round 3
+    # 500,000 bytes for each of two workers a round, from round 4 on of three; and the merge's.
     assert [p["bytes"] for p in points] == [
         10**6,
         2 * 10**6,

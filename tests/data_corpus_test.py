@@ -4,10 +4,19 @@ import re
 import numpy as np
 import pytest
 
-from adloco_jax.data import load_corpus
+from adloco_jax.data import load_corpus, packing
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.build import check_data, load_data
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.plan import data_header
 
 END = 256
+
+
+def settings_of(**data):
+    config = default_config()
+    config.data.update(data)
+    return validate(config)
 
 
 def load(path="", **changes):
@@ -118,13 +127,14 @@ def test_a_tiny_corpus_still_holds_out_a_document_with_two_rows(tmp_path, count)
 
 
 def test_more_documents_are_held_out_where_the_share_is_too_short_for_two_rows(tmp_path):
-    corpus = load(write_documents(tmp_path, ["abcdefg"] * 40), heldout_frac=0.05)
+    texts = [f"abcde{n:02}" for n in range(40)]
+    corpus = load(write_documents(tmp_path, texts), heldout_frac=0.05)
     assert corpus.num_heldout_documents == 4
     assert corpus.num_documents == 36
 
 
 def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path):
-    texts = [str(i % 10) * 4000 for i in range(800)]
+    texts = [f"{i:03}" + str(i % 10) * 3997 for i in range(800)]
     path = write_documents(tmp_path, texts)
     corpus = load(path, num_sequences=50)
     assert corpus.num_sequences == 50
@@ -139,7 +149,8 @@ def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path):
 
 
 def test_num_sequences_reads_on_until_something_is_held_out(tmp_path):
-    corpus = load(write_documents(tmp_path, ["x" * 2**20] * 12), num_sequences=5)
+    texts = [f"{i:02}" + "x" * (2**20 - 2) for i in range(12)]
+    corpus = load(write_documents(tmp_path, texts), num_sequences=5)
     assert corpus.num_sequences == 5 and len(corpus.heldout_rows) == 2**20 // 16
     assert corpus.num_documents == 4 and corpus.num_heldout_documents == 1
 
@@ -360,7 +371,7 @@ def test_too_few_rows_for_the_streams_is_a_data_error(tmp_path, changes, have):
 
 def test_defect_3_a_batch_larger_than_the_shard_still_trains(tmp_path):
     """The reference's loader gives no batch at all, in silence, when the shard is smaller."""
-    corpus = load(write_documents(tmp_path, ["z" * 100] * 3), num_streams=2)
+    corpus = load(write_documents(tmp_path, [f"{n}" + "z" * 99 for n in range(3)]), num_streams=2)
     batch = corpus.batch(0, 1, 0, 256)
     assert batch.shape == (256, 16)
     assert corpus.num_sequences < 256
@@ -388,3 +399,87 @@ def test_defect_12_no_padding_is_ever_trained_on(tmp_path):
     expected[END] = len(texts)
     assert (counts <= expected).all()  # nothing but the text and one end per document
     assert expected.sum() - counts.sum() < 2 * 16  # all of it but two tails
+
+
+def copied(count):
+    """Numbered documents, of which number 12 says again what the held-out number 4 says."""
+    texts = numbered_documents(count)
+    texts[4] = "<4>" * 30
+    texts[12] = texts[4]
+    return texts
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text", "tokens"])
+def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path, source):
+    texts = copied(50)
+    if source == "text":
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number:02}.txt").write_text(text)
+        path = tmp_path
+    else:
+        path, _ = write_tokens(tmp_path, texts=texts)
+        path = write_documents(tmp_path, texts) if source == "jsonl" else path
+    corpus = load(path, source=source)
+    assert "4" in numbers_in(corpus.heldout_rows)
+    assert corpus.num_also_heldout == 1
+    assert (corpus.num_documents, corpus.num_heldout_documents) == (44, 5)
+    held = packing.is_heldout(0, 50, 0.1)
+    kept = [text for n, text in enumerate(texts) if not held[n] and n != 12]
+    stream = "".join(text + "\0" for text in kept)
+    assert as_stream(corpus.rows) == stream[: corpus.rows.size]
+    assert corpus.num_tokens + corpus.num_dropped_tokens == len(stream)
+    assert "left out: 1 documents that are held out too" in data_header(corpus)
+    assert "held out too" not in data_header(
+        load(write_documents(tmp_path, numbered_documents(50)))
+    )
+
+
+@pytest.mark.parametrize("source", ["jsonl", "tokens"])
+def test_of_a_held_out_file_too_no_document_is_trained_on_and_reading_goes_on(tmp_path, source):
+    texts, heldout = numbered_documents(50), ["kept apart " * 9, "<0>" * 40]
+    texts[:10] = [heldout[1]] * 10
+    if source == "jsonl":
+        path = write_documents(tmp_path, texts)
+        heldout_path = write_documents(tmp_path, heldout, "heldout.jsonl")
+    else:
+        path, _ = write_tokens(tmp_path, texts=texts)
+        heldout_path, _ = write_tokens(tmp_path, "heldout.npy", np.int32, heldout)
+    stream = "".join(text + "\0" for text in texts[10:])
+    for num_sequences in (None, 20, 10**6):
+        corpus = load(
+            path, source=source, heldout_path=str(heldout_path), num_sequences=num_sequences
+        )
+        assert len(corpus.rows) == min(num_sequences or 10**6, len(stream) // 16)
+        assert as_stream(corpus.rows) == stream[: corpus.rows.size]
+        assert corpus.num_also_heldout == 10
+    other = path.with_stem("other")
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(DataError, match="have 0 rows .* 50 documents held out too are left out"):
+        load(path, source=source, heldout_path=str(other))
+
+
+@pytest.mark.parametrize(
+    "path", ["gone", "gone/*.txt", "x" * 300, "~no_such_user/x", "gone/deep/x.npy"]
+)
+@pytest.mark.parametrize("source", ["text", "jsonl", "tokens", "hf"])
+@pytest.mark.parametrize("refuse", [check_data, load_data])
+def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source, path, refuse, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((ConfigError, DataError), match=r"data\.path=") as error:
+        refuse(settings_of(source=source, path=path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["heldout_path", "tokenizer"])
+@pytest.mark.parametrize("value", ["gone.json", "x" * 300, "~no_such_user/x"])
+def test_a_missing_held_out_path_or_tokenizer_is_known_before_text_is_read(tmp_path, key, value):
+    path = write_documents(tmp_path, [])
+    with pytest.raises(DataError, match=f"data.{key}={value[:100]}"):
+        check_data(settings_of(source="jsonl", path=str(path), **{key: value}))
+
+
+def test_data_that_could_be_read_pass_the_check_unread(tmp_path):
+    path = write_documents(tmp_path, [])
+    check_data(settings_of(source="jsonl", path=str(path)))
+    with pytest.raises(DataError):
+        load_data(settings_of(source="jsonl", path=str(path)))

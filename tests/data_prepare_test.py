@@ -109,6 +109,40 @@ def test_the_rows_are_those_of_the_corpus_read_in_memory(tmp_path, source, kind)
     np.testing.assert_array_equal(ours.batch(1, 1, 3, 9), theirs.batch(1, 1, 3, 9))
 
 
+def test_a_document_that_is_held_out_too_is_left_out_and_counted(tmp_path, source):
+    copy = json.dumps({"text": texts_of(40)[4]}) + "\n"  # number 4 is held out
+    (source / "part-1a.jsonl").write_text(copy * 3)
+    wanted = request_for(source)
+    sidecar = prepare.prepare(wanted, tmp_path / "out")
+    ours, theirs = load(tmp_path / "out"), load(source, source="jsonl")
+    assert sidecar.also_heldout == ours.num_also_heldout == theirs.num_also_heldout == 3
+    np.testing.assert_array_equal(ours.rows, theirs.rows)
+    assert ours.num_documents == theirs.num_documents
+    assert ours.num_dropped_tokens == theirs.num_dropped_tokens
+    (train, heldout) = (getattr(sidecar, side) for side in ("train", "heldout"))
+    texts = [text for number in range(4) for text in texts_of(40, number)]
+    assert train.text_bytes + heldout.text_bytes == sum(len(text.encode()) for text in texts)
+    assert f"{sidecar.train.rows} rows of {LENGTH} tokens" in check(wanted)
+    assert "left out of training: 3 documents that are held out too" in check(wanted)
+    report = check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=LENGTH)
+    assert "left out of training: 3 documents held out too" in report and "prepare" not in report
+
+
+def test_the_check_finds_what_is_held_out_too_in_a_folder_of_an_earlier_version(
+    tmp_path, source, monkeypatch
+):
+    (source / "part-9.jsonl").write_text(json.dumps({"text": texts_of(40)[4]}))
+    (source / "part-99.jsonl").write_text(json.dumps({"text": "the last one is cut short" * 9}))
+    monkeypatch.setattr(prepare._Work, "_leave_out_heldout", lambda work: 0)
+    prepare.prepare(request_for(source), tmp_path / "out")
+    sidecar = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    del sidecar["also_heldout"]
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(sidecar))
+    assert load(tmp_path / "out").num_also_heldout == 0
+    report = check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=LENGTH)
+    assert "1 documents to train on are held out too; prepare the data again" in report
+
+
 def test_every_token_stands_once_in_a_row_but_for_the_two_tails(tmp_path, source, tokenizer_file):
     sidecar = prepare.prepare(request_for(source, tokenizer=tokenizer_file), tmp_path / "out")
     encoder = load_tokenizer(tokenizer_file)
@@ -199,11 +233,17 @@ def test_killed_at_any_moment_the_same_command_ends_alike(tmp_path, tokenizer_fi
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("moment", ["sidecar written", "one tail cut", "progress gone"])
-def test_a_stop_while_finishing_ends_alike(tmp_path, source, moment, monkeypatch):
+@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize(
+    "moment", ["others copied", "sidecar written", "one tail cut", "progress gone"]
+)
+def test_a_stop_while_finishing_ends_alike(tmp_path, source, moment, copies, monkeypatch):
+    copy = json.dumps({"text": texts_of(40)[4]}) + "\n"  # of one that is held out
+    (source / "part-9.jsonl").write_text(json.dumps({"text": "other"}) + "\n" + copy * copies)
     wanted = request_for(source)
     prepare.prepare(wanted, tmp_path / "whole")
     stop = {
+        "others copied": (prepare, "_sha256"),
         "sidecar written": (os, "truncate"),  # called at the end alone
         "one tail cut": (prepare, "_sync"),
         "progress gone": (os, "rename"),
@@ -213,14 +253,15 @@ def test_a_stop_while_finishing_ends_alike(tmp_path, source, moment, monkeypatch
     def broken(*arguments):
         calls.append(arguments)
         # Two folders are synced before the end begins.
-        if len(calls) == {"truncate": 1, "_sync": 3, "rename": 1}[stop[1]]:
+        if len(calls) == {"truncate": 1, "_sync": 3, "rename": 1, "_sha256": 2}[stop[1]]:
             raise OSError("stopped")
         return true(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="stopped"):
         patch.setattr(*stop, broken)
         prepare.prepare(wanted, tmp_path / "out")
-    assert (tmp_path / "out.partial" / prepared.SIDECAR).exists()
+    is_written = (tmp_path / "out.partial" / prepared.SIDECAR).exists()
+    assert is_written == (moment != "others copied")
     prepare.prepare(wanted, tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
@@ -488,7 +529,7 @@ def test_a_flipped_bit_is_found_by_the_check(finished):
 
 
 def test_the_check_tells_lengths_rows_and_round_trips(tmp_path):
-    texts = ["a" * 9] * 6 + ["b" * 19] * 3 + ["c" * 99]  # bytes; each has one token more
+    texts = [f"a{n}aaaaaaa" for n in range(6)] + [f"{n}" + "b" * 18 for n in range(3)] + ["c" * 99]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     wanted = Request("jsonl", str(tmp_path), sequence_length=9, heldout_frac=0.2)
     report = check(wanted)
@@ -498,7 +539,7 @@ def test_the_check_tells_lengths_rows_and_round_trips(tmp_path):
     rows = f"{(220 - heldout) // 10} rows of 9 tokens to train on, {heldout // 10} held-out rows"
     assert rows in report
     assert "10 of 10 sampled documents (100.0%)" in report
-    assert "  | aaaaaaaaa<end of text>" in report
+    assert "  | a0aaaaaaa<end of text>" in report
     prepare.prepare(wanted, tmp_path / "out")
     assert rows in check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=128)
 

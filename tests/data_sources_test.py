@@ -89,6 +89,19 @@ def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
         list(sources.text_documents([file], sources.Intake()))
 
 
+def test_all_files_that_are_not_utf8_are_named_with_their_number_and_the_remedy(tmp_path):
+    files = [write(tmp_path / f"{n}.txt", b"\xff" if n % 2 else b"text") for n in range(20)]
+    with pytest.raises(DataError) as error:
+        list(sources.text_documents(files[:4], sources.Intake(), among=files))
+    assert str(error.value).startswith(f"{files[1]}: not UTF-8 at byte 0 ")
+    assert str(error.value).endswith(
+        "; 10 of 20 files are no UTF-8 text, also 3.txt, 5.txt, 7.txt, 9.txt, 11.txt, …; convert to"
+        " UTF-8, or leave out with data.on_bad_shard=skip"
+    )
+    skipping = sources.Intake(skip_bad_shards=True)
+    assert len(list(sources.text_documents(files, skipping))) == 10
+
+
 def test_jsonl_reads_lines_in_order_plain_and_compressed(tmp_path):
     lines = '{"text": "one", "url": 1}\n\n{"text": ""}\n{"text": "zwei \\u00fc"}'
     plain = write(tmp_path / "a.jsonl", lines)

@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adloco_jax.run.rounds import SequentialRows
 from toy import bigram_loss, settings_of
 
+from adloco_jax import training as train_module
 from adloco_jax.data import hub, load_corpus, packing, streaming
 from adloco_jax.data.streaming import Streaming, load_stream
 from adloco_jax.errors import ConfigError, DataError, Preempted
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run import train as train_module
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.resume import check_config, write_config
-from adloco_jax.run.rounds import SequentialRows
-from adloco_jax.run.train import fit, train
+from adloco_jax.training import fit, train
 
 LENGTH = 8
 PACKING = dict(
@@ -96,6 +96,41 @@ def test_every_epoch_has_the_rows_of_the_same_documents_packed_in_memory(folder)
         np.testing.assert_array_equal(got, expected)
     assert got.dtype == np.int32
     rows.close()
+
+
+def test_a_document_that_is_held_out_too_is_not_dealt(tmp_path):
+    texts = documents(200)
+    (held,) = np.flatnonzero(packing.is_heldout(0, 10, 0.1))
+    copies = [n for n in range(20, 120) if n % 7 == 0]
+    for n in copies:
+        texts[n] = texts[held]
+    write_shard(tmp_path / "a.jsonl.gz", [{"text": text} for text in texts])
+    expected = packed(tmp_path)
+    assert expected.num_also_heldout > 9
+    rows = stream(tmp_path / "a.jsonl.gz")
+    for number in range(2):
+        got = rows.batch(0, 0, number * len(expected.rows), len(expected.rows))
+        np.testing.assert_array_equal(got, expected.rows)
+    assert "left out as it is read" in plan_module.data_header(rows)
+    rows.close()
+
+
+def test_a_place_is_found_again_where_more_documents_are_known_to_be_held_out(tmp_path):
+    """As where `eval.num_sequences` has grown: a block may have fewer rows than it had."""
+    texts = [text for text in documents(300) if text]
+    last = np.flatnonzero(packing.is_heldout(0, len(texts), 0.1))[-1]
+    for n in (20, 21, 22, 23, 30, 31, 32, 33):
+        texts[n] = texts[last]
+    write_shard(tmp_path / "a.jsonl.gz", [{"text": text} for text in texts])
+    few, many = (stream(tmp_path / "a.jsonl.gz", num_heldout_rows=n) for n in (33, 10**6))
+    for count in (64, 97):  # both near the end of a block that has copies
+        few.restore(None)
+        few.batch(0, 0, 0, count)
+        many.restore(few.state())
+        expected, got = (numbers_in(data.batch(0, 0, count, 60)) for data in (few, many))
+        assert len(got & expected - {str(last)}) > 5 and str(last) not in got
+    few.close()
+    many.close()
 
 
 def test_files_by_glob_and_other_splits_are_read_too(folder):

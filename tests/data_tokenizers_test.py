@@ -1,11 +1,17 @@
 import json
+import re
 
 import numpy as np
 import pytest
 import tokenizers
 
 from adloco_jax.data import load_tokenizer
+from adloco_jax.data.check import check
+from adloco_jax.data.prepare import Request, prepare
+from adloco_jax.data.tokenizers import check_round_trip
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run.build import load_data
+from adloco_jax.run.config import default_config, validate
 
 TEXTS = [
     "Hello, world.\n\n  Indented — ünïcode 日本語 🙂\t.",
@@ -199,3 +205,47 @@ def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
         load_tokenizer(str(tmp_path / "vocab.txt"))
     with pytest.raises(ConfigError, match="data.tokenizer is empty"):
         load_tokenizer("")
+
+
+@pytest.fixture
+def numbers_only(tmp_path):
+    """A tokenizer that knows three words, and gives its unknown token for all others."""
+    model = tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "[UNK]": 3}, unk_token="[UNK]")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("way", ["run", "stream", "classes", "preparing", "check"])
+def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path, numbers_only, way):
+    path = tmp_path / "a.jsonl"
+    texts = [f"about the noise of gradients {n % 3 + 1}" for n in range(200)]
+    path.write_text(
+        "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts))
+    )
+    with pytest.raises(DataError) as error:
+        if way in ("preparing", "check"):
+            request = Request("jsonl", str(path), tokenizer=numbers_only)
+            prepare(request, tmp_path / "out") if way == "preparing" else check(request)
+        else:
+            config = default_config()
+            config.data.update(source="jsonl", path=str(path), tokenizer=numbers_only)
+            config.data.source = "hf" if way == "stream" else "jsonl"
+            config.model.arch = "bert" if way == "classes" else "llama"
+            load_data(validate(config))
+    assert re.fullmatch(
+        rf"data.tokenizer={numbers_only}: of 30 sampled documents, encoded and decoded again, \d+"
+        r" of 900 bytes come back \([\d.]+%\), need half: .*; name one that was, or"
+        " data.tokenizer=bytes, which takes any",
+        str(error.value),
+    )
+
+
+def test_a_tokenizer_that_drops_case_accents_and_spaces_is_not_refused(tmp_path):
+    alphabet = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    check_round_trip(["TRÈS DÉJÀ VU\n"], load_tokenizer(str(tmp_path / "tokenizer.json")))

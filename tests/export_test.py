@@ -19,7 +19,7 @@ from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.train import train
+from adloco_jax.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,10 +119,14 @@ def test_scripts_export_and_write(trained, tmp_path):
     assert_same(hf.load(out).params, trainer_of(trained.ensemble.params_M, 1))
     again = run("export.py", "--workdir", trained.workdir, "--out", out)
     assert again.returncode == 2 and "exists already" in again.stderr
-    text = run("generate.py", "--model", out, "--prompt", "def", "--tokens", 20, "--samples", 2)
+    # More tokens than the model can read become as many as it can.
+    text = run("generate.py", "--model", out, "--prompt", "def", "--tokens", 99, "--samples", 2)
     assert text.returncode == 0 and text.stdout.count("-" * 72 + "\ndef") == 2
+    assert text.stderr.splitlines() == [
+        "--tokens 99: the model reads 32 tokens and the prompt has 4; writing 28"
+    ]
     for arguments, fault in [
-        (["--model", out, "--tokens", 99], "at most 31"),
+        (["--model", out, "--prompt", "x" * 31], "--prompt: 32 tokens, the model reads 32"),
         (["--model", tmp_path / "no"], "no such folder"),
     ]:
         done = run("generate.py", *arguments)

@@ -46,7 +46,7 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path):
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
     costs = {
         "tokens": TOKENS,
-        "communications": [1, 2, 3, 4, 5, 6],
+        "communications": [1, 2, 4, 5, 6, 7],
         "bytes": moved,
         "simulated": [n * 100 / 60 for n in range(1, 7)],  # in minutes, for 600 s are many
     }
@@ -58,6 +58,14 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path):
         low, high = by_cost[cost].get_xlim()
         assert low < 0 < x[-1] < high
     assert by_cost["simulated"].get_xlabel() == "simulated time on two_sites, 4 × l4 (min)"
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [(0.8, "0.8"), (0.004, "0.004"), (0, "0"), (999, "999"), (2.5e6, "2.5 M")]
+)
+def test_no_number_has_the_prefix_of_a_thousandth(value, label):
+    assert figures.thousands()(value) == label
+    assert figures.thousands(unit="B")(value) == label + ("B" if label[-1] == "M" else " B")
 
 
 def test_costs_that_stay_zero_have_no_panel(tmp_path):

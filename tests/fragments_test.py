@@ -35,12 +35,12 @@ from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.programs import first_key, lower
-from adloco_jax.run.train import fit
 from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.network import Traffic, replay
 from adloco_jax.study.summary import totals
 from adloco_jax.study.theory import measured
+from adloco_jax.training import fit
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
@@ -616,4 +616,4 @@ def test_the_plan_says_how_fragments_travel(monkeypatch):
         r" arrives",
         text,
     )
-    assert "in at most 4 synchronisations" in text and "synchronise M=1 R=2" in text
+    assert "in 4 synchronisations" in text and "synchronise M=1 R=2" in text

@@ -19,9 +19,9 @@ from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.train import train
 from adloco_jax.study import gradients
 from adloco_jax.study.gradients_figure import describe, figure
+from adloco_jax.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from adloco_jax import hf
@@ -145,6 +146,24 @@ def test_old_and_new_keys_of_the_config(folder):
     assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder), message
 
 
+def test_no_number_of_key_heads_is_all_heads(folder):
+    edit_config(folder, num_key_value_heads=None)
+    assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_theta": 9e5}])
+def test_of_both_keys_of_the_rotation_transformers_takes_the_older(folder, scaling):
+    edit_config(folder, rope_theta=5e5, rope_parameters={"rope_theta": 7e5}, rope_scaling=scaling)
+    config = json.loads((folder / "config.json").read_text())
+    theirs = transformers.LlamaConfig(**config).rope_parameters["rope_theta"]
+    assert hf.load(folder).network.rope_theta == theirs
+
+
+def test_the_body_of_a_bert_may_have_had_a_head_of_another_kind(bert):
+    edit_config(bert[1], problem_type="multi_label_classification")
+    assert hf.load(bert[1], head=False).network == BERT
+
+
 def test_buffers_of_old_versions_are_left_out(folder, params):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
@@ -267,6 +286,7 @@ def test_a_bert_without_its_head_and_with_another_models(bert):
         (dict(is_decoder=True), "is_decoder: have True"),
         (dict(type_vocab_size=0), "type_vocab_size: have 0"),
         (dict(id2label=..., num_labels=5), "classifier.bias: have (3,), want (5,)"),
+        (dict(problem_type="multi_label_classification"), "problem_type: have multi_label_class"),
     ],
 )
 def test_another_bert_is_refused(bert, changes, expected):
@@ -324,6 +344,19 @@ BAD_CONFIGS = {
         dict(rope_parameters=..., rope_scaling={"type": "linear", "factor": 2}),
         "rope type: have linear",
     ),
+    "old rotation beside the new key": (
+        dict(rope_scaling={"rope_type": "linear", "factor": 2}),
+        "rope_scaling: rope type: have linear, need default",
+    ),
+    "true as the rotation's base": (
+        dict(rope_parameters={"rope_theta": True}),
+        "rope_theta: have True",
+    ),
+    "false as a number of heads": (
+        dict(num_key_value_heads=False),
+        "num_key_value_heads: have False",
+    ),
+    "false as a head size": (dict(head_dim=False), "head_dim: have False"),
     "rotation as text": (dict(rope_parameters="x"), "rope_parameters: have x"),
     "head size": (dict(head_dim=8), "head_dim: have 8, need 4"),
     "size as text": (dict(hidden_size="12"), "hidden_size: have 12, need a positive int"),

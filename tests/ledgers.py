@@ -69,6 +69,7 @@ def write_run(
                     "batching": {"test": "norm", "eta": 0.8, "nu": 1.0},
                 },
                 num_params=250_000,
+                state_bytes={"params": 125_000, "outer_state": 0, "inner_state": 0},
                 devices="1 x cpu",
                 jax="0.10.2",
                 versions={},
@@ -131,10 +132,12 @@ def write_run(
                     loss_before=[4.0, 4.1],
                     loss_after=4.05,
                     barrier=0.0,
+                    syncs=1,
                     bytes=250_000,
                     requested_batch_size=4,
                     workers={0: 3, 2: 1},
                 )
+                syncs_total += 1
                 bytes_total += 250_000
             if refusal and number == 2:
                 ledger.write(
@@ -146,10 +149,12 @@ def write_run(
                     loss_before=[4.0, 4.1],
                     loss_after=5.0,
                     barrier=0.95,
-                    bytes=250_000,
+                    syncs=1,
+                    bytes=125_000,
                     action="keep",
                 )
-                bytes_total += 250_000
+                syncs_total += 1
+                bytes_total += 125_000
             if evals:
                 alive = {t: x for t, x in losses.items() if not (merge and (number, t) == (3, 1))}
                 best = min(losses.values()) - 0.25  # of all that took part

@@ -81,6 +81,18 @@ def test_every_key_can_be_overridden_by_its_own_value(key):
     assert (after[group] if group else after)[name] == value
 
 
+OPTIONAL = [key for key, knob in KNOBS.items() if knob.metadata["default"] is None]
+
+
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_none_unsets_an_optional_key(key):
+    group, _, name = key.rpartition(".")
+    config = configured(f"--config.{key}=60", f"--config.{key}=none")
+    assert (config[group] if group else config)[name] is None
+    again = configured(f"--config.{key}", "none", f"--config.{key}=60")
+    assert (again[group] if group else again)[name] == 60
+
+
 @pytest.mark.parametrize(
     "name", ["diloco", "configs/diloco.py", str(ROOT / "configs" / "diloco.py")]
 )
@@ -174,6 +186,8 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         (["--config"], "Missing value for flag --config"),
         (["--config", "nowhere.py"], "--config nowhere.py: no such file"),
         (["--config", "."], "--config .: no such file"),
+        (["--config=a.py", "--config", "b.py"], "--config: given twice (a.py, b.py); name one"),
+        (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
         (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
         (["--config=quickstart", "--noplan=1"], "--noplan=1 does not take"),
@@ -197,6 +211,8 @@ def test_overrides_are_checked_though_the_file_is_missing(capsys):
         ("import nowhere_to_be_found", "line 1: ModuleNotFoundError"),
         ("def get_config():\n    return undefined", "line 2: NameError"),
         ("def get_config(needed):\n    return needed", "TypeError"),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("def get_config():\n    raise SystemExit('no')", "line 2: SystemExit: no"),
         ("x = 1", "needs a get_config()"),
         ("def get_config():\n    pass", "needs a get_config()"),
         ("def get_config():\n    return {}", "needs a get_config()"),

@@ -5,15 +5,14 @@ import math
 
 import numpy as np
 import pytest
+from adloco_jax.run.controller import Controller, Merge, Trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import controller as control
-from adloco_jax.run.controller import Controller, Merge, Trainer
 from adloco_jax.run.ledger import read
-from adloco_jax.run.train import fit
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
 from adloco_jax.study.network import (
     BITS_PER_PARAM,
@@ -24,6 +23,7 @@ from adloco_jax.study.network import (
     replay,
     scaling,
 )
+from adloco_jax.training import fit
 
 FREE = Link(math.inf, 0.0)
 
@@ -36,7 +36,9 @@ def tenth(num_sequences):
 def start(**changes):
     inner = {"unit": "updates", "steps_per_round": 10}
     event = {"event": "start", "num_params": 250, "config": {"inner": inner}, "devices": "1 x cpu"}
-    return event | changes  # 250 parameters are 1000 bytes
+    # 250 parameters are 1000 bytes; no momentum, no moments.
+    state_bytes = {"params": 1000, "outer_state": 0, "inner_state": 0}
+    return event | {"state_bytes": state_bytes} | changes
 
 
 def line(round, trainer, workers, batch, *, accum=1, updates=10, step_s=1.0, stall_s=0.0):
@@ -83,17 +85,17 @@ def test_trainers_wait_for_one_another_only_at_a_merge():
     times = {(time.round, time.trainer): time for time in result.rounds}
     assert times[2, 0].start_s == pytest.approx(1)
     assert times[2, 1].start_s == pytest.approx(4)
-    # Trainer 0 is done at 2 and waits till 8; 1000 bytes take 1.25 s.
+    # Trainer 0 is done at 2 and waits till 8; 1000 bytes take 1.25 s, there and back again.
     assert times[2, 0].waiting_s == pytest.approx(6)
-    assert times[2, 0].communication_s == pytest.approx(1.25)
-    assert times[3, 1].start_s == times[2, 0].end_s == pytest.approx(9.25)
+    assert times[2, 0].communication_s == pytest.approx(2.5)
+    assert times[3, 1].start_s == times[2, 0].end_s == pytest.approx(10.5)
     # Trainer 2 has nothing to do with it, until the run's end.
     assert times[3, 2].start_s == pytest.approx(4)
     assert times[3, 2].end_s == pytest.approx(6)
     # Ring of two: 2 x 1/2 x 1000 / 1000 + 2 x 0.25 = 1.5.
-    assert result.wall_s == pytest.approx(9.25 + 4 + 1.5)
-    assert result.end_s == pytest.approx({1: 4, 2: 9.25, 3: 14.75})
-    assert result.waiting_s == pytest.approx(6 + (14.75 - 6))
+    assert result.wall_s == pytest.approx(10.5 + 4 + 1.5)
+    assert result.end_s == pytest.approx({1: 4, 2: 10.5, 3: 16})
+    assert result.waiting_s == pytest.approx(6 + (16 - 6))
     assert result.compute_s == pytest.approx(2 * (1 + 4 + 2) + 2 * 4 + 2)
 
 
@@ -103,8 +105,8 @@ def test_a_trainer_whose_workers_change_waits_for_the_merge():
     result = replay(events, cluster(3, within=Link(1000.0, 0.25)))
     bystander = next(time for time in result.rounds if (time.round, time.trainer) == (1, 2))
     assert bystander.waiting_s == pytest.approx((4 - 2) + 1.25)  # it gets trainer 1's worker
-    assert bystander.communication_s == 0
-    assert bystander.end_s == pytest.approx(5.25)
+    assert bystander.communication_s == pytest.approx(1.25)
+    assert bystander.end_s == pytest.approx(6.5)
 
 
 def test_a_merge_of_three_moves_two_trainers_parameters():
@@ -112,7 +114,7 @@ def test_a_merge_of_three_moves_two_trainers_parameters():
     events += [line(2, 2, 3, 1)]
     # Sites 0, 0, 1 of the three workers: both others lie across the slow link.
     slow = replay(events, cluster(4, 2, between=Link(100.0, 0.5)))
-    assert slow.end_s[1] == pytest.approx(1 + 2 * 10.5)
+    assert slow.end_s[1] == pytest.approx(1 + 2 * 10.5 + 2 * 10.5)  # and back, to two workers
     near = replay([*events[:4], merge(1, [0, 1]), line(2, 0, 2, 1), line(2, 2, 1, 1)], _slow())
     assert near.end_s[1] == pytest.approx(1)  # trainers 0 and 1 share a site
 
@@ -215,9 +217,37 @@ def test_a_refused_merge_costs_its_attempt(action, workers):
     events += [merge(1, [0, 1], event="refusal", action=action)]
     events += [line(2, trainer, count, 1) for trainer, count in enumerate(workers)]
     result = replay(events, cluster(2, within=Link(1000.0, 0.25)))
-    assert result.end_s[1] == pytest.approx(4 + 1.25)
+    handed_s = 1.25 if action == "retire" else 0  # to trainer 1's worker
+    assert result.end_s[1] == pytest.approx(4 + 1.25 + handed_s)
     sync_s = 1.5 if action == "retire" else 0
-    assert result.wall_s == pytest.approx(5.25 + 1 + sync_s)
+    assert result.wall_s == pytest.approx(5.25 + handed_s + 1 + sync_s)
+
+
+@pytest.mark.parametrize("num_params", [250, 500])
+@pytest.mark.parametrize("kind, absorbed_bytes", [("merge", 1500), ("refusal", 1000)])
+def test_a_merge_takes_the_bytes_that_the_ledger_counts_scaled_with_the_model(
+    kind, absorbed_bytes, num_params
+):
+    state_bytes = {"params": 1000, "outer_state": 500, "inner_state": 2000}
+    events = [start(state_bytes=state_bytes), line(1, 0, 1, 1), line(1, 1, 1, 1)]
+    events += [merge(1, [0, 1], event=kind, action="retire"), line(2, 0, 2, 1)]
+    place = cluster(2, within=Link(1000.0, 0.25))
+    seconds = num_params / 250 * (absorbed_bytes + 3000) / 1000 + 2 * 0.25
+    assert replay(events, place, num_params=num_params).end_s[1] == pytest.approx(1 + seconds)
+    # At the run's end, too; a worker that retires receives nothing.
+    last = [*events[:3], events[3] | {"workers": {"0": 2}}]
+    assert replay(last, place, num_params=num_params).wall_s == pytest.approx(1 + seconds)
+    if kind == "merge":
+        retired = [*events[:3], events[3] | {"workers": {"0": 1}}]
+        seconds -= num_params / 250 * 3 + 0.25
+        assert replay(retired, place, num_params=num_params).wall_s == pytest.approx(1 + seconds)
+
+
+def test_a_merge_of_an_older_ledger_is_not_timed_by_guesswork():
+    events = [start(state_bytes=None), line(1, 0, 1, 1), line(1, 1, 1, 1)]
+    assert replay(events, cluster(2)).wall_s == pytest.approx(1)
+    with pytest.raises(DataError, match="state_bytes = None.*run it again"):
+        replay([*events, merge(1, [0, 1])], cluster(2))
 
 
 def test_a_resumed_ledger_and_one_in_file_order_replay_alike():
@@ -441,9 +471,7 @@ def test_replicas_move_as_the_controller_moves_workers(data, allocation):
             positions = data.draw(st.permutations(range(len(controller.trainers))))
             members = tuple(positions[: data.draw(st.integers(2, len(positions)))])
             events.append(merge(index, [controller.trainers[m].id for m in members]))
-            control.apply_merge(
-                controller, knobs, Merge(members, (1,) * len(members)), param_bytes=0
-            )
+            control.apply_merge(controller, knobs, Merge(members, (1,) * len(members)))
     times = replay(events, cluster(num_workers)).rounds
     assert {(time.round, time.trainer): time.replicas for time in times} == expected
 

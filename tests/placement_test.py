@@ -12,7 +12,6 @@ from adloco_jax.core.ensemble import init
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import default_config, validate
-from adloco_jax.run.placement import bring, copy_back, copy_to_host, fetch, place
 from adloco_jax.run.plan import moved_between_devices
 from adloco_jax.run.programs import (
     Key,
@@ -22,6 +21,7 @@ from adloco_jax.run.programs import (
     needed_bytes,
     placement,
 )
+from adloco_jax.run.sharding import bring, copy_back, copy_to_host, fetch, place
 
 SCALARS = 1024  # bytes: losses, norms, flags
 

@@ -18,7 +18,7 @@ from adloco_jax.run import checkpoint, crashpoints, train
 from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.resume import change_class, exclusive
-from adloco_jax.run.train import fit
+from adloco_jax.training import fit
 
 # Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
 RUN = {

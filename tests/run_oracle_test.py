@@ -13,7 +13,7 @@ from toy import VOCAB, bigram_loss, corpus, settings_of
 
 from adloco_jax.run import controller as control
 from adloco_jax.run.ledger import read
-from adloco_jax.run.train import fit
+from adloco_jax.training import fit
 
 CASES = {
     # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
@@ -186,7 +186,7 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
         return
     members = oracle.merge_members(batches, policy=policy, width=width)
     assert (list(due.members), list(due.weights)) == (members, [batches[m] for m in members])
-    moved = control.apply_merge(controller, settings, due, param_bytes=0)
+    moved = control.apply_merge(controller, settings, due)
     oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
 
     assert [(t.id, t.requested_batch_size, t.smoothing) for t in controller.trainers] == [

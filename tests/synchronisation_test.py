@@ -15,8 +15,8 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from adloco_jax import init, outer_step, outer_update, start_round
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.run.placement import bring, place
-from adloco_jax.run.train import fit
+from adloco_jax.run.sharding import bring, place
+from adloco_jax.training import fit
 
 LOW = ["bfloat16", "int8", "int4"]
 LARGEST = {"int8": 127, "int4": 7}

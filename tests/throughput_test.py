@@ -13,7 +13,7 @@ from adloco_jax.run.build import attention
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
-from adloco_jax.run.train import train
+from adloco_jax.training import train
 
 
 def test_a_token_costs_six_operations_per_weight_of_a_matrix():

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adloco_jax.run.config import Settings, default_config, validate
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.settings import Settings
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
 

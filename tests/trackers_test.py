@@ -16,7 +16,7 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from adloco_jax.errors import ConfigError, Preempted
 from adloco_jax.run import trackers
 from adloco_jax.run.ledger import Ledger, deterministic_lines, read
-from adloco_jax.run.train import fit
+from adloco_jax.training import fit
 
 RUN = {
     "num_rounds": 4,

@@ -1,7 +1,9 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
 import collections
+import dataclasses
 import json
+import re
 import shutil
 import threading
 import time
@@ -13,21 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy import Table, bigram_loss, corpus, init_fn, settings_of
+from adloco_jax.run.rounds import read_outcomes
+from toy import LENGTH, Table, bigram_loss, corpus, init_fn, settings_of
 
+from adloco_jax import hf
+from adloco_jax import training as train_module
+from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
+from adloco_jax.models import Llama
+from adloco_jax.run import evaluate
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
-from adloco_jax.run import train as train_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.config import default_config
+from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, needed_bytes
-from adloco_jax.run.resume import check_workdir
-from adloco_jax.run.rounds import read_outcomes
-from adloco_jax.run.train import fit, train
+from adloco_jax.run.resume import check_workdir, write_config
+from adloco_jax.training import fit, train
 
 
 def run(workdir, settings, **others):
@@ -82,9 +88,19 @@ def test_the_ledger_tells_growth_accumulation_and_merge(tmp_path):
     (end,) = events(result.workdir, "end")
     assert end["tokens_total"] == sum(e["tokens"] for e in rounds)
     assert end["updates_total"] == sum(e["updates"] for e in rounds)
-    assert end["syncs_total"] == sum(e["syncs"] for e in rounds)
-    merged = sum(e["bytes"] for e in events(result.workdir, "merge"))
-    assert end["bytes_total"] == merged + sum(e["bytes"] for e in rounds)
+    merges = events(result.workdir, "merge")
+    for cost in ("syncs", "bytes"):
+        assert end[f"{cost}_total"] == sum(e[cost] for e in [*rounds, *merges])
+    # The last one: a table of 36 float32 and its momentum; each worker of the absorbed trainer
+    # joins the other, which takes the table and AdamW's two moments.
+    (absorbed,) = merges[-1]["members"][1:]
+    (joining,) = [
+        e["workers"]
+        for e in rounds
+        if (e["round"], e["trainer"]) == (merges[-1]["round"], absorbed)
+    ]
+    assert merges[-1]["bytes"] == 2 * 144 + joining * 3 * 144
+    assert [e["syncs"] for e in merges] == [1, 1]
     keys = [e["key"] for e in events(result.workdir, "compile")]
     assert len(keys) == len(set(keys))
     evals = [e for e in events(result.workdir, "eval") if e["trainer"] == "consensus"]
@@ -93,20 +109,98 @@ def test_the_ledger_tells_growth_accumulation_and_merge(tmp_path):
     assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
 
 
+def test_a_round_in_groups_counts_once(tmp_path):
+    """Trainers at micro-batches 2 and 4 run apart; a recorded history keeps them there."""
+    lines = [
+        {"event": "round", "round": 1, "trainer": m, "workers": 1, "requested_batch_size": 2}
+        for m in range(3)
+    ]
+    lines += [line | {"round": 2, "requested_batch_size": 2 + line["trainer"]} for line in lines]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = settings_of(
+        num_rounds=2,
+        batching={"test": "replay", "replay": str(tmp_path)},
+        merge={"policy": "none"},
+    )
+    result = run(tmp_path / "r", settings)
+    assert [size for *_, size in batches(tmp_path / "r")] == [2, 2, 2, 2, 4, 4]
+    assert int(result.ensemble.round) == result.controller.round == 2
+
+
 def test_defect_13_a_reported_loss_is_the_token_mean_of_the_consensus(tmp_path):
     result = run(tmp_path / "r", settings_of(**GROWING))
     logits = np.asarray(result.params["w"], np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4, seed=0).report_EL
+    rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4).report_EL
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
     assert rows.shape == (8, 9)
     assert result.loss == pytest.approx(losses.mean(), rel=1e-5)
 
 
+@dataclasses.dataclass(frozen=True)
+class FewHeldOut(Table):
+    num_heldout: int = 1
+
+    @property
+    def heldout_rows(self):
+        return self.rows[: self.num_heldout]
+
+
+def test_a_model_without_a_matrix_trains_and_one_held_out_row_is_enough_for_one_trainer(tmp_path):
+    def unigram_loss(params, tokens):
+        return bigram_loss({"w": jnp.broadcast_to(params["b"][None], (6, 6))}, tokens)
+
+    settings = settings_of(num_rounds=1, ensemble={"num_trainers": 1, "num_workers": 1})
+    result = run(
+        tmp_path / "r",
+        settings,
+        init_fn=lambda key: {"b": jnp.zeros(6)},
+        loss_fn=unigram_loss,
+        corpus=FewHeldOut(corpus().rows),
+    )
+    assert result.loss < np.log(6)
+    assert events(tmp_path / "r", "start")[0]["flops_per_token"] == 0
+
+
+def test_a_model_without_parameters_and_too_few_held_out_rows_are_refused(tmp_path):
+    for count, trainers, need in ((0, 1, 1), (0, 3, 2), (1, 3, 2)):
+        settings = settings_of(ensemble={"num_trainers": trainers, "num_workers": 4})
+        with pytest.raises(DataError, match=f"corpus.heldout_rows: have {count}, need {need}, "):
+            run(tmp_path / "r", settings, corpus=FewHeldOut(corpus().rows, num_heldout=count))
+    with pytest.raises(DataError, match="have 2, as many of each class, need 4, "):
+        split_heldout(
+            np.array([[0], [1], [1], [1]]),
+            num_sequences=9,
+            batch_size=1,
+            seed=0,
+            num_classes=2,
+            num_trainers=2,
+        )
+    with pytest.raises(ConfigError, match="init_fn: its parameters hold no array"):
+        run(tmp_path / "r", settings_of(), init_fn=lambda key: {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_decides_is_never_what_is_reported():
     rows = np.arange(20)[:, None]
-    parts = split_heldout(rows, num_sequences=64, batch_size=4, seed=3)
+    parts = split_heldout(rows, num_sequences=64, batch_size=4)
     assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
+
+
+def test_runs_that_differ_in_the_seed_report_and_decide_on_the_same_rows(tmp_path, monkeypatch):
+    split, drawn = evaluate.split_heldout, []
+
+    def recorded(rows_EL, **options):
+        drawn.append(split(rows_EL, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(evaluate, "split_heldout", recorded)
+    for seed in (0, 1):
+        few = {"num_rounds": 1, "eval": {"every_rounds": 1, "num_sequences": 3}}
+        run(tmp_path / str(seed), settings_of(seed=seed, **few))
+    first, second = drawn
+    np.testing.assert_array_equal(first.report_EL, second.report_EL)
+    np.testing.assert_array_equal(first.guard_EL, second.guard_EL)
 
 
 def test_defect_17_looking_at_the_losses_first_trains_nothing(tmp_path):
@@ -115,6 +209,25 @@ def test_defect_17_looking_at_the_losses_first_trains_nothing(tmp_path):
     first = run(tmp_path / "a", settings_of(**often))
     second = run(tmp_path / "b", settings_of(**seldom))
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+
+
+@pytest.mark.parametrize(
+    ("outer", "state", "expected"),
+    [
+        ("nesterov", "keep", (144, 144, 288)),
+        ("adamw", "keep", (144, 288, 288)),
+        ("sgd", "reset", (144, 0, 0)),  # what is about to be reset does not travel
+    ],
+)
+def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
+    settings = settings_of(outer={"tx": outer}, inner={"state": state})
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None)
+    assert spec.state_bytes == expected
+    params, momentum, moments = expected
+    assert plan_module._merge_lines(settings, spec) == [
+        f"bytes of a merge, one communication: {params + momentum} B per absorbed trainer"
+        f" ({params} B if refused), {params + moments} B per worker that joins a trainer"
+    ]
 
 
 @pytest.mark.parametrize("action", ["keep", "retire"])
@@ -138,8 +251,12 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
     assert refusal["barrier"] > 0.01 and refusal["action"] == action
     assert events(tmp_path / "r", "merge") == []
     moved = sum(e["bytes"] for e in events(tmp_path / "r", "round"))
-    assert refusal["bytes"] == 37 * 4  # to know what the merge would be like
+    # Without its momentum, to know what the merge would be like; a worker or none is handed over.
+    joining = 1 if action == "retire" else 0
+    assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3 * joining))
     assert result.controller.bytes_total == moved + refusal["bytes"]
+    synchronised = sum(e["syncs"] for e in events(tmp_path / "r", "round"))
+    assert result.controller.syncs_total == synchronised + 1
     assert result.ensemble.num_trainers == (2 if action == "keep" else 1)
     # Retired or kept, nobody was averaged: each x is in its valley still.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
@@ -450,7 +567,71 @@ def test_the_plan_lists_every_program_and_its_memory(tmp_path, monkeypatch):
     for part in ("round M=1 R=1 B=1 ", "round M=1 R=1 B=2 ", "accumulate M=1 R=1 B=2", "evaluate"):
         assert part in text
     assert "peak: " in text and "tokens: " in text
+    assert text.splitlines()[-1].startswith("not checked: data.source = stdlib: ")
     assert list(tmp_path.iterdir()) == []
+
+
+TEXT = {"source": "text", "path": __file__}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"data": TEXT | {"path": "nowhere"}}, "data.path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": "nowhere"}}, "data.heldout_path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": __file__}}, "both hold train_test.py"),
+        ({"data": {"source": "hf", "path": "./nowhere.jsonl"}}, "data.path=./nowhere.jsonl: no"),
+        ({"data": {"tokenizer": "./nowhere"}}, "data.tokenizer=./nowhere: no such file"),
+        ({"data": {"tokenizer": "no/where"}}, "data.tokenizer=no/where: no file or folder"),
+        ({"data": {"tokenizer": "EXPORT"}, "model": {"vocab_size": 256}}, "EXPORT has 257 ids"),
+        ({"model": {"init_from": "./nowhere"}}, "./nowhere: no such folder"),
+        ({"model": {"init_from": "no/where"}}, "no/where: no file or folder of that name"),
+        ({"model": {"init_from": "EXPORT"}}, "model.num_layers = 1: EXPORT has 2"),
+        ({"batching": {"test": "replay", "replay": "nowhere"}}, "nowhere/ledger.jsonl: cannot"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    network = Llama(257, 16, 2, 4, 2, 16, 512)
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes["params"])
+    hf.save(params, tmp_path / "EXPORT", load_tokenizer("bytes"), network=network)
+    config = tiny_config()
+    config.data.update(TEXT)
+    for group, values in changes.items():
+        config[group].update(values)
+    with pytest.raises((ConfigError, DataError)) as refusal:
+        plan_module.check_inputs(validate(config))
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    # The run does so, too.
+    with pytest.raises((ConfigError, DataError)) as again:
+        train(config, tmp_path / "run")
+    assert str(again.value) == str(refusal.value)
+
+
+def test_a_plan_refuses_a_folder_of_another_run(tmp_path):
+    settings = settings_of(num_rounds=1)
+    write_config(tmp_path, settings)
+    assert plan_module.check_inputs(settings, tmp_path)
+    with pytest.raises(ConfigError, match="seed: was 0, is 1"):
+        plan_module.check_inputs(settings_of(num_rounds=1, seed=1), tmp_path)
+
+
+def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
+    config = tiny_config()
+    config.data.update(TEXT)
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith(f"data.path = {__file__}: ")
+    config.data.update({"source": "hf", "path": "no/where"})
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith("data.path = no/where: whether the Hugging Face hub has")
+    config.model.init_from = "some/model"
+    network = Llama(257, 16, 1, 4, 2, 16, 512)
+    monkeypatch.setattr(hf, "inspect", lambda name, head: (network, False))
+    line, _ = plan_module.check_inputs(validate(config))
+    assert line.startswith("model.init_from = some/model: its weights")
 
 
 def test_the_start_line_holds_the_whole_config(tmp_path):
@@ -472,6 +653,22 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
     events = read(result.workdir / "ledger.jsonl")
     seconds = [e["step_s"] for e in events if e["event"] == "round" and e["trainer"] == 0]
     assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
+
+
+def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):
+    settings = settings_of(
+        num_rounds=5,
+        ensemble={"num_trainers": 1, "num_workers": 1},
+        batching={"test": "constant"},
+        eval={"every_rounds": 2},
+    )
+    run(tmp_path / "r", settings)
+    shown = re.findall(r"^round (\d)/5 .*heldout (\S+)", capsys.readouterr().out, re.MULTILINE)
+    consensus = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
+    newest = {e["round"]: f"{e['loss']:.4g}" for e in consensus}
+    assert list(newest) == [2, 4, 5] and len(set(newest.values())) == 3
+    expected = ["-", newest[2], newest[2], newest[4], newest[5]]
+    assert shown == list(zip("12345", expected, strict=True))
 
 
 def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path):
@@ -547,6 +744,23 @@ def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, change, mes
     assert not (tmp_path / "r" / "ledger.jsonl").exists()
     with pytest.raises(DataError, match="cannot read the ledger"):
         run(tmp_path / "r", settings_of(batching=replay | {"replay": str(tmp_path / "none")}))
+
+
+def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
+    """As a context, which the thread that compiles ahead does not inherit."""
+    settings = settings_of(
+        num_rounds=2,
+        ensemble={"num_trainers": 2, "num_workers": 2},
+        batching={"test": "ramp", "ramp": ((0, 4), (1, 12)), "initial_batch_size": 4},
+        merge={"every_rounds": 2},
+    )
+    with jax.enable_x64(True):
+        params = {"w": jnp.zeros((6, 6), jnp.float64)}
+        result = run(tmp_path / "r", settings, init_fn=lambda key: params)
+        assert run(tmp_path / "r", settings, init_fn=lambda key: params).loss == result.loss
+        assert result.params["w"].dtype == result.ensemble.params_M["w"].dtype == jnp.float64
+    assert [e["num_accum_steps"] for e in events(tmp_path / "r", "round")] == [1, 1, 3, 3]
+    assert result.loss < np.log(6)
 
 
 def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):

@@ -63,7 +63,9 @@ def check(request: Request, *, processes: int = 1) -> str:
     row_length = request.sequence_length + 1
     texts: list[str] = []
     lengths: collections.Counter[int] = collections.Counter()
-    tokens, documents, num_bytes, head = [0, 0], [0, 0], 0, np.array([], np.int64)
+    tokens, documents, num_bytes, head = [0, 0], [0, 0], 0, None
+    digests: tuple[list[np.ndarray], ...] = ([], [])
+    train_lengths: list[np.ndarray] = []
     for block in encoded(_sampled(blocks_of(shards, intake), texts), request, encoder, processes):
         if isinstance(block, End):
             continue
@@ -72,21 +74,28 @@ def check(request: Request, *, processes: int = 1) -> str:
             part = packing.choose(block, mask)
             documents[side] += len(part.lengths)
             tokens[side] += len(part.tokens)
-            if side == 0 and len(head) < row_length:
-                head = np.append(head, part.tokens[:row_length])[:row_length]
+            digests[side].append(part.digests)
+            if side == 0:
+                train_lengths.append(part.lengths)
+                head = part if head is None or not head.lengths.size else head
         num_bytes += 0 if block.num_bytes is None else int(block.num_bytes.sum())
         lengths.update(block.lengths.tolist())
-    if not lengths:
+    if not lengths or head is None:
         raise DataError(f"path={request.path}: no text in it")
+    train_digests, heldout_digests = map(np.concatenate, digests)
+    is_heldout_too = np.isin(train_digests, heldout_digests)
+    num_dropped = int(np.concatenate(train_lengths)[is_heldout_too].sum())
+    head = packing.choose(head, ~np.isin(head.digests, heldout_digests))
     lines = [f"left out: {shard['skipped']}" for shard in intake.shards if "skipped" in shard]
     lines += [f"left out: {intake.num_bad_rows} bad rows"] * bool(intake.num_bad_rows)
     lines += [
         f"{num_bytes} bytes of text, {sum(tokens)} tokens, "
         f"{sum(tokens) / num_bytes:.4f} tokens per byte",
-        _rows_line(tokens[0] // row_length, tokens[1] // row_length, row_length),
+        _rows_line((tokens[0] - num_dropped) // row_length, tokens[1] // row_length, row_length),
         f"{sum(documents)} documents, {documents[1]} of them held out",
+        f"left out of training: {is_heldout_too.sum()} documents that are held out too",
     ]
-    return "\n".join(lines + _describe(lengths, head, texts, encoder))
+    return "\n".join(lines + _describe(lengths, head.tokens[:row_length], texts, encoder))
 
 
 def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> str:
@@ -113,6 +122,7 @@ def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> s
         if damaged := prepared.damaged_arrays(folder, sidecar):
             raise DataError(f"{where}: {' and '.join(damaged)} damaged; prepare the data again")
         lines = ["both arrays are as they were written (SHA-256)"]
+        lines.append(f"left out of training: {sidecar.also_heldout} documents held out too")
     else:
         (file, *more) = sources.find_files(path, key="path")
         if more:
@@ -120,11 +130,16 @@ def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> s
         encoder = load_tokenizer(tokenizer or "bytes")
         arrays = (sources.open_tokens(file, row_length=row_length),)
     lengths: collections.Counter[int] = collections.Counter()
-    for rows in arrays:
-        found = packing.read_token_documents(
+    sides = [
+        packing.read_token_documents(
             rows.reshape(-1), encoder, where=where, vocab_size=encoder.vocab_size
         )
-        lengths.update(found.lengths.tolist())
+        for rows in arrays
+    ]
+    for side in sides:
+        lengths.update(side.lengths.tolist())
+    if len(sides) > 1 and (num := int(np.isin(sides[0].digests, sides[1].digests).sum())):
+        lines.append(f"{num} documents to train on are held out too; prepare the data again")
     stream = arrays[0].reshape(-1)
     heldout_rows = len(arrays[1]) if len(arrays) > 1 else 0
     lines += [

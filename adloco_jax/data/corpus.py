@@ -29,16 +29,17 @@ class Corpus:
       tokenizer: What made the ids.
       fingerprint: SHA-256 (hex) of both arrays and of the tokenizer's own fingerprint.
       shards: What was read, see `sources.Intake`; it names what differs where fingerprints do.
-      num_documents: Documents read for training.
+      num_documents: Documents to train on.
       num_heldout_documents: Documents held out.
       num_tokens: Tokens in `rows`.
-      num_dropped_tokens: Training tokens read but in no row: the tail too short for one, and
-        what lies beyond `data.num_sequences`.
+      num_dropped_tokens: Tokens of these documents that are in no row: the tail too short for one,
+        and what lies beyond `data.num_sequences`.
       tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
         nats per byte.
       seed: Decides the order, not the split.
       num_streams: Streams that each trainer's subset is dealt into.
       subset_frac: Share of the rows each trainer draws from.
+      num_also_heldout: Documents left out of training because a held-out one is the same.
     """
 
     rows: np.ndarray
@@ -54,6 +55,7 @@ class Corpus:
     seed: int
     num_streams: int
     subset_frac: float
+    num_also_heldout: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -116,8 +118,8 @@ def load_corpus(
 
     Without `heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
-    a lone text document is cut in two instead. With `num_sequences`, reading stops soon after
-    there is enough.
+    a lone text document is cut in two instead. A document that is the same as a held-out one, token
+    by token, is not trained on. With `num_sequences`, reading stops soon after there is enough.
 
     A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
     stand for the arrays in the fingerprint: only sizes and shapes are looked at, not the content.
@@ -140,7 +142,8 @@ def load_corpus(
 
     Returns:
       The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
-      disk, memory-mapped, where `heldout_path` or a prepared folder makes a split needless.
+      disk, memory-mapped, where `heldout_path` or a prepared folder makes a split needless, and no
+      document of it is held out too: otherwise the others are copied, and cut into rows anew.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
@@ -150,15 +153,9 @@ def load_corpus(
     where = f"data.path={path}" if path else f"data.source={source}"
     row_length = sequence_length + 1
     if source == "tokens" and prepared.is_prepared(path):
-        if heldout_path:
-            raise ConfigError(
-                f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
-                f"{heldout_path} empty"
-            )
-        folder = Path(path).expanduser()
-        sidecar = prepared.read_sidecar(folder)
-        prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
-        rows, heldout_rows = prepared.open_rows(folder, sidecar)
+        sidecar, rows, heldout_rows = _open_prepared(
+            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
+        )
         rows = rows[:num_sequences]
         _check_enough(rows, where, num_streams, subset_frac)
         if len(heldout_rows) < packing.MIN_HELDOUT_ROWS or not sidecar.heldout.text_bytes:
@@ -177,14 +174,20 @@ def load_corpus(
             seed=seed,
             num_streams=num_streams,
             subset_frac=subset_frac,
+            num_also_heldout=sidecar.also_heldout,
         )
     intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
-    files, heldout_files = _find_sides(source, path, heldout_path)
+    files, heldout_files = find_sides(source, path, heldout_path)
     heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
     max_tokens = None if num_sequences is None else num_sequences * row_length
 
     def read(
-        files: Sequence[Path], where: str, *, heldout_frac: float = 0.0, max_tokens: int | None
+        files: Sequence[Path],
+        where: str,
+        *,
+        heldout_frac: float = 0.0,
+        max_tokens: int | None,
+        heldout: Documents | None = None,
     ) -> Documents:
         if source != "tokens":
             return packing.encode_documents(
@@ -194,6 +197,7 @@ def load_corpus(
                 heldout_frac=heldout_frac,
                 row_length=row_length,
                 max_tokens=max_tokens,
+                heldout=heldout,
             )
         if len(files) > 1:
             raise ConfigError(f"{where}: have {len(files)} files, data.source=tokens reads one")
@@ -204,12 +208,22 @@ def load_corpus(
             raise ConfigError(
                 f"{where}: ready-packed rows cannot be split by document, need data.heldout_path"
             )
-        tokens = array.reshape(-1)[: max_tokens if heldout_files else None]
-        return packing.read_token_documents(tokens, encoder, where=where, vocab_size=vocab_size)
+        tokens = array.reshape(-1)
+        end = need = tokens.size if heldout is None or max_tokens is None else max_tokens
+        while True:
+            found = packing.read_token_documents(
+                tokens[:end], encoder, where=where, vocab_size=vocab_size
+            )
+            if heldout is None or end >= tokens.size:
+                return found
+            kept = packing.without_heldout(found, heldout).tokens.size
+            if kept >= need:
+                return found
+            end += need - kept
 
     if heldout_files:
-        train = read(files, where, max_tokens=max_tokens)
         heldout = read(heldout_files, heldout_where, max_tokens=None)
+        train = read(files, where, max_tokens=max_tokens, heldout=heldout)
     elif source == "text" and sum(file.stat().st_size > 0 for file in files) == 1:
         (text,) = sources.text_documents(files, intake)
         parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
@@ -222,6 +236,9 @@ def load_corpus(
             row_length=row_length,
         )
 
+    num_read = len(train.lengths)
+    train = packing.without_heldout(train, heldout)
+    num_also_heldout = num_read - len(train.lengths)
     rows = packing.pack_rows(train.tokens, row_length)[:num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, row_length)
     if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
@@ -230,7 +247,7 @@ def load_corpus(
             f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
             "more text, a larger data.heldout_frac or a smaller data.sequence_length"
         )
-    _check_enough(rows, where, num_streams, subset_frac)
+    _check_enough(rows, where, num_streams, subset_frac, num_also_heldout)
     num_heldout_bytes = packing.count_bytes(heldout, encoder)
     if not num_heldout_bytes:
         raise DataError(
@@ -251,24 +268,104 @@ def load_corpus(
         seed=seed,
         num_streams=num_streams,
         subset_frac=subset_frac,
+        num_also_heldout=num_also_heldout,
     )
 
 
-def _check_enough(rows: np.ndarray, where: str, num_streams: int, subset_frac: float) -> None:
+def check_corpus(
+    *,
+    source: str,
+    path: str,
+    heldout_path: str,
+    tokenizer: str,
+    sequence_length: int,
+    vocab_size: int,
+) -> None:
+    """Refuses what `load_corpus` would refuse before it reads any text.
+
+    Args:
+      source: As for `load_corpus`, like the others.
+      path: Must lead to files.
+      heldout_path: Likewise, if not empty.
+      tokenizer: Is loaded.
+      sequence_length: L.
+      vocab_size: The model's.
+
+    Raises:
+      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
+        headers tell.
+    """
+    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
+    where, row_length = f"data.path={path}", sequence_length + 1
+    if source == "tokens" and prepared.is_prepared(path):
+        _open_prepared(
+            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
+        )
+        return
+    files = [file for side in find_sides(source, path, heldout_path) for file in side]
+    if source == "tokens":
+        for file in files:
+            sources.open_tokens(file, row_length=row_length)
+
+
+def _open_prepared(
+    path: str,
+    heldout_path: str,
+    encoder: Tokenizer,
+    *,
+    where: str,
+    tokenizer: str,
+    row_length: int,
+) -> tuple[prepared.Sidecar, np.ndarray, np.ndarray]:
+    """A prepared folder's sidecar, training and held-out rows."""
+    if heldout_path:
+        raise ConfigError(
+            f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
+            f"{heldout_path} empty"
+        )
+    folder = Path(path).expanduser()
+    sidecar = prepared.read_sidecar(folder)
+    prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
+    return sidecar, *prepared.open_rows(folder, sidecar)
+
+
+def _check_enough(
+    rows: np.ndarray,
+    where: str,
+    num_streams: int,
+    subset_frac: float,
+    num_also_heldout: int = 0,
+) -> None:
     """DataError where a trainer's subset has no row for one of its streams."""
     have_rows = min(len(rows), subset_size(len(rows), subset_frac))
     if have_rows < num_streams:
+        left_out = f", {num_also_heldout} documents held out too are left out"
         raise DataError(
             f"{where}: too little text: have {have_rows} rows of {rows.shape[1]} tokens for a "
-            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}), need "
+            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}"
+            f"{left_out if num_also_heldout else ''}), need "
             f"{num_streams}, one per worker stream; give more text, fewer workers "
             "(ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller "
             "data.sequence_length"
         )
 
 
-def _find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
-    """Files to train on and files held out; the latter is empty where the former are split."""
+def find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
+    """Finds a corpus's files; none is read.
+
+    Args:
+      source: As for `load_corpus`.
+      path: Likewise.
+      heldout_path: Likewise.
+
+    Returns:
+      Files to train on and files held out; the latter is empty where the former are split.
+
+    Raises:
+      ConfigError: If keys contradict one another, or a file would be on both sides.
+      DataError: If a path leads to no file.
+    """
     if source not in ("stdlib", "text", "jsonl", "tokens"):
         raise ConfigError(f"data.source={source}: need stdlib, text, jsonl or tokens")
     if source == "stdlib":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax.data.snapshot import HUB_NAME
-from adloco_jax.data.sources import Intake, find_files
+from adloco_jax.data.sources import Intake, find_files, local_path
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_LISTED_FILES = 4096  # a checkpoint has room for so many records
@@ -122,7 +122,7 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
       DataError: If files are missing or damaged, or there is no such column of strings.
     """
     datasets = _datasets()
-    start = Path(path).expanduser()
+    start = local_path(path, key="data.path")
     where = f"data.path={path}" + (f", data.name={name}" if name else "") + f", data.split={split}"
     is_folder = start.is_dir()
     is_local = is_folder or not HUB_NAME.fullmatch(path) or start.is_file()

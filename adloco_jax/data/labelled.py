@@ -8,7 +8,7 @@ import numpy as np
 
 from adloco_jax.data import sources
 from adloco_jax.data.sampling import permute, stream_rows, subset_size
-from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 NUM_FIELDS = 2  # before a row's tokens: its class, and how many of its tokens are real
@@ -29,6 +29,7 @@ class Labelled:
       seed: Decides the order, not the split.
       num_streams: Streams that each trainer's subset is dealt into.
       subset_frac: Share of the rows each trainer draws from.
+      num_also_heldout: Texts left out of training because a held-out row has the same tokens.
     """
 
     rows: np.ndarray
@@ -40,6 +41,7 @@ class Labelled:
     seed: int
     num_streams: int
     subset_frac: float
+    num_also_heldout: int = 0
     tokens_per_byte: float | None = None  # the loss is per example, not per token
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
@@ -86,6 +88,8 @@ def load_labelled(
     intake: sources.Intake,
 ) -> Labelled:
     """Reads JSON lines of text and class, tokenises them, and splits them class by class.
+
+    A text that has the tokens of a held-out one is not trained on, whatever its class.
 
     A text becomes `[first] tokens [last]`: the tokenizer's own classification and separator tokens,
     or its end of text for both. Of longer texts the beginning is kept. Rows are no longer than the
@@ -139,8 +143,12 @@ def load_labelled(
         texts, labels = texts + heldout_texts, np.concatenate([labels, heldout_labels])
     else:
         is_heldout = _by_class(labels, heldout_frac)
+    check_round_trip(texts, tokenizer)
     rows, num_truncated = _rows(texts, labels, tokenizer, sequence_length)
     heldout_rows, rows = rows[is_heldout], rows[~is_heldout]
+    known = {row[1:].tobytes() for row in heldout_rows}  # whatever its class
+    is_heldout_too = np.array([row[1:].tobytes() in known for row in rows], bool)
+    rows = rows[~is_heldout_too]
     if num_sequences is not None and num_sequences < len(rows):
         drawn = permute(np.arange(num_sequences), num_items=len(rows), key=np.zeros(1, np.uint64))
         rows = rows[np.sort(drawn)]  # at random: files are often sorted by class
@@ -148,7 +156,8 @@ def load_labelled(
     have_rows = min(len(rows), subset_size(len(rows), subset_frac))
     if fewest < _MIN_HELDOUT or have_rows < num_streams:
         raise DataError(
-            f"data.path={path}: too few texts: have {have_rows} for a trainer and {fewest} held out"
+            f"data.path={path}: too few texts: have {have_rows} for a trainer"
+            f" ({is_heldout_too.sum()} that are held out too are left out) and {fewest} held out"
             f" of the rarest class, need {num_streams}, one per worker stream, and {_MIN_HELDOUT};"
             " give more, fewer workers (ensemble.num_workers) or a larger data.heldout_frac"
         )
@@ -166,6 +175,7 @@ def load_labelled(
         seed=seed,
         num_streams=num_streams,
         subset_frac=subset_frac,
+        num_also_heldout=int(is_heldout_too.sum()),
     )
 
 

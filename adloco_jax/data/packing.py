@@ -1,11 +1,16 @@
-"""Documents to rows: tokenised, laid end to end, held out whole, cut every L+1 tokens."""
+"""Documents to rows: tokenised, held out whole, laid end to end, cut every L+1 tokens.
+
+A document of which a copy is held out is not trained on. Copies are found by their ids, so that the
+arrays of tokens have them too; nothing is said of texts that differ in a character.
+"""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from adloco_jax.data.tokenizers import Tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
@@ -22,11 +27,13 @@ class Documents:
       tokens: [T], integers.
       lengths: int64[documents], tokens of each; they sum to T.
       num_bytes: UTF-8 bytes of each, int64[documents]; None where only ids are known.
+      digests: Hash of the ids of each without the end of text, uint64[documents].
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     num_bytes: np.ndarray | None
+    digests: np.ndarray
 
 
 def encode_documents(
@@ -37,6 +44,7 @@ def encode_documents(
     heldout_frac: float = 0.0,
     row_length: int = 0,
     max_tokens: int | None = None,
+    heldout: Documents | None = None,
 ) -> Documents:
     """Tokenises texts, a chunk of documents at a time.
 
@@ -46,16 +54,20 @@ def encode_documents(
       where: The key and value the texts come from, for messages.
       heldout_frac: Share that `split_documents` will hold out.
       row_length: L+1.
-      max_tokens: Stop soon after the training side has these many and the held-out side, if any,
-        its rows; None reads all.
+      max_tokens: Stop soon after the training side has these many, without documents that are
+        held out too, and the held-out side, if any, its rows; None reads all.
+      heldout: Documents that are held out, of another source.
 
     Raises:
-      DataError: If there is no text.
+      DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
     min_heldout_tokens = MIN_HELDOUT_ROWS * row_length if heldout_frac else 0
     packed, lengths, num_bytes = bytearray(), [], []
+    digests, known = [], [] if heldout is None else [heldout.digests]
     train_tokens = heldout_tokens = 0
     for chunk in chunks(texts):
+        if not lengths:
+            check_round_trip(chunk, tokenizer)
         new = encode_chunk(chunk, tokenizer)
         packed += new.tokens.tobytes()
         mask = is_heldout(len(lengths), len(chunk), heldout_frac)
@@ -63,13 +75,17 @@ def encode_documents(
         train_tokens += int(new.lengths[~mask].sum())
         lengths += new.lengths.tolist()
         num_bytes += [] if new.num_bytes is None else new.num_bytes.tolist()
+        digests.append(new.digests)
+        known.append(new.digests[mask])
         if max_tokens is not None and train_tokens >= max_tokens:
-            if heldout_tokens >= min_heldout_tokens:
+            is_heldout_too = np.isin(np.concatenate(digests), np.concatenate(known))
+            train_tokens = int(np.array(lengths)[~is_heldout_too].sum())
+            if train_tokens >= max_tokens and heldout_tokens >= min_heldout_tokens:
                 break
     if not lengths:
         raise DataError(f"{where}: no text in it, need at least one document that is not empty")
     tokens = np.frombuffer(packed, id_dtype(tokenizer))
-    return Documents(tokens, np.array(lengths), np.array(num_bytes))
+    return Documents(tokens, np.array(lengths), np.array(num_bytes), np.concatenate(digests))
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
@@ -81,7 +97,20 @@ def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
         closed.astype(id_dtype(tokenizer)),
         np.array([len(document) + 1 for document in ids]),
         np.array([len(text.encode()) for text in texts]),
+        digests_of(ids),
     )
+
+
+def digests_of(documents: Iterable[np.ndarray]) -> np.ndarray:
+    """A hash of the ids of each document, uint64[documents], whatever integers hold them."""
+    hashes = (hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8) for ids in documents)
+    return np.fromiter((int.from_bytes(h.digest(), "little") for h in hashes), np.uint64)
+
+
+def without_heldout(documents: Documents, heldout: Documents) -> Documents:
+    """The documents of which none is held out too, token by token."""
+    is_heldout_too = np.isin(documents.digests, heldout.digests)
+    return choose(documents, ~is_heldout_too) if is_heldout_too.any() else documents
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -110,7 +139,13 @@ def read_token_documents(
             )
         ends.append(start + 1 + np.flatnonzero(chunk == tokenizer.eot_id))
     all_ends = np.unique(np.concatenate([*ends, [tokens.size]]))  # the last may be unclosed
-    return Documents(tokens, np.diff(all_ends, prepend=0), None)
+    lengths = np.diff(all_ends, prepend=0)
+    plain = np.asarray(tokens)  # a slice of a memory map costs more than all the rest
+    digests = digests_of(
+        plain[end - length : end - (plain[end - 1] == tokenizer.eot_id)]
+        for end, length in zip(all_ends, lengths, strict=True)
+    )
+    return Documents(tokens, lengths, None, digests)
 
 
 def split_documents(
@@ -191,6 +226,7 @@ def choose(documents: Documents, mask: np.ndarray) -> Documents:
         documents.tokens[np.repeat(mask, documents.lengths)],
         documents.lengths[mask],
         None if documents.num_bytes is None else documents.num_bytes[mask],
+        documents.digests[mask],
     )
 
 

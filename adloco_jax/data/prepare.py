@@ -3,7 +3,10 @@
 Everything is built in `<folder>.partial` and renamed when whole. Tokens are appended to both arrays
 as they come, and a shard counts as done once they and its line of `progress.jsonl` are on the disk;
 a later start goes on from the last such line and writes over what came after. Memory holds a few
-blocks of documents, whatever the size of the corpus.
+blocks of documents, whatever the size of the corpus, and 16 bytes for each.
+
+Which documents are held out too is known in the end alone: where there are such, the others are
+copied to a file of their own, which takes the place of the first once the sidecar is written.
 """
 
 import collections
@@ -31,12 +34,13 @@ from adloco_jax.data import hub, packing, prepared, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.prepared import SIDECAR, SIDES, Side, Sidecar
 from adloco_jax.data.sources import Intake
-from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
 _PROGRESS = "progress.jsonl"
 _LOCK, _NEW = ".lock", ".new"
+_KEPT = "train.kept.npy"
 _MIN_SHARD_BYTES = 2**20  # of text files, which are small and many
 _BLOCKS_PER_PROCESS = 4  # read ahead, so that no worker waits while a new shard is looked at
 
@@ -142,7 +146,7 @@ def find_shards(request: Request) -> list[Shard]:
     return [
         Shard(
             [[files[i].name, sizes[i]] for i in group],
-            functools.partial(_read, request, [files[i] for i in group]),
+            functools.partial(_read, request, [files[i] for i in group], files),
         )
         for group in groups
     ]
@@ -172,6 +176,7 @@ def prepare(
 
     The result depends on the request and the text alone, not on `processes` or on interruptions:
     the rows of `load_corpus` for the same text, except that too little held-out text is an error.
+    A document that is the same as a held-out one, token by token, is left out of training.
 
     Args:
       request: What is wanted.
@@ -218,6 +223,8 @@ def prepare(
         sidecar = prepared.read_sidecar(partial)
         if differences := _differences(sidecar.request, wanted):
             raise _other(partial, differences)
+        if (partial / _KEPT).exists():
+            os.replace(partial / _KEPT, partial / "train.npy")
         for name in SIDES:
             os.truncate(partial / f"{name}.npy", getattr(sidecar, name).file_bytes)
             _sync(partial / f"{name}.npy")
@@ -232,7 +239,13 @@ def prepare(
 def encoded(
     blocks: Iterator[list[str] | End], request: Request, encoder: Tokenizer, processes: int
 ) -> Generator[Documents | End]:
-    """Blocks of texts as `Documents`, tokenised on several processes and in their order."""
+    """Blocks of texts as `Documents`, tokenised on several processes and in their order.
+
+    Raises:
+      DataError: If the tokenizer leaves next to nothing of the first block.
+      ResourceError: If a process dies.
+    """
+    blocks = _checked(blocks, encoder)
     if processes == 1:
         for block in blocks:
             yield block if isinstance(block, End) else packing.encode_chunk(block, encoder)
@@ -277,6 +290,16 @@ def blocks_of(shards: Sequence[Shard], intake: Intake) -> Iterator[list[str] | E
         before = len(intake.shards)
         yield from packing.chunks(shard.read(intake))
         yield End(intake.shards[before:])
+
+
+def _checked(blocks: Iterator[list[str] | End], encoder: Tokenizer) -> Iterator[list[str] | End]:
+    """The blocks, the first of them encoded and decoded beforehand."""
+    is_first = True
+    for block in blocks:
+        if is_first and not isinstance(block, End):
+            check_round_trip(block, encoder)
+            is_first = False
+        yield block
 
 
 _worker: dict[str, Tokenizer] = {}  # of a tokenising process
@@ -332,7 +355,7 @@ class _Work:
         _write(path.with_name(_NEW), [start, *map(json.loads, whole[1:])], mode="w")
         os.replace(path.with_name(_NEW), path)
         _sync(self._folder)
-        self._files = {}
+        self._files, self._stack = {}, stack
         for name in SIDES:
             array = self._folder / f"{name}.npy"
             size = self._header_size + self._counts[name][1] * self._dtype.itemsize
@@ -375,13 +398,17 @@ class _Work:
           DataError: If there is too little text.
         """
         sides = {}
+        also_heldout = self._leave_out_heldout()
         for name, (documents, tokens, num_bytes) in self._counts.items():
             rows = tokens // self._row_length
-            least = packing.MIN_HELDOUT_ROWS if name == "heldout" else 1
+            least, left_out = packing.MIN_HELDOUT_ROWS, ""
+            if name == "train":
+                least, left_out = 1, f" ({also_heldout} that are held out too are left out)"
             if rows < least:
                 raise DataError(
                     f"too little text: have {tokens} tokens in {documents} documents for the "
-                    f"{name} rows, need {least} rows of {self._row_length} (sequence_length + 1); "
+                    f"{name} rows{left_out}, need {least} rows of {self._row_length} "
+                    "(sequence_length + 1); "
                     "give more text, a smaller sequence_length or another heldout_frac, and "
                     f"delete {self._folder}"
                 )
@@ -391,7 +418,7 @@ class _Work:
             file.write(self._header(rows))
             file.flush()
             os.fsync(file.fileno())
-            digest = _sha256(self._folder / f"{name}.npy", size)
+            digest = _sha256(Path(file.name), size)
             sides[name] = Side(rows, documents, tokens, num_bytes, size, digest)
         sidecar = Sidecar(
             format=prepared.FORMAT,
@@ -403,11 +430,54 @@ class _Work:
             row_length=self._row_length,
             heldout_frac=self._request.heldout_frac,
             shards=self.records,
+            also_heldout=also_heldout,
             **sides,
         )
         _write(self._folder / _NEW, [dataclasses.asdict(sidecar)], mode="w")
         os.replace(self._folder / _NEW, self._folder / SIDECAR)
         _sync(self._folder)
+
+    def _leave_out_heldout(self) -> int:
+        """Copies the training documents of which none is held out, if that is not all of them.
+
+        Returns:
+          How many were left out.
+        """
+        (self._folder / _KEPT).unlink(missing_ok=True)
+        if not all(tokens for _, tokens, _ in self._counts.values()):
+            return 0
+        train, heldout = (
+            packing.read_token_documents(
+                np.memmap(
+                    self._folder / f"{name}.npy",
+                    self._dtype,
+                    mode="r",
+                    offset=self._header_size,
+                    shape=(self._counts[name][1],),
+                ),
+                self._encoder,
+                where=str(self._folder),
+                vocab_size=self._encoder.vocab_size,
+            )
+            for name in SIDES
+        )
+        left_out = np.flatnonzero(np.isin(train.digests, heldout.digests))
+        if not left_out.size:
+            return 0
+        self._files["train"] = kept = self._stack.enter_context(open(self._folder / _KEPT, "w+b"))
+        kept.write(self._header(0))
+        ends = np.cumsum(train.lengths)
+        position = num_tokens = num_bytes = 0
+        for start, end in zip((ends - train.lengths)[left_out], ends[left_out], strict=True):
+            kept.write(train.tokens[position:start].data)
+            num_tokens += int(end - start)
+            num_bytes += len(self._encoder.decode(train.tokens[start:end]).encode())
+            position = end
+        kept.write(train.tokens[position:].data)
+        left = (len(left_out), num_tokens, num_bytes)
+        counts = zip(self._counts["train"], left, strict=True)
+        self._counts["train"] = [all_of - some for all_of, some in counts]
+        return len(left_out)
 
     def _recall(self, path: Path, lines: list[bytes]) -> None:
         """Takes over what was done for the same request; files not yet read may have changed."""
@@ -498,7 +568,7 @@ def _lock(partial: Path) -> Iterator[None]:
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ConfigError(f"{partial}: in the way, and no folder; name another output")
     partial.mkdir(parents=True, exist_ok=True)
-    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, _NEW, _LOCK}
+    ours = {*(f"{name}.npy" for name in SIDES), _PROGRESS, SIDECAR, _NEW, _LOCK, _KEPT}
     if strange := sorted({entry.name for entry in partial.iterdir()} - ours):
         raise ConfigError(f"{partial}: in the way, holds {strange[0]}; name another output")
     lock = filelock.FileLock(partial / _LOCK, timeout=0)
@@ -539,9 +609,11 @@ def _sha256(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _read(request: Request, files: Sequence[Path], intake: Intake) -> Iterator[str]:
+def _read(
+    request: Request, files: Sequence[Path], among: Sequence[Path], intake: Intake
+) -> Iterator[str]:
     if request.source == "text":
-        return sources.text_documents(files, intake)
+        return sources.text_documents(files, intake, among=among)
     column = request.text_column
     if request.source == "jsonl":
         return sources.jsonl_documents(files, intake, text_column=column)

@@ -60,6 +60,8 @@ class Sidecar:
       train: The training rows.
       heldout: The held-out rows.
       shards: What was read, see `sources.Intake`.
+      also_heldout: Documents left out of training because a held-out one is the same; 0 also in
+        folders from before they were.
     """
 
     format: int
@@ -73,11 +75,15 @@ class Sidecar:
     train: Side
     heldout: Side
     shards: list[dict]
+    also_heldout: int
 
 
 def is_prepared(path: str | Path) -> bool:
     """Whether a folder has a sidecar."""
-    return (Path(path).expanduser() / SIDECAR).is_file()
+    try:
+        return (Path(path).expanduser() / SIDECAR).is_file()
+    except (OSError, RuntimeError):  # no path at all, as whoever opens it will say
+        return False
 
 
 def read_sidecar(folder: Path) -> Sidecar:
@@ -99,7 +105,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         version = content.get("format") if isinstance(content, dict) else None
         raise DataError(f"{path}: format {version}, need {FORMAT}; prepare the data again")
     sides = {n: Side(**_fields(Side, content.get(n), f"{path}: {n}")) for n in SIDES}
-    sidecar = Sidecar(**_fields(Sidecar, content | sides, str(path)))
+    sidecar = Sidecar(**_fields(Sidecar, {"also_heldout": 0} | content | sides, str(path)))
     if not all(isinstance(shard, dict) and "name" in shard for shard in sidecar.shards):
         raise DataError(f"{path}: damaged, not every one of shards has a name")
     return sidecar

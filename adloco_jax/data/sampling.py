@@ -10,7 +10,10 @@ from adloco_jax.errors import DataError
 
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
 _UINT64_MASK = 2**64 - 1
-_NUM_ROUNDS = 8  # four hide the structure of a large range; very small ones need a few more
+_NUM_ROUNDS = 8  # four hide the structure of a large range; small ones need a few more
+# Up to so many entries the network is no fair shuffle, whatever its rounds: of eight entries it
+# makes a small part of the orders only. They are sorted by random numbers instead.
+_MAX_SORTED = 9
 _SUBSET, _EPOCH = 1, 2  # what a key is for, so that no two uses ever share one
 
 
@@ -77,7 +80,8 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
     A Feistel network on the smallest power of two that holds the range; what falls outside the
     range goes through again until it falls inside (cycle walking), less than twice on average.
-    Cost and memory follow `index`, not `num_items`.
+    Cost and memory follow `index`, not `num_items`. Ranges of at most 9 are sorted by random
+    numbers: over the keys, all their orders are equally likely.
 
     Args:
       index: Integers in [0, num_items), any length.
@@ -98,6 +102,10 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
         raise ValueError(
             f"index: have {index.min()} to {index.max()}, need [0, num_items={num_items})"
         )
+    if num_items <= _MAX_SORTED:
+        noise = _mix(_mix(key)[:, None] + _GAMMA * np.arange(1, num_items + 1, dtype=np.uint64))
+        order = np.argsort(noise, axis=1, kind="stable")
+        return order[0 if key.size == 1 else np.arange(len(index)), index]
     num_bits = (num_items - 1).bit_length()
     image = _feistel(index.astype(np.uint64), num_bits, key)
     outside = np.flatnonzero(image >= num_items)

@@ -22,6 +22,7 @@ MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory ha
 # A shard that unpacks to more than this many times its size, and to more than a few megabytes, is
 # no text: gzip gains a factor of 10 on prose, and 1,030 at most.
 MAX_GZIP_RATIO, FREE_GZIP_BYTES = 200, 2**26
+_MAX_LISTED = 5  # file names in one message
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -83,6 +84,21 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
     return lines
 
 
+def local_path(name: str, *, key: str) -> Path:
+    """The path that a config value names, with `~` expanded; whether it exists is left open.
+
+    Raises:
+      DataError: If it cannot be looked at: too long, of an unknown user, in a closed folder.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}={name[:200]}: no path that can be read ({reason})") from error
+    return path
+
+
 def find_files(path: str, *, key: str) -> list[Path]:
     """Files that a config value means, in the order of their paths.
 
@@ -99,7 +115,7 @@ def find_files(path: str, *, key: str) -> list[Path]:
     """
     if not path:
         raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
-    start = Path(path).expanduser()
+    start = local_path(path, key=key)
     if start.is_file():
         return [start]
     if start.is_dir():
@@ -131,17 +147,28 @@ def stdlib_documents() -> Iterator[str]:
                 yield _read_text(file)
 
 
-def text_documents(files: Sequence[Path], intake: Intake) -> Iterator[str]:
+def text_documents(
+    files: Sequence[Path], intake: Intake, *, among: Sequence[Path] = ()
+) -> Iterator[str]:
     """One document per file that is not empty.
 
+    Args:
+      files: To be read.
+      intake: What may be left out.
+      among: All files of the source, where `files` are a part of them: for the message.
+
     Raises:
-      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out.
+      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out; names
+        all such files, those not yet read among them.
     """
     for file in files:
-        if record := intake.open(file, _read_text):
-            if text := _read_text(file):
-                record["rows"] += 1
-                yield text
+        try:
+            record = intake.open(file, _read_text)
+        except DataError as error:
+            raise DataError(_all_unreadable(among or files)) from error
+        if record and (text := _read_text(file)):
+            record["rows"] += 1
+            yield text
 
 
 def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
@@ -311,6 +338,22 @@ def _read_text(file: Path) -> str:
         raise DataError(f"{file}: not UTF-8 at byte {error.start} ({error.reason})") from error
     except OSError as error:
         raise DataError(f"{file}: unreadable ({error.strerror})") from error
+
+
+def _all_unreadable(files: Sequence[Path]) -> str:
+    """What is wrong with those of the files that are no text, in a line."""
+    faults, others = [], []
+    for file in files:
+        try:
+            _read_text(file)
+        except DataError as error:
+            faults.append(str(error))
+            others.append(file.name)
+    more = ""
+    if len(faults) > 1:
+        listed = ", ".join(others[1 : 1 + _MAX_LISTED]) + ", …" * (len(faults) > 1 + _MAX_LISTED)
+        more = f"; {len(faults)} of {len(files)} files are no UTF-8 text, also {listed}"
+    return f"{faults[0]}{more}; convert to UTF-8, or leave out with data.on_bad_shard=skip"
 
 
 def _json_object(line: bytes, where: str) -> dict:

@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from adloco_jax.data import hub, packing
-from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
+from adloco_jax.data.packing import Documents
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
 
 # Blocks of rows made ahead; one is of about 2^20 characters of text (`packing.chunks`).
@@ -63,7 +64,8 @@ class _Block(NamedTuple):
     """Rows made together, and the place where their documents begin."""
 
     place: _Place
-    rows: np.ndarray  # int32 [N, L + 1], N >= 1
+    rows: np.ndarray  # int32 [N, L + 1]
+    most: int  # rows there were, N at least, had no document been held out too
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +85,8 @@ class Streaming:
       reader: Makes documents and ids.
       row_length: L+1.
       num_sequences: Rows after which the data set starts over, None for all.
+      heldout_digests: Of the documents that `heldout_rows` are made of; documents that are the same
+        are left out.
     """
 
     heldout_rows: np.ndarray
@@ -94,6 +98,7 @@ class Streaming:
     reader: "_Reader"
     row_length: int
     num_sequences: int | None
+    heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
     _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
     _offset: int = dataclasses.field(default=0, init=False)  # rows of the block that were dealt
@@ -117,11 +122,13 @@ class Streaming:
         while missing:
             if self._block is None:
                 self._block = self._ahead.next()
-                if self._offset > len(self._block.rows):
+                if self._offset > self._block.most:
                     raise DataError(
                         f"{self.reader.where}: the data have changed since the checkpoint was"
                         " written; restore them, or start a new run in another folder"
                     )
+                # Fewer than when it was left, if more documents are known to be held out since.
+                self._offset = min(self._offset, len(self._block.rows))
             elif self._offset == len(self._block.rows):
                 self._block, self._offset = self._ahead.next(), 0
             parts.append(self._block.rows[self._offset : self._offset + missing])
@@ -181,19 +188,17 @@ class Streaming:
         while True:
             source = self.reader.open()
             for texts, after in self.reader.chunks(source, place):
-                tokens = np.concatenate(
-                    [
-                        np.array(place.leftover, np.int32),
-                        *self.reader.encode(texts, place, is_heldout=False),
-                    ]
-                )
+                found = self.reader.encode(texts, place, is_heldout=False)
+                kept = packing.choose(found, ~np.isin(found.digests, self.heldout_digests))
+                tokens = np.concatenate([np.array(place.leftover, np.int32), kept.tokens])
+                most = (len(place.leftover) + len(found.tokens)) // self.row_length
                 rows = packing.pack_rows(tokens, self.row_length)
                 leftover = tuple(tokens[rows.size :].tolist())
                 if self.num_sequences is not None:
                     rows = rows[: self.num_sequences - place.num_rows]
                 num_rows = place.num_rows + len(rows)
-                if len(rows):
-                    yield _Block(place, rows)
+                if most:
+                    yield _Block(place, rows, most)
                 place = dataclasses.replace(after, leftover=leftover, num_rows=num_rows)
                 if num_rows == self.num_sequences:
                     break
@@ -223,7 +228,8 @@ def load_stream(
     """Opens a data set, and reads its first documents to hold some out.
 
     Documents are held out by their number, as everywhere (`packing.is_heldout`). All of them are
-    kept out of training; the first of them make the held-out rows.
+    kept out of training; the first of them make the held-out rows. Documents that are the same as
+    one of these first ones are left out too, as they come; `load_corpus` knows all.
 
     Args:
       path: Name on the Hugging Face hub, a folder that `datasets` reads, a file or a glob.
@@ -248,20 +254,22 @@ def load_stream(
         opened.open, opened.where, text_column, encoder, vocab_size, heldout_frac, max_bad_rows
     )
     row_length = sequence_length + 1
-    place, tokens, num_bytes, first = _Place(), [np.zeros(0, np.int32)], 0, ""
+    place, heldout, num_bytes, first = _Place(), [], 0, ""
     for texts, after in reader.chunks(reader.open(), place):
+        if not place.num_documents:
+            check_round_trip(texts, encoder)
         mask = packing.is_heldout(place.num_documents, len(texts), heldout_frac)
         first = first or next((t for t, held in zip(texts, mask, strict=True) if not held), "")
-        tokens += reader.encode(texts, place, is_heldout=True)
+        heldout.append(reader.encode(texts, place, is_heldout=True))
         num_bytes += sum(len(t.encode()) for t, held in zip(texts, mask, strict=True) if held)
         place = after
-        if sum(map(len, tokens)) >= num_heldout_rows * row_length:
+        if sum(len(part.tokens) for part in heldout) >= num_heldout_rows * row_length:
             break
     if not place.num_documents:
         raise DataError(
             f"{opened.where}: no text in it, need at least two documents that are not empty"
         )
-    heldout_tokens = np.concatenate(tokens)
+    heldout_tokens = np.concatenate([part.tokens for part in heldout])
     heldout_rows = packing.pack_rows(heldout_tokens, row_length)[:num_heldout_rows]
     if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
         raise DataError(
@@ -283,6 +291,7 @@ def load_stream(
         reader=reader,
         row_length=row_length,
         num_sequences=num_sequences,
+        heldout_digests=np.concatenate([part.digests for part in heldout]),
     )
 
 
@@ -309,26 +318,25 @@ class _Reader:
         for texts in packing.chunks(reading):
             yield texts, dataclasses.replace(reading.place, source=source.state_dict())
 
-    def encode(self, texts: list[str], place: _Place, *, is_heldout: bool) -> list[np.ndarray]:
-        """Ids of the documents on one side, int32, each closed by the end of text.
+    def encode(self, texts: list[str], place: _Place, *, is_heldout: bool) -> Documents:
+        """The documents on one side, as int32 ids.
 
         Raises:
           DataError: If an id is not in [0, vocab_size).
         """
         mask = packing.is_heldout(place.num_documents, len(texts), self.heldout_frac)
         chosen = [text for text, held in zip(texts, mask, strict=True) if held == is_heldout]
-        if not chosen:
-            return []
+        documents = self.tokenizer.encode_batch(chosen) if chosen else []
         end_of_text = np.array([self.tokenizer.eot_id], np.int32)
-        ids = np.concatenate(
-            [part for ids in self.tokenizer.encode_batch(chosen) for part in (ids, end_of_text)]
-        )
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        closed = [part for ids in documents for part in (ids, end_of_text)]
+        ids = np.concatenate([np.zeros(0, np.int32), *closed])
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise DataError(
                 f"{self.where}: the tokenizer gives ids from {ids.min()} to {ids.max()}, need 0 to "
                 f"{self.vocab_size - 1} (model.vocab_size={self.vocab_size})"
             )
-        return [ids.astype(np.int32)]
+        lengths = np.array([len(ids) + 1 for ids in documents], np.int64)
+        return Documents(ids.astype(np.int32), lengths, None, packing.digests_of(documents))
 
 
 class _Reading:

@@ -9,16 +9,19 @@ import dataclasses
 import hashlib
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from adloco_jax.data.snapshot import HUB_NAME, snapshot
+from adloco_jax.data.sources import local_path
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # that are encoded and decoded before any others
 # Of a hub repository: what a tokenizer of any kind is made from.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json")
@@ -37,6 +40,7 @@ class Tokenizer:
       decode: Ids to text; end of text, other special tokens and unknown ids leave no trace.
       save: Writes the files from which `transformers` makes a tokenizer of the same ids.
       first_id: The id that opens a text to be classified, where there is one of its own.
+      name: As it was asked for, for messages.
     """
 
     vocab_size: int
@@ -46,6 +50,7 @@ class Tokenizer:
     decode: Callable[[Iterable[int]], str]
     save: Callable[[Path], None]
     first_id: int | None = None
+    name: str = ""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -64,11 +69,15 @@ def load_tokenizer(name: str) -> Tokenizer:
       ConfigError: If the name leads nowhere, or the tokenizer has no end-of-text token.
       DataError: If a path does not exist or its content is damaged.
     """
+    return dataclasses.replace(_load(name), name=name)
+
+
+def _load(name: str) -> Tokenizer:
     if not name:
         raise ConfigError('data.tokenizer is empty: give "bytes", a path or a hub name')
-    path = Path(name).expanduser()
     if name == "bytes":
         return _bytes_tokenizer()
+    path = local_path(name, key="data.tokenizer")
     for file in path.iterdir() if path.is_dir() else [path]:
         is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
         if is_part and file.stat().st_size > MAX_FILE_BYTES:
@@ -104,6 +113,40 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Encodes and decodes a few documents, and refuses a tokenizer that leaves next to nothing.
+
+    What comes back is counted byte by byte in any order, and without regard to case and accents,
+    which some tokenizers drop on purpose.
+
+    Args:
+      texts: Documents; the beginnings of 30 of them, evenly along the list, are looked at.
+      tokenizer: The configured one.
+
+    Raises:
+      DataError: If less than half of the bytes come back, as where most words are unknown.
+    """
+    step = max(1, len(texts) // _SAMPLED_DOCUMENTS)
+    sample = [text[:_SAMPLED_CHARS] for text in texts[::step][:_SAMPLED_DOCUMENTS]]
+    num_bytes = num_back = 0
+    for text, ids in zip(sample, tokenizer.encode_batch(sample), strict=True):
+        before, after = map(_count_plain_bytes, (text, tokenizer.decode(ids)))
+        num_bytes += int(before.sum())
+        num_back += int(np.minimum(before, after).sum())
+    if 2 * num_back < num_bytes:
+        raise DataError(
+            f"data.tokenizer={tokenizer.name}: of {len(sample)} sampled documents, encoded and"
+            f" decoded again, {num_back} of {num_bytes} bytes come back"
+            f" ({num_back / num_bytes:.1%}), need half: it was not made for such text; name one"
+            " that was, or data.tokenizer=bytes, which takes any"
+        )
+
+
+def _count_plain_bytes(text: str) -> np.ndarray:
+    plain = unicodedata.normalize("NFKD", text).casefold().encode()
+    return np.bincount(np.frombuffer(plain, np.uint8), minlength=256)
 
 
 def _bytes_tokenizer() -> Tokenizer:

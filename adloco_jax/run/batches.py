@@ -80,7 +80,7 @@ class Group(NamedTuple):
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
     owners: tuple[int, ...]  # of these workers, in the group's own stack
     devices: tuple[int, int] | None  # the first and the number of those used; None: all
-    plan: RoundPlan | None = None
+    plan: RoundPlan = RoundPlan(0, 1, 0, 0)  # where they run a round
 
     def key(self, kind: Kind, **more) -> Key:
         """A program that depends on whose the workers are."""
@@ -88,7 +88,6 @@ class Group(NamedTuple):
 
     def steps_key(self) -> Key:
         """The program of the inner steps, to which it does not matter whose the workers are."""
-        assert self.plan is not None
         pool, size = (0,) * len(self.workers), self.plan.micro_batch_size
         return Key("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
@@ -119,6 +118,8 @@ def classes(control: Control, trainers: Iterable[int], model_shards: int) -> lis
     Of several processes all trainers share all devices: a process must take part in every program.
     """
     chosen = sorted(trainers)
+    if not chosen:
+        return []
     counts = [len(control.workers_of(m)) for m in chosen]
     units = len(jax.devices()) // model_shards
     sizes = sorted(set(counts), reverse=True)

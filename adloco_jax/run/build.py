@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,12 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax import hf
+from adloco_jax.adloco import start
 from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.data import Corpus, load_corpus
+from adloco_jax.data.corpus import check_corpus
+from adloco_jax.data.hub import open_stream
 from adloco_jax.data.labelled import NUM_FIELDS, Labelled, load_labelled
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.streaming import Streaming, load_stream
@@ -21,10 +25,10 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.hf import Network
 from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
-from adloco_jax.run import controller as control
-from adloco_jax.run.config import INNER_PRODUCT_TESTS, Settings
 from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
-from adloco_jax.run.programs import Spec, fewest_model_shards
+from adloco_jax.run.ledger import batch_history, read
+from adloco_jax.run.programs import AUTO_TEST_MAX, Spec, fewest_model_shards
+from adloco_jax.settings import INNER_PRODUCT_TESTS, Settings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
@@ -85,6 +89,30 @@ def load_data(settings: Settings) -> Corpus | Labelled | Streaming:
         vocab_size=model.vocab_size,
         on_bad_shard=data.on_bad_shard,
         max_bad_rows=data.max_bad_rows,
+    )
+
+
+def check_data(settings: Settings) -> None:
+    """Refuses data that `load_data` would refuse before it reads any text: seconds, not minutes.
+
+    Raises:
+      ConfigError: If keys contradict one another, the tokenizer does not suit the model, or a data
+        set is not on the hub.
+      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
+        headers tell.
+    """
+    data, vocab_size = settings.data, settings.model.vocab_size
+    if data.source == "hf":
+        load_fitting_tokenizer(data.tokenizer, vocab_size)
+        open_stream(data.path, data.name, data.split, text_column=data.text_column)
+        return
+    check_corpus(
+        source=data.source,
+        path=data.path,
+        heldout_path=data.heldout_path,
+        tokenizer=data.tokenizer,
+        sequence_length=data.sequence_length,
+        vocab_size=vocab_size,
     )
 
 
@@ -191,11 +219,26 @@ def pretrained_params(settings: Settings) -> PyTree:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.
       DataError: If it cannot be used.
     """
-    model, network = settings.model, build_network(settings)
+    model = settings.model
     loaded = hf.load(model.init_from, head=not model.reinit_head)
-    if type(loaded.network) is not type(network):
+    require_same_network(settings, loaded.network)
+    if not model.reinit_head:
+        return loaded.params
+    init_fn, _ = build_model(settings)
+    head = hf.head_of(loaded.network)
+    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+
+
+def require_same_network(settings: Settings, found: Network) -> None:
+    """Compares the network of `model.init_from` with the configured one.
+
+    Raises:
+      ConfigError: Naming all sizes that differ.
+    """
+    model, network = settings.model, build_network(settings)
+    if type(found) is not type(network):
         raise ConfigError(
-            f"model.arch = {model.arch}: {model.init_from} is a {type(loaded.network).__name__}"
+            f"model.arch = {model.arch}: {model.init_from} is a {type(found).__name__}"
         )
     # On these, what the weights mean does not depend.
     free = {"name", "parent", "dtype", "remat", "attention", "scan_layers"}
@@ -203,17 +246,36 @@ def pretrained_params(settings: Settings) -> PyTree:
     free |= {"num_classes"} if model.reinit_head else set()
     faults = [
         f"model.{name} = {getattr(network, name)}: {model.init_from} has"
-        f" {getattr(loaded.network, name)}; set --config.model.{name} to that"
+        f" {getattr(found, name)}; set --config.model.{name} to that"
         for name in (field.name for field in dataclasses.fields(network))
-        if name not in free and getattr(network, name) != getattr(loaded.network, name)
+        if name not in free and getattr(network, name) != getattr(found, name)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    if not model.reinit_head:
-        return loaded.params
-    init_fn, _ = build_model(settings)
-    head = hf.head_of(network)
-    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+
+
+def replayed_batches(settings: Settings) -> dict[str, list[int]]:
+    """The batches that `batching.replay` names, by trainer; none where it names no run.
+
+    Raises:
+      ConfigError: If they do not fit the config.
+      DataError: If the run's ledger cannot be read.
+    """
+    batching = settings.batching
+    if batching.test != "replay":
+        return {}
+    events = read(Path(batching.replay) / "ledger.jsonl")
+    history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
+    firsts = {batches[0] for batches in history.values()}
+    largest = max((max(batches) for batches in history.values()), default=0)
+    if firsts != {batching.initial_batch_size} or largest > batching.batch_cap:
+        found = f"begins with {firsts.pop()} and reaches {largest}" if firsts else "has no round"
+        raise ConfigError(
+            f"batching.replay = {batching.replay!r}: that run {found}; set"
+            " batching.initial_batch_size to its first batch and batching.batch_cap to no less"
+            " than its largest"
+        )
+    return history
 
 
 def inner_transform(settings: Settings) -> optax.GradientTransformation:
@@ -281,7 +343,7 @@ def program_spec(
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
-        max_test_sequences=batching.test_batch_size or control.AUTO_TEST_MAX,
+        max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
         estimator=resolve_estimator(
             batching.estimator, loss_fn, inner_products=uses_inner_products
         ),
@@ -298,12 +360,8 @@ def program_spec(
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards
     if shards is None:
-        shards = fewest_model_shards(
-            spec,
-            num_trainers=ensemble.num_trainers,
-            num_workers=ensemble.num_workers,
-            memory_frac=batching.memory_frac,
-        )
+        owners = tuple(start(settings, 1).owners)
+        shards = fewest_model_shards(spec, owners, memory_frac=batching.memory_frac)
     elif num_devices % shards:
         raise ConfigError(
             f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"

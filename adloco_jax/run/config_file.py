@@ -23,6 +23,7 @@ _ERRORS = (
     OSError,
     RuntimeError,
     SyntaxError,
+    SystemExit,
     TypeError,
     ValueError,
 )

@@ -338,7 +338,7 @@ class LocalEngine:
         Without fragments (Streaming DiLoCo), where all parameters are synchronised at every round's
         end and taken as they arrive, nothing is left.
         """
-        control, ensemble = state
+        ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state

@@ -13,6 +13,7 @@ from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
+from adloco_jax.errors import DataError
 from adloco_jax.run.programs import Key, Programs
 from adloco_jax.run.sharding import bring
 
@@ -33,20 +34,33 @@ def split_heldout(
     *,
     num_sequences: int,
     batch_size: int,
-    seed: int,
     num_classes: int | None = None,
+    num_trainers: int = 1,
 ) -> HeldOut:
     """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows.
 
-    Rows of classes are drawn in equal numbers of each, as many as there are of the rarest.
+    No seed enters: runs that differ in theirs report on the same rows, so that the spread of their
+    losses is that of training. Rows of classes are drawn in equal numbers of each, as many as there
+    are of the rarest.
+
+    Raises:
+      DataError: If none are left to report on, or to choose among several trainers by.
     """
-    key = np.array([seed], np.uint64)
-    order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=key)
-    if num_classes is not None:
+    order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
+    if num_classes is not None and len(order):
         order = order[balanced(rows_EL[order])]
         num_sequences = max(num_classes, num_sequences - num_sequences % num_classes)
+    each = num_classes or 1
+    fewest = each if num_trainers == 1 else 2 * each
+    if len(order) < fewest:
+        have = len(order) if num_classes is None else f"{len(order)}, as many of each class"
+        use = "to report on" if num_trainers == 1 else "half of them to choose among trainers by"
+        raise DataError(
+            f"corpus.heldout_rows: have {have}, need {fewest}, {use}; hold out more, as by"
+            " data.heldout_frac"
+        )
     num_guard = min(MAX_GUARD_SEQUENCES, len(order) // 2)
-    num_guard -= num_guard % (num_classes or 1)
+    num_guard -= num_guard % each
     chosen = order[num_guard : num_guard + num_sequences]
     guard, report = np.sort(order[:num_guard]), np.sort(chosen)
     return HeldOut(rows_EL[guard], rows_EL[report], batch_size)

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.run import checkpoint, evaluate
-from adloco_jax.run import controller as control
 from adloco_jax.run.build import (
     build_model,
     class_count,
@@ -18,11 +16,10 @@ from adloco_jax.run.build import (
     program_spec,
     row_length,
 )
-from adloco_jax.run.config import Settings
-from adloco_jax.run.controller import Controller
-from adloco_jax.run.placement import place
-from adloco_jax.run.programs import Programs, Spec, ensemble_spec
-from adloco_jax.run.resume import recorded_settings
+from adloco_jax.run.health import consensus_weights
+from adloco_jax.run.programs import Programs
+from adloco_jax.run.resume import read_state, recorded_settings
+from adloco_jax.settings import Settings
 
 
 class Trained(NamedTuple):
@@ -73,10 +70,10 @@ def read_trained(
     spec = program_spec(settings, *build_model(settings), row_length(settings), num_classes=classes)
     try:
         checkpoint.verify(path)
-        controller, ensemble = _read(path, spec)
+        ensemble, control = read_state(path, settings, spec).state
     except checkpoint.Damaged as error:
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
-    ids = [trainer.id for trainer in controller.trainers]
+    ids = [trainer.id for trainer in control.trainers]
     if trainer is not None and trainer not in ids:
         raise ConfigError(
             f"{path}: no trainer {trainer}, have {', '.join(map(str, ids))}; the others have merged"
@@ -85,30 +82,20 @@ def read_trained(
         params = evaluate.trainer_params(ensemble, 0 if trainer is None else ids.index(trainer))
         source = "only" if trainer is None else f"trainer {trainer}"
         tokenizer = load_tokenizer(settings.data.tokenizer)
-        return Trained(settings, params, tokenizer, controller.round, source)
+        return Trained(settings, params, tokenizer, control.round, source)
     corpus = load_data(settings)
     spec = dataclasses.replace(spec, row_length=corpus.heldout_rows.shape[1])
     heldout = evaluate.split_heldout(
         corpus.heldout_rows,
         num_sequences=settings.eval.num_sequences,
-        batch_size=controller.eval_batch_size,
-        seed=settings.seed,
+        batch_size=control.eval_batch_size,
         num_classes=classes,
+        num_trainers=len(ids),
     )
     programs = Programs(spec)
     try:
-        weights = control.consensus_weights(controller)
+        weights = consensus_weights(control)
         params, source = evaluate.consensus(ensemble, programs, heldout, weights)
     finally:
         programs.close()
-    return Trained(settings, params, corpus.tokenizer, controller.round, source)
-
-
-def _read(path: Path, spec: Spec) -> tuple[Controller, Ensemble]:
-    try:
-        controller = Controller.from_json(checkpoint.read_host(path)["controller"])
-    except (KeyError, ValueError) as error:
-        raise checkpoint.Damaged(f"{path}: not a run's state ({error})") from error
-    num_trainers, num_workers = len(controller.trainers), len(controller.owners)
-    template = ensemble_spec(spec, num_trainers, num_workers, place(num_trainers, num_workers))
-    return controller, checkpoint.read_arrays(path, template)
+    return Trained(settings, params, corpus.tokenizer, control.round, source)

@@ -133,9 +133,9 @@ class Recorder:
         waited_s = metrics.start_s + metrics.stall_s - began_s
         self.seconds += step_s - max(waited_s, 0.0)
         self.tokens += tokens
-        outcomes = metrics.outcomes
+        outcomes, noted = metrics.outcomes, metrics.noted or []
         for line, decision, outcome, counts in zip(
-            metrics.lines, boundary.decisions, outcomes, metrics.noted, strict=True
+            metrics.lines, boundary.decisions, outcomes, noted, strict=True
         ):
             watch.ledger.write(
                 "round",
@@ -387,7 +387,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
     last = is_over(later, settings)
     if settings.outer.leaves_unsynchronised:
         owed = range(len(later.trainers)) if last else _members(later, settings)
-        keys += [group.key("flush") for group in classes(later, owed, spec.model_shards) if owed]
+        keys += [group.key("flush") for group in classes(later, owed, spec.model_shards)]
     batching = settings.batching
     if not last and measures_gradients(settings):
         for growth in (batching.max_growth, 1):

@@ -1,49 +1,139 @@
 """What a run is and will need, as text: the header of a run, and `--plan`."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
+from adloco_jax import hf
+from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
 from adloco_jax.data import Corpus
+from adloco_jax.data.corpus import find_sides
 from adloco_jax.data.labelled import Labelled
+from adloco_jax.data.prepared import is_prepared
+from adloco_jax.data.snapshot import HUB_NAME
+from adloco_jax.data.sources import find_files
 from adloco_jax.data.streaming import Streaming
-from adloco_jax.run import controller as control
-from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length
-from adloco_jax.run.config import Settings, validate
-from adloco_jax.run.evaluate import evaluate_key
-from adloco_jax.run.placement import Placement
+from adloco_jax.data.tokenizers import load_fitting_tokenizer
+from adloco_jax.run import processes
+from adloco_jax.run.batches import classes, round_keys
+from adloco_jax.run.build import (
+    attention,
+    build_model,
+    class_count,
+    load_data,
+    program_spec,
+    replayed_batches,
+    require_same_network,
+    row_length,
+)
+from adloco_jax.run.checkpoint import list_rounds
+from adloco_jax.run.config import validate
+from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.programs import (
+    Key,
     Programs,
     Spec,
     device_bytes,
     find_max_batch,
-    first_key,
     peak_bytes,
     placement,
 )
+from adloco_jax.run.resume import check_config, check_workdir
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
+from adloco_jax.run.trackers import check_installed
+from adloco_jax.settings import Settings
 
 
-def plan(config: ConfigDict) -> str:
-    """What a run would compile, hold and move, as text; nothing is trained and no data is read.
+def plan(
+    config: ConfigDict, workdir: str | Path | None = None, *, accept_config_change: bool = False
+) -> str:
+    """What a run would compile, hold and move, as text; nothing is trained and no text is read.
 
     Args:
       config: As for `train`.
+      workdir: As for `train`; None leaves it out.
+      accept_config_change: As for `train`.
 
     Returns:
       Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
-      programs, bytes per round, tokens to come.
+      programs, bytes per round, tokens to come; at the end what was not checked.
 
     Raises:
-      ConfigError: If the config cannot be used.
+      UserError: As `check_inputs`.
     """
     settings = validate(config)
+    folder = None if workdir is None else Path(workdir)
+    unchecked = processes.together(
+        lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
+    )
     init_fn, loss_fn = build_model(settings)
     spec = program_spec(
         settings, init_fn, loss_fn, row_length(settings), num_classes=class_count(settings)
     )
-    return "\n".join(_plan_lines(settings, spec))
+    lines = [*_plan_lines(settings, spec), *(f"not checked: {line}" for line in unchecked)]
+    return "\n".join(lines)
+
+
+def check_inputs(
+    settings: Settings, workdir: Path | None = None, *, accept_config_change: bool = False
+) -> list[str]:
+    """Refuses all that a run would refuse before it reads text or weights.
+
+    Args:
+      settings: The run's.
+      workdir: Its folder, which need not exist; None leaves it out.
+      accept_config_change: As for `train`.
+
+    Returns:
+      What a run would check besides, a line each.
+
+    Raises:
+      ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
+        an extra is not installed.
+      DataError: If a path leads nowhere, or to what is damaged as far as its description shows.
+      CheckpointError: If the folder's record of its config cannot be read.
+    """
+    data, model, unchecked = settings.data, settings.model, []
+    check_installed(settings.log)
+    rounds = []
+    if workdir is not None:
+        check_workdir(workdir)
+        check_config(workdir, settings, accept=accept_config_change)
+        rounds = list_rounds(workdir / "checkpoints")
+    if rounds:
+        unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
+    elif model.init_from:
+        network, knows_tensors = hf.inspect(model.init_from, head=not model.reinit_head)
+        require_same_network(settings, network)
+        which = "whether all its numbers are finite" if knows_tensors else "its weights on the hub"
+        unchecked.append(f"model.init_from = {model.init_from}: {which}")
+    if data.source == "tokens" and is_prepared(data.path):
+        load_data(settings)  # which reads what describes the arrays, and not the arrays
+    else:
+        load_fitting_tokenizer(data.tokenizer, model.vocab_size)
+        unchecked.append(_check_text(settings))
+    if not rounds:
+        replayed_batches(settings)
+    return unchecked
+
+
+def _check_text(settings: Settings) -> str:
+    """Looks for the files of a text; what was not checked of it, in a line."""
+    data = settings.data
+    if data.source == "stdlib":
+        return "data.source = stdlib: whether it is text enough"
+    if data.source == "hf" and HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
+        return f"data.path = {data.path}: whether the Hugging Face hub has it, and what it holds"
+    if data.source == "hf":
+        files = find_files(data.path, key="data.path")
+    else:
+        train_files, heldout_files = find_sides(data.source, data.path, data.heldout_path)
+        files = train_files + heldout_files
+    size = sum(file.stat().st_size for file in files)
+    return f"data.path = {data.path}: what its files hold ({len(files)}, {_human(size)})"
 
 
 def data_header(corpus: Corpus | Labelled | Streaming) -> str:
@@ -51,6 +141,10 @@ def data_header(corpus: Corpus | Labelled | Streaming) -> str:
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []
     lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
+    if isinstance(corpus, Streaming):
+        lines.append("left out as it is read: every document that is the same as a held-out one")
+    elif corpus.num_also_heldout:
+        lines.append(f"left out: {corpus.num_also_heldout} documents that are held out too")
     return "\n".join([*lines, corpus.describe()])
 
 
@@ -65,18 +159,19 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         "ramp": "declared ramp",
         "replay": f"those of {batching.replay}",
     }[batching.test]
-    if control.measures_gradients(settings):
+    if measures_gradients(settings):
         test += f", {batching.mode}, estimator {spec.estimator}"
     sizes = [size for size in batching.buckets if size <= max_batch]
-    shape = (ensemble.num_trainers, ensemble.num_workers)
-    at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
+    owners = tuple(start(settings, max_batch).owners)
+    at = placement(spec, Key("steps", owners, batching.initial_batch_size))
     rate = matmul_flops_per_s(settings.model.dtype)
+    speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
+    if flops := flops_per_token(spec.params):
+        speed += f"; at that rate {rate / flops:,.0f} tokens/s"
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" attention by {attention(settings)}; on {devices()}",
-        f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s"
-        f" ({settings.model.dtype}); at that rate {rate / flops_per_token(spec.params):,.0f}"
-        " tokens/s",
+        speed,
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
         f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"
@@ -117,16 +212,32 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     batching = settings.batching
     if batching.max_batch_size is not None:
         return batching.max_batch_size
+    sizes = [size for size in batching.buckets if size >= batching.initial_batch_size]
+
+    def keys_of(size: int) -> list[Key]:
+        keys = [*first_keys(settings, programs.spec, size), loss_key(size)]
+        if _accumulates(settings):
+            keys += first_keys(settings, programs.spec, size, num_accum_steps=2)
+        return keys
+
     return find_max_batch(
         programs,
-        num_trainers=settings.ensemble.num_trainers,
-        num_workers=settings.ensemble.num_workers,
-        buckets=batching.buckets,
-        smallest=batching.initial_batch_size,
-        accumulates=_accumulates(settings),
-        tests=control.measures_gradients(settings),
+        tuple(start(settings, sizes[0]).owners),
+        keys_of=keys_of,
+        sizes=sizes,
         memory_frac=batching.memory_frac,
     )
+
+
+def first_keys(
+    settings: Settings, spec: Spec, micro_batch_size: int, num_accum_steps: int = 1
+) -> list[Key]:
+    """The programs of a first round in which all trainers ran such a plan."""
+    control, steps = start(settings, micro_batch_size), settings.inner.steps_per_round
+    num_micro_batches = steps * num_accum_steps
+    plan = RoundPlan(micro_batch_size, num_accum_steps, num_micro_batches, steps)
+    plans = dict.fromkeys(range(len(control.trainers)), plan)
+    return round_keys(control, plans, settings, spec)
 
 
 def _accumulates(settings: Settings) -> bool:
@@ -153,25 +264,33 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         + f", of {_human(device_bytes())} per device",
         "memory per device while a program runs, by the compiler's analysis:",
     ]
-    shape = (num_trainers, num_workers)
-    keys = [first_key("round", *shape, size) for size in batching.buckets if size <= max_batch]
+    control = start(settings, max_batch)
+    owners, groups = tuple(control.owners), classes(control, range(num_trainers), spec.model_shards)
+    sizes = [size for size in batching.buckets if size <= max_batch]
+    keys = [key for size in sizes for key in first_keys(settings, spec, size)]
     if _accumulates(settings) and batching.batch_cap > max_batch:
-        keys.append(first_key("accumulate", *shape, max_batch))
-    if control.measures_gradients(settings):
-        keys.append(first_key("test", *shape))
-    if settings.outer.leaves_untold:
-        keys.append(first_key("synchronise", *shape))
-    keys.append(evaluate_key(max_batch))
+        keys += first_keys(settings, spec, max_batch, num_accum_steps=2)
+    if settings.outer.leaves_unsynchronised:
+        keys += [group.key("flush") for group in groups]
+    keys = list(dict.fromkeys([*keys, loss_key(max_batch)]))
     peak = 0
     for key in keys:
-        total = peak_bytes(programs, key, *shape)
+        total = peak_bytes(programs, key, owners)
         peak = max(peak, total)
         lines.append(f"  {str(key):32} {_human(total)}")
-    at = placement(spec, first_key("round", *shape, batching.initial_batch_size))
-    owners = np.arange(num_workers) * num_trainers // num_workers
-    lines += ["placement in the first round:", *at.draw(owners.tolist())]
-    moved = 2 * (num_workers - num_trainers) * spec.sync_bytes * spec.num_fragments
-    syncs = min(num_trainers, num_workers - num_trainers) * spec.num_fragments
+    lines.append("placement in the first round:")
+    moved_here = 0
+    for group in groups:
+        at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
+        names = [f"{w} (trainer {owners[w]})" for w in group.workers]
+        lines += at.draw(names)
+        sent = spec.sync_bytes * spec.num_fragments
+        moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
+    costs = [
+        sync_cost(count, spec.sync_bytes, spec.num_fragments)
+        for count in np.bincount(owners).tolist()
+    ]
+    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
     first = batching.initial_batch_size
     least = sequences * first * settings.num_rounds
@@ -181,27 +300,28 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         in_the_run = f"the run ends with the round that reaches {settings.num_tokens:,}"
     lines += [
         f"peak: {peak} bytes ({_human(peak)})",
-        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; at most"
-        " as many update and test programs for each later (trainers, workers)",
-        f"bytes per round at the start: {_human(moved)} in at most {syncs} synchronisations"
+        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; later, at"
+        " most as many for each other division of the workers",
+        f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices"
-        f" {_human(moved_between_devices(spec, at, owners))}",
+        f" {_human(moved_here)}",
+        *_merge_lines(settings, spec),
         f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
     ]
     return lines
 
 
-def moved_between_devices(spec: Spec, at: Placement, owner_R: np.ndarray) -> int:
-    """Bytes that a round's synchronisations move between devices of different workers.
-
-    What a lone worker has is not rounded, and goes nowhere; but where the program does not know
-    whose worker is whose, all move in float32, too, while there is one (`outer_update`).
-    """
-    num_workers_M = np.bincount(owner_R)
-    sent_bytes = spec.sync_bytes * spec.num_fragments
-    if spec.precision != "float32" and not at.blocks and num_workers_M.min() == 1:
-        sent_bytes += spec.param_bytes
-    return at.moved_bytes(sent_bytes, len(num_workers_M), len(owner_R))
+def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
+    """What a merge and the hand-over after it move, if trainers may merge, in a line."""
+    if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
+        return []
+    absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
+    tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
+    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
+    return [
+        f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
+        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer"
+    ]
 
 
 def devices() -> str:

@@ -29,6 +29,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from adloco_jax.adloco import StateBytes
 from adloco_jax.core.base import Ensemble, LossFn, Workers, block_size
 from adloco_jax.core.compress import Precision, packed_bytes
 from adloco_jax.core.ensemble import init
@@ -116,9 +117,22 @@ class Spec:
         return packed_bytes(self.params, self.precision)
 
     @property
+    def state_bytes(self) -> StateBytes:
+        """What trainers and workers send one another when they merge or move."""
+        inner_bytes = 0 if self.reset_inner_state else _float_bytes(self.inner_tx, self.params)
+        return StateBytes(self.param_bytes, _float_bytes(self.outer_tx, self.params), inner_bytes)
+
+    @property
     def num_params(self) -> int:
         """Parameters of one trainer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
+
+
+def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
+    """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
+    leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in floating)
 
 
 class Compiled(NamedTuple):
@@ -139,6 +153,7 @@ class Programs:
         self.spec = spec
         self.stall_s = 0.0  # waited for compilation so far
         self._on_compile = on_compile
+        self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
         self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
@@ -170,7 +185,8 @@ class Programs:
     def _compile(self, key: Key, *, background: bool) -> jax.stages.Compiled:
         start_s = time.perf_counter()
         _on_this_thread.hits = 0
-        program = lower(self.spec, key).compile()
+        with jax.enable_x64(self._x64):
+            program = lower(self.spec, key).compile()
         seconds = time.perf_counter() - start_s
         is_hit = _on_this_thread.hits > 0
         planned = needed_bytes(program) if program.memory_analysis() else None

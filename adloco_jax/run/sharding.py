@@ -133,15 +133,14 @@ class Placement:
             parts.append(f"idle, repeating others' work: {_names(idle)}")
         return "; ".join(parts)
 
-    def draw(self, owner_R: Sequence[int]) -> list[str]:
-        """A line for each set of devices that share workers: which, and whose workers."""
+    def draw(self, workers: Sequence[str]) -> list[str]:
+        """A line for each set of devices that share workers: which, and the workers' names."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
-        each = len(owner_R) // len(groups)
+        each = len(workers) // len(groups)
         lines = []
         for place, devices in enumerate(groups[:_MAX_LINES]):
-            workers = range(place * each, (place + 1) * each)
-            whose = ", ".join(f"{w} (trainer {owner_R[w]})" for w in workers)
+            whose = ", ".join(workers[place * each : (place + 1) * each])
             lines.append(f"  {_names(devices)}: worker {whose}")
         left = len(groups) - len(lines)
         return lines + [f"  and {left} more like these"] * (left > 0)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.config import Log
+from adloco_jax.settings import Log
 
 CLOSE_S = 60.0  # how long the end of a run waits for a tracker
 

@@ -1,8 +1,7 @@
 """Runs against each other: a declared set of variants and seeds, and the table that comes of them.
 
-Every figure is read from the runs' ledgers, at the points where a consensus was evaluated. Where
-that was the average of several trainers, which a run could only use after it had moved the trainers
-to one place, its communications are counted with that.
+Every figure is read from the runs' ledgers, at the points where a consensus was evaluated, with
+communications and bytes as the report has them (`curves.heldout_points`).
 """
 
 import contextlib
@@ -15,24 +14,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
-from adloco_jax.run.train import train
 from adloco_jax.study.cluster import PRESETS, Cluster, roofline
+from adloco_jax.study.curves import heldout_points, lines, read_run
 from adloco_jax.study.network import replay
+from adloco_jax.training import train
 
 MEASURES = {
     "tokens": "tokens",
-    "syncs": "synchronisations",
+    "syncs": "communications",
     "bytes": "bytes moved",
     "updates": "updates in a row",
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
+# What grows while devices compute: between two evaluations, loss is a straight line over it. Over
+# the others, which jump, an evaluation's loss holds until the next.
+STEADY = ("tokens", "updates", "time_s")
+CHARGED = (
+    "Communications are blocking and summed over trainers: synchronisations of workers, merges and"
+    " refused attempts, each with the hand-over to workers that join a trainer; where the consensus"
+    " is an average of trainers, bringing them together is counted with them (its time is not)."
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,12 @@ class Simulated:
             self.device, num_params=self.num_params, sequence_length=self.sequence_length
         )
         return Cluster(num_devices=self.num_devices, step_time=step_time, **PRESETS[self.preset])
+
+    def __str__(self) -> str:
+        return (
+            f"on the cluster {self.preset}, {self.num_devices} × {self.device}, as if the model had"
+            f" {self.num_params:,} parameters and sequences of {self.sequence_length:,} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,8 +129,8 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
-    if len(set(seeds)) < 3 or len(set(seeds)) != len(seeds):
-        faults.append(f"seeds = {tuple(seeds)}: a band needs three different ones at least")
+    if len(set(seeds)) < 2 or len(set(seeds)) != len(seeds):
+        faults.append(f"seeds = {tuple(seeds)}: need two different seeds at least, each once")
     if comparison.baseline not in variants:
         faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
     try:
@@ -211,40 +226,23 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
     Raises:
       DataError: If the ledger has no evaluation or no round.
     """
-    as_large = [
-        event | {"num_params": simulated.num_params} if event["event"] == "start" else event
-        for event in events
-    ]
-    end_s = replay(as_large, simulated.cluster()).end_s
-    num_params = next(event["num_params"] for event in events if event["event"] == "start")
+    end_s = replay(events, simulated.cluster(), num_params=simulated.num_params).end_s
     updates: dict[int, int] = {}
-    alive: dict[int, int] = {}
-    for event in events:
-        if event["event"] == "round":
-            index = event["round"]
-            updates[index] = max(updates.get(index, 0), event["updates"])
-            alive[index] = alive.get(index, 0) + 1
-        elif event["event"] == "merge" or event.get("action") == "retire":
-            alive[event["round"]] -= len(event["members"]) - 1
-    points = []
-    for event in events:
-        if (event["event"], event.get("trainer")) != ("eval", "consensus"):
-            continue
-        if event["loss"] is None:
-            continue
-        index = event["round"]
-        moved = alive[index] - 1 if event["source"] == "average" else 0
-        points.append(
-            Point(
-                loss=event["loss"],
-                tokens=event["tokens_total"],
-                syncs=event["syncs_total"] + (moved > 0),
-                bytes=event["bytes_total"] + moved * 4 * num_params,
-                updates=sum(count for r, count in updates.items() if r <= index),
-                time_s=end_s[index],
-                rounds=index,
-            )
+    for event in lines(events, "round"):
+        updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
+    points = [
+        Point(
+            loss=found["value"],
+            tokens=found["tokens"],
+            syncs=found["syncs"],
+            bytes=found["bytes"],
+            updates=sum(count for index, count in updates.items() if index <= found["round"]),
+            time_s=end_s[found["round"]],
+            rounds=found["round"],
         )
+        for found in heldout_points(events)
+        if math.isfinite(found["value"])
+    ]
     if not points:
         raise DataError("the ledger has no evaluation with a finite loss")
     return points
@@ -254,7 +252,8 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     """The comparison in numbers.
 
     "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
-    end (of synchronisations and bytes: every run that communicates); "to reach" a loss is what was
+    end (of communications and bytes: every run that communicates), where loss between two
+    evaluations is a straight line over tokens, updates and time; "to reach" a loss is what was
     spent at the first evaluation that had it.
 
     Args:
@@ -262,7 +261,8 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
       folder: Where; all of it finished.
 
     Returns:
-      Plain JSON: `budgets` by measure, `target_losses`, and `rows` by variant: `final`, `at_equal`,
+      Plain JSON: `budgets` by measure, `target_losses`, in words `simulated` (where time is) and
+      `charged` (what communications are), and `rows` by variant: `final`, `at_equal`,
       `to_target` (a list, by target), `to_baseline` (each seed's own), by measure a `median`,
       `low`, `high` over the seeds and how many `reached`, of how many `seeds`.
 
@@ -273,7 +273,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     for run in runs_of(comparison, folder):
         if not _is_finished(run.workdir):
             raise DataError(f"{run.workdir}: not finished; run the comparison again")
-        events = read(run.workdir / "ledger.jsonl")
+        events = read_run(run.workdir).events
         curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
     ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
     budgets = {
@@ -303,12 +303,14 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
         "target_losses": list(comparison.target_losses),
         "seeds": list(comparison.seeds),
         "budgets": budgets,
+        "simulated": str(comparison.simulated),
+        "charged": CHARGED,
         "rows": rows,
     }
 
 
 def markdown(table: dict) -> str:
-    """The table for people: medians, with the range over seeds in brackets.
+    """The table for people: medians, with the range over seeds in brackets; of two the range.
 
     Args:
       table: As `tabulate` gives it.
@@ -317,10 +319,16 @@ def markdown(table: dict) -> str:
       Three tables in Markdown: loss at equal cost, cost of the target, cost of the baseline's loss.
     """
     rows, num_seeds = table["rows"], len(table["seeds"])
+    shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
+    if num_seeds == 2:
+        shown, dash = "range of 2 seeds", "for a seed that did not"
     equal = [f"{MEASURES[m]} ({_short(table['budgets'][m])})" for m in MEASURES]
     lines = [
-        f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much;"
-        f" median of {num_seeds} seeds (range).",
+        f"{table['charged']} Simulated seconds are {table['simulated']}.",
+        "",
+        f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
+        f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
+        f" {shown}.",
         "",
         *_grid(
             ["variant", *equal, "at its end"],
@@ -330,17 +338,17 @@ def markdown(table: dict) -> str:
             ),
         ),
         "",
-        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash where"
-        " fewer than half of the seeds did.",
+        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash"
+        f" {dash}.",
         "",
-        *_cost_grid({name: row["to_baseline"] for name, row in rows.items()}),
+        *_cost_table({name: row["to_baseline"] for name, row in rows.items()}),
     ]
     for index, loss in enumerate(table["target_losses"]):
         lines += [
             "",
             f"What it took to reach {loss:g} nats/token.",
             "",
-            *_cost_grid({name: row["to_target"][index] for name, row in rows.items()}),
+            *_cost_table({name: row["to_target"][index] for name, row in rows.items()}),
         ]
     return "\n".join(lines) + "\n"
 
@@ -376,7 +384,11 @@ def _first(points: Sequence[Point], loss: float) -> Point | None:
 
 
 def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | None:
-    return min((p.loss for p in points if getattr(p, measure) <= budget), default=None)
+    losses = [p.loss for p in points if getattr(p, measure) <= budget]
+    spent = [getattr(p, measure) for p in points]
+    if measure in STEADY and spent[0] <= budget <= spent[-1]:
+        losses.append(float(np.interp(budget, spent, [p.loss for p in points])))
+    return min(losses, default=None)
 
 
 def _costs(points: Sequence[Point | None]) -> dict[str, dict]:
@@ -401,18 +413,24 @@ def _spread(values: Sequence[float | None]) -> dict:
     }
 
 
-def _cost_grid(costs: Mapping[str, dict]) -> Iterator[str]:
-    return _grid(
-        ["variant", *MEASURES.values(), "seeds that did"],
-        (
-            [
-                name,
-                *(_cost(cost[m]) for m in MEASURES),
-                f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}",
-            ]
-            for name, cost in costs.items()
-        ),
-    )
+def _cost_table(costs: Mapping[str, dict]) -> Iterator[str]:
+    """A row per variant of which some seed got there; the others are named below."""
+    reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
+    if reached:
+        yield from _grid(
+            ["variant", *MEASURES.values(), "seeds that did"],
+            (
+                [
+                    name,
+                    *(_cost(cost[m]) for m in MEASURES),
+                    f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}",
+                ]
+                for name, cost in reached.items()
+            ),
+        )
+    if others := [name for name in costs if name not in reached]:
+        yield from [""] if reached else []
+        yield f"No seed did: {'; '.join(others)}."
 
 
 def _grid(header: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
@@ -431,10 +449,11 @@ def _cost(spread: dict) -> str:
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:
-    if spread["median"] is None:
+    if spread["low"] is None or (spread["median"] is None and spread["seeds"] > 2):
         return "-"
     high = "-" if spread["high"] is None else shown(spread["high"])
-    return f"{shown(spread['median'])} ({shown(spread['low'])} to {high})"
+    between = f"{shown(spread['low'])} to {high}"
+    return between if spread["seeds"] == 2 else f"{shown(spread['median'])} ({between})"
 
 
 def _short(value: float) -> str:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from adloco_jax.study.figures import look
+from adloco_jax.study.figures import look, thousands
 
 _DECADES = 30  # the ratio from which an axis is logarithmic
 
 # Panels: across, up, labels.
 _PANELS = (
-    ("syncs", "tokens", "blocking synchronisations", "tokens"),
+    ("syncs", "tokens", "blocking communications", "tokens"),
     ("bytes", "tokens", "bytes moved", "tokens"),
     ("bytes", "time_s", "bytes moved", "simulated seconds"),
 )
@@ -39,40 +39,54 @@ def draw(table: dict, folder: str | Path, *, command: str) -> Path:
 def figure(table: dict, *, command: str) -> Figure:
     """The front as a figure, a row of panels for each loss; see `draw`."""
     losses, rows = table["target_losses"], table["rows"]
-    page = Figure(figsize=(11, 1.6 + 3.4 * len(losses)), layout="constrained")
-    grid = page.subplots(len(losses), len(_PANELS), squeeze=False, sharex="col")
-    missing, legend = [], {}
-    for index, (loss, axes) in enumerate(zip(losses, grid, strict=True)):
-        reached = {
+    reached_by = [
+        {
             name: row["to_target"][index]
             for name, row in rows.items()
             if row["to_target"][index]["tokens"]["median"] is not None
         }
-        missing += [f"{name} ({loss:g})" for name in rows if name not in reached]
+        for index in range(len(losses))
+    ]
+    drawn = [(loss, reached) for loss, reached in zip(losses, reached_by, strict=True) if reached]
+    nobody = [f"{loss:g}" for loss, reached in zip(losses, reached_by, strict=True) if not reached]
+    missing = [
+        f"{name} ({loss:g})" for loss, reached in drawn for name in rows if name not in reached
+    ]
+    page = Figure(figsize=(11, 1.6 + 3.4 * len(drawn)), layout="constrained")
+    # A loss that nobody has reached has no row of panels.
+    grid = page.subplots(max(len(drawn), 1), len(_PANELS), squeeze=False, sharex="col")
+    if not drawn:
+        for ax in grid.flat:
+            ax.remove()
+    legend = {}
+    for index, ((loss, reached), axes) in enumerate(zip(drawn, grid, strict=False)):
         for ax, (x, y, x_label, y_label) in zip(axes, _PANELS, strict=True):
             _panel(ax, reached, list(rows), x, y)
             _span([ax], "y", list(reached.values()), y)
             ax.set_ylabel(f"{y_label}, to {loss:g}")
-            if index == len(losses) - 1:
+            if index == len(drawn) - 1:
                 ax.set_xlabel(x_label)
         legend |= dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    reached = [
-        cost for row in rows.values() for cost in row["to_target"] if cost["tokens"]["median"]
-    ]
+    every = [cost for _, reached in drawn for cost in reached.values()]
     for axes, (x, *_) in zip(grid.T, _PANELS, strict=True):
-        _span(axes, "x", reached, x)
+        _span(axes, "x", every, x)
     if legend:
         page.legend(
             legend.values(), legend, loc="outside upper center", ncols=4, frameon=False, fontsize=9
         )
-    shown = ", ".join(f"{loss:g}" for loss in losses)
+    shown, num_seeds = ", ".join(f"{loss:g}" for loss in losses), len(table["seeds"])
+    spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
+    if num_seeds == 2:
+        spread, by = "range of 2 seeds, with a mark at the higher", "both"
     text = (
         f"What each variant had spent when its consensus first reached {shown} nats/token on"
-        f" held-out text: median of {len(table['seeds'])} seeds, bars from the lowest to the"
-        " highest; down and left is better. Grey: the front, variants that no other beats in both."
+        f" held-out text: {spread}; down and left is better. Grey: the front, variants that no"
+        f" other beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
     )
+    if nobody:
+        text += f" Not reached by {by} seeds of any variant, so not drawn: {', '.join(nobody)}."
     if missing:
-        text += f" Not reached by half of the seeds: {'; '.join(missing)}."
+        text += f" Not reached by {by} seeds: {'; '.join(missing)}."
     caption = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
     page.supxlabel(caption, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
@@ -108,7 +122,7 @@ def _panel(ax: Axes, reached: dict, names: Sequence[str], x: str, y: str) -> Non
     edge = front(points)
     ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0) if edge else None
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(EngFormatter(sep=" "))
+        axis.set_major_formatter(thousands())
     ax.tick_params(which="both", labelsize=8)
     ax.grid(color="0.92", which="both")
     ax.set_axisbelow(True)
@@ -119,7 +133,10 @@ def _span(axes: Sequence[Axes], name: str, rows: Sequence[dict], measure: str) -
     """Axes from zero, as ratios are what counts; logarithmic where the values span decades."""
     values = [_high(row[measure]) for row in rows] + [row[measure]["low"] for row in rows]
     positive = [value for value in values if value > 0]
-    if not positive:
+    if not positive:  # nothing was spent: zero, and a whole number to see it by
+        for ax in axes:
+            getattr(ax, f"set_{name}lim")(0, 1)
+            getattr(ax, f"{name}axis").set_major_locator(MaxNLocator(1, integer=True))
         return
     low, high = min(positive), max(positive)
     for ax in axes:
@@ -128,7 +145,8 @@ def _span(axes: Sequence[Axes], name: str, rows: Sequence[dict], measure: str) -
             getattr(ax, f"set_{name}lim")(0, 2 * high)
         else:
             getattr(ax, f"set_{name}lim")(0, 1.1 * high)
-            getattr(ax, f"{name}axis").set_major_locator(MaxNLocator(6))
+            whole = measure != "time_s"
+            getattr(ax, f"{name}axis").set_major_locator(MaxNLocator(6, integer=whole))
 
 
 def _high(spread: dict) -> float:

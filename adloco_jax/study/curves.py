@@ -11,19 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
+from adloco_jax.adloco import StateBytes, merge_cost
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import ledger
 
 # What a curve is drawn over: the key of a point, and the axis' label.
 COSTS = {
     "tokens": "tokens, all trainers",
-    "syncs": "communications (synchronisations, all trainers)",
+    "syncs": "communications (blocking, all trainers)",
     "bytes": "bytes moved, all trainers",
 }
 
+SPENDING = ("round", "sync", "merge", "refusal")  # lines with `syncs` and `bytes` of their own
+
 _NUMBER = (int, float, type(None))
 _MERGE: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("round", "into", "bytes"), int),
+    **dict.fromkeys(("round", "into", "syncs", "bytes"), int),
     **dict.fromkeys(("members", "weights", "loss_before"), list),
     **dict.fromkeys(("loss_after", "barrier"), _NUMBER),
 }
@@ -100,7 +103,8 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             if not isinstance(event.get(name, "absent"), kinds):
                 raise DataError(
                     f"{path}: a {event['event']} line has {name} = {event.get(name, 'absent')!r};"
-                    " restore the file from a copy, or delete the line"
+                    " restore the file from a copy, or delete the line (or run it again, if it is"
+                    " an older version's)"
                 )
     return Run(Path(folder), events)
 
@@ -192,20 +196,74 @@ def heldout_points(
 ) -> list[dict]:
     """The evaluations of one trainer: round, value (NaN if not finite), and the costs by then.
 
+    Where the consensus is an average of trainers, what brings them together (`gathering`) is in its
+    costs.
+
     Args:
       events: A ledger's lines.
       trainer: A trainer's id, or "consensus".
       field: What was measured: "loss" (nats) or "accuracy" (a fraction).
     """
+    gathered = gathering(events) if trainer == "consensus" else {}
     return [
         {
             "round": e["round"],
             "value": _nan(e.get(field)),
-            **{cost: e[f"{cost}_total"] for cost in COSTS},
+            **{
+                cost: e[f"{cost}_total"] + gathered.get(e["round"], {}).get(cost, 0)
+                for cost in COSTS
+            },
         }
         for e in lines(events, "eval")
         if e["trainer"] == trainer
     ]
+
+
+def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
+    """What it takes to bring trainers together for a consensus that is their average.
+
+    A run could use that average only afterwards; its own totals, which go on without, leave it out.
+
+    Args:
+      events: A ledger's lines.
+
+    Returns:
+      `syncs` and `bytes` by the evaluation's round; rounds without such an average are left out.
+
+    Raises:
+      DataError: As `state_bytes`.
+    """
+    alive: Counter[int] = Counter()  # trainers by round, at its end
+    for event in events:
+        if event["event"] == "round":
+            alive[event["round"]] += 1
+        elif event["event"] == "merge" or event.get("action") == "retire":
+            alive[event["round"]] -= len(event["members"]) - 1
+        elif event.get("kind") == "quarantine":
+            alive[event["round"]] -= 1
+    return {
+        e["round"]: merge_cost(
+            state_bytes(events), num_absorbed=max(alive[e["round"]] - 1, 0), refused=True
+        )
+        for e in lines(events, "eval")
+        if e["trainer"] == "consensus" and e.get("source") == "average"
+    }
+
+
+def state_bytes(events: Sequence[dict]) -> StateBytes:
+    """What trainers and workers of a run send one another, as its first start line says.
+
+    Raises:
+      DataError: If no start line says it, as in the ledger of an older version.
+    """
+    found = next(iter(lines(events, "start")), {}).get("state_bytes")
+    fields = StateBytes._fields
+    if not isinstance(found, dict) or not all(type(found.get(name)) is int for name in fields):
+        raise DataError(
+            f"the start line has state_bytes = {found!r}, where {', '.join(fields)} were expected;"
+            " restore the ledger from a copy, or run it again, if it is an older version's"
+        )
+    return StateBytes(**{name: found[name] for name in fields})
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
@@ -228,7 +286,7 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 def spending(events: Sequence[dict]) -> list[dict]:
     """The lines whose costs add up to a run's totals; a refused merge has moved bytes too."""
-    return [e for e in events if e["event"] in ("round", "sync", "merge", "refusal")]
+    return [e for e in events if e["event"] in SPENDING]
 
 
 def cumulative(own: Sequence[dict], field: str) -> dict[int, int]:
@@ -249,11 +307,12 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
     third quartile.
 
     Args:
-      curves: x (ascending) and y of each; y may be NaN, and then so is the band around it.
+      curves: x and y of each, points in the order of x if that goes back (`gathering`); y may be
+        NaN, and then so is the band around it.
     """
     settled = []
     for x, y in curves:
-        last = dict(zip(x, y, strict=True))
+        last = dict(sorted(dict(zip(x, y, strict=True)).items()))
         settled.append((np.array([*last], float), np.array([*last.values()], float)))
     first, end = max(x[0] for x, _ in settled), min(x[-1] for x, _ in settled)
     grid = np.unique(np.concatenate([x for x, _ in settled]))

@@ -12,7 +12,14 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from adloco_jax.study import curves
 from adloco_jax.study.curves import Run, Variant
@@ -325,7 +332,17 @@ def _cost_axis(ax: Axes, cost: str, clock: Clock | None, spent: Sequence[Sequenc
     if cost == "simulated_s":
         ax.xaxis.set_major_formatter("{x:g}")
     else:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=" ", unit="B" if cost == "bytes" else ""))
+        ax.xaxis.set_major_formatter(thousands(unit="B" if cost == "bytes" else ""))
+
+
+def thousands(*, unit: str = "") -> FuncFormatter:
+    """A tick's label with a prefix from 1 k on; below, and below 1, the plain number."""
+    prefixed = EngFormatter(unit=unit, sep=" ")
+
+    def label(value: float, position: int | None = None) -> str:
+        return prefixed(value, position) if abs(value) >= 1000 else f"{value:g} {unit}".strip()
+
+    return FuncFormatter(label)
 
 
 def _decades(ax: Axes, lowest: float, highest: float) -> None:
@@ -370,7 +387,7 @@ def _loss_caption(
         left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
         if heldout and left_out:
             shown += f" Never evaluated, so not drawn: {', '.join(left_out)}."
-    names = {"tokens": "tokens", "syncs": "blocking synchronisations", "bytes": "bytes moved"}
+    names = {"tokens": "tokens", "syncs": "blocking communications", "bytes": "bytes moved"}
     over = [names[cost] for cost in costs if cost in names]
     shown += f" Over {', '.join(over)}, summed over trainers"
     shown += f", and over simulated time on the cluster “{clock.cluster}”." if clock else "."
@@ -379,8 +396,13 @@ def _loss_caption(
             " A trainer with one worker has no synchronisation, so where all have one the curve"
             " moves straight up or down."
         )
+        if heldout and any(curves.gathering(run.events) for run in runs):
+            shown += (
+                " Where the consensus is an average of trainers, bringing them together is counted"
+                " with its communications."
+            )
     else:
-        shown += " Nothing was synchronised, so there are no communications to draw over."
+        shown += " Nothing was communicated, so there are no communications to draw over."
     return shown + (
         " A horizontal axis that spans decades is logarithmic, except next to zero. A gap is a"
         " value that was not finite."

@@ -26,9 +26,9 @@ from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
-from adloco_jax.run.config import Settings
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.resume import check_workdir
+from adloco_jax.settings import Settings
 from adloco_jax.study.gradients_figure import figure
 
 MAX_COORDINATES = 100_000

@@ -19,9 +19,11 @@ The model, which the tests check against cases computed by hand and against `clo
   travel as
   `Traffic` says, all else in float32. A transfer may begin within the update before it and go on
   during some updates after it, yet no longer than until the next fragment's turn; the rest of it
-  the trainer stands still for, and only that rest is its communication. A merge moves P bytes per
-  absorbed trainer to the representative, one after the other, over the link between their nearest
-  replicas.
+  the trainer stands still for, and only that rest is its communication. A merge moves what the
+  ledger counts for each absorbed trainer to the representative, one after the other, over the link
+  between their nearest replicas. Then each worker that joins a trainer receives what the ledger
+  counts for it, from the nearest of those that the trainer had: a trainer sends to one after the
+  other, trainers at the same time. All is scaled with the model, where it is to be another's.
 - **Waiting.** A trainer's round ends when its slowest replica is done and all are synchronised.
   Trainers wait for one another only at a merge: its members, and all whose workers change then. A
   refused merge costs what the merge would have cost, since it has to be tried to be refused. At the
@@ -32,8 +34,8 @@ The model, which the tests check against cases computed by hand and against `clo
 - **Left out**: evaluation, checkpoints, the batch-size test's own pass (some 4 % of a round), the
   optimizer's update, the (de)coding of compressed outer gradients, traffic of different trainers on
   one link, overlap of a replica's own all-reduce with computing, the wait of a merge or of the
-  run's end for fragments still on their way, and the way of parameters from a representative to its
-  other workers, or from a trainer to workers that join it.
+  run's end for fragments still on their way, the way of merged parameters from a representative to
+  the workers that were its own, and trainers brought together for a consensus.
 """
 
 import math
@@ -44,9 +46,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adloco_jax.adloco import StateBytes, merge_cost
 from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link, StepTime
+from adloco_jax.study.curves import state_bytes
 
 BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica, travel so
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never get through
@@ -134,7 +138,12 @@ class Replay:
 
 
 def replay(
-    events: Iterable[dict], cluster: Cluster, *, traffic: Traffic | None = None, seed: int = 0
+    events: Iterable[dict],
+    cluster: Cluster,
+    *,
+    traffic: Traffic | None = None,
+    num_params: int | None = None,
+    seed: int = 0,
 ) -> Replay:
     """Times a recorded run as it would have gone on a cluster.
 
@@ -142,6 +151,7 @@ def replay(
       events: A ledger's lines, also of a resumed or unfinished run.
       cluster: Where it is to run.
       traffic: How outer gradients travel; by default as the start line's config says.
+      num_params: Of the model that is to be trained with the run's schedule; by default its own.
       seed: Of jitter and failures; without them it changes nothing.
 
     Returns:
@@ -154,7 +164,8 @@ def replay(
     run = _read(events)
     rng = np.random.default_rng(seed)
     traffic = run.traffic if traffic is None else traffic
-    param_bytes = BYTES_PER_PARAM * run.num_params
+    num_params = run.num_params if num_params is None else num_params
+    scale = num_params / run.num_params
     counts = [{line.trainer: line.workers for line in lines} for lines in run.rounds.values()]
     replicas = _owners(counts[0])
     num_replicas = sum(map(len, replicas.values()))
@@ -173,23 +184,30 @@ def replay(
                 layout,
                 cluster,
                 traffic,
-                run.num_params,
+                num_params,
                 rng,
                 is_synchronised=line.trainer in run.synchronised[index],
             )
         merges = run.merges[index]
-        after, left = _reassign(replicas, merges, following, index)
+        at_end = merges[-1].workers if following is None and merges else None
+        after, left = _reassign(replicas, merges, following or at_end, index)
         members = {trainer for merge in merges for trainer in merge.members}
         waits = members | {t for t, own in after.items() if set(own) != set(replicas[t])}
         if waits:
             meeting_s = max(times[index, trainer].end_s for trainer in waits)
-            moved_s = _merges_s(merges, replicas, layout, cluster, param_bytes, rng)
+            moved_s = _merges_s(merges, replicas, layout, cluster, run.state_bytes, scale, rng)
+            handed_s = _hand_over_s(replicas, after, layout, cluster, run.state_bytes, scale, rng)
             for trainer in waits:
                 times[index, trainer] = _meet(
-                    times[index, trainer], meeting_s, moved_s, is_member=trainer in members
+                    times[index, trainer],
+                    meeting_s,
+                    moved_s,
+                    handed_s,
+                    is_member=trainer in members,
                 )
         ready = {trainer: times[index, trainer].end_s for trainer in replicas}
-        retired += [(ready[trainer], count) for trainer, count in left.items()]
+        if following is not None:  # at the end all wait for the last
+            retired += [(ready[trainer], count) for trainer, count in left.items()]
         replicas = after
         end_s[index] = max([*ready.values(), *end_s.values()])
     wall_s = max(end_s.values())
@@ -362,12 +380,15 @@ class _Merge(NamedTuple):
 
     members: tuple[int, ...]  # by id, the representative first
     is_final: bool  # whether the members after the first left
+    is_refused: bool
+    workers: Mapping[int, int] | None  # by trainer afterwards, where the ledger tells it
 
 
 class _Recorded(NamedTuple):
     """What of a ledger the replay needs."""
 
     num_params: int
+    state_bytes: StateBytes  # of the run's own model
     traffic: Traffic
     rounds: dict[int, list[_Line]]  # in order
     merges: Mapping[int, list[_Merge]]  # by the round before
@@ -375,6 +396,7 @@ class _Recorded(NamedTuple):
 
 
 def _read(events: Iterable[dict]) -> _Recorded:
+    events = list(events)
     start, rounds, merges = None, defaultdict(list), defaultdict(list)
     synchronised = defaultdict(set)
     for event in events:
@@ -387,7 +409,10 @@ def _read(events: Iterable[dict]) -> _Recorded:
             synchronised[event["round"]] |= set(event["trainers"])
         elif kind in ("merge", "refusal"):
             is_final = kind == "merge" or event["action"] != "keep"
-            merges[event["round"]].append(_Merge(tuple(event["members"]), is_final))
+            workers = {int(trainer): n for trainer, n in event.get("workers", {}).items()} or None
+            merges[event["round"]].append(
+                _Merge(tuple(event["members"]), is_final, kind == "refusal", workers)
+            )
     if start is None or not rounds:
         raise DataError(
             "the ledger has no start, or no round after it, so there is nothing to replay; let the"
@@ -402,7 +427,14 @@ def _read(events: Iterable[dict]) -> _Recorded:
         trainers = [line.trainer for line in lines]
         if len(set(trainers)) < len(trainers):
             raise DataError(f"round {index}: more than one line of a trainer among {trainers}")
-    return _Recorded(start["num_params"], _traffic(start), dict(rounds), merges, synchronised)
+    return _Recorded(
+        start["num_params"],
+        state_bytes(events) if merges else StateBytes(0, 0, 0),
+        _traffic(start),
+        dict(rounds),
+        merges,
+        synchronised,
+    )
 
 
 def _traffic(start: dict) -> Traffic:
@@ -633,30 +665,65 @@ def _merges_s(
     replicas: Mapping[int, Sequence[int]],
     layout: _Layout,
     cluster: Cluster,
-    param_bytes: int,
+    state_bytes: StateBytes,
+    scale: float,
     rng: np.random.Generator,
 ) -> float:
-    """Seconds in which the absorbed trainers' parameters arrive, one after the other."""
+    """Seconds in which what the absorbed trainers send arrives, one after the other."""
     seconds = 0.0
-    for into, *others in (merge.members for merge in merges):
-        near = frozenset().union(*(layout.sites[r] for r in replicas[into]))
+    for merge in merges:
+        into, *others = merge.members
+        cost = merge_cost(state_bytes, num_absorbed=1, refused=merge.is_refused)
         for other in others:
-            is_near = any(layout.sites[r] & near for r in replicas[other])
-            link = cluster.within if is_near else cluster.between
-            transfer_s = link.latency_s + param_bytes / link.bandwidth
-            seconds += transfer_s * float(_noise(rng, link.jitter, 1)[0])
+            link = _nearest(cluster, layout, replicas[into], replicas[other])
+            seconds += _transfer_s(scale * cost["bytes"], link, rng)
     return seconds
 
 
-def _meet(time: RoundTime, meeting_s: float, moved_s: float, *, is_member: bool) -> RoundTime:
-    """A trainer's round with the merge after it; who is no member waits for its end."""
-    waited_s, taken_s = meeting_s - time.end_s, moved_s
+def _hand_over_s(
+    before: Mapping[int, Sequence[int]],
+    after: Mapping[int, Sequence[int]],
+    layout: _Layout,
+    cluster: Cluster,
+    state_bytes: StateBytes,
+    scale: float,
+    rng: np.random.Generator,
+) -> float:
+    """Seconds until every replica that joins a trainer has what it is given."""
+    num_bytes = scale * merge_cost(state_bytes, num_joining=1)["bytes"]
+    seconds = [
+        sum(
+            _transfer_s(num_bytes, _nearest(cluster, layout, before[trainer], [replica]), rng)
+            for replica in own
+            if replica not in before[trainer]
+        )
+        for trainer, own in after.items()
+    ]
+    return max(seconds, default=0.0)
+
+
+def _nearest(cluster: Cluster, layout: _Layout, some: Sequence[int], others: Sequence[int]) -> Link:
+    """The link between the two nearest replicas of some and others."""
+    near = frozenset().union(*(layout.sites[r] for r in some))
+    return cluster.within if any(layout.sites[r] & near for r in others) else cluster.between
+
+
+def _transfer_s(num_bytes: float, link: Link, rng: np.random.Generator) -> float:
+    """Seconds of a transfer from one replica to another."""
+    return (link.latency_s + num_bytes / link.bandwidth) * float(_noise(rng, link.jitter, 1)[0])
+
+
+def _meet(
+    time: RoundTime, meeting_s: float, moved_s: float, handed_s: float, *, is_member: bool
+) -> RoundTime:
+    """A trainer's round with merge and hand-over after it; who is no member waits for the merge."""
+    waited_s, taken_s = meeting_s - time.end_s, moved_s + handed_s
     if not is_member:
-        waited_s, taken_s = waited_s + moved_s, 0.0
+        waited_s, taken_s = waited_s + moved_s, handed_s
     return time._replace(
         waiting_s=time.waiting_s + waited_s,
         communication_s=time.communication_s + taken_s,
-        end_s=meeting_s + moved_s,
+        end_s=meeting_s + moved_s + handed_s,
     )
 
 

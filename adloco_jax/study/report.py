@@ -19,6 +19,9 @@ from adloco_jax.study.summary import closing_table, described, in_bytes, number,
 __all__ = ["closing_table", "write"]
 
 _DPI = 150
+_GATHERED = (
+    " Where the consensus is an average of trainers, bringing them together is counted with them."
+)
 
 
 def write(
@@ -143,6 +146,7 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
         rows = described(totals(runs[0].events))
         table = page.table("What the run came to.", ("quantity", "value"), rows, texts=2)
         return Section("totals", "Totals", table)
+    sums = {id(run): _with_gathering(totals(run.events)) for run in runs}
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "held-out loss (nats)": ("loss", number),
         "accuracy": ("accuracy", lambda x: f"{x:.3f}"),
@@ -152,16 +156,14 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
         "moved": ("bytes_total", in_bytes),
         "merges": ("num_merges", lambda x: f"{x:,.0f}"),
     }
-    known = {
-        name for run in runs for name, value in totals(run.events).items() if value is not None
-    }
+    known = {name for own in sums.values() for name, value in own.items() if value is not None}
     shown = {title: column for title, column in columns.items() if column[0] in known}
     rows = [
         (
             variant.label,
             str(len(variant.runs)),
             *(
-                _spread([totals(run.events)[name] for run in variant.runs], in_words)
+                _spread([sums[id(run)][name] for run in variant.runs], in_words)
                 for name, in_words in shown.values()
             ),
         )
@@ -169,11 +171,20 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
     ]
     caption = (
         "What each variant came to: of several runs the median, and below it minimum to maximum."
-        " Held-out values are of the consensus at the last evaluation; communications are blocking"
-        " synchronisations, summed over trainers."
+        " Held-out values are of the consensus at the last evaluation. Communications are blocking"
+        " and summed over trainers: synchronisations of workers, merges and refused attempts, each"
+        f" with the hand-over to workers that join a trainer.{_GATHERED}"
     )
     table = page.table(caption, ("variant", "runs", *shown), rows)
     return Section("totals", "Totals", table)
+
+
+def _with_gathering(totals: dict) -> dict:
+    """The totals, with what brings trainers together for a consensus that is their average."""
+    return totals | {
+        f"{cost}_total": totals[f"{cost}_total"] + totals[f"consensus_{cost}"]
+        for cost in ("syncs", "bytes")
+    }
 
 
 def _spread(values: Sequence, in_words: Callable[[float], str]) -> str | Cell:
@@ -199,7 +210,8 @@ def _loss_section(
         parts.append(
             page.paragraph(
                 f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
-                " each worker of the largest run, computing at the pace of its data sheet."
+                " each worker of the largest run, computing at the pace of its data sheet, and"
+                " trains the run's own model."
             )
         )
     if not_simulated:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 
-from adloco_jax.study.curves import by_trainer, lines, read_run, spending
+from adloco_jax.study.curves import by_trainer, gathering, lines, read_run, spending
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
 
@@ -63,6 +63,7 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
     end = next(reversed(lines(events, "end")), {})
     evals = [e for e in lines(events, "eval") if e["trainer"] == "consensus"]
     final = evals[-1] if evals else {}
+    gathered = gathering(events).get(final.get("round", 0), {})
     loss = final.get("loss")
     tokens_per_byte = start.get("tokens_per_byte")
     nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
@@ -70,8 +71,10 @@ def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e["tokens"] for e in rounds),
         "updates_total": sum(e["updates"] for e in rounds),
-        "syncs_total": sum(e.get("syncs", 0) for e in spending(events)),
+        "syncs_total": sum(e["syncs"] for e in spending(events)),
         "bytes_total": sum(e["bytes"] for e in spending(events)),
+        "consensus_syncs": gathered.get("syncs", 0),
+        "consensus_bytes": gathered.get("bytes", 0),
         "num_merges": len(merges),
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
@@ -117,6 +120,13 @@ def _memory_in_words(totals: dict) -> str:
     return ", ".join(known) or "-"
 
 
+def _gathering_in_words(totals: dict) -> list[tuple[str, str]]:
+    if not totals["consensus_syncs"]:
+        return []
+    moved = in_bytes(totals["consensus_bytes"])
+    return [("", f"and {totals['consensus_syncs']} with {moved}, to average the consensus")]
+
+
 def described(totals: dict) -> list[tuple[str, str]]:
     """The totals, as `totals` gives them, in words: name and value of each line."""
     refused, accumulating = totals["num_refusals"], totals["first_accumulating_round"]
@@ -129,6 +139,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
             f"{totals['syncs_total']:,} blocking, summed over trainers; "
             f"{in_bytes(totals['bytes_total'])} moved",
         ),
+        *_gathering_in_words(totals),
         ("merges", f"{totals['num_merges']}" + (f", {refused} refused" if refused else "")),
         (
             "batch growths",

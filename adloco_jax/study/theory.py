@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.study.curves import SPENDING
 
 ASSUMPTIONS: tuple[str, ...] = (
     "The inner optimizer is plain SGD at the constant step size 1/(L(1 + eta^2)); AdamW, its weight"
@@ -88,7 +89,7 @@ class Point(NamedTuple):
     communications: float  # the paper's C(N), of a trainer
     communications_bound: float | None  # the direct bound, upper
     paper_communications: float | None  # the paper's, logarithmic in N, no bound
-    syncs: int  # blocking synchronisations so far, summed over trainers
+    syncs: int  # blocking communications so far, summed over trainers
 
 
 _BOUNDS = (
@@ -312,7 +313,7 @@ def _read(events: Iterable[dict]) -> _Run:
     start, max_batch_sizes, rounds, losses = None, {}, defaultdict(list), []
     syncs: Counter[int] = Counter()
     for event in events:
-        if event["event"] in ("round", "sync"):
+        if event["event"] in SPENDING:
             syncs[event["round"]] += event["syncs"]
         if event["event"] == "start":
             start = event

@@ -1,0 +1,182 @@
+"""Makes one mistake of scripts/mutants.toml at a time, and says whether its tests notice it.
+
+python scripts/mutants.py                      all of them; started again, it goes on
+python scripts/mutants.py --only merge,cursor  those with such a word in their name or area
+
+Each is made in a temporary copy of the repository's tracked files, of which the tests are run that
+the table names. A test that fails, or runs out of time, has noticed; where all pass, the mistake
+has survived, and a test is missing. It is stale where its old text is not there exactly once, or
+where its tests do not run, or fail, without it. Exits with 1 unless every one was noticed.
+
+Every verdict is a line of the results file, and holds until the table's entry, the file it changes
+or one of its test files does.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "scripts" / "mutants.toml"
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+# Half of a short test is importing what does not change: a server does so once, and forks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PRELOADED = ["jax.numpy", "flax.struct", "optax", "orbax.checkpoint", "hypothesis", "beartype"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake, and the tests meant to notice it."""
+
+    name: str
+    area: str
+    file: str
+    old: str
+    new: str
+    tests: str  # arguments of pytest
+
+    @property
+    def test_files(self) -> list[str]:
+        """The files that the tests are in."""
+        return [part.partition("::")[0] for part in shlex.split(self.tests) if ".py" in part]
+
+
+def read_table() -> list[Mutant]:
+    """The mutants of the table, in its order."""
+    return [Mutant(**entry) for entry in tomllib.loads(TABLE.read_text())["mutant"]]
+
+
+class Results:
+    """Verdicts by name and the hash of what they depend on; each is kept as a line of a file."""
+
+    def __init__(self, path: Path):
+        """Reads what is there already; a last line that was cut short is left out."""
+        self._path, self._known = path, {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        text = path.read_text()
+        path.write_text(text[: text.rfind("\n") + 1])
+        for line in map(json.loads, path.read_text().splitlines()):
+            self._known[line["name"], line["key"]] = line
+
+    def once(self, name: str, inputs: list[str], run: Callable[[], dict]) -> dict:
+        """The verdict on these inputs: the one that is known, or else that of running now."""
+        key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+        if (name, key) not in self._known:
+            line = self._known[name, key] = {"name": name, "key": key, **run()}
+            with open(self._path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return self._known[name, key]
+
+
+def copy_tracked(folder: Path) -> None:
+    """Copies the tracked files, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    for name in listed.stdout.decode().split("\0"):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+
+
+def run_tests(tests: str, folder: Path, limit_s: float) -> dict:
+    """Runs tests on the copy: survived (all pass), killed, or stale (they do not run)."""
+    start_s, log = time.perf_counter(), folder / "pytest.log"
+    process = PROCESSES.Process(target=_pytest, args=(tests, folder, log))
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        status, by = "killed", "timeout"
+    else:
+        output = log.read_text()
+        failed = FAILED.search(output)
+        status = {0: "survived", 1: "killed"}.get(process.exitcode, "stale")
+        by = failed[1].partition("::")[2] if failed and status == "killed" else ""
+        if status == "stale":
+            by = f"pytest ends with {process.exitcode}: {output[-200:].strip()}"
+    return {"status": status, "seconds": round(time.perf_counter() - start_s, 1), "by": by}
+
+
+def _pytest(tests: str, folder: Path, log: Path) -> None:
+    """The process of one run of tests: here, with what it prints in a file."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    # Python would take a file's old bytecode where it has changed within a second.
+    sys.dont_write_bytecode = True
+    rewrites = "ignore::pytest.PytestAssertRewriteWarning"  # of what the server has imported
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", rewrites]
+    sys.exit(pytest.main([*options, *shlex.split(tests)]))
+
+
+def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dict:
+    """The verdict on one mutant; the copy is as before afterwards."""
+    files = [mutant.file, *mutant.test_files]
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        return {"status": "stale", "seconds": 0.0, "by": f"not there: {', '.join(missing)}"}
+    path, contents = folder / mutant.file, [(folder / name).read_text() for name in files]
+    if (count := contents[0].count(mutant.old)) != 1:
+        return {"status": "stale", "seconds": 0.0, "by": f"the old text occurs {count} times"}
+
+    def run() -> dict:
+        return run_tests(mutant.tests, folder, limit_s)
+
+    inputs = [mutant.file, mutant.tests, *contents]
+    without = results.once(f"(no mutant) {mutant.tests}", inputs, run)
+    if without["status"] != "survived":
+        return without | {"status": "stale", "by": f"without the mutant: {without['by']}"}
+    path.write_text(contents[0].replace(mutant.old, mutant.new))
+    try:
+        return results.once(mutant.name, [*inputs, mutant.old, mutant.new], run)
+    finally:
+        path.write_text(contents[0])
+
+
+def main() -> None:
+    """Judges the mutants asked for, and prints a table of the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="words, separated by commas")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run of tests")
+    args = parser.parse_args()
+    words = args.only.split(",")
+    chosen = [m for m in read_table() if any(word in f"{m.name} {m.area}" for word in words)]
+    PROCESSES.set_forkserver_preload(PRELOADED)
+    results, counts = Results(args.results), {"killed": 0, "survived": 0, "stale": 0}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tracked(folder)
+        for mutant in chosen:
+            verdict = judge(mutant, folder, results, args.timeout)
+            counts[verdict["status"]] += 1
+            print(
+                f"{verdict['status']:8}  {mutant.area:12}  {mutant.name:50}"
+                f"  {verdict['seconds']:5.1f} s  {verdict['by']}",
+                flush=True,
+            )
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if not chosen or counts["survived"] or counts["stale"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
