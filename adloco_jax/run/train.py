@@ -257,7 +257,7 @@ def fit(
         | {f"the version of {name}": version for name, version in _versions().items()},
         "all processes of a run need the same",
     )
-    failed_round, faults, max_batch = None, [], None
+    failed_round, faults, max_batch, redo = None, [], None, None
     with exclusive(workdir), stop_requests() as stop:
         while True:
             # All that a failed round has touched is made anew, from the newest checkpoint.
@@ -273,13 +273,14 @@ def fit(
                     command,
                     faults,
                     max_batch,
+                    redo,
                 )
             ) as run:
                 run.begin(init_fn, params, accept_data_change=accept_data_change)
                 try:
                     return run.execute()
                 except (jax.errors.JaxRuntimeError, OSError) as error:
-                    faults, max_batch = run.after_failure(error, failed_round)
+                    faults, max_batch, redo = run.after_failure(error, failed_round)
                     failed_round = run.controller.round
 
 
@@ -289,6 +290,13 @@ class _State(NamedTuple):
     controller: Controller
     ensemble: Ensemble
     host: dict
+
+
+class _Redo(NamedTuple):
+    """Rounds that are run again after running out of memory, on the same sequences."""
+
+    up_to_round: int
+    max_batch_size: int  # that they were planned with
 
 
 @dataclass
@@ -305,6 +313,7 @@ class _Run:
     command: str
     faults: list[dict]  # of the attempt before this one
     max_batch: int | None  # what is left of it after an attempt that ran out of memory
+    redo: _Redo | None
     exit: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     place: dict | None = None  # of sequential rows, once those of the last dispatched round are out
     up_to_date: set[int] = field(default_factory=set)  # trainers, by id; see `_synchronise`
@@ -360,6 +369,8 @@ class _Run:
             if given is not None and given != host["max_batch_size_given"]:
                 self.controller.max_batch_size = given
         self.controller.replayed = replayed
+        if self.redo is None and host.get("redo"):
+            self.redo = _Redo(*host["redo"])
         if self.max_batch is not None:
             self.controller.max_batch_size = min(self.controller.max_batch_size, self.max_batch)
         self._heed_memory_notes()
@@ -461,8 +472,8 @@ class _Run:
 
     def after_failure(
         self, error: jax.errors.JaxRuntimeError | OSError, failed_round: int | None
-    ) -> tuple[list[dict], int | None]:
-        """What the next attempt records and the largest micro-batch it may use.
+    ) -> tuple[list[dict], int | None, _Redo | None]:
+        """What the next attempt records, the largest micro-batch it may use, and what it redoes.
 
         Raises:
           ResourceError: If there is no smaller one to try.
@@ -487,10 +498,12 @@ class _Run:
                 f"round {this_round + 1}: process {jax.process_index()} failed ({cause}); all start"
                 f" again from what is saved: {self._last_checkpoint()}"
             ) from error
-        fault = {"round": this_round + 1, "cause": cause}
+        fault, redo = {"round": this_round + 1, "cause": cause}, self.redo
         if "RESOURCE_EXHAUSTED" in str(error):
             halved = {"max_batch_size_before": max_batch, "max_batch_size": max_batch // 2}
             fault |= {"kind": "out_of_memory", **halved}
+            up_to_round = max(this_round + 1, redo.up_to_round if redo else 0)
+            redo = _Redo(up_to_round, self._planned_max_batch())
             max_batch //= 2
         elif this_round == failed_round:
             raise error
@@ -498,7 +511,7 @@ class _Run:
             fault |= {"kind": "round_failed"}
             max_batch = self.max_batch
         self.progress.note(f"round {this_round + 1} failed ({cause}); going back to what is saved")
-        return [*self.faults, fault], max_batch
+        return [*self.faults, fault], max_batch, redo
 
     def _heed_memory_notes(self) -> None:
         before = self.controller.max_batch_size
@@ -513,8 +526,18 @@ class _Run:
             self.faults = [*self.faults, {"kind": "out_of_memory", **fault}]
 
     def _prepare(self) -> Prepared:
-        groups = control.plan_round(self.controller, self.settings)
-        return prepare(self.controller, self.settings, self.spec, self.corpus, groups)
+        controller, settings = self.controller, self.settings
+        planned = dataclasses.replace(controller, max_batch_size=self._planned_max_batch())
+        groups = control.plan_round(planned, settings)
+        if planned.max_batch_size > controller.max_batch_size:
+            groups = control.smaller_micro_batches(controller, settings, groups)
+        return prepare(controller, settings, self.spec, self.corpus, groups)
+
+    def _planned_max_batch(self) -> int:
+        """What the next round is planned with: of a round that is run again, as it was before."""
+        if self.redo is not None and self.controller.round < self.redo.up_to_round:
+            return self.redo.max_batch_size
+        return self.controller.max_batch_size
 
     def _dispatch(self, prepared: Prepared) -> tuple[Prepared, Dispatched]:
         """Starts a round. Where its programs exhaust the memory, the round is undone and halved.
@@ -814,6 +837,7 @@ class _Run:
         host = {
             "controller": self.controller.to_json(),
             "max_batch_size_given": self.settings.batching.max_batch_size,
+            "redo": self.redo,
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
             "ledger": self.ledger.position() if processes.is_first() else None,
