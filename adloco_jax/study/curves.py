@@ -100,7 +100,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             if not isinstance(event.get(name, "absent"), kinds):
                 raise DataError(
                     f"{path}: a {event['event']} line has {name} = {event.get(name, 'absent')!r};"
-                    " restore the file from a copy, or delete the line"
+                    " restore the file from a copy"
                 )
     return Run(Path(folder), events)
 
