@@ -145,7 +145,8 @@ def train(
     Raises:
       ConfigError: If the config or the folder cannot be used; before anything is compiled or made.
       DataError: If the text or tokens cannot be used, or are not those of the run; likewise.
-      CheckpointError: If the folder holds a run that cannot be read.
+      CheckpointError: If the folder holds a run that cannot be read, or its checkpoints are deleted
+        while one is written.
       DivergedError: If every trainer's loss has stopped being a number.
       ResourceError: If memory or disk do not suffice; what was saved stays.
       Preempted: After a signal, once everything is saved.
@@ -854,7 +855,7 @@ class _Run:
             self.saver.save(
                 self.controller.round, self.ensemble, host, loss=loss if known else None
             )
-        except ResourceError as error:
+        except (CheckpointError, ResourceError) as error:
             self._save_failed(error)
 
     def _settle_saves(self, *, wait: bool = True) -> None:
@@ -863,10 +864,10 @@ class _Run:
                 self.saver.wait()
             else:
                 self.saver.check()
-        except ResourceError as error:
+        except (CheckpointError, ResourceError) as error:
             self._save_failed(error)
 
-    def _save_failed(self, error: ResourceError) -> None:
+    def _save_failed(self, error: CheckpointError | ResourceError) -> None:
         if self.settings.checkpoint.on_save_error == "stop":
             raise error
         self.ledger.write("fault", kind="save", round=self.controller.round, cause=str(error))
@@ -918,7 +919,7 @@ class _Run:
         self.progress.note(f"log.{name} is off from here on: {cause}")
 
     def _last_checkpoint(self) -> str:
-        with contextlib.suppress(ResourceError):
+        with contextlib.suppress(CheckpointError, ResourceError):
             self.saver.wait()
         folder = self.workdir / "checkpoints"
         saved = checkpoint.list_rounds(folder)[:1]
