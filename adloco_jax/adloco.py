@@ -62,6 +62,9 @@ class Control:
     syncs_total: int = 0
     bytes_total: int = 0
     outcomes_round: int = 0  # the last round whose losses are known here
+    # Rounds up to this one are run again after running out of memory, and planned as they were.
+    redo_round: int = 0
+    redo_max_batch_size: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
@@ -237,7 +240,7 @@ def is_over(control: Control, settings: Settings) -> bool:
 
 def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     """Switch mode, and the micro-batch rounded up to its bucket (section 4.4)."""
-    largest = control.max_batch_size
+    largest = planned_max_batch_size(control)
     size, accum = switch_mode(
         control.trainers[trainer].requested_batch_size,
         max_batch_size=largest,
@@ -247,11 +250,19 @@ def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     bucket = min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest)
     steps = settings.inner.steps_per_round
     if settings.switch.mode == "lengthen":
-        return RoundPlan(bucket, 1, steps * accum, steps * accum)
-    if settings.inner.unit == "microbatches":
+        plan = RoundPlan(bucket, 1, steps * accum, steps * accum)
+    elif settings.inner.unit == "microbatches":
         accum = min(accum, steps)  # a round has no more to average
-        return RoundPlan(bucket, accum, steps, -(-steps // accum))
-    return RoundPlan(bucket, accum, steps * accum, steps)
+        plan = RoundPlan(bucket, accum, steps, -(-steps // accum))
+    else:
+        plan = RoundPlan(bucket, accum, steps * accum, steps)
+    return smaller_plan(plan, control, settings)
+
+
+def planned_max_batch_size(control: Control) -> int:
+    """What the next round is planned with: of a round that is run again, as it was before."""
+    is_redone = control.round < control.redo_round
+    return control.redo_max_batch_size if is_redone else control.max_batch_size
 
 
 def smaller_plan(plan: RoundPlan, control: Control, settings: Settings) -> RoundPlan:

@@ -125,6 +125,12 @@ def _run(argv: Sequence[str]) -> int:
     accept_data = flags.DEFINE_bool(
         "accept_data_change", False, "go on with other data", flag_values=options
     )
+    rebuild = flags.DEFINE_bool(
+        "rebuild_ledger",
+        False,
+        "go on with the readable lines of a damaged ledger, and record the gap",
+        flag_values=options,
+    )
     plan_only = flags.DEFINE_bool(
         "plan", False, "say what would run, and what was not checked", flag_values=options
     )
@@ -169,7 +175,12 @@ def _run(argv: Sequence[str]) -> int:
 
     from adloco_jax.run import processes  # late, so that a config error is quick
     from adloco_jax.run.plan import plan
+<<<<<<< HEAD
     from adloco_jax.run.resume import finished
+=======
+    from adloco_jax.run.resume import finished, rebuild_ledger
+    from adloco_jax.run.train import train
+>>>>>>> integ
     from adloco_jax.study import report
     from adloco_jax.training import train
 
@@ -183,11 +194,15 @@ def _run(argv: Sequence[str]) -> int:
         )
         if workdir.value is None and not plan_only.value:
             raise ConfigError("--workdir: several processes need the name of one folder")
+    if rebuild.value and workdir.value is None:
+        raise ConfigError("--rebuild-ledger: name the run's folder with --workdir")
     if plan_only.value:
         with processes.only_first_prints():
             print(plan(config, workdir.value, accept_config_change=accept_config.value))
         return 0
     folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    if rebuild.value and (gap := rebuild_ledger(folder)) and processes.is_first():
+        print(gap)
     damage = processes.from_first(
         processes.together(
             lambda: finished(folder, config, accept_config_change=accept_config.value)
@@ -221,7 +236,8 @@ def _shared(argv: Sequence[str]) -> list[str]:
 
 def _with_underscores(word: str) -> str:
     """An option as absl knows it: `--accept-data-change` is `--accept_data_change`."""
-    return word.replace("-", "_").replace("__", "--", 1) if word.startswith("--accept-") else word
+    has_dashes = word.startswith(("--accept-", "--rebuild-"))
+    return word.replace("-", "_").replace("__", "--", 1) if has_dashes else word
 
 
 def _help(options: flags.FlagValues) -> str:

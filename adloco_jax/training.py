@@ -26,7 +26,15 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import __version__, hf
-from adloco_jax.adloco import Control, State, adloco, is_over, share_done, start
+from adloco_jax.adloco import (
+    Control,
+    State,
+    adloco,
+    is_over,
+    planned_max_batch_size,
+    share_done,
+    start,
+)
 from adloco_jax.core.base import Ensemble, LossFn, of_owners
 from adloco_jax.core.ensemble import init
 from adloco_jax.data import Corpus
@@ -128,7 +136,8 @@ def train(
       ConfigError: If the config or the folder cannot be used; before anything is compiled or made.
       DataError: If the text or tokens cannot be used, or are not those the run began with; before
         anything is compiled or made.
-      CheckpointError: If the folder holds a run that cannot be read.
+      CheckpointError: If the folder holds a run that cannot be read, or its checkpoints are deleted
+        while one is written.
       DivergedError: If every trainer's loss has stopped being a number.
       ResourceError: If memory or disk do not suffice; what was saved stays.
       Preempted: After a signal, once everything is saved.
@@ -233,17 +242,19 @@ def fit(
     )
     _require_equal_processes(settings, spec, corpus, params)
     run = _Run(settings, spec, corpus, heldout, init_fn, params, num_classes, workdir, command)
-    faults, max_batch, failed_round = [], None, None
+    faults, smaller, failed_round = [], {}, None
     with exclusive(workdir), stop_requests() as stop:
         while True:
             # All that a failed round has touched is restored from the newest checkpoint.
             with contextlib.ExitStack() as stack:
-                attempt = _begin(run, stack, stop, faults, max_batch, accept_data_change)
+                attempt = _begin(run, stack, stop, faults, smaller, accept_data_change)
                 try:
                     return _execute(run, attempt)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     control = attempt.watch.engine.underway
-                    faults, max_batch = _after_failure(run, attempt, error, faults, failed_round)
+                    faults, smaller = _after_failure(
+                        run, attempt, error, faults, smaller, failed_round
+                    )
                     failed_round = control.round
 
 
@@ -279,7 +290,7 @@ def _begin(
     stack: contextlib.ExitStack,
     stop: threading.Event,
     faults: list[dict],
-    max_batch: int | None,
+    smaller: dict[str, int],
     accept_data_change: bool,
 ) -> _Attempt:
     """Restores the newest checkpoint, or starts from the beginning where there is none.
@@ -289,7 +300,7 @@ def _begin(
       stack: Closes what is opened here.
       stop: Set at a signal.
       faults: Of the attempts before this one.
-      max_batch: The largest micro-batch after an attempt that ran out of memory.
+      smaller: Of the control, what an attempt that ran out of memory has changed.
       accept_data_change: As in `train`.
     """
     settings, spec, folder = run.settings, run.spec, run.workdir / "checkpoints"
@@ -325,8 +336,7 @@ def _begin(
         given = settings.batching.max_batch_size
         if given is not None and given != host["max_batch_size_given"]:
             control = dataclasses.replace(control, max_batch_size=given)
-    least = min(control.max_batch_size, max_batch or control.max_batch_size)
-    control = dataclasses.replace(control, replayed=replayed, max_batch_size=least)
+    control = dataclasses.replace(control, replayed=replayed, **smaller)
     control, noted = _heed_memory_notes(run.workdir, control)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
@@ -401,9 +411,10 @@ def _after_failure(
     attempt: _Attempt,
     error: jax.errors.JaxRuntimeError | OSError,
     faults: list[dict],
+    smaller: dict[str, int],
     failed_round: int | None,
-) -> tuple[list[dict], int | None]:
-    """What the next attempt records and the largest micro-batch it may use.
+) -> tuple[list[dict], dict[str, int]]:
+    """What the next attempt records, and the changes of its control.
 
     Raises:
       ResourceError: If there is no smaller one to try.
@@ -434,17 +445,21 @@ def _after_failure(
     if exhausted:
         sizes = {"max_batch_size_before": max_batch, "max_batch_size": max_batch // 2}
         fault |= {"kind": "out_of_memory", **sizes}
-        max_batch //= 2
+        smaller = {
+            "max_batch_size": max_batch // 2,
+            "redo_round": max(index, control.redo_round),
+            "redo_max_batch_size": planned_max_batch_size(control),
+        }
     elif control.round == failed_round:
         raise error
     else:
         fault |= {"kind": "round_failed"}
     attempt.watch.progress.note(f"round {index} failed ({cause}); going back to what is saved")
-    return [*faults, fault], max_batch
+    return [*faults, fault], smaller
 
 
 def _last_checkpoint(run: _Run, attempt: _Attempt) -> str:
-    with contextlib.suppress(ResourceError):
+    with contextlib.suppress(CheckpointError, ResourceError):
         attempt.checkpoints.saver.wait()
     return checkpoint.last(run.workdir / "checkpoints")
 

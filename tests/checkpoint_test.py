@@ -101,6 +101,42 @@ def test_order_is_by_round_and_foreign_files_stay(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} >= {"notes.txt", "7.orbax-checkpoint-tmp", "010"}
 
 
+@pytest.mark.parametrize("place", ["save.arrays", "save.synced", "save.renamed", "save.committed"])
+@pytest.mark.parametrize(
+    "before, left, advice",
+    [
+        ((), (), "none was saved before it; run the same command again, which starts over"),
+        ((1, 2), (), "those before are gone; restore them from a copy, or name another folder"),
+        ((1, 2), (1,), "the one before it is FOLDER/1; run the same command again"),
+    ],
+)
+def test_checkpoints_deleted_while_one_is_written_are_said_as_they_are(
+    tmp_path, monkeypatch, place, before, left, advice
+):
+    folder = tmp_path / "checkpoints"
+    save(folder, *before)
+
+    def delete(name):
+        if name == place:
+            for path in folder.iterdir():
+                if path.name not in map(str, left):
+                    shutil.rmtree(path)
+
+    monkeypatch.setattr(checkpoint, "hit", delete)
+    with pytest.raises(CheckpointError) as refusal:
+        save(folder, 3)
+    assert refusal.value.exit_code == 3
+    expected = f"{folder / '3'}: deleted while it was written; {advice}"
+    assert str(refusal.value).startswith(expected.replace("FOLDER", str(folder)))
+
+
+def test_a_first_save_that_fails_claims_no_older_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
+    monkeypatch.setenv("ADLOCO_FAIL_AT", "save.manifest:1:ENOSPC")
+    with pytest.raises(ResourceError, match="none was saved before it; make room, and run"):
+        save(tmp_path, 1)
+
+
 def test_a_save_that_was_cut_short_leaves_no_trace_in_the_next(tmp_path):
     (tmp_path / ".staging" / "arrays").mkdir(parents=True)
     save(tmp_path, 1)

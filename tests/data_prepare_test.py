@@ -561,6 +561,8 @@ def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch)
     [
         (["missing/file.jsonl", "--check"], 3, "no such file"),
         (["*.parquet", "--check"], 3, "no file matches"),
+        (["x" * 300, "--check"], 3, "no path that can be read (File name too long)"),
+        (["~no_such_user/x", "--check"], 3, "no path that can be read"),
         (["stdlib"], 2, "either --output FOLDER or --check"),
         (["stdlib", "--output", "out", "--sequence_length", "0"], 2, "at least 1"),
         (["stdlib", "--output", "out", "--processes", "0"], 2, "processes=0"),

@@ -131,6 +131,7 @@ def test_help_names_every_key(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(f"  {key} " in out for key in KNOBS) and "--workdir" in out
+    assert "--rebuild_ledger" in out and "=none unsets" in out
 
 
 # --- Overrides and files that do not --------------------------------------------------------
@@ -333,6 +334,24 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(elsewhere, ca
     assert (elsewhere / "run" / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(elsewhere / "run" / "checkpoints")
     assert cli.main(TINY) == 0 and "checkpoints: gone" in capsys.readouterr().err
+
+
+def test_a_flag_rebuilds_a_damaged_ledger(elsewhere, capsys):
+    assert cli.main(TINY) == 0
+    table = capsys.readouterr().out.splitlines()[-8:]
+    path = elsewhere / "run" / "ledger.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([whole[0], b"x\n", *whole[1:]]))
+    assert cli.main(TINY) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("run/ledger.jsonl:2: expected a JSON object") and "--rebuild-led" in line
+    assert cli.main([*TINY, "--rebuild-ledger"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "lines that could not be read: 1, rounds without a line: none" in out[0]
+    assert out[-8:] == table
+    assert path.read_bytes().splitlines(keepends=True)[:-1] == whole
+    assert cli.main(["--config=quickstart", "--rebuild-ledger"]) == 2
+    assert capsys.readouterr().err.startswith("--rebuild-ledger: name the run's folder")
 
 
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import json
 import shutil
 import signal
 import threading
@@ -17,8 +18,13 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
 from adloco_jax.run import checkpoint, crashpoints, train
 from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines, read
+<<<<<<< HEAD
 from adloco_jax.run.resume import change_class, exclusive
 from adloco_jax.training import fit
+=======
+from adloco_jax.run.resume import change_class, exclusive, rebuild_ledger
+from adloco_jax.run.train import fit
+>>>>>>> integ
 
 # Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
 RUN = {
@@ -195,6 +201,77 @@ def test_a_ledger_that_was_changed_is_refused(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"round": 1', b'"round": 9', 1))
     with pytest.raises(CheckpointError, match="ledger.jsonl: its first"):
         run(tmp_path / "r")
+
+
+def damage_ledger(path, kind):
+    """Damages the ledger of a run stopped in round 3; the deterministic lines that are lost."""
+    rows = path.read_bytes().splitlines(keepends=True)
+    parsed = [json.loads(row) for row in rows]
+    place = [e["event"] for e in parsed].index("round") + 1  # the second trainer's line
+    lost = [parsed[place]]
+    if kind == "garbled":
+        rows[place] = b"\0" * (len(rows[place]) - 1) + b"\n"
+    elif kind == "deleted":
+        del rows[place]
+    elif kind == "shortened":
+        lost, rows[place:] = parsed[place:], [rows[place][:20]]
+    elif kind == "gone":
+        lost, rows = parsed, []
+    elif kind == "after the checkpoint":
+        lost, rows = [], [*rows, b"x\n", rows[place]]
+    path.write_bytes(b"".join(rows))
+    return deterministic_lines(lost)
+
+
+@pytest.mark.parametrize(
+    "kind", ["garbled", "deleted", "shortened", "gone", "after the checkpoint"]
+)
+def test_a_damaged_ledger_is_rebuilt_and_the_newest_checkpoint_goes_on(tmp_path, whole, kind):
+    stop_at(tmp_path / "r", at_read=10)
+    path = tmp_path / "r" / "ledger.jsonl"
+    lost = damage_ledger(path, kind)
+    before = path.read_bytes()
+    with pytest.raises((CheckpointError, DataError)) as refusal:
+        run(tmp_path / "r")
+    assert refusal.value.exit_code == 3 and path.read_bytes() == before
+    assert "--rebuild-ledger" in str(refusal.value) and "scripts/export.py" in str(refusal.value)
+    assert "rebuilt for the checkpoint of round 3" in rebuild_ledger(tmp_path / "r")
+    # Once is enough: the next start may or may not ask for it, and so may the one after a kill.
+    assert rebuild_ledger(tmp_path / "r") is None
+    stop_at(tmp_path / "r", at_read=1)
+    result = run(tmp_path / "r")
+    assert result.controller == whole.controller and result.loss == whole.loss
+    for one, other in zip(
+        jax.tree.leaves(result.ensemble), jax.tree.leaves(whole.ensemble), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert lines(tmp_path / "r") == [line for line in lines(whole.workdir) if line not in lost]
+    (gap,) = events(tmp_path / "r", "gap")
+    assert gap["unreadable_lines"] == (kind in ("garbled", "after the checkpoint"))
+    assert gap["lost_rounds"] == {"shortened": [2, 3], "gone": [1, 2, 3]}.get(kind, [])
+    assert (gap["intact_bytes"] > 0) == (kind == "after the checkpoint")
+
+
+def test_a_ledger_whose_rebuilt_lines_change_is_refused_again(tmp_path):
+    stop_at(tmp_path / "r", at_read=10)
+    path = tmp_path / "r" / "ledger.jsonl"
+    damage_ledger(path, "deleted")
+    rebuild_ledger(tmp_path / "r")
+    path.write_bytes(path.read_bytes().replace(b'"round": 1', b'"round": 9', 1))
+    with pytest.raises(CheckpointError, match="--rebuild-ledger"):
+        run(tmp_path / "r")
+
+
+def test_a_ledger_is_not_rebuilt_where_it_is_whole_or_no_checkpoint_is(tmp_path):
+    assert rebuild_ledger(tmp_path / "r") is None and not (tmp_path / "r").exists()
+    stop_at(tmp_path / "r", at_read=10)
+    path = tmp_path / "r" / "ledger.jsonl"
+    before = path.read_bytes()
+    assert rebuild_ledger(tmp_path / "r") is None and path.read_bytes() == before
+    damage_ledger(path, "garbled")
+    shutil.rmtree(tmp_path / "r" / "checkpoints")
+    with pytest.raises(CheckpointError, match="no whole checkpoint to go on from"):
+        rebuild_ledger(tmp_path / "r")
 
 
 # -- what may change ---------------------------------------------------------------------------

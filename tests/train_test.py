@@ -371,6 +371,20 @@ def test_out_of_memory_in_a_program_that_has_run_goes_back_to_what_is_saved(
     assert run(tmp_path / "r", settings_of(**groups)).controller.max_batch_size == 2  # as saved
 
 
+def test_rounds_run_again_after_running_out_of_memory_use_the_same_sequences(tmp_path, monkeypatch):
+    """Where the smaller device would clip the batch, as it does from the next round on."""
+    groups = {
+        "num_rounds": 4,
+        "ensemble": {"num_trainers": 1, "num_workers": 1},
+        "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+    }
+    Exhausted(monkeypatch, largest=2, from_call=3)
+    run(tmp_path / "r", settings_of(**groups))  # from the start: nothing was saved
+    plans = [(2, 2)] * 3 + [(2, 1)]
+    sizes = ("micro_batch_size", "num_accum_steps")
+    assert [tuple(e[s] for s in sizes) for e in events(tmp_path / "r", "round")] == plans
+
+
 def test_one_of_several_processes_leaves_word_that_an_older_save_does_not_take_away(
     tmp_path, monkeypatch
 ):

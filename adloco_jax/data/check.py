@@ -37,7 +37,7 @@ def guess_source(path: str) -> str:
         return "tokens"
     name = Path(path).name.removesuffix(".gz")
     is_hub_name = HUB_NAME.fullmatch(path) and Path(name).suffix not in (*_SOURCES, ".txt")
-    if is_hub_name and not Path(path).exists():
+    if is_hub_name and not sources.local_path(path, key="path").exists():
         return "hub"
     first = sources.find_files(path, key="path")[0]
     return _SOURCES.get(Path(first.name.removesuffix(".gz")).suffix, "text")

@@ -29,7 +29,7 @@ class Labelled:
       seed: Decides the order, not the split.
       num_streams: Streams that each trainer's subset is dealt into.
       subset_frac: Share of the rows each trainer draws from.
-      num_also_heldout: Texts left out of training because a held-out row has the same tokens.
+      num_also_heldout: Texts left out of training because a held-out one is the same.
     """
 
     rows: np.ndarray
@@ -89,7 +89,8 @@ def load_labelled(
 ) -> Labelled:
     """Reads JSON lines of text and class, tokenises them, and splits them class by class.
 
-    A text that has the tokens of a held-out one is not trained on, whatever its class.
+    A text of which a copy is held out is not trained on, whatever its class; texts that only begin
+    alike are.
 
     A text becomes `[first] tokens [last]`: the tokenizer's own classification and separator tokens,
     or its end of text for both. Of longer texts the beginning is kept. Rows are no longer than the
@@ -145,10 +146,10 @@ def load_labelled(
         is_heldout = _by_class(labels, heldout_frac)
     check_round_trip(texts, tokenizer)
     rows, num_truncated = _rows(texts, labels, tokenizer, sequence_length)
-    heldout_rows, rows = rows[is_heldout], rows[~is_heldout]
-    known = {row[1:].tobytes() for row in heldout_rows}  # whatever its class
-    is_heldout_too = np.array([row[1:].tobytes() in known for row in rows], bool)
-    rows = rows[~is_heldout_too]
+    known = {text for text, held in zip(texts, is_heldout, strict=True) if held}
+    is_known = np.array([text in known for text in texts], bool)
+    num_also_heldout = int(np.sum(is_known & ~is_heldout))
+    heldout_rows, rows = rows[is_heldout], rows[~is_known]
     if num_sequences is not None and num_sequences < len(rows):
         drawn = permute(np.arange(num_sequences), num_items=len(rows), key=np.zeros(1, np.uint64))
         rows = rows[np.sort(drawn)]  # at random: files are often sorted by class
@@ -157,7 +158,7 @@ def load_labelled(
     if fewest < _MIN_HELDOUT or have_rows < num_streams:
         raise DataError(
             f"data.path={path}: too few texts: have {have_rows} for a trainer"
-            f" ({is_heldout_too.sum()} that are held out too are left out) and {fewest} held out"
+            f" ({num_also_heldout} that are held out too are left out) and {fewest} held out"
             f" of the rarest class, need {num_streams}, one per worker stream, and {_MIN_HELDOUT};"
             " give more, fewer workers (ensemble.num_workers) or a larger data.heldout_frac"
         )
@@ -175,7 +176,7 @@ def load_labelled(
         seed=seed,
         num_streams=num_streams,
         subset_frac=subset_frac,
-        num_also_heldout=int(is_heldout_too.sum()),
+        num_also_heldout=num_also_heldout,
     )
 
 

@@ -200,7 +200,7 @@ def prepare(
     encoder = load_tokenizer(request.tokenizer)
     shards = find_shards(request)
     wanted = _wanted(request, encoder, shards)
-    folder = Path(os.path.abspath(Path(folder).expanduser()))
+    folder = Path(os.path.abspath(os.path.expanduser(folder)))
     if found := _finished(folder, wanted):
         return found
     partial = folder.with_name(folder.name + ".partial")

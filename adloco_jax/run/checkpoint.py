@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -69,6 +69,7 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
+        self._has_saved = bool(list_rounds(folder))  # in this process, or in one before
         if processes.is_first():
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
@@ -83,19 +84,22 @@ class Saver:
 
         Raises:
           ResourceError: If the save before this one failed, or this one cannot begin.
+          CheckpointError: If the checkpoints were deleted meanwhile.
         """
         start_s = time.perf_counter()
         self.wait()
         staging = self._folder / _STAGING
-        with _write_errors(self._folder / str(round_index)):
+        with self._write_errors(round_index, has_begun=False):
             _agreed("a checkpoint begins", _FAULTS, self._make_staging, staging)
+        with self._write_errors(round_index):
             arrays = _fields(arrays)
             self._orbax.save(staging.absolute() / _ARRAYS, args=ocp.args.StandardSave(arrays))
         blocked_s = time.perf_counter() - start_s
 
         def finish():
-            with _write_errors(self._folder / str(round_index)):
+            with self._write_errors(round_index):
                 size_bytes = self._finish_together(round_index, host, loss)
+            self._has_saved = True
             self._on_saved(Saved(round_index, size_bytes, blocked_s, time.perf_counter() - start_s))
 
         self._pending = self._thread.submit(finish)
@@ -109,7 +113,8 @@ class Saver:
         """Waits until the last save is verified.
 
         Raises:
-          ResourceError: If it failed; the checkpoints before it are as they were.
+          ResourceError: If it failed; says which checkpoint there is to go on from.
+          CheckpointError: If the checkpoints were deleted meanwhile.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -119,6 +124,32 @@ class Saver:
         """Waits for the last save, whatever becomes of it, and ends the thread."""
         self._thread.shutdown()
         self._orbax.close()
+
+    @contextlib.contextmanager
+    def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
+        """Errors of writing as ours, with what can be done as the folder is by then."""
+        try:
+            yield
+        except _FAULTS as error:
+            target = self._folder / str(round_index)
+            is_there = target.exists()
+            is_deleted = has_begun and not is_there and not (self._folder / _STAGING).exists()
+            what = f"the checkpoint cannot be written ({' '.join(str(error).split())[:300]})"
+            room = "make room, and run the same command again"
+            if is_deleted:
+                what, room = "deleted while it was written", "run the same command again"
+            older = [number for number in list_rounds(self._folder) if number != round_index]
+            kind = CheckpointError if is_deleted else ResourceError
+            if older:
+                advice = f"the one before it is {self._folder / str(older[0])}; {room}"
+            elif is_there:
+                advice = f"no other one is there; {room}, which uses this one if it is whole"
+            elif self._has_saved:
+                kind = CheckpointError
+                advice = "those before are gone; restore them from a copy, or name another folder"
+            else:
+                advice = f"none was saved before it; {room}, which starts over"
+            raise kind(f"{target}: {what}; {advice}") from error
 
     def _finish_together(self, round_index: int, host: dict, loss: float | None) -> int:
         """Once every process has written its arrays, the first one makes a checkpoint of them."""
@@ -426,15 +457,3 @@ def _agreed(
     if failed := [f"process {number}: {what}" for number, what in enumerate(said) if what]:
         raise Damaged("; ".join(failed))
     return cast(T, outcome)
-
-
-@contextlib.contextmanager
-def _write_errors(target: Path):
-    try:
-        yield
-    except _FAULTS as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ResourceError(
-            f"{target}: the checkpoint cannot be written ({reason}); older ones are as they were;"
-            " make room, and run the same command again"
-        ) from error

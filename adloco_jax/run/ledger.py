@@ -24,6 +24,11 @@ from adloco_jax.run.crashpoints import hit
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal"})
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # anew when rounds are run again
 
+_ADVICE = (
+    "restore the file from a copy, or give --rebuild-ledger to go on from the newest whole"
+    " checkpoint with the lines that can be read; scripts/export.py makes a model of a checkpoint"
+)
+
 START = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # of an empty ledger, see `cut`
 
 
@@ -123,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
         if event is None:
             raise DataError(
                 f"{path}:{number}: expected a JSON object with the key 'event', found "
-                f"{line[:40]!r}; restore the file from a copy, or delete the line"
+                f"{line[:40]!r}; {_ADVICE}"
             )
         events.append(event)
     last = _parse(rest)
@@ -183,25 +188,109 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
     """
     path = Path(path)
     content = path.read_bytes() if path.exists() else b""
-    head, tail = content[: position["bytes"]], content[position["bytes"] :]
-    if hashlib.sha256(head).hexdigest() != position["sha256"]:
+    end = _end_of(content, position)
+    if end is None:
         raise CheckpointError(
             f"{path}: its first {position['bytes']} bytes are not those that the checkpoint was"
-            " written with; restore the file from a copy"
+            f" written with; {_ADVICE}"
         )
+    head, tail = content[:end], content[end:]
     events = [(line, _parse(line)) for line in tail.splitlines(keepends=True)]
     kept = [
         line
         for line, event in events
         if event is not None and event["event"] not in _REPEATED_EVENTS and line.endswith(b"\n")
     ]
-    if len(kept) == len(events):
-        return
+    if len(kept) < len(events):
+        _replace(path, head + b"".join(kept))
+
+
+def rebuild(
+    path: str | os.PathLike[str],
+    *,
+    position: dict,
+    round_index: int,
+    earlier: Iterable[dict] = (),
+) -> dict | None:
+    """Replaces a damaged ledger by those of its lines that can be read, and says what is lost.
+
+    As in `cut`, lines of rounds after the checkpoint's go. A last line, "gap", takes the place of
+    what the checkpoint was written with, so that the run can go on from there.
+
+    Args:
+      path: The ledger's file.
+      position: From `Ledger.position`, when the checkpoint was written.
+      round_index: Rounds completed then.
+      earlier: Positions of older checkpoints, which may tell how far the ledger is intact.
+
+    Returns:
+      The "gap" line: `round`; `unreadable_lines`, which were dropped; `lost_rounds`, of which no
+      line is left; `intact_bytes`, the beginning that is known to be as it was written, while of
+      the lines after it this is not known; the `position` replaced and what was `kept`. None if
+      nothing is damaged: then nothing is written.
+
+    Raises:
+      ResourceError: If the disk takes no more.
+    """
+    path = Path(path)
+    content = path.read_bytes() if path.exists() else b""
+    *lines, rest = content.split(b"\n")
+    if _parse(rest) is not None:  # else it is the line that a killed process left
+        lines.append(rest)
+    end, offset, unreadable, kept, rounds = _end_of(content, position), 0, 0, b"", set()
+    for line in lines:
+        event, offset = _parse(line), offset + len(line) + 1
+        if event is None:
+            unreadable += 1
+            continue
+        in_head = end is not None and offset <= end
+        number = event.get("round")
+        is_before = end is None and type(number) is int and number <= round_index
+        if in_head or is_before or event["event"] not in _REPEATED_EVENTS:
+            kept += line + b"\n"
+            rounds |= {number} if event["event"] == "round" else set()
+    if end is not None and not unreadable:
+        return None
+    known = [each["bytes"] for each in (position, *earlier) if _holds(content, each)]
+    gap = {
+        "event": "gap",
+        "round": round_index,
+        "unreadable_lines": unreadable,
+        "lost_rounds": [number for number in range(1, round_index + 1) if number not in rounds],
+        "intact_bytes": max(known, default=0),
+        "position": position,
+        "kept": {"bytes": len(kept), "sha256": hashlib.sha256(kept).hexdigest()},
+    }
+    _replace(path, kept + json.dumps(gap).encode() + b"\n")
+    return gap
+
+
+def _holds(content: bytes, position: dict) -> bool:
+    """Whether a ledger begins as it did at a position."""
+    return hashlib.sha256(content[: position["bytes"]]).hexdigest() == position["sha256"]
+
+
+def _end_of(content: bytes, position: dict) -> int | None:
+    """Where the lines up to a position end, or those that `rebuild` left of them."""
+    if _holds(content, position):
+        return position["bytes"]
+    found, end = None, 0
+    for line in content.splitlines(keepends=True):
+        start, end = end, end + len(line)
+        event = _parse(line) or {"event": ""}
+        if (event["event"], event.get("position")) == ("gap", position):
+            kept = {"bytes": start, "sha256": hashlib.sha256(content[:start]).hexdigest()}
+            found = end if event.get("kept") == kept else found
+    return found
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replaces the file as a whole."""
     replacement = path.with_name(".ledger.jsonl")
     with _write_errors(path):
         hit("ledger.cut")
         with open(replacement, "wb") as file:
-            file.write(head + b"".join(kept))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         hit("ledger.cut_written")

@@ -30,7 +30,7 @@ from adloco_jax.adloco import (
     share_done,
 )
 from adloco_jax.core.batching import next_batch_size
-from adloco_jax.errors import Preempted, ResourceError
+from adloco_jax.errors import CheckpointError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run.batches import classes, round_keys
 from adloco_jax.run.checkpoint import Saver
@@ -336,7 +336,7 @@ class Checkpoints:
             self.saver.save(
                 index, state.ensemble, self._host(state), loss=evaluated if known else None
             )
-        except ResourceError as error:
+        except (CheckpointError, ResourceError) as error:
             self._failed(error, index)
 
     def settle(self, round_index: int = 0, *, wait: bool = True) -> None:
@@ -346,10 +346,10 @@ class Checkpoints:
                 self.saver.wait()
             else:
                 self.saver.check()
-        except ResourceError as error:
+        except (CheckpointError, ResourceError) as error:
             self._failed(error, round_index)
 
-    def _failed(self, error: ResourceError, round_index: int) -> None:
+    def _failed(self, error: CheckpointError | ResourceError, round_index: int) -> None:
         if self.watch.settings.checkpoint.on_save_error == "stop":
             raise error
         self.watch.ledger.write("fault", kind="save", round=round_index, cause=str(error))

@@ -7,6 +7,7 @@ change freely, some only with `--accept-config-change`, and the rest make anothe
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
+<<<<<<< HEAD
 from adloco_jax.adloco import Control, State, share_done
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.run import processes
@@ -33,6 +35,15 @@ from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
 from adloco_jax.settings import Settings
+=======
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.run import processes
+from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, read_host, verify
+from adloco_jax.run.config import KNOBS, Settings, default_config, validate
+from adloco_jax.run.controller import share_done
+from adloco_jax.run.crashpoints import hit
+from adloco_jax.run.ledger import finish, read, rebuild
+>>>>>>> integ
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -167,6 +178,61 @@ def finished(
     except Damaged as error:
         return [str(error)]
     return []
+
+
+def rebuild_ledger(workdir: str | Path) -> str | None:
+    """Makes a damaged ledger one that the newest whole checkpoint can go on with.
+
+    Args:
+      workdir: The run's folder; it need not exist.
+
+    Returns:
+      What was lost, in a line; None if the ledger is intact, and was left alone.
+
+    Raises:
+      ConfigError: If another process runs there.
+      CheckpointError: If the ledger is damaged and no checkpoint is whole.
+      ResourceError: If the disk takes no more.
+    """
+    folder = Path(workdir)
+    check_workdir(folder)
+    if not (folder / "ledger.jsonl").exists() and not (folder / "checkpoints").exists():
+        return None
+    with exclusive(folder):
+        act = functools.partial(_rebuild_ledger, folder)
+        return processes.from_first(processes.together(act))
+
+
+def _rebuild_ledger(folder: Path) -> str | None:
+    if not processes.is_first():
+        return None
+    path, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
+    newest, positions = None, []
+    for number in list_rounds(checkpoints):
+        with contextlib.suppress(Damaged, KeyError):
+            if newest is None:
+                verify(checkpoints / str(number))
+            positions.append(read_host(checkpoints / str(number))["ledger"])
+            newest = number if newest is None else newest
+    if newest is None:
+        with contextlib.suppress(DataError):
+            if path.exists():
+                read(path)
+            return None  # what is wrong with the checkpoints, the run says
+        raise CheckpointError(
+            f"{path}: damaged, and {checkpoints} has no whole checkpoint to go on from; restore"
+            " either from a copy, or name another folder"
+        )
+    position, *earlier = positions
+    gap = rebuild(path, position=position, round_index=newest, earlier=earlier)
+    if gap is None:
+        return None
+    rounds = ", ".join(map(str, gap["lost_rounds"])) or "none"
+    return (
+        f"{path}: rebuilt for the checkpoint of round {newest}; lines that could not be read:"
+        f" {gap['unreadable_lines']}, rounds without a line: {rounds}; the first"
+        f" {gap['intact_bytes']} bytes are known to be as they were written"
+    )
 
 
 def change_class(key: str) -> Change:

@@ -103,8 +103,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             if not isinstance(event.get(name, "absent"), kinds):
                 raise DataError(
                     f"{path}: a {event['event']} line has {name} = {event.get(name, 'absent')!r};"
-                    " restore the file from a copy, or delete the line (or run it again, if it is"
-                    " an older version's)"
+                    " restore the file from a copy, or run it again if it is an older version's"
                 )
     return Run(Path(folder), events)
 
