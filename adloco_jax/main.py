@@ -175,12 +175,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from adloco_jax.run import processes  # late, so that a config error is quick
     from adloco_jax.run.plan import plan
-<<<<<<< HEAD
-    from adloco_jax.run.resume import finished
-=======
     from adloco_jax.run.resume import finished, rebuild_ledger
-    from adloco_jax.run.train import train
->>>>>>> integ
     from adloco_jax.study import report
     from adloco_jax.training import train
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
@@ -290,7 +291,7 @@ def _begin(
     stack: contextlib.ExitStack,
     stop: threading.Event,
     faults: list[dict],
-    smaller: dict[str, int],
+    smaller: dict[str, Any],
     accept_data_change: bool,
 ) -> _Attempt:
     """Restores the newest checkpoint, or starts from the beginning where there is none.
@@ -411,9 +412,9 @@ def _after_failure(
     attempt: _Attempt,
     error: jax.errors.JaxRuntimeError | OSError,
     faults: list[dict],
-    smaller: dict[str, int],
+    smaller: dict[str, Any],
     failed_round: int | None,
-) -> tuple[list[dict], dict[str, int]]:
+) -> tuple[list[dict], dict[str, Any]]:
     """What the next attempt records, and the changes of its control.
 
     Raises:

@@ -18,13 +18,8 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted
 from adloco_jax.run import checkpoint, crashpoints, train
 from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines, read
-<<<<<<< HEAD
-from adloco_jax.run.resume import change_class, exclusive
-from adloco_jax.training import fit
-=======
 from adloco_jax.run.resume import change_class, exclusive, rebuild_ledger
-from adloco_jax.run.train import fit
->>>>>>> integ
+from adloco_jax.training import fit
 
 # Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
 RUN = {

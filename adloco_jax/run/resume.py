@@ -18,9 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
-<<<<<<< HEAD
 from adloco_jax.adloco import Control, State, share_done
-from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.checkpoint import (
     MAX_JSON_BYTES,
@@ -32,18 +31,9 @@ from adloco_jax.run.checkpoint import (
 )
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import finish, read
+from adloco_jax.run.ledger import finish, read, rebuild
 from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
 from adloco_jax.settings import Settings
-=======
-from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.run import processes
-from adloco_jax.run.checkpoint import MAX_JSON_BYTES, Damaged, list_rounds, read_host, verify
-from adloco_jax.run.config import KNOBS, Settings, default_config, validate
-from adloco_jax.run.controller import share_done
-from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import finish, read, rebuild
->>>>>>> integ
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
