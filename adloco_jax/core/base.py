@@ -111,9 +111,60 @@ class BatchPlan(NamedTuple):
     num_accum_steps: int
 
 
+def trainable(params: PyTree) -> PyTree:
+    """The floating-point leaves, None in place of others: PRNG keys and counts are no parameters.
+
+    Raises:
+      ValueError: If a leaf is complex: norms and means here are those of real numbers.
+    """
+
+    def select(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"params: a leaf of shape {leaf.shape} is {leaf.dtype}, expected real numbers;"
+                " hold its real and imaginary parts as two leaves"
+            )
+        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+
+    return jax.tree.map(select, params)
+
+
+def with_trainable(params: PyTree, values: PyTree) -> PyTree:
+    """`params` with the leaves that `trainable` selects replaced."""
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
+
+
+def trainable_loss(loss_fn: LossFn, params: PyTree) -> LossFn:
+    """`loss_fn` of what `trainable` selects; also raised if it returns anything but one number."""
+
+    def loss_of(values, batch, **taps):
+        loss = loss_fn(with_trainable(params, values), batch, **taps)
+        shape = jax.tree.map(jnp.shape, loss)
+        if shape != ():
+            raise ValueError(
+                f"loss_fn: returned shape {shape}, expected one number, the mean over the batch;"
+                " take jnp.mean of a loss per example, and return no auxiliary output"
+            )
+        return loss
+
+    return loss_of
+
+
+def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype to do arithmetic in: of float64 its own, else float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def is_key(leaf: Array) -> bool:
+    """Whether an array holds typed PRNG keys, which have neither a mean nor another dtype."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     """`tree` in the dtypes of `like`: a transformation may widen the state it was started with."""
-    return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
+    return jax.tree.map(
+        lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
+    )
 
 
 def block_size(owner_R: Array | np.ndarray, num_trainers: int) -> int | None:
@@ -145,11 +196,12 @@ def owner_mean(
     weights_R: Array | None = None,
     usable_R: Array | None = None,
 ):
-    """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
+    """Weighted mean over each trainer's workers, float32 at least: leaves [R, ...] -> [M, ...].
 
     Workers are chosen by selection, never by a zero weight, so that the non-finite worker of one
     trainer does not poison another. Only a positive finite weight counts; a trainer without one
-    takes the plain mean of its usable workers, and zeros if it has none.
+    takes the plain mean of its usable workers, and zeros if it has none. Of PRNG keys it is the
+    first worker's.
     """
     weights_R = jnp.ones(owner_R.shape, jnp.float32) if weights_R is None else weights_R
     usable_R = jnp.ones(owner_R.shape, bool) if usable_R is None else usable_R
@@ -162,8 +214,10 @@ def owner_mean(
         share_R = share_R / jnp.sum(share_R)
 
         def leaf_mean(leaf_R):
+            if is_key(leaf_R):
+                return leaf_R[jnp.argmax(mine_R)]
             shape = (-1,) + (1,) * (leaf_R.ndim - 1)
-            leaf_R = leaf_R.astype(jnp.float32) * share_R.reshape(shape)
+            leaf_R = leaf_R.astype(at_least_float32(leaf_R.dtype)) * share_R.reshape(shape)
             return jnp.sum(jnp.where(mine_R.reshape(shape), leaf_R, 0.0), axis=0)
 
         return jax.tree.map(leaf_mean, tree_R)
@@ -203,16 +257,19 @@ def move_workers(
     """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
 
     The mean is over the workers that were already there; whole numbers, such as Adam's count of
-    updates, are rounded. `source` and `joined_R` are positions in `ensemble`.
+    updates, are rounded, and a PRNG key is the first one's. `source` and `joined_R` are positions
+    in `ensemble`.
     """
     mean_M = owner_mean(ensemble.inner_state_R, ensemble.owner_R, ensemble.num_trainers)
 
     def move(leaf_R, mean_leaf_M):
         joined = mean_leaf_M[joined_R]
-        if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
-            joined = jnp.round(joined)
+        if not is_key(leaf_R):
+            if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
+                joined = jnp.round(joined)
+            joined = joined.astype(leaf_R.dtype)
         stays = stays_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1))
-        return jnp.where(stays, leaf_R[source], joined.astype(leaf_R.dtype))
+        return jnp.where(stays, leaf_R[source], joined)
 
     return jax.tree.map(move, ensemble.inner_state_R, mean_M)
 
