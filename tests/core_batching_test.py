@@ -297,3 +297,34 @@ def test_replay_takes_the_recorded_batch_and_then_stays_at_the_last():
     assert [replay(history=[4, 4, 9], round_index=r) for r in range(5)] == [4, 4, 9, 9, 9]
     with pytest.raises(ValueError, match="empty"):
         replay(history=[], round_index=0)
+
+
+@pytest.mark.parametrize("mode", ["unbiased", "paper"])
+@pytest.mark.parametrize("test", ["inner_product", "augmented"])
+def test_statistics_without_inner_products_are_refused(test, mode):
+    """They would give NaN, or with the paper's plug-in values a request of zero."""
+    package, _, _ = TESTS[test]
+    stats = stats_from(sums_of())
+    zero = np.float64(0)
+    without = stats.replace(ip_sum=zero, ip_weight=zero, plugin_ip_sum=zero, plugin_orth_sum=zero)
+    with pytest.raises(ValueError, match="stats: taken without inner products"):
+        package(without, mode=mode)
+    with np.errstate(invalid="ignore"):  # of too few examples for them
+        few = package(stats.replace(ip_sum=zero, ip_weight=zero), mode=mode)
+    assert np.isnan(few) == (mode == "unbiased")
+
+
+@pytest.mark.parametrize("name", ["requested_batch_size", "max_batch_size", "multiplier"])
+def test_switch_mode_refuses_what_is_no_whole_number(name, unchecked):
+    sizes = {"requested_batch_size": 9, "max_batch_size": 4, "multiplier": 2}
+    with pytest.raises(ValueError, match=f"{name}=2.5: expected a whole number"):
+        switch_mode(**sizes | {name: 2.5})
+    assert switch_mode(**sizes | {name: np.int64(sizes[name])}) == BatchPlan(4, 3)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_cap"])
+def test_a_next_batch_size_from_what_is_no_whole_number_is_refused(name, unchecked):
+    sizes = {"batch_size": 4, "batch_cap": 64}
+    for requested in (7.2, math.nan):
+        with pytest.raises(ValueError, match=f"{name}=4.5: expected a whole number"):
+            next_batch_size(requested, max_growth=2.0, **sizes | {name: 4.5})

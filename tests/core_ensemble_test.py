@@ -1,6 +1,7 @@
 """Making the stack, taking parts of it and putting them back, moving workers."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -255,3 +256,63 @@ def test_unmoved_workers_change_nothing():
 def test_impossible_moves_are_refused(owner_R, words):
     with pytest.raises(ValueError, match=words):
         reassign(ensemble_of(2, [0, 1, 1]), owner_R)
+
+
+# --- What is no parameter
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "params: expected a pytree with at least one floating-point array"),
+        ({"steps": jnp.zeros(2, jnp.int32)}, "at least one floating-point array"),
+        ({"w": jnp.zeros(2), "act": jnp.tanh}, r"params\['act'\]: got .*tanh.*expected an array"),
+        (lambda x: x, "params: got <function .*expected an array"),
+        ({"w": jnp.zeros(2, jnp.complex64)}, "complex64, expected real numbers"),
+    ],
+)
+def test_what_is_no_parameter_is_named(params, words, unchecked):
+    with pytest.raises(ValueError, match=words):
+        init(params, num_trainers=1, num_workers=1, inner_tx=ADAMW, outer_tx=NESTEROV)
+
+
+@pytest.mark.parametrize(
+    ("workers", "theirs"), [((1, 2), "[0, 3]"), ((0, 1), "[0, 3]"), ((2,), "[0, 3]")]
+)
+def test_another_trainers_workers_are_refused(workers, theirs):
+    whole = ensemble_of(3, [0, 1, 2, 0])
+    with pytest.raises(ValueError, match=f"at least one of each; theirs are {re.escape(theirs)}"):
+        take(whole, (0,), workers=workers)
+    with pytest.raises(ValueError, match="workers=.*expected workers of trainers"):
+        put(whole, (0,), take(whole, (0,)), workers=workers)
+
+
+def test_groups_taken_before_any_is_put_back_are_one_round():
+    """As `put` says; and that taking from what it returned counts every group."""
+
+    def step(sub):
+        return sub.replace(round=sub.round + 1)
+
+    start = after = chained = ensemble_of(3, [0, 1, 2]).replace(round=jnp.int32(4))
+    for trainers in ((0,), (2, 1)):
+        after = put(after, trainers, step(take(start, trainers)))
+        chained = put(chained, trainers, step(take(chained, trainers)))
+    assert (int(after.round), int(chained.round)) == (5, 6)
+
+
+def test_keys_in_an_optimizers_state_are_taken_put_and_moved():
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    whole = init(jnp.zeros(2), num_trainers=2, num_workers=3, inner_tx=noisy, outer_tx=noisy)
+    keys_R = jax.random.split(jax.random.key(1), 3)
+    state, *rest = whole.inner_state_R
+    whole = whole.replace(inner_state_R=(state._replace(rng_key=keys_R), *rest))
+
+    def bits(ensemble):
+        return jax.random.key_data(ensemble.inner_state_R[0].rng_key)
+
+    sub = take(whole, (1,))
+    np.testing.assert_array_equal(bits(sub), bits(whole)[2:])
+    np.testing.assert_array_equal(bits(put(whole, (1,), sub)), bits(whole))
+    # Workers 0 and 1 are the first trainer's; one that joins takes its trainer's first one's key.
+    moved = reassign(whole, [0, 1, 1, 0])
+    np.testing.assert_array_equal(bits(moved), bits(whole)[np.array([0, 2, 2, 0])])

@@ -342,10 +342,81 @@ def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():
     def wrapped(params, batch, **kwargs):
         return tapped_loss(params, batch, **kwargs)
 
-    taps = program(tapped_loss, "taps")
-    assert taps != program(tapped_loss, "vmap")
-    assert program(tapped_loss, "auto") == program(wrapped, "auto") == taps
+    taps, vmap = program(tapped_loss, "taps"), program(tapped_loss, "vmap")
+    assert taps != vmap
+    assert program(tapped_loss, "auto") == program(wrapped, "taps") == taps
+    assert program(wrapped, "auto") == vmap
     assert program(loss_fn, "auto") == program(loss_fn, "vmap")
+
+
+def test_auto_does_not_take_a_loss_with_any_keyword_for_a_tapped_one():
+    """Its norms would be zero: no noise, and the batch would never grow."""
+
+    def loss(params, batch, **options):
+        return loss_fn(params, batch)
+
+    stats = gradient_stats(loss, params_of(), batch_of(9), estimator="auto", inner_products=False)
+    np.testing.assert_allclose(
+        stats.noise, stats_of(inner_products=False)(params_of(), batch_of(9)).noise, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("estimator", ["auto", "taps"])
+@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_tap_that_the_loss_does_not_use_is_refused_while_tracing(estimator, wrap, chunk_size):
+    def loss(params, batch, tap_B=None):
+        taken = 0.0 if tap_B is None else jnp.sum(tap_B < 0)  # its value alone is no use of it
+        return loss_fn(params, batch) + 0.0 * taken
+
+    stats = functools.partial(
+        gradient_stats, wrap(loss), estimator=estimator, chunk_size=chunk_size
+    )
+    with pytest.raises(ValueError, match="takes the keyword tap_B without using it"):
+        jax.eval_shape(stats, params_of(), batch_of(8))
+
+
+ESTIMATORS = [("vmap", None), ("taps", None), ("chunks", 2), ("jvp", None)]
+
+
+@pytest.mark.parametrize(("estimator", "chunk_size"), ESTIMATORS)
+def test_float64_parameters_give_the_statistics_of_float32_ones(estimator, chunk_size):
+    def stats(params, batch):
+        return gradient_stats(
+            tapped_loss, params, batch, estimator=estimator, chunk_size=chunk_size, num_examples=7
+        )
+
+    expected = jax.jit(stats)(params_of(), batch_of(8))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (params_of(), batch_of(8)))
+        actual = jax.jit(stats)(*wide)
+        assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {np.dtype(np.float32)}
+        assert_same(in_true_units(actual), in_true_units(expected), rtol=2e-4)
+
+
+@pytest.mark.parametrize(("estimator", "chunk_size"), ESTIMATORS)
+def test_a_loss_per_example_is_refused_by_every_estimator(estimator, chunk_size):
+    def losses(params, batch, tap_B=None):
+        return jnp.sum(batch["x"] @ params["w"], axis=-1)
+
+    with pytest.raises(ValueError, match=r"loss_fn: returned shape \(\d,\), expected one number"):
+        gradient_stats(losses, params_of(), batch_of(8), estimator=estimator, chunk_size=chunk_size)
+
+
+def test_complex_parameters_have_no_statistics():
+    params = dict(params_of(), w=params_of()["w"] + 1j)
+    with pytest.raises(ValueError, match="complex64, expected real numbers"):
+        gradient_stats(loss_fn, params, batch_of(8))
+
+
+def test_parameters_that_hold_a_key_have_the_statistics_of_the_others():
+    params = dict(params_of(), key=jax.random.key(0))
+
+    def loss(params, batch):
+        return loss_fn(params, batch) + 0.0 * jax.random.normal(params["key"])
+
+    actual = gradient_stats(loss, params, batch_of(9))
+    assert_same(in_true_units(actual), in_true_units(stats_of()(params_of(), batch_of(9))))
 
 
 @pytest.mark.parametrize(

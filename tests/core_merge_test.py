@@ -262,3 +262,32 @@ def test_whole_numbers_in_the_outer_state_are_the_representatives_own():
 def test_impossible_merges_are_refused_while_tracing(members, weights, words):
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(lambda e: merge(e, members, weights=weights), ensemble_of(3, [0, 1, 2]))
+
+
+def test_equal_float64_trainers_merge_into_what_they_were():
+    """Through float32 they would move by a part in ten million."""
+    with jax.enable_x64(True):
+        params = np.random.default_rng(0).normal(size=(2, 3))
+        tx = optax.sgd(1.0)
+        ensemble = init(params, num_trainers=3, num_workers=3, inner_tx=tx, outer_tx=tx)
+        merged = merge(ensemble, (2, 0, 1), weights=[3, 1, 2])
+        assert merged.params_M.dtype == np.float64
+        np.testing.assert_array_equal(merged.params_M[0], params)
+
+
+def test_complex_trainers_are_refused():
+    ensemble = init(jnp.zeros(2), num_trainers=2, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
+    ensemble = ensemble.replace(params_M=ensemble.params_M + 1j)
+    with pytest.raises(ValueError, match="complex64, expected real numbers"):
+        merge(ensemble, (0, 1), weights=[1, 1])
+
+
+def test_keys_of_the_representative_survive_a_merge():
+    noisy = optax.add_noise(0.1, 0.5, 0)
+    params = {"w": jnp.zeros(2), "key": jax.random.key(3)}
+    ensemble = init(params, num_trainers=2, num_workers=2, inner_tx=noisy, outer_tx=noisy)
+    keys_M = jax.random.split(jax.random.key(3))
+    ensemble = ensemble.replace(params_M=dict(ensemble.params_M, key=keys_M))
+    merged = merge(ensemble, (1, 0), weights=[1, 3])
+    assert (merged.params_M["key"] == keys_M[1:]).all()
+    assert merged.inner_state_R.rng_key.shape == (2,)

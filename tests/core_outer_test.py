@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import oracle
 import pytest
 from hlo import collectives
@@ -715,6 +716,168 @@ def test_leaves_that_disagree_and_empty_batches_are_refused():
         step(ensemble, {})
     with pytest.raises(ValueError, match="batch: a leaf has shape"):
         step(ensemble, {"x": jnp.zeros((2, 1, 3, 3)), "y": jnp.zeros((1, 1, 3, 2))})
+
+
+def test_a_leaf_with_a_single_example_is_not_broadcast_over_the_batch():
+    ensemble, batch = different_trainers(1, [0]), batch_of(2, 1, 3)
+    batch["y"] = batch["y"][:, :, :1]
+    words = r"leaves have \[1, 3\] examples on the third axis"
+    with pytest.raises(ValueError, match=f"batch: {words}"):
+        step_of(ADAMW, NESTEROV, jit=False)(ensemble, batch)
+    with pytest.raises(ValueError, match=f"batch_TRB: {words}"):
+        inner_steps(start_round(ensemble), batch, loss_fn, inner_tx=ADAMW)
+
+
+@pytest.mark.parametrize("weights_R", [[1, 0, 1], (1.0, 0.0, 1.0), np.array([1, 0, 1])])
+def test_weights_may_be_a_list(weights_R, unchecked):
+    assert outer_move(2, [0, 0, 1], [1, 3, 5], weights_R).tolist() == pytest.approx([1.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"weights_R": [1.0, 2.0]}, r"weights_R has shape \(2,\), expected one number for each of"),
+        ({"weights_R": [[1.0], [1.0, 2.0]]}, r"weights_R: expected numbers of shape \(3,\)"),
+        ({"learning_rate_SR": 0.1}, r"learning_rate_SR has shape \(\), expected .* \(2, 3\)"),
+        ({"precision": "int2"}, "precision='int2': expected one of float32, bfloat16, int8, int4"),
+    ],
+)
+def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
+    step = step_of(ADAMW, NESTEROV, jit=False)
+    with pytest.raises(ValueError, match=words):
+        step(different_trainers(2, [0, 1, 1]), batch_of(2, 3, 4), **wrong)
+
+
+def test_a_scalar_rate_of_inner_steps_is_named(unchecked):
+    with pytest.raises(ValueError, match=r"learning_rate_TR has shape \(\), expected"):
+        workers = start_round(different_trainers(1, [0]))
+        inner_steps(workers, batch_of(1, 1, 2), loss_fn, inner_tx=SGD, learning_rate_TR=0.1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "shape"),
+    [
+        (lambda params, batch: batch["y"][:, 0] * params["scale"], r"\(4,\)"),
+        (lambda params, batch: (loss_fn(params, batch), {}), r"\(\(\), \{\}\)"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused(losses, shape):
+    workers = start_round(different_trainers(1, [0]))
+    with pytest.raises(ValueError, match=f"loss_fn: returned shape {shape}, expected one number"):
+        inner_steps(workers, batch_of(1, 1, 4), losses, inner_tx=SGD)
+
+
+# --- Parameters and transformations of other kinds
+
+
+def test_complex_parameters_are_refused():
+    ensemble = different_trainers(1, [0])
+    ensemble = ensemble.replace(params_M=jax.tree.map(lambda x: x + 1j, ensemble.params_M))
+    words = "complex64, expected real numbers"
+    with pytest.raises(ValueError, match=words):
+        step_of(ADAMW, NESTEROV, jit=False)(ensemble, batch_of(1, 1, 2))
+    with pytest.raises(ValueError, match=words):
+        workers = start_round(different_trainers(1, [0]))
+        outer_update(ensemble, workers, outer_tx=NESTEROV)
+
+
+def test_float64_parameters_move_as_far_as_their_workers():
+    """Cast to float32 before they are subtracted, they were 41 % off."""
+    with jax.enable_x64(True):
+        params = np.full(1, 1.0 / 3)
+        ensemble = init(params, num_trainers=1, num_workers=1, inner_tx=SGD, outer_tx=PLAIN)
+        workers = start_round(ensemble)
+        workers = workers.replace(params_R=workers.params_R - 1e-8)
+        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN)
+        np.testing.assert_allclose(params - after.params_M[0], 1e-8, rtol=1e-6)
+        np.testing.assert_allclose(norm_M, 1e-8, rtol=1e-6)
+
+
+def test_float64_accumulation_is_one_large_batch():
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(np.float64, (params_of(), batch_of(2, 2, 4)))
+        ensemble = init(params, num_trainers=1, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
+        whole, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
+        split, _ = step_of(ADAMW, NESTEROV, num_accum_steps=2)(ensemble, batch)
+        assert {leaf.dtype for leaf in jax.tree.leaves(split.params_M)} == {np.dtype(np.float64)}
+        assert_close(split, whole)
+
+
+@pytest.mark.parametrize("parallelism", [1, None])
+def test_random_keys_in_states_and_parameters_go_through_a_round(parallelism):
+    """One worker, outer rate 1: the optimizer alone, noise included; the parameters' key stays."""
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), SGD)
+    params = dict(params_of(), key=jax.random.key(1), count=np.int32(7))
+
+    def loss(params, batch):
+        return loss_fn(params, batch) + 0.0 * jax.random.normal(params["key"]) * params["count"]
+
+    ensemble = init(params, num_trainers=2, num_workers=2, inner_tx=noisy, outer_tx=PLAIN)
+    batch = batch_of(2, 2, 4)
+
+    @jax.jit
+    def step(ensemble):
+        workers, *_ = inner_steps(
+            start_round(ensemble, accumulate=True),
+            batch,
+            loss,
+            inner_tx=noisy,
+            update_T=flags(1, 1),
+            worker_parallelism=parallelism,
+        )
+        return outer_update(ensemble, workers, outer_tx=PLAIN)[0]
+
+    after = step(ensemble)
+    end, state = plain_updates(noisy, params_of(), [at(batch, s, 1) for s in range(2)])
+    moved = {name: after.params_M[name] for name in end}
+    assert_close(at(moved, 1), end)
+    assert after.inner_state_R[0].rng_key[1] == state[0].rng_key
+    assert (after.params_M["key"] == jax.random.key(1)).all()
+    assert after.params_M["count"].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("name", ["inner_tx", "outer_tx"])
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (optax.chain(SGD, optax.contrib.reduce_on_plateau()), "argument: 'value'; a round gives"),
+        (optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),
+    ],
+    ids=["plateau", "lbfgs"],
+)
+def test_a_transformation_that_needs_the_loss_is_refused(name, tx, words):
+    txs = {"inner_tx": SGD, "outer_tx": PLAIN, name: tx}
+    ensemble = init(params_of(), num_trainers=1, num_workers=1, **txs)
+    with pytest.raises(ValueError, match=f"{name}: .*{words}"):
+        outer_step(ensemble, batch_of(1, 1, 2), loss_fn, **txs)
+
+
+KEEPERS = {
+    "ScheduleFreeState": optax.contrib.schedule_free_sgd(0.1),
+    "SAMState": optax.contrib.sam(SGD, SGD),
+    "LookaheadState": optax.lookahead(SGD, 3, 0.5),
+}
+
+
+@pytest.mark.parametrize("state", KEEPERS)
+def test_a_transformation_that_keeps_parameters_of_its_own_is_refused(state):
+    """The next inner update would go back to, or on from, what the outer update has left."""
+    inner_tx = optax.chain(optax.clip_by_global_norm(1.0), KEEPERS[state])
+    ensemble = init(params_of(), num_trainers=1, num_workers=1, inner_tx=inner_tx, outer_tx=PLAIN)
+    with pytest.raises(ValueError, match=f"inner_tx: its {state} holds parameters of its own"):
+        outer_step(ensemble, batch_of(1, 1, 2), loss_fn, inner_tx=inner_tx, outer_tx=PLAIN)
+
+
+def test_a_schedule_free_outer_optimizer_is_the_optimizer_alone():
+    inner_tx, outer_tx = optax.sgd(1.0), KEEPERS["ScheduleFreeState"]
+    ensemble = init(
+        params_of(), num_trainers=1, num_workers=1, inner_tx=inner_tx, outer_tx=outer_tx
+    )
+    batches = [batch_of(1, 1, 3, seed=seed) for seed in range(2)]
+    for batch in batches:
+        ensemble, _ = step_of(inner_tx, outer_tx)(ensemble, batch)
+    params, _ = plain_updates(outer_tx, params_of(), [at(batch, 0, 0) for batch in batches])
+    assert_close(at(ensemble.params_M, 0), params)
 
 
 def worker_mesh():

@@ -117,9 +117,60 @@ class BatchPlan(NamedTuple):
     num_accum_steps: int
 
 
+def trainable(params: PyTree) -> PyTree:
+    """The floating-point leaves, None in place of others: PRNG keys and counts are no parameters.
+
+    Raises:
+      ValueError: If a leaf is complex: norms and means here are those of real numbers.
+    """
+
+    def select(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"params: a leaf of shape {leaf.shape} is {leaf.dtype}, expected real numbers;"
+                " hold its real and imaginary parts as two leaves"
+            )
+        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+
+    return jax.tree.map(select, params)
+
+
+def with_trainable(params: PyTree, values: PyTree) -> PyTree:
+    """`params` with the leaves that `trainable` selects replaced."""
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
+
+
+def trainable_loss(loss_fn: LossFn, params: PyTree) -> LossFn:
+    """`loss_fn` of what `trainable` selects; also raised if it returns anything but one number."""
+
+    def loss_of(values, batch, **taps):
+        loss = loss_fn(with_trainable(params, values), batch, **taps)
+        shape = jax.tree.map(jnp.shape, loss)
+        if shape != ():
+            raise ValueError(
+                f"loss_fn: returned shape {shape}, expected one number, the mean over the batch;"
+                " take jnp.mean of a loss per example, and return no auxiliary output"
+            )
+        return loss
+
+    return loss_of
+
+
+def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype to do arithmetic in: of float64 its own, else float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def is_key(leaf: Array) -> bool:
+    """Whether an array holds typed PRNG keys, which have neither a mean nor another dtype."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
     """`tree` in the dtypes of `like`: a transformation may widen the state it was started with."""
-    return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), tree, like)
+    return jax.tree.map(
+        lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
+    )
 
 
 def block_size(owners: Sequence[int]) -> int | None:
@@ -143,11 +194,11 @@ def owner_mean(
     weights_R: Array | None = None,
     usable_R: Array | None = None,
 ) -> PyTree:
-    """Weighted mean over each trainer's workers, float32 inside: leaves [R, ...] -> [M, ...].
+    """Weighted mean over each trainer's workers, float32 at least: leaves [R, ...] -> [M, ...].
 
     Workers are chosen by selection, never by a zero weight, so that a non-finite worker does not
     poison the others. Only a positive finite weight counts; a trainer without one takes the plain
-    mean of its usable workers, and zeros if it has none.
+    mean of its usable workers, and zeros if it has none. Of PRNG keys it is the first worker's.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
     usable_R = jnp.ones(len(owners), bool) if usable_R is None else usable_R
@@ -160,8 +211,10 @@ def owner_mean(
         share_W = share_W / jnp.sum(share_W)
 
         def leaf_mean(leaf_W):
+            if is_key(leaf_W):
+                return leaf_W[jnp.argmax(mine_W)]
             shape = (-1,) + (1,) * (leaf_W.ndim - 1)
-            leaf_W = leaf_W.astype(jnp.float32) * share_W.reshape(shape)
+            leaf_W = leaf_W.astype(at_least_float32(leaf_W.dtype)) * share_W.reshape(shape)
             return jnp.sum(jnp.where(mine_W.reshape(shape), leaf_W, 0.0), axis=0)
 
         return jax.tree.map(leaf_mean, tree_W)
@@ -212,16 +265,19 @@ def move_workers(
     """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
 
     The mean is over the workers that were already there; whole numbers, such as Adam's count of
-    updates, are rounded. `source` and `joined_R` are positions in `ensemble`.
+    updates, are rounded, and a PRNG key is the first one's. `source` and `joined_R` are positions
+    in `ensemble`.
     """
     mean_M = owner_mean(ensemble.inner_state_R, ensemble.owners)
 
     def move(leaf_R, mean_leaf_M):
         joined = mean_leaf_M[joined_R]
-        if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
-            joined = jnp.round(joined)
+        if not is_key(leaf_R):
+            if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
+                joined = jnp.round(joined)
+            joined = joined.astype(leaf_R.dtype)
         stays = stays_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1))
-        return jnp.where(stays, leaf_R[source], joined.astype(leaf_R.dtype))
+        return jnp.where(stays, leaf_R[source], joined)
 
     return jax.tree.map(move, ensemble.inner_state_R, mean_M)
 

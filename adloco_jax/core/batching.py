@@ -5,9 +5,11 @@ on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (und
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Float
@@ -66,7 +68,8 @@ def inner_product_test(
     """Smallest batch per worker whose gradient is a descent direction often enough.
 
     Args:
-      stats: Statistics taken with inner products, of at least four examples per worker.
+      stats: Statistics taken with inner products, of at least four examples per worker; of fewer
+        the answer is NaN.
       vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
       num_workers: As in `norm_test`.
       mode: As in `norm_test`; `paper` also takes the plug-in variance, which is low.
@@ -76,7 +79,8 @@ def inner_product_test(
       As `norm_test`.
 
     Raises:
-      ValueError: If `mode` is unknown.
+      ValueError: If `mode` is unknown, or `stats` was taken without inner products (not known while
+        tracing: then NaN, in mode `paper` 0).
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
       works with the reference's scaling errors (ALGORITHM 2, "Constants").
@@ -112,7 +116,7 @@ def augmented_inner_product_test(
       As `norm_test`: the larger of the two requests.
 
     Raises:
-      ValueError: If `mode` is unknown.
+      ValueError: As `inner_product_test`.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -184,8 +188,13 @@ def next_batch_size(
     Returns:
       A whole number in [1, max(batch_size, batch_cap)].
 
+    Raises:
+      ValueError: If `batch_size` or `batch_cap` is no whole number.
+
     Source: ALGORITHM 2, "Then, always"; the reference has no cap (ALGORITHM 7, defect 7).
     """
+    batch_size = _whole("batch_size", batch_size)
+    batch_cap = _whole("batch_cap", batch_cap)
     if not math.isfinite(requested):
         return batch_size
     low = batch_size if monotone else 1
@@ -217,10 +226,13 @@ def switch_mode(
       `max_batch_size` where it was clipped.
 
     Raises:
-      ValueError: If a number is not positive or `mode` is unknown.
+      ValueError: If a number is not positive or not whole, or `mode` is unknown.
 
     Source: AdLoCo section 4.4.
     """
+    requested_batch_size = _whole("requested_batch_size", requested_batch_size)
+    max_batch_size = _whole("max_batch_size", max_batch_size)
+    multiplier = _whole("multiplier", multiplier)
     if min(requested_batch_size, max_batch_size, multiplier) < 1:
         raise ValueError(
             f"requested_batch_size={requested_batch_size}, max_batch_size={max_batch_size},"
@@ -236,6 +248,15 @@ def switch_mode(
     return BatchPlan(max_batch_size, -(-requested_batch_size // max_batch_size))
 
 
+def _whole(name: str, value) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"{name}={value!r}: expected a whole number; round it first, see next_batch_size"
+        ) from None
+
+
 def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None):
     noise = stats.noise_sum / stats.noise_weight
     signal = stats.signal_sum / stats.signal_weight
@@ -248,6 +269,15 @@ def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: 
 
 
 def _ip_variance(stats: GradientStats, mode: TestMode):
+    products = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
+    if not any(isinstance(field, jax.core.Tracer) for field in products):
+        *sums, noise_sum = (np.asarray(field) for field in products)
+        # With products the plug-in sums give the noise together: both are zero only without.
+        if np.any((noise_sum != 0) & np.logical_and.reduce([value == 0 for value in sums])):
+            raise ValueError(
+                "stats: taken without inner products; for this test use"
+                " gradient_stats(..., inner_products=True)"
+            )
     if mode == "paper":
         return stats.plugin_ip_sum / stats.noise_weight
     return stats.ip_sum / stats.ip_weight

@@ -53,6 +53,12 @@ class _Blocks(NamedTuple):
         return self.places * self.width + self.places * self.width % 2
 
 
+def check_precision(precision: Precision) -> None:
+    """Raises ValueError if it is none of the known ones."""
+    if precision not in BITS:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
+
+
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     """Brings arrays into the form in which they travel.
 
@@ -65,10 +71,14 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
       uint16 [X, ...], which no compiler widens again. An entry that is not finite makes all of its
       block so.
 
+    Raises:
+      ValueError: If `precision` is unknown.
+
     Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends 4
     bits an entry as a float of 3 exponent bits; here whole numbers with block scales, rounded to
     nearest.
     """
+    check_precision(precision)
     if precision == "float32":
         return tree_X
     if precision == "bfloat16":
@@ -113,7 +123,11 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
     Returns:
       Bytes, of which float32 takes four per parameter.
+
+    Raises:
+      ValueError: If `precision` is unknown.
     """
+    check_precision(precision)
     if precision in ("float32", "bfloat16"):
         return sum(math.prod(leaf.shape) * BITS[precision] // 8 for leaf in jax.tree.leaves(tree))
     num_bytes = 0

@@ -6,9 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble, move_workers, place_workers, positions
+from adloco_jax.core.base import (
+    Ensemble,
+    is_key,
+    move_workers,
+    place_workers,
+    positions,
+    trainable,
+)
 
 
 def init(
@@ -24,10 +32,12 @@ def init(
     """Stacks `num_trainers` trainers that all start from `params`, and a pool of workers.
 
     For trainers with parameters of their own, replace `params_M` of the result (and `params_R`, if
-    it has any).
+    it has any). Random keys in an optimizer's state (`optax.add_noise`) are alike too: for noise of
+    its own in each worker, replace them in `inner_state_R`.
 
     Args:
-      params: Parameters of one model, any pytree of arrays.
+      params: Parameters of one model, any pytree of arrays. Optimizers see the floating-point ones;
+        others, such as typed PRNG keys and counts, stay as they are.
       num_trainers: M >= 1.
       num_workers: R >= M, all trainers together.
       inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
@@ -41,7 +51,8 @@ def init(
 
     Raises:
       ValueError: If there are fewer workers than trainers, or `owner_R` names a trainer that is
-        not there or leaves one without a worker.
+        not there or leaves one without a worker, or if `params` has a leaf that is no array or is
+        complex, or no floating-point leaf.
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
@@ -62,15 +73,20 @@ def init(
     def stack(tree, size):
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            leaf = leaf.astype(leaf.dtype)  # not weakly typed, or the second round compiles anew
+            if not is_key(leaf):  # not weakly typed, or the second round compiles anew
+                leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
         return jax.tree.map(copies, tree)
 
+    params = jax.tree_util.tree_map_with_path(_parameter, params)
+    values = trainable(params)
+    if not jax.tree.leaves(values):
+        raise ValueError("params: expected a pytree with at least one floating-point array")
     return Ensemble(
         params_M=stack(params, num_trainers),
-        outer_state_M=stack(outer_tx.init(params), num_trainers),
-        inner_state_R=stack(inner_tx.init(params), num_workers),
+        outer_state_M=stack(outer_tx.init(values), num_trainers),
+        inner_state_R=stack(inner_tx.init(values), num_workers),
         owners=tuple(owners.tolist()),
         round=jnp.zeros((), jnp.int32),
         params_R=stack(params, num_workers) if own_params else None,
@@ -79,6 +95,10 @@ def init(
 
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """The sub-ensemble of some trainers and their workers, which can run a round of its own.
+
+    The result has the `round` of the whole stack, which counts the rounds of all trainers together.
+    In a loop that runs a round in groups, take every group from the stack as it was when the round
+    began, or set `round` when it ends, see `put`.
 
     Args:
       ensemble: The whole stack.
@@ -105,6 +125,18 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """Writes back what `take` took, after a round: the inverse of `take`.
 
+    The `round` of the result is the larger of the two, so that groups which were all taken before
+    any of them was put back count as one round:
+
+      start = ensemble
+      for trainers in groups:
+          sub, _ = step(take(start, trainers), ...)
+          ensemble = put(ensemble, trainers, sub)
+
+    A loop that takes the next group from what `put` returned, for instance because `start` was
+    donated, counts a round for each group; it ends with
+    `ensemble.replace(round=<round at the start> + 1)`.
+
     Args:
       ensemble: The whole stack.
       trainers: The positions given to `take`, in the same order.
@@ -115,7 +147,7 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
       that of `sub` if it is further.
 
     Raises:
-      ValueError: If `sub` has another number of trainers or workers than was taken.
+      ValueError: If `sub` has another number of trainers or workers than was taken, and as `take`.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     theirs = _workers_of(ensemble, chosen)
@@ -142,8 +174,9 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
     A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
     mean inner state of the workers that were already there (whole numbers, such as Adam's count of
-    updates, are rounded), so that it does not restart or distort that trainer's optimizer; where
-    workers have parameters of their own, it starts at that trainer's.
+    updates, are rounded; a PRNG key is the first worker's), so that it does not restart or distort
+    that trainer's optimizer; where workers have parameters of their own, it starts at that
+    trainer's.
 
     Args:
       ensemble: The stack.
@@ -188,6 +221,15 @@ def _check_owners(owners: np.ndarray, num_trainers: int) -> None:
 def _workers_of(ensemble: Ensemble, trainers: np.ndarray) -> np.ndarray:
     """Positions of some trainers' workers, trainer by trainer."""
     return np.concatenate([np.flatnonzero(ensemble.owner_R == m) for m in trainers])
+
+
+def _parameter(path: tuple, leaf) -> Array:
+    if not isinstance(leaf, (Array, np.ndarray, np.generic, float, int, complex)):
+        raise ValueError(
+            f"params{jax.tree_util.keystr(path)}: got {leaf!r}, expected an array; pass the model's"
+            " parameters, without functions and settings"
+        )
+    return jnp.asarray(leaf)
 
 
 def _pick(tree: PyTree, index: np.ndarray) -> PyTree:

@@ -18,7 +18,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from adloco_jax.core.base import GradientStats, LossFn
+from adloco_jax.core.base import (
+    GradientStats,
+    LossFn,
+    trainable,
+    trainable_loss,
+)
 
 Estimator: TypeAlias = Literal["vmap", "taps", "chunks", "jvp", "auto"]
 
@@ -41,18 +46,19 @@ def gradient_stats(
     The estimators differ in what they cost and in which loss functions they serve:
 
       vmap    per-example gradients. Any loss function; memory is `chunk_size` times the parameters.
-      taps    the same numbers from one plain backward pass, if `loss_fn` takes the keyword `tap_B`:
-              float32 [B], zero, or -1 for an example to be left out of the parameters' gradient.
-              Its cotangent must be the squared norms of the examples' gradients of the mean loss,
-              summed over all parameters (see `models.layers`). A parameter without a tap, or one
-              used twice (tied weights), makes the norms wrong, and nothing here can notice: compare
-              a new model with `vmap` once, see `per_example_products`.
+      taps    the same numbers from one plain backward pass, if `loss_fn` takes the keyword `tap_B`
+              (or any, and hands it on): float32 [B], zero, or -1 for an example to be left out of
+              the parameters' gradient. Its cotangent must be the squared norms of the examples'
+              gradients of the mean loss, summed over all parameters (see `models.layers`). A
+              parameter without a tap, or one used twice (tied weights), makes the norms wrong, and
+              nothing here can notice: compare a new model with `vmap` once, see
+              `per_example_products`.
       chunks  means of `chunk_size` examples in place of single ones: another estimate of the same
               quantities, with more spread, for one gradient per chunk. Any loss function.
       jvp     inner products of single examples without their gradients; noise and signal only from
               the means of the three thirds, unbiased but with two degrees of freedom, and weighted
               accordingly. Any loss function that `jax.jvp` can differentiate; at least 3 examples.
-      auto    taps if `loss_fn` takes `tap_B`, else vmap.
+      auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
 
     All make one forward and backward pass over the batch. Inner products add a second: for taps
     and jvp a forward-mode pass of the single examples' losses, with three directions instead of one
@@ -62,7 +68,7 @@ def gradient_stats(
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and `jvp` call it
         with one example at a time, its leading axis kept.
-      params: Any pytree of arrays.
+      params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.
       chunk_size: Most examples in one pass, which bounds memory; with inner products a pass stays
@@ -79,7 +85,8 @@ def gradient_stats(
 
     Raises:
       ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn` or
-        `inner_products`, the leaves disagree on B or B < 2, or `chunk_size` does not fit.
+        `inner_products`, `loss_fn` does not return one number or takes `tap_B` without using it,
+        parameters are complex, the leaves disagree on B or B < 2, or `chunk_size` does not fit.
 
     Source: ALGORITHM 2; McCandlish et al. 2018 (arXiv 1812.06162), appendix A, for S and G2.
     """
@@ -95,10 +102,10 @@ def gradient_stats(
         noise_weight=m.num_means - 1,
         signal_sum=m.num_means * ((m.num_means - 1) * m.mean_norm - noise_sum / count),
         signal_weight=m.num_means * (m.num_means - 1),
-        ip_sum=jnp.zeros(()),
-        ip_weight=jnp.zeros(()),
-        plugin_ip_sum=jnp.zeros(()),
-        plugin_orth_sum=jnp.zeros(()),
+        ip_sum=jnp.zeros((), jnp.float32),
+        ip_weight=jnp.zeros((), jnp.float32),
+        plugin_ip_sum=jnp.zeros((), jnp.float32),
+        plugin_orth_sum=jnp.zeros((), jnp.float32),
     )
     if not inner_products:
         return stats
@@ -213,6 +220,7 @@ def _measure(
 ) -> _Measured:
     """Goes over the batch once for norms and gradient sums, and again for inner products."""
     estimator = resolve_estimator(estimator, loss_fn, inner_products=inner_products)
+    loss_fn, params = trainable_loss(loss_fn, params), trainable(params)
     unit_size, num_units, group = _sizes(batch, estimator, chunk_size, inner_products)
     batch_U = jax.tree.map(
         lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
@@ -250,7 +258,7 @@ def _measure(
 
     num_parts = len(ends_P)
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
-    carry = (zeros_P, jnp.zeros(num_units))
+    carry = (zeros_P, jnp.zeros(num_units, jnp.float32))
     sums_P, norms_U = over_groups(np.arange(num_parts), add_group, carry)
     mean_1 = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
 
@@ -271,7 +279,7 @@ def _measure(
         scale=scale,
         square_sum=jnp.sum(squares / safe),
         mean_norm=_squared_norms(mean_1)[0] / safe,
-        products_3U=jnp.zeros((3, num_units)),
+        products_3U=jnp.zeros((3, num_units), jnp.float32),
         valid_U=index_U < u,
         last_U=(index_U >= 2 * third) & (index_U < u),
     )
@@ -279,7 +287,8 @@ def _measure(
         return measured
 
     root = jnp.sqrt(safe)
-    shares_33 = jnp.stack([jnp.ones(3) / u, *jnp.eye(3)[:2] / third]) / root
+    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / third
+    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / u, *thirds_23]) / root
     directions_3 = jax.tree.map(
         lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_P
     )
@@ -289,7 +298,8 @@ def _measure(
         directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
 
         def multiply_group(_, index_C, valid_C, units_C, products_3U):
-            products = _PRODUCTS[estimator](loss_fn, params, units_C, directions) / root
+            products = _PRODUCTS[estimator](loss_fn, params, units_C, directions)
+            products = products.astype(jnp.float32) / root
             return products_3U.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
 
         return over_groups(parts_I, multiply_group, products_3U)
@@ -316,11 +326,12 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: 
     if estimator not in (*_GRADIENTS, "auto"):
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_GRADIENTS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
+    if estimator == "auto":
+        # One that takes any keyword may drop this one.
+        return "taps" if "tap_B" in parameters else "vmap"
     takes_taps = "tap_B" in parameters or any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
     )
-    if estimator == "auto":
-        return "taps" if takes_taps else "vmap"
     if estimator == "taps" and not takes_taps:
         name = getattr(loss_fn, "__name__", repr(loss_fn))
         raise ValueError(
@@ -384,20 +395,40 @@ def _gradients_by_vmap(loss_fn, params, units_C, valid_C):
 def _gradients_by_taps(loss_fn, params, units_C, valid_C):
     batch_B = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units_C)
     size = len(valid_C)
+    is_reached = []
+
+    @jax.custom_vjp
+    def watched(tap_B):
+        return tap_B
+
+    def backward(_, norms_B):
+        is_reached.append(True)  # while tracing, and only if a cotangent is formed at all
+        return (norms_B,)
+
+    watched.defvjp(lambda tap_B: (tap_B, None), backward)
 
     def loss(params, tap_B):
-        return loss_fn(params, batch_B, tap_B=tap_B)
+        return loss_fn(params, batch_B, tap_B=watched(tap_B))
 
-    grad, norms_B = jax.grad(loss, argnums=(0, 1))(params, jnp.where(valid_C, 0.0, -1.0))
+    tap_B = jnp.where(valid_C, 0.0, -1.0).astype(jnp.float32)
+    grad, norms_B = jax.grad(loss, argnums=(0, 1))(params, tap_B)
+    if not is_reached:
+        raise ValueError(
+            "loss_fn: takes the keyword tap_B without using it, so that it gives no gradient norms;"
+            " hand it to the layers (`models.layers`), or use estimator='vmap'"
+        )
     # Of the mean loss: an example's gradient is `size` times its share.
-    return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size**2 * norms_B
+    return jax.tree.map(
+        lambda leaf: size * leaf.astype(jnp.float32), grad
+    ), size**2 * norms_B.astype(jnp.float32)
 
 
 def _gradients_by_losses(loss_fn, params, units_C, valid_C):
     def loss(params):
         return jnp.sum(jnp.where(valid_C, _unit_losses(loss_fn, params, units_C), 0.0))
 
-    return jax.grad(loss)(params), jnp.zeros(len(valid_C))
+    grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), jax.grad(loss)(params))
+    return grad, jnp.zeros(len(valid_C), jnp.float32)
 
 
 # Inner products of the directions [E, ...] with the gradients of a group's units: [E, C].

@@ -10,7 +10,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.base import Ensemble, move_workers, place_workers, positions
+from adloco_jax.core.base import (
+    Ensemble,
+    at_least_float32,
+    move_workers,
+    place_workers,
+    positions,
+    trainable,
+)
 
 MergePolicy = Literal["worst_with_worst", "best_with_worst"]
 
@@ -66,12 +73,12 @@ def merge(
     """Merges trainers into the first of them: one trainer fewer per absorbed member.
 
     Parameters and the floating-point outer state (momentum) become the weighted mean of the
-    members, float32 inside. A member with a non-finite value or without a positive finite weight is
-    left out by selection; if no weight is usable the finite members count alike. The absorbed
-    trainers' workers join the representative, whose own workers keep their inner state (`reassign`
-    then moves them on). The order of the survivors is kept. Members' workers that had parameters of
-    their own all start at the merged ones: what they have not told their trainers is lost, unless
-    `outer_update` has absorbed it before.
+    members, float32 inside (float64 for float64). A member with a non-finite value or without a
+    positive finite weight is left out by selection; if no weight is usable the finite members count
+    alike. The absorbed trainers' workers join the representative, whose own workers keep their
+    inner state (`reassign` then moves them on). The order of the survivors is kept. Members'
+    workers that had parameters of their own all start at the merged ones: updates that were not
+    synchronised are lost, unless `outer_update` has absorbed them before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -82,10 +89,12 @@ def merge(
       A stack of M - len(members) + 1 trainers.
 
     Raises:
-      ValueError: If a position repeats or is out of range, or the number of weights differs.
+      ValueError: If a position repeats or is out of range, the number of weights differs, or
+        parameters are complex.
 
     Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours (ALGORITHM 4).
     """
+    trainable(ensemble.params_M)  # complex ones are refused
     chosen = positions("members", members, ensemble.num_trainers)
     weights_n = jnp.asarray(weights, jnp.float32)
     if len(chosen) < 2 or weights_n.shape != (len(chosen),):
@@ -118,7 +127,7 @@ def merge(
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             return leaf_M[jnp.asarray(survivors)]
         # From differences, so that equal members give back exactly what they were.
-        member_n = leaf_M[chosen].astype(jnp.float32)
+        member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
         base = member_n[origin][None]
         shape = (-1,) + (1,) * (member_n.ndim - 1)
         difference_n = jnp.where(usable_n.reshape(shape), member_n - base, 0.0)

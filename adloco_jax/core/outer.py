@@ -7,12 +7,13 @@ that synchronises a fragment of the parameters at a time has, in place of the la
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax import Array, lax
 from jaxtyping import Bool, Float, PyTree
 
@@ -21,14 +22,25 @@ from adloco_jax.core.base import (
     LossFn,
     RoundMetrics,
     Workers,
+    at_least_float32,
     by_trainer,
     of_owners,
     owner_mean,
     squared_norms,
+    trainable,
+    trainable_loss,
     where_leading,
     with_dtypes,
+    with_trainable,
 )
-from adloco_jax.core.compress import Precision, pack, unpack
+from adloco_jax.core.compress import Precision, check_precision, pack, unpack
+
+# States that hold parameters beside those of the workers, which an outer update would not move.
+_KEEPS_PARAMS = (
+    optax.LookaheadState,
+    optax.contrib.SAMState,
+    optax.contrib.ScheduleFreeState,
+)
 
 
 def outer_step(
@@ -40,7 +52,7 @@ def outer_step(
     outer_tx: optax.GradientTransformation,
     num_accum_steps: int = 1,
     learning_rate_SR: Float[Array, "S R"] | None = None,
-    weights_R: Float[Array, " R"] | None = None,
+    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     precision: Precision = "float32",
 ) -> tuple[Ensemble, RoundMetrics]:
     """Runs one round: S inner updates on every worker, then one outer update of every trainer.
@@ -49,6 +61,17 @@ def outer_step(
     Buffers are not donated here. What is not finite is left out, see `inner_steps` and
     `outer_update`. Arrays may be sharded over a mesh with automatic axes, which
     `jax.sharding.Mesh(devices, names)` has and `jax.make_mesh(shape, names)` may not have.
+
+    Parameters are floating-point leaves. Others, such as typed PRNG keys and counts, are given to
+    `loss_fn` and stay as they are. Transformations get gradients, state and parameters, no more:
+
+    - Those that need a `value`, the loss, are refused: `optax.contrib.reduce_on_plateau`,
+      `optax.lbfgs`, `optax.polyak_sgd`, line searches.
+    - Those that keep parameters of their own are refused as `inner_tx`, since the outer update
+      would not move these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless opaque. As
+      `outer_tx` both work. Schedule-free parameters are then those that gradients are taken at:
+      evaluate a trainer at `optax.contrib.schedule_free_eval_params`.
+    - `optax.lookahead`, which expects a pair of parameters, is refused; the outer update is one.
 
     Args:
       ensemble: Trainers and workers before the round.
@@ -68,13 +91,16 @@ def outer_step(
       The ensemble after the round, and its metrics.
 
     Raises:
-      ValueError: While tracing, if the leaves of `batch` do not start with [S, R, A*B].
+      ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
+        `learning_rate_SR` or `weights_R` has another shape, `precision` is unknown, parameters are
+        complex, `loss_fn` does not return one number, or a transformation is one of those above.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
     num_updates = _check_batch(batch, ensemble.num_workers, num_accum_steps)
-    _check_shape("learning_rate_SR", learning_rate_SR, (num_updates, ensemble.num_workers))
-    _check_shape("weights_R", weights_R, (ensemble.num_workers,))
+    learning_rate_SR = _factors(
+        "learning_rate_SR", learning_rate_SR, (num_updates, ensemble.num_workers)
+    )
     learning_rate_TR, update_T = learning_rate_SR, None
     if num_accum_steps > 1:
         batch = jax.tree.map(lambda leaf: _split_micro_batches(leaf, num_accum_steps), batch)
@@ -125,9 +151,9 @@ def start_round(
         params_R = of_owners(ensemble.params_M, ensemble.owners)
     workers = Workers(params_R=params_R, inner_state_R=ensemble.inner_state_R)
     if reset_tx is not None:
-        workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(params_R))
+        workers = workers.replace(inner_state_R=jax.vmap(reset_tx.init)(trainable(params_R)))
     if accumulate:
-        zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params_R)
+        zeros_R = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable(params_R))
         workers = workers.replace(
             grad_sum_R=zeros_R,
             num_grads=jnp.zeros((), jnp.int32),
@@ -160,7 +186,8 @@ def inner_steps(
       workers: From `start_round` or an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: Mean loss of a micro-batch.
-      inner_tx: Transformation of a worker's gradients.
+      inner_tx: Transformation of a worker's gradients; which ones are refused, and why, is said at
+        `outer_step`.
       learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
       update_T: True where a micro-batch completes an update, which then uses the mean of the
         gradients since the last one, however many; None updates after each micro-batch.
@@ -177,12 +204,23 @@ def inner_steps(
       ended with the micro-batch.
 
     Raises:
-      ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, or if
-        `update_T` is given for workers that were not started to accumulate.
+      ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
+        `update_T` is given for workers that were not started to accumulate, and as `outer_step`
+        does for `batch_TRB`, `learning_rate_TR`, parameters, `loss_fn` and `inner_tx`.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
-    value_and_grad = functools.partial(_in_passes, jax.value_and_grad(loss_fn), examples_per_pass)
+    num_workers = jax.tree.leaves(workers.params_R)[0].shape[0]
+    num_micro_batches = _check_batch(batch_TRB, num_workers, name="batch_TRB", axes="T, R, B")
+    learning_rate_TR = _factors(
+        "learning_rate_TR", learning_rate_TR, (num_micro_batches, num_workers)
+    )
+    transform = _transform("inner_tx", inner_tx, workers.inner_state_R, refused=_KEEPS_PARAMS)
+
+    def loss_and_grad(params, batch_B):
+        return jax.value_and_grad(trainable_loss(loss_fn, params))(trainable(params), batch_B)
+
+    value_and_grad = functools.partial(_in_passes, loss_and_grad, examples_per_pass)
     num_grads, count_T = workers.num_grads, None
     if update_T is not None:
         if num_grads is None:
@@ -193,10 +231,12 @@ def inner_steps(
         is_finite &= jnp.isfinite(_squared_norm(grads))
 
         def apply():
-            updates, new_state = inner_tx.update(grads, state, params)
+            before = trainable(params)
+            updates, new_state = transform(grads, state, before)
             if learning_rate is not None:
                 updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
-            return optax.apply_updates(params, updates), with_dtypes(new_state, state)
+            after = with_trainable(params, optax.apply_updates(before, updates))
+            return after, with_dtypes(new_state, state)
 
         # Of one worker a branch, of several at once a selection. Selecting always would cost a CPU
         # a copy of the optimizer's state in every update.
@@ -214,7 +254,7 @@ def inner_steps(
         params, state, grad_sum, is_finite = carry
         batch_B, learning_rate, (ends_update, count) = step
         loss, grads = value_and_grad(params, batch_B)
-        grad_sum = jax.tree.map(jnp.add, grad_sum, grads)
+        grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
         is_finite &= jnp.isfinite(loss)
 
         def end_update():
@@ -329,7 +369,7 @@ def outer_update(
     workers: Workers,
     *,
     outer_tx: optax.GradientTransformation,
-    weights_R: Float[Array, " R"] | None = None,
+    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     precision: Precision = "float32",
     exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     publish: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
@@ -350,7 +390,8 @@ def outer_update(
       ensemble: As it was when the round began.
       workers: The workers after their inner updates.
       outer_tx: Transformation of the pseudo-gradient, which is the trainer's parameters minus the
-        weighted mean of its workers', formed in float32 from the workers' differences.
+        weighted mean of its workers', formed in float32 from the workers' differences, of float64
+        parameters too. Which ones are refused, and why, is said at `outer_step`.
       weights_R: As in `outer_step`.
       precision: In which differences and updates travel.
       exchange: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
@@ -364,19 +405,31 @@ def outer_update(
     Returns:
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
 
+    Raises:
+      ValueError: While tracing, as `outer_step` does for `weights_R`, `precision`, parameters and
+        `outer_tx`.
+
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
     every worker; here it runs once for each share, and its updates are what goes back.
     """
     owners = ensemble.owners
+    check_precision(precision)
+    weights_R = _factors("weights_R", weights_R, (ensemble.num_workers,))
+    transform = _transform(
+        "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
+    )
     if ensemble.num_workers == ensemble.num_trainers:
         precision = "float32"  # each has one worker: nothing is sent
     alone_M = np.bincount(owners) == 1
-    difference_R = jax.tree.map(
-        lambda start_R, end_R: start_R.astype(jnp.float32) - end_R,
-        of_owners(ensemble.params_M, owners),
-        workers.params_R,
-    )
+    start_M = trainable(ensemble.params_M)
+
+    def subtract(start_R, end_R):
+        # Cast only now: a float64 parameter moves by less than its float32 neighbours are apart.
+        difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
+        return difference_R.astype(jnp.float32)
+
+    difference_R = jax.tree.map(subtract, of_owners(start_M, owners), trainable(workers.params_R))
     usable_R = jnp.isfinite(squared_norms(difference_R))
     difference_R = _send(difference_R, alone_M[ensemble.owner_R], precision, exchange)
     usable_R = exchange(usable_R)
@@ -384,14 +437,12 @@ def outer_update(
     norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
     usable_MW, mask_MW = by_trainer(usable_R, owners)
     is_usable_M = jnp.any(usable_MW & mask_MW, axis=1) & jnp.isfinite(norm_M)
-    updates_M, outer_state_M = jax.vmap(outer_tx.update)(
-        pseudo_grad_M, ensemble.outer_state_M, ensemble.params_M
-    )
+    updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if precision != "float32":
         updates_M = _send(updates_M, alone_M, precision, publish)
-    params_M = jax.vmap(optax.apply_updates)(ensemble.params_M, updates_M)
-    params_M = where_leading(is_usable_M, params_M, ensemble.params_M)
+    end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)
+    params_M = with_trainable(ensemble.params_M, where_leading(is_usable_M, end_M, start_M))
     params_R = None if ensemble.params_R is None else of_owners(params_M, owners)
     ensemble = ensemble.replace(
         params_M=params_M,
@@ -413,30 +464,84 @@ def _send(
     return jax.tree.map(lambda leaf, own: leaf.at[alone_X].set(own[alone_X]), arrived_X, tree_X)
 
 
-def _check_batch(batch: PyTree, num_workers: int, num_accum_steps: int) -> int:
+def _check_batch(
+    batch: PyTree,
+    num_workers: int,
+    num_accum_steps: int = 1,
+    *,
+    name: str = "batch",
+    axes: str = "S, R, A*B",
+) -> int:
+    """The length of the first axis, once all leaves agree on the first three."""
     leaves = jax.tree.leaves(batch)
     if num_accum_steps < 1:
         raise ValueError(f"num_accum_steps={num_accum_steps}: expected at least 1")
     if not leaves:
-        raise ValueError("batch: expected a pytree with at least one array")
+        raise ValueError(f"{name}: expected a pytree with at least one array")
     num_updates = leaves[0].shape[0] if leaves[0].ndim else 0
     for leaf in leaves:
         if leaf.ndim < 3 or leaf.shape[:2] != (num_updates, num_workers) or 0 in leaf.shape[:3]:
             raise ValueError(
-                f"batch: a leaf has shape {leaf.shape}, expected [S, R, A*B, ...] with the same"
-                f" S >= 1 in every leaf and R={num_workers} workers"
+                f"{name}: a leaf has shape {leaf.shape}, expected [{axes}, ...] with the same"
+                f" {axes[0]} >= 1 in every leaf and R={num_workers} workers"
             )
         if leaf.shape[2] % num_accum_steps:
             raise ValueError(
-                f"batch: {leaf.shape[2]} examples per update do not divide into"
+                f"{name}: {leaf.shape[2]} examples per update do not divide into"
                 f" num_accum_steps={num_accum_steps} micro-batches"
             )
+    if len(sizes := {leaf.shape[2] for leaf in leaves}) > 1:
+        raise ValueError(
+            f"{name}: leaves have {sorted(sizes)} examples on the third axis of [{axes}, ...],"
+            " expected the same number in every leaf"
+        )
     return num_updates
 
 
-def _check_shape(name: str, array: Array | None, expected: tuple[int, ...]) -> None:
-    if array is not None and array.shape != expected:
-        raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
+def _factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
+    """Weights or learning rates as a float32 array, once they have the shape expected."""
+    if values is None:
+        return None
+    try:
+        array = jnp.asarray(values, jnp.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected numbers of shape {shape}; {error}") from error
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}, expected one number for each of {shape};"
+            f" jnp.full({shape}, value) repeats a single one"
+        )
+    return array
+
+
+def _transform(
+    name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """`tx.update`, once its state has nothing that a round would leave out of step."""
+
+    def keeps_params(node):
+        # Opaque SAM holds none between updates.
+        return isinstance(node, refused) and getattr(node, "cache", ()) is not None
+
+    for node in jax.tree.leaves(state, is_leaf=keeps_params):
+        if keeps_params(node):
+            raise ValueError(
+                f"{name}: its {type(node).__name__} holds parameters of its own, or expects a pair"
+                " of them, which the outer update would not move; build it without"
+            )
+
+    def update(grads, state, params):
+        try:
+            return tx.update(grads, state, params)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise ValueError(
+                f"{name}: {error}; a round gives a transformation gradients, state and parameters"
+                " alone: use one that needs no more"
+            ) from error
+
+    return update
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:

@@ -14,7 +14,7 @@ F is the number of fragments here, and X a leaf's leading axis.
 Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
-from adloco_jax.core.base import Ensemble, Workers, of_owners, squared_norms, where_leading
+from adloco_jax.core.base import (
+    Ensemble,
+    Workers,
+    at_least_float32,
+    of_owners,
+    squared_norms,
+    trainable,
+    where_leading,
+    with_trainable,
+)
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import outer_update, start_round
 
@@ -89,7 +98,7 @@ def outer_update_fragment(
     *,
     num_fragments: int,
     outer_tx: optax.GradientTransformation,
-    weights_R: Float[Array, " R"] | None = None,
+    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     precision: Precision = "float32",
     keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
     exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
@@ -119,6 +128,9 @@ def outer_update_fragment(
     Returns:
       The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
       trainer's pseudo-gradient in these entries, NaN for one left out.
+
+    Raises:
+      ValueError: As `outer_update`.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
@@ -188,14 +200,16 @@ def receive_fragment(
     new_R = of_owners(new_M, ensemble.owners)
     if mixing:
         own_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
-        mixed_R = jax.tree.map(
-            lambda own, new: (
-                mixing * own.astype(jnp.float32) + (1 - mixing) * new.astype(jnp.float32)
-            ).astype(own.dtype),
-            own_R,
-            new_R,
-        )
-        new_R = where_leading(jnp.isfinite(squared_norms(own_R)), mixed_R, new_R)
+        own_R, arrived_R = trainable(own_R), trainable(new_R)
+
+        def mix(own, new):
+            dtype = at_least_float32(own.dtype)
+            mixed = mixing * own.astype(dtype) + (1 - mixing) * new.astype(dtype)
+            return mixed.astype(own.dtype)
+
+        mixed_R = jax.tree.map(mix, own_R, arrived_R)
+        mixed_R = where_leading(jnp.isfinite(squared_norms(own_R)), mixed_R, arrived_R)
+        new_R = with_trainable(new_R, mixed_R)
     return workers.replace(
         params_R=put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)
     )
@@ -299,7 +313,7 @@ def flush_workers(
       The ensemble with the new parameters.
     """
     mean = optax.sgd(1.0)
-    bare = ensemble.replace(outer_state_M=jax.vmap(mean.init)(ensemble.params_M))
+    bare = ensemble.replace(outer_state_M=jax.vmap(mean.init)(trainable(ensemble.params_M)))
     after, _ = outer_update(
         bare,
         start_round(bare),
