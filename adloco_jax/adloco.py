@@ -110,7 +110,7 @@ class StateBytes(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The end of a round, as observers are told of it beside the state."""
+    """The end of a round, as observers see it beside the state."""
 
     metrics: Any  # the engine's, on the devices still
     decisions: list[Decision]  # by trainer, in the round's stack
@@ -427,7 +427,7 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, dict]:
-    """Merges trainers unless the guard refuses, and divides the workers anew (DoMerge).
+    """Merges trainers unless the guard refuses, and divides the workers again (DoMerge).
 
     Args:
       state: The stack.
@@ -500,7 +500,7 @@ def merge_trainers(
 def after_merge(
     control: Control, members: Sequence[int], settings: Settings, *, refused: bool = False
 ) -> tuple[Control, list[int]]:
-    """One trainer made of the members, and the workers divided anew.
+    """One trainer made of the members, and the workers divided again.
 
     Args:
       control: Before the merge.

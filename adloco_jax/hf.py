@@ -125,7 +125,7 @@ def entries(network: Network) -> tuple[_Tensor, ...]:
 
 
 def head_of(network: Network) -> str:
-    """The parameters that `model.reinit_head` draws anew."""
+    """The parameters that `model.reinit_head` draws at random."""
     return "head" if isinstance(network, Llama) else "classifier"
 
 

@@ -41,7 +41,7 @@ _MIN_ADDRESS_BYTES = 4 * 2**30
 
 
 class _Outlived(io.FileIO):
-    """A standard stream that may go away, as a terminal or a pipe does: then nobody is told."""
+    """A standard stream that may go away, as a terminal or a pipe does: then output is dropped."""
 
     def write(self, data, /) -> int:
         """As any file, until an error; from then on into nothing."""

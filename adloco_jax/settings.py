@@ -57,7 +57,7 @@ class Data:
     split: str = _knob("train")  # of a data set; hf only
     heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
     text_column: str = _knob("text")  # field of a JSONL row, column of hf
-    label_column: str = _knob("label")  # likewise, its class from 0 on; bert only
+    label_column: str = _knob("label")  # the same for its class, from 0 on; bert only
     tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
     sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
     num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
@@ -196,7 +196,7 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """When the whole state is saved, besides at the end and when the run is told to stop."""
+    """When the whole state is saved, besides at the end and at a signal."""
 
     every_rounds: int | None = _knob(None, _COUNT)  # unset: by time alone
     every_s: float = _knob(300.0, "[0, 1e9]")  # seconds from save to save, at a round's end
@@ -209,7 +209,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What the terminal shows, and who else is told; see `adloco_jax.run.trackers`."""
+    """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
     every_rounds: int = _knob(1, _COUNT)  # of the terminal alone
     tensorboard: bool = _knob(False)  # to tensorboard/ in the run's folder; an extra

@@ -87,7 +87,7 @@ class Bench:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            # On a CPU every process but the first compiles anew at each start: most of a trial.
+            # On a CPU every process but the first compiles again at each start: most of a trial.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "XLA_FLAGS": _XLA_FLAGS,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -504,7 +504,7 @@ def p1(bench: Bench) -> Iterator[Trial]:
 
 
 def p2(bench: Bench) -> Iterator[Trial]:
-    """A process comes late, never, or to a taken port, or is told or finds something else."""
+    """A process comes late, never, or to a taken port, or is given or finds something else."""
     yield _meet(bench, "the second comes five seconds late", [0], late_s=5)
     yield _meet(bench, "the port is taken", [5], take_port=True)
     text = bench.folder / "text"
@@ -692,7 +692,7 @@ def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator
         return
     bench.done = {result["what"].split(",")[0] for result in mine}
     bench.num_done = len(mine)
-    # Rows without an end go on; those of a list know what is done; the short ones run anew.
+    # Rows without an end go on; those of a list know what is done; the short ones run again.
     again = row not in ("K1", "K2", "K4", "K5", "K6", "P1", "P3", "M2")
     skip = len(mine) if again else 0
     # Cut before a trial too many has run, not after.

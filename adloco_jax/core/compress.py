@@ -3,7 +3,7 @@
 Only what travels is smaller: sums and averages of it are formed in float32. A block of a leaf has
 one float32 scale, its largest magnitude over the largest code, and each entry becomes the nearest
 multiple of it. Where blocks lie follows from a leaf's shape alone, never from the devices: along
-all axes but the longest one, which stays an axis of its own and can so be dealt out over devices
+all axes but the longest one, which stays an axis of its own and can so be sharded over devices
 without cutting a block.
 """
 
@@ -115,7 +115,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Bytes of one model's parameters on their way, exactly: with scales, and what fills up.
+    """Bytes of one model's parameters on their way, exactly: with scales and padding.
 
     Args:
       tree: Leaves [...] without a leading axis; only their shapes are read.
@@ -175,7 +175,7 @@ def _unpack_leaf(packed: Packed, shape: tuple[int, ...], bits: int) -> Array:
 
 
 def _to_blocks(leaf_X: Array) -> Array:
-    """[X, ...] -> [X, rows, blocks of a row, entries of a block]; what fills up is zero."""
+    """[X, ...] -> [X, rows, blocks of a row, entries of a block]; padding is zero."""
     num, dims = leaf_X.shape[0], leaf_X.shape[1:] or (1,)
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)

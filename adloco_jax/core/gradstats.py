@@ -62,7 +62,7 @@ def gradient_stats(
 
     All make one forward and backward pass over the batch. Inner products add a second: for taps
     and jvp a forward-mode pass of the single examples' losses, with three directions instead of one
-    for the last third; else the gradients anew. They also hold six float32 copies of the
+    for the last third; else the gradients again. They also hold six float32 copies of the
     parameters (sums by third, and directions) instead of one.
 
     Args:

@@ -37,7 +37,7 @@ class Corpus:
       tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
         nats per byte.
       seed: Decides the order, not the split.
-      num_streams: Streams that each trainer's subset is dealt into.
+      num_streams: Streams that each trainer's subset is divided into.
       subset_frac: Share of the rows each trainer draws from.
       num_also_heldout: Documents left out of training because a held-out one is the same.
     """
@@ -118,7 +118,7 @@ def load_corpus(
 
     Without `heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
-    a lone text document is cut in two instead. A document that is the same as a held-out one, token
+    a single text document is cut in two instead. A document that is the same as a held-out one, token
     by token, is not trained on. With `num_sequences`, reading stops soon after there is enough.
 
     A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
@@ -134,7 +134,7 @@ def load_corpus(
       num_sequences: Upper limit on training rows, None for all.
       heldout_frac: Share of the documents to hold out, in (0, 1); a prepared folder has its own.
       subset_frac: Share of the rows each trainer draws from, in (0, 1].
-      num_streams: Worker streams that a trainer's subset is dealt into.
+      num_streams: Worker streams that a trainer's subset is divided into.
       seed: Decides the order of the rows.
       vocab_size: The model's; every id lies below it.
       on_bad_shard: `reject` a damaged file, or `skip` it whole.
@@ -143,7 +143,7 @@ def load_corpus(
     Returns:
       The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
       disk, memory-mapped, where `heldout_path` or a prepared folder makes a split needless, and no
-      document of it is held out too: otherwise the others are copied, and cut into rows anew.
+      document of it is held out too: otherwise the others are copied, and cut into rows again.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
@@ -286,7 +286,7 @@ def check_corpus(
     Args:
       source: As for `load_corpus`, like the others.
       path: Must lead to files.
-      heldout_path: Likewise, if not empty.
+      heldout_path: Must lead to files, if not empty.
       tokenizer: Is loaded.
       sequence_length: L.
       vocab_size: The model's.

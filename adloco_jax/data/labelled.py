@@ -27,7 +27,7 @@ class Labelled:
       shards: What was read, see `sources.Intake`.
       num_truncated: Texts of which only the first L tokens are in a row.
       seed: Decides the order, not the split.
-      num_streams: Streams that each trainer's subset is dealt into.
+      num_streams: Streams that each trainer's subset is divided into.
       subset_frac: Share of the rows each trainer draws from.
       num_also_heldout: Texts left out of training because a held-out one is the same.
     """
@@ -108,7 +108,7 @@ def load_labelled(
       num_sequences: Upper limit on training rows, None for all.
       heldout_frac: Share of each class to hold out, in (0, 1).
       subset_frac: Share of the rows each trainer draws from, in (0, 1].
-      num_streams: Worker streams that a trainer's subset is dealt into.
+      num_streams: Worker streams that a trainer's subset is divided into.
       seed: Decides the order of the rows.
       intake: What may be left out.
 

@@ -157,7 +157,7 @@ def heldout_mask(
 ) -> np.ndarray:
     """Which of `count` documents from number `first` on are held out, bool[count].
 
-    As `load_corpus` splits, whatever comes after: see `packing.is_heldout`; of a lone text, which
+    As `load_corpus` splits, whatever comes after: see `packing.is_heldout`; of a single text, which
     is cut in two, the second part.
     """
     if _is_lone_text(request, [size for shard in shards for _, size in shard.files]):

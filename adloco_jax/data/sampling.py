@@ -42,7 +42,7 @@ def stream_rows(
       start: Rows this stream has given out so far (the cursor).
       count: Rows wanted; may exceed what the stream owns, the epochs then follow one another.
       num_rows: Rows in the whole corpus.
-      num_streams: Streams that a trainer's subset is dealt into.
+      num_streams: Streams that a trainer's subset is divided into.
       subset_frac: Share of the rows that a trainer draws from, in (0, 1].
 
     Returns:

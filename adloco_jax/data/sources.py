@@ -270,7 +270,7 @@ def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
-    """Splits a lone document at the blank line nearest to 1 - heldout_frac of its length.
+    """Splits a single document at the blank line nearest to 1 - heldout_frac of its length.
 
     A blank line that would move the cut by more than half of the held-out part gives way to the
     nearest newline.

@@ -74,7 +74,7 @@ class Streaming:
 
     Attributes:
       heldout_rows: Token ids int32 [E, L+1] of the first documents held out; no held-out document
-        is ever dealt.
+        is ever given out.
       tokenizer: What makes the ids.
       fingerprint: SHA-256 (hex) of configuration, split, column, tokenizer, the files'
         records and the first held-out rows. A data set of the hub that changes later than these
@@ -101,12 +101,12 @@ class Streaming:
     heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
     _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
-    _offset: int = dataclasses.field(default=0, init=False)  # rows of the block that were dealt
+    _offset: int = dataclasses.field(default=0, init=False)  # rows of the block already given out
     _dealt: dict[str, int] = dataclasses.field(default_factory=dict, init=False)  # by stream
     _ahead: "_Ahead | None" = dataclasses.field(default=None, init=False)
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """The next `count` rows as int32 [count, L+1], dealt to a stream that has had `start`.
+        """The next `count` rows as int32 [count, L+1], given to a stream that has had `start`.
 
         Raises:
           DataError: If the text is damaged, or there is less than one row of it. A source that
@@ -138,7 +138,7 @@ class Streaming:
         return np.concatenate(parts)
 
     def state(self) -> dict:
-        """Where the rows not yet dealt begin, as plain JSON: for `restore`."""
+        """Where the rows not yet given out begin, as plain JSON: for `restore`."""
         place = self._block.place if self._block else self._place
         state = {
             "place": dataclasses.asdict(place),

@@ -170,7 +170,7 @@ def run_layers(
 
 
 def _whole(weight: Array) -> Array:
-    """A weight that devices share, brought together where it is used, its gradient dealt out again.
+    """A weight that devices share: all-gathered where it is used, its gradient reduce-scattered.
 
     Does nothing but under `nn.logical_axis_rules`. Left to itself, XLA exchanges the activations,
     of which a batch of long sequences has more.

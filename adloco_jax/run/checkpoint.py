@@ -63,7 +63,7 @@ class Saver:
         Args:
           folder: Holds the checkpoints; made at the first save.
           keep: How many of the last to keep, beside the one of the lowest held-out loss.
-          on_saved: Told of each, on the writing thread, once it is verified.
+          on_saved: Called with each, on the writing thread, once it is verified.
         """
         self._folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -74,7 +74,7 @@ class Saver:
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
-        """Starts to write a checkpoint; the arrays may be given up when this returns.
+        """Starts to write a checkpoint; the arrays may be donated when this returns.
 
         Args:
           round_index: Rounds completed; names the folder.

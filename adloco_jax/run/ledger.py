@@ -22,7 +22,7 @@ from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run.crashpoints import hit
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal"})
-_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # anew when rounds are run again
+_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # written again when rounds are run again
 
 _ADVICE = (
     "restore the file from a copy, or give --rebuild-ledger to go on from the newest whole"
@@ -44,7 +44,7 @@ class Ledger:
 
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
-          on_write: Told of each line once it is on disk, in the file's order; must not wait, nor
+          on_write: Called with each line once it is on disk, in the file's order; must not wait, nor
             write a line of its own.
         """
         self._path = Path(path)

@@ -264,7 +264,7 @@ class Evaluator:
 
 
 class Checkpoints:
-    """Saves the boundary's own state when that is due or the run is told to stop, and stops it."""
+    """Saves the boundary's own state when that is due or at a signal, which then stops the run."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class Checkpoints:
           watch: Of the run.
           recorder: Writes down what has happened before a state is saved.
           saver: Writes the files.
-          stop: Whether the process was told to stop.
+          stop: Whether the process has received a signal.
           host: What is saved of a state beside its arrays, as plain JSON.
         """
         self.watch, self.recorder, self.saver = watch, recorder, saver

@@ -43,7 +43,7 @@ Change = Literal["harmless", "accepted", "refused"]
 _CLASSES: dict[str, Change] = {
     "seed": "refused",
     "num_rounds": "harmless",  # but see `_class`
-    "num_tokens": "harmless",  # likewise
+    "num_tokens": "harmless",  # but see `_class`
     "model": "refused",
     "model.dtype": "accepted",
     "model.attention": "accepted",

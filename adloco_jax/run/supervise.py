@@ -49,7 +49,7 @@ def supervise(
     grace_s: float = 10.0,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Runs a command as a group of processes to its end, whatever befalls them.
+    """Launches a group of processes, and restarts it on failure until it ends.
 
     Each process is given `--coordinator=127.0.0.1:PORT --num_processes=N --process_id=I` besides.
     Process 0 writes to this one's terminal; lines of the others go to stderr with `[1] ` etc. in
@@ -62,7 +62,7 @@ def supervise(
       num_processes: How many processes.
       watchdog_s: The group is taken to be stuck once the ledger has not changed for so many
         seconds: more than a round, and the compilation before the first, take.
-      max_restarts: Restarts in a row without progress, after which the cause is given up to.
+      max_restarts: Restarts in a row without progress, after which it gives up.
       grace_s: Seconds between SIGTERM and SIGKILL for what is left of a group.
       environment: Of the processes; None is this process's own.
 

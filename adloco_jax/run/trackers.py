@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, told what the ledger is told; both are off by default.
+"""TensorBoard and Weights & Biases get what the ledger gets; both are off by default.
 
 A tracker is foreign code that talks to disks and networks. Each has a thread of its own, so that
 one that is slow, hangs or raises cannot hold up the run: it is dropped, and a `fault` line says so.
@@ -75,7 +75,7 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     from tensorboardX import SummaryWriter
 
     folder = str(workdir / "tensorboard")
-    # All is written anew: a process that was killed took with it what it had not flushed.
+    # All is written again: a process that was killed took with it what it had not flushed.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
@@ -158,8 +158,8 @@ class Trackers:
         Args:
           log: Which trackers.
           workdir: The run's folder.
-          history: The ledger of a run that goes on, told anew to each tracker.
-          on_fault: Told of a tracker that is dropped: its name, the round, the cause.
+          history: The ledger of a run that goes on, sent again to each tracker.
+          on_fault: Called when a tracker is dropped: its name, the round, the cause.
         """
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
         self._queues: dict[str, queue.SimpleQueue] = {}

@@ -61,7 +61,7 @@ class Scatter(NamedTuple):
         draws; coordinates that never deviate are left out. Normal coordinates of unequal variance
         give a heavy-tailed whole, but here an excess kurtosis of -6 / (draws + 2).
       counts: Of the deviations over `moments.std` between `BIN_EDGES`.
-      own_counts: Of the deviations over each coordinate's root mean square, likewise.
+      own_counts: Of the deviations over each coordinate's root mean square, per coordinate.
       num_deviations: Coordinates times draws, those outside the bins included.
       num_own_deviations: Those of coordinates that deviate.
     """

@@ -7,7 +7,7 @@ The model, which the tests check against cases computed by hand and against `clo
   each stays within one site unless there are more sites than workers, when it takes several whole
   sites. What the equal division leaves over is idle. With fewer devices than workers, workers share
   a device and each of its passes takes as many times longer.
-- **Computing.** An update's batch (micro-batch x accumulation steps) is dealt over the replica's
+- **Computing.** An update's batch (micro-batch x accumulation steps) is divided over the replica's
   devices, whole sequences, as evenly as may be; a device runs its share in passes of at most the
   recorded micro-batch, one after the other. A device without a sequence is idle. Each update ends
   with a ring all-reduce of the gradients among the devices that have one.
@@ -35,7 +35,7 @@ The model, which the tests check against cases computed by hand and against `clo
   optimizer's update, the (de)coding of compressed outer gradients, traffic of different trainers on
   one link, overlap of a replica's own all-reduce with computing, the wait of a merge or of the
   run's end for fragments still on their way, the way of merged parameters from a representative to
-  the workers that were its own, and trainers brought together for a consensus.
+  the workers that were its own, and trainers gathered for a consensus.
 """
 
 import math

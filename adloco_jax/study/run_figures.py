@@ -301,7 +301,7 @@ def memory(run: Run) -> Drawing | None:
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
     ax = figure.subplots()
     x = [e["round"] for e in measured]
-    # A process that goes on with a run starts to count anew, so these are points, not a sum.
+    # A process that goes on with a run starts to count again, so these are points, not a sum.
     every = {"markevery": look_every(len(x)), "lw": 1.3, "ms": 5}
     ax.plot(x, np.array(host) / unit, color=_BLUE, marker="o", label="host process", **every)
     if not np.isnan(device).all():

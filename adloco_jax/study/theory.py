@@ -238,7 +238,7 @@ def fit(events: Iterable[dict]) -> Constants:
       dimension.
     - sigma^2: the mean of the measured noise, over all tests.
     - Delta0: from the first finite training loss, averaged over the trainers of its round, to the
-      lowest loss of all evaluations and (averaged likewise) training losses.
+      lowest loss of all evaluations and (averaged in the same way) training losses.
     - L: the smallest for which Lemma 2 holds after every round: the largest sum of measured |G|^2
       over the first N steps, by 2 (1 + eta^2) Delta0. A round's measured value stands for all its
       steps. Measured values below zero count as such, or noise would add up to signal; rounds that
