@@ -27,7 +27,8 @@ ADLOCO = {
     "merge.policy": "worst_with_worst",
     "merge.every_rounds": 1,
     "merge.width": 4,
-    # From random weights, trainers soon are too far apart to be averaged: then the one with the largest requested batch stays.
+    # From random weights, trainers soon are too far apart to be averaged: then the one with the
+    # largest requested batch stays.
     "merge.max_barrier": 0.0,
     "merge.on_refusal": "retire",
     "num_tokens": 8_000_000,

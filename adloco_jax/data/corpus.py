@@ -118,8 +118,9 @@ def load_corpus(
 
     Without `heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
-    a single text document is cut in two instead. A document that is the same as a held-out one, token
-    by token, is not trained on. With `num_sequences`, reading stops soon after there is enough.
+    a single text document is cut in two instead. A document that is the same as a held-out one,
+    token by token, is not trained on. With `num_sequences`, reading stops soon after there is
+    enough.
 
     A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
     stand for the arrays in the fingerprint: only sizes and shapes are looked at, not the content.

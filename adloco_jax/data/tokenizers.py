@@ -352,7 +352,8 @@ def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
 def _damage_is_a_data_error(path: Path) -> Iterator[None]:
     """Names the file whatever its reader raises.
 
-    Deliberately broad except, because `tokenizers` raises plain Exception, and the others a different one per fault.
+    Deliberately broad except, because `tokenizers` raises plain Exception, and the others a
+    different one per fault.
     """
     try:
         yield

@@ -22,7 +22,8 @@ from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run.crashpoints import hit
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal"})
-_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}  # written again when rounds are run again
+# Written again when rounds are run again.
+_REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
 _ADVICE = (
     "restore the file from a copy, or give --rebuild-ledger to go on from the newest whole"
@@ -44,8 +45,8 @@ class Ledger:
 
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
-          on_write: Called with each line once it is on disk, in the file's order; must not wait, nor
-            write a line of its own.
+          on_write: Called with each line once it is on disk, in the file's order; must not wait,
+            nor write a line of its own.
         """
         self._path = Path(path)
         self._on_write = on_write

@@ -149,7 +149,7 @@ class Programs:
     """Compiles programs once, in the background where they were foreseen, and keeps them."""
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
-        """Starts with no program; `on_compile` is called with each, on the thread that compiled it."""
+        """Starts with no program; `on_compile` is called with each, on the compiling thread."""
         self.spec = spec
         self.stall_s = 0.0  # waited for compilation so far
         self._on_compile = on_compile
