@@ -386,12 +386,13 @@ def _execute(run: _Run, attempt: _Attempt) -> Result:
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return Result(run.workdir, watch.consensus, watch.loss, state)
-    observe = [attempt.recorder, attempt.evaluator, attempt.checkpoints, observers.prefetch(watch)]
+    # Compilation first, while the devices are busy with the round.
+    observe = [observers.prefetch(watch), attempt.recorder, attempt.evaluator, attempt.checkpoints]
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
             stack.callback(faulthandler.cancel_dump_traceback_later)
             faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
-            observe.append(observers.watchdog(settings.checkpoint.watchdog_s))
+            observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
         ahead = observers.programs_ahead(state.control, settings, run.spec)
         watch.engine.programs.prefetch([*ahead, evaluate.loss_key(watch.engine.heldout.batch_size)])
         try:

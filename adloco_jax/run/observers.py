@@ -1,7 +1,7 @@
 """What watches a run: its ledger, evaluation, terminal, checkpoints and compilation ahead of time.
 
-Observers are called after every round, in the order of `all_observers`. Each sees the state of the
-boundary it is called at; what they make of it changes nothing in the run.
+Observers are called after every round, in the order that `training` declares. Each sees the state
+of the boundary it is called at; what they make of it changes nothing in the run.
 """
 
 import dataclasses
