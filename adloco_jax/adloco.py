@@ -305,19 +305,18 @@ def with_batch_sizes(
       The changed copy, and one decision per trainer, in stack order.
     """
     control = copy.deepcopy(control)
-    tested = _by_trainer(stats)
     decisions = []
-    for position, trainer in enumerate(control.trainers):
-        num_workers = len(control.workers_of(position))
-        if measures_gradients(settings):
-            # What has no meaning comes out not finite, and keeps the batch.
-            with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # what has no meaning comes out not finite, keeps the batch
+        tested = _by_trainer(stats)
+        for position, trainer in enumerate(control.trainers):
+            num_workers = len(control.workers_of(position))
+            if measures_gradients(settings):
                 decision = _tested(settings, trainer, tested.get(position), num_workers)
-        else:
-            decision = _scheduled(control, settings, trainer)
-        trainer.requested_batch_size = decision.next_batch_size
-        control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
-        decisions.append(decision)
+            else:
+                decision = _scheduled(control, settings, trainer)
+            trainer.requested_batch_size = decision.next_batch_size
+            control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
+            decisions.append(decision)
     return control, decisions
 
 
@@ -325,10 +324,7 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
     """Each tested trainer's statistics, pooled over its workers, on the host in float64."""
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
-        fields = {
-            name: np.asarray(values, np.float64)
-            for name, values in dataclasses.asdict(stats_R).items()
-        }
+        fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
         for place, trainer in enumerate(trainers):
             own = [w for w, owner in enumerate(owners) if owner == place and count_R[w] > 0]
             if own:
@@ -398,7 +394,7 @@ def _in_true_units(stats: GradientStats) -> dict[str, float]:
     """The sums with their scale multiplied in, which float64 holds."""
     scale = float(stats.scale)
     power = {"noise_sum": 1, "signal_sum": 1, "plugin_orth_sum": 1, "ip_sum": 2, "plugin_ip_sum": 2}
-    fields = dataclasses.asdict(stats) | {"scale": 1.0}
+    fields = vars(stats) | {"scale": 1.0}
     return {name: float(value) * scale ** power.get(name, 0) for name, value in fields.items()}
 
 
