@@ -53,17 +53,6 @@ def programs_given_back():
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Runs see one of the eight devices, whose programs compile sooner: for what is not of them."""
-    first = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *_: first)
-        patch.setattr(jax, "local_devices", lambda *_: first)
-        patch.setattr(jax, "local_device_count", lambda *_: 1)
-        yield
-
-
 @pytest.fixture
 def optimized():
     """For what computes for longer than it compiles."""
