@@ -25,7 +25,7 @@ from adloco_jax.core.batching import (
     switch_mode,
 )
 from adloco_jax.core.gradstats import pool
-from adloco_jax.core.merge import choose_merge, divide_workers
+from adloco_jax.core.merge import allocate_workers, choose_merge, divide_workers
 from adloco_jax.settings import Settings
 
 
@@ -519,17 +519,15 @@ def after_merge(
         totals[representative] = max(totals[m] for m in members)
     survivors = [m for m in range(len(control.trainers)) if m not in members[1:]]
     changed.trainers = [changed.trainers[m] for m in survivors]
-    owners = divide_workers(
-        control.owners,
-        members,
-        [trainer.requested_batch_size for trainer in changed.trainers],
-        allocation=settings.ensemble.allocation,
-    )
+    new_sizes = [sizes[m] for m in survivors]
+    if settings.ensemble.allocation == "demand":
+        requested = [trainer.requested_batch_size for trainer in changed.trainers]
+        new_sizes = allocate_workers(requested, len(control.owners))
+    owners = divide_workers(control.owners, members, new_sizes)
     if settings.merge.representative_batch == "total":
-        for new, old in enumerate(survivors):
-            if owners.count(new) != sizes[old]:
-                share = max(-(-totals[old] // owners.count(new)), 1)
-                changed.trainers[new].requested_batch_size = min(share, batching.batch_cap)
+        for trainer, old, size in zip(changed.trainers, survivors, new_sizes, strict=True):
+            if size != sizes[old]:
+                trainer.requested_batch_size = min(-(-totals[old] // size), batching.batch_cap)
     changed.streams = [s for s, owner in zip(control.streams, owners, strict=True) if owner >= 0]
     changed.owners = [owner for owner in owners if owner >= 0]
     return changed, owners
