@@ -3,20 +3,25 @@
 import dataclasses
 import json
 import math
+import signal
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import settings_of
+from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import adloco
 from adloco_jax.adloco import Control, RoundPlan, State, StateBytes, Trainer
 from adloco_jax.core.base import GradientStats
+from adloco_jax.errors import Preempted
 from adloco_jax.run import batches
-from adloco_jax.run.ledger import batch_history
+from adloco_jax.run.ledger import batch_history, read
+from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import control_from_json
+from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -234,6 +239,50 @@ def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
     assert smaller.num_micro_batches % 5 == 0  # whole calls
     if switch.get("mode") != "lengthen":  # there every micro-batch is an update
         assert sequences(smaller).tolist() == sequences(planned).tolist()
+
+
+def test_a_run_stopped_while_rounds_are_run_again_goes_on_planning_them_as_they_were(
+    tmp_path, monkeypatch
+):
+    """Out of memory in round 3, back to the start, stopped in round 2: a smaller device clips."""
+    settings = settings_of(
+        num_rounds=4,
+        ensemble={"num_trainers": 1, "num_workers": 1},
+        batching={"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
+    )
+    program, calls, starts = Programs.__getitem__, [], []
+
+    def exhausted(programs, key):
+        calls.append(key)
+        if key.kind == "steps" and key.micro_batch_size == 4 and calls.count(key) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
+        return program(programs, key)
+
+    def batch(rows, trainer, stream, start, count):
+        starts.append(start)
+        if starts == [0, 12, 24, 0, 12]:
+            signal.raise_signal(signal.SIGTERM)
+        return read_batch(rows, trainer, stream, start, count)
+
+    read_batch = Table.batch
+    monkeypatch.setattr(Programs, "__getitem__", exhausted)
+    monkeypatch.setattr(Table, "batch", batch)
+    run = {
+        "corpus": corpus(),
+        "init_fn": init_fn,
+        "loss_fn": bigram_loss,
+        "workdir": tmp_path / "r",
+    }
+    with pytest.raises(Preempted, match="after round 2"):
+        fit(settings, **run)
+    fit(settings, **run)
+    events = read(tmp_path / "r" / "ledger.jsonl")
+    plans = [
+        (e["round"], e["micro_batch_size"], e["num_accum_steps"])
+        for e in events
+        if e["event"] == "round"
+    ]
+    assert plans == [(1, 2, 2), (2, 2, 2), (3, 2, 2), (4, 2, 1)]
 
 
 def test_learning_rate_follows_the_trainers_own_updates():
@@ -535,6 +584,11 @@ def test_demand_gives_the_workers_to_whoever_asks_for_more():
     assert owners == [0, 1, 0, 0, 2, 2]
     assert [t.id for t in after.trainers] == [0, 1, 3]
     assert control == a_control(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
+    # The representative has the first choice of what it absorbed, though trainer 0 comes before.
+    _, owners = adloco.after_merge(
+        a_control(batches=(4, 4, 1), owners=(0, 1, 2, 2)), (1, 2), settings_of()
+    )
+    assert owners == [0, 1, 1, 0]
 
 
 def test_who_loses_a_worker_to_a_merge_synchronises_before_it():

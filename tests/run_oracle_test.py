@@ -150,6 +150,8 @@ def test_the_cases_cover_what_they_are_for():
 # The absorbed trainer has the larger total batch; two free workers for two trainers that lack one.
 @example([0, 1, 1, 1, 1, 2], [10, 5, 30, 1, 1], "worst_with_worst", 2, "demand", "total")
 @example([0, 0, 0, 1, 1, 2, 3], [9, 9, 9, 9, 9], "worst_with_worst", 2, "demand", "max")
+# The representative has the first choice of what it absorbed, though another trainer comes before.
+@example([0, 1, 2, 2], [4, 3, 1, 1, 1], "worst_with_worst", 2, "demand", "max")
 def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, allocation, batch):
     ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
     owners, batches = [ids.index(owner) for owner in owners], batches[: len(ids)]
