@@ -341,6 +341,7 @@ def _begin(
     control, noted = _heed_memory_notes(run.workdir, control)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
+    engine.underway = control
     watch = observers.Watch(
         settings=settings,
         engine=engine,
@@ -397,6 +398,7 @@ def _execute(run: _Run, attempt: _Attempt) -> Result:
         watch.engine.programs.prefetch([*ahead, evaluate.loss_key(watch.engine.heldout.batch_size)])
         try:
             state = adloco(state, settings=settings, engine=watch.engine, observers=observe)
+            state = watch.engine.settled(state)  # as it was saved
         except Diverged as error:
             attempt.recorder.flush(state)
             saved = _last_checkpoint(run, attempt)
@@ -422,6 +424,7 @@ def _after_failure(
       ResourceError: If there is no smaller one to try.
       Exception: The error itself, if the same round has failed before.
     """
+    attempt.recorder.write_events()
     control = attempt.watch.engine.underway
     index, max_batch = control.round + 1, control.max_batch_size
     cause = " ".join(str(error).split())[:300]

@@ -61,7 +61,7 @@ def shared_programs(programs_given_back):
         yield
         return
     from adloco_jax import training
-    from adloco_jax.run import programs
+    from adloco_jax.run import plan, programs
 
     models, specs, compiled = {}, {}, {}
     build_model, program_spec = training.build_model, training.program_spec
@@ -97,20 +97,25 @@ def shared_programs(programs_given_back):
         return compiled[place][0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "build_model", one_model)
-        patch.setattr(training, "program_spec", one_spec)
+        for module in (training, plan):
+            patch.setattr(module, "build_model", one_model)
+            patch.setattr(module, "program_spec", one_spec)
         patch.setattr(programs.Programs, "_compile", compile_once)
         yield
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    """For a whole module (`pytestmark`): its runs see one device, whose programs compile fast."""
-    first = jax.devices()[:1]
+    """For a whole module (`pytestmark`): its runs see one device, whose programs compile fast.
+
+    Gives all devices, for a test that patches some of them back.
+    """
+    everything = jax.devices()
+    first = everything[:1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: first)
         patch.setattr(jax, "local_devices", lambda *_, **__: first)
-        yield
+        yield everything
 
 
 @pytest.fixture

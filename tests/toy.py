@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ml_collections import ConfigDict
 
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.settings import Settings
@@ -52,9 +53,10 @@ def bigram_loss(params, tokens):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
 
-def settings_of(**groups) -> Settings:
-    """Checked settings of a small run; `groups` override, as `batching={"eta": 0.5}`."""
+def config_of(**groups) -> ConfigDict:
+    """The config of a small run; `groups` override, as `batching={"eta": 0.5}`."""
     config = default_config()
+    config.data.sequence_length = LENGTH
     common = {
         "num_rounds": 8,
         "ensemble": {"num_trainers": 3, "num_workers": 4},
@@ -75,4 +77,9 @@ def settings_of(**groups) -> Settings:
                     config[group][name] = value
             else:
                 config[group] = values
-    return validate(config)
+    return config
+
+
+def settings_of(**groups) -> Settings:
+    """The same, checked."""
+    return validate(config_of(**groups))

@@ -135,6 +135,7 @@ class LocalEngine:
 
     def ready(self, state: State) -> list[int]:
         """All trainers: their devices take one round after the other."""
+        self.underway = state.control  # reading its sequences may fail, too
         return list(range(len(state.control.trainers)))
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:

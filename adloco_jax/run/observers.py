@@ -106,15 +106,19 @@ class Recorder:
         """Records all that has happened up to this boundary; waits for its round."""
         watch, pending = self.watch, self._pending
         self._write_pending(state)
-        for event, fields, note in watch.engine.events:
-            watch.ledger.write(event, **fields)
-            if note:
-                watch.progress.note(note)
-        watch.engine.events.clear()
+        self.write_events()
         if pending is not None and pending[0].merged is not None:
             merged = dict(pending[0].merged)
             watch.ledger.write(merged.pop("event"), **merged)
             watch.progress.note(_merge_note(merged, watch.settings.merge.max_barrier))
+
+    def write_events(self) -> None:
+        """Records what the engine has done beside its rounds."""
+        for event, fields, note in self.watch.engine.events:
+            self.watch.ledger.write(event, **fields)
+            if note:
+                self.watch.progress.note(note)
+        self.watch.engine.events.clear()
 
     def _write_pending(self, state: State) -> None:
         if self._pending is None:

@@ -1,0 +1,131 @@
+"""What the engine compiles: the public functions, and no more programs than the plan says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
+
+from adloco_jax.adloco import State, round_plan, start
+from adloco_jax.core.ensemble import init
+from adloco_jax.core.outer import outer_step
+from adloco_jax.run import plan as plan_module
+from adloco_jax.run import programs as programs_module
+from adloco_jax.run.build import program_spec
+from adloco_jax.run.config import validate
+from adloco_jax.run.engine import LocalEngine
+from adloco_jax.run.evaluate import split_heldout
+from adloco_jax.run.ledger import read
+from adloco_jax.run.programs import Key, Programs, lower
+from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+OWNERS = (0, 0, 1, 2)
+PUBLIC = ("start_round", "inner_steps", "outer_update", "gradient_stats")
+PUBLIC += ("fragment_steps", "flush_workers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "functions"),
+    [
+        ("start", {"start_round"}),
+        ("steps", {"inner_steps"}),
+        ("outer", {"outer_update"}),
+        ("fragment", {"fragment_steps", "inner_steps"}),
+        ("flush", {"flush_workers"}),
+        ("stats", {"gradient_stats"}),
+        ("loss", set()),
+    ],
+)
+def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, functions):
+    traced = set()
+
+    def noted(name, function):
+        @functools.wraps(function)
+        def call(*arguments, **options):
+            traced.add(name)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in PUBLIC:
+        monkeypatch.setattr(programs_module, name, noted(name, getattr(programs_module, name)))
+    if kind in ("fragment", "flush"):
+        settings = settings_of(outer={"fragments": 3, "mixing": 0.5})
+    else:
+        settings = settings_of()
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)
+    lower(spec, Key(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
+    # What a program is given has the shapes that `start_round` makes.
+    assert traced - ({"start_round"} - functions) == functions
+
+
+def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
+    """All trainers grow alike here: one batch in both buckets, then an accumulated one."""
+    config = config_of(num_rounds=4, batching={"eta": 0.5}, merge={"policy": "none"})
+    monkeypatch.setattr(plan_module, "build_model", lambda _: (init_fn, bigram_loss))
+    lines = plan_module.plan(config).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("memory per device")) + 1
+    last = next(i for i, line in enumerate(lines) if line.startswith("placement in the first"))
+    planned = [line.rsplit(maxsplit=2)[0].strip() for line in lines[first:last]]
+    assert f"programs: {len(planned)} for 3 trainers and 4 workers" in "\n".join(lines)
+    fit(
+        validate(config),
+        workdir=tmp_path / "r",
+        corpus=corpus(),
+        init_fn=init_fn,
+        loss_fn=bigram_loss,
+    )
+    events = read(tmp_path / "r" / "ledger.jsonl")
+    accumulated = [e["num_accum_steps"] for e in events if e["event"] == "round"]
+    assert accumulated == [1] * 6 + [4] * 6
+    compiled = [e["key"] for e in events if e["event"] == "compile"]
+    assert sorted(compiled) == sorted(planned)
+
+
+@pytest.mark.parametrize("batch_size", [4, 12])
+def test_the_engines_round_is_the_public_outer_step(batch_size):
+    """With unequal trainers; 12 sequences are 3 micro-batches of 4, accumulated."""
+    settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
+    rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)
+    transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+    ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
+    assert ensemble.owners == OWNERS
+    control = start(settings, 4)
+    for trainer in control.trainers:
+        trainer.requested_batch_size = batch_size
+    num_accum_steps, num_steps = batch_size // 4, settings.inner.steps_per_round
+
+    tokens_RSB = np.stack(
+        [
+            rows.batch(owner, stream, 0, num_steps * batch_size).reshape(num_steps, batch_size, -1)
+            for stream, owner in enumerate(OWNERS)
+        ]
+    )
+    whole_round = functools.partial(
+        outer_step, loss_fn=bigram_loss, num_accum_steps=num_accum_steps, **transforms
+    )
+    rate_SR = jnp.full((num_steps, 4), settings.inner.learning_rate)
+    expected, expected_metrics = jax.jit(whole_round)(
+        ensemble, tokens_RSB.swapaxes(0, 1), learning_rate_SR=rate_SR
+    )
+
+    heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
+    engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
+    state = State(ensemble, control)
+    plans = {m: round_plan(control, m, settings) for m in engine.ready(state)}
+    assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
+    state, metrics = engine.outer_step(state, engine.batch(state, plans))
+    for one, other in zip(jax.tree.leaves(state.ensemble), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    for position, outcome in enumerate(metrics.outcomes):
+        own = [w for w, owner in enumerate(OWNERS) if owner == position]
+        np.testing.assert_allclose(
+            outcome.loss_SR, expected_metrics.loss_SR[:, np.array(own)], rtol=1e-6
+        )
+        norm = expected_metrics.pseudo_grad_norm_M[position]
+        np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)

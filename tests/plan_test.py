@@ -1,0 +1,175 @@
+"""What a run will need, known before it: programs, memory, bytes, and what would stop it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import LENGTH, bigram_loss, config_of, init_fn, settings_of
+
+from adloco_jax import hf
+from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.models import Llama
+from adloco_jax.run import plan as plan_module
+from adloco_jax.run import programs as programs_module
+from adloco_jax.run.build import program_spec
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.programs import Key, Programs, needed_bytes, peak_bytes
+from adloco_jax.run.resume import write_config
+from adloco_jax.training import train
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def tiny_config():
+    config = default_config()
+    config.model.width, config.model.num_layers, config.model.mlp_width = 16, 1, 16
+    config.data.sequence_length = 16
+    config.batching.max_batch_size = 2
+    config.ensemble.num_trainers = config.ensemble.num_workers = 1
+    return config
+
+
+TEXT = {"source": "text", "path": __file__}
+
+
+@pytest.mark.parametrize(
+    ("outer", "state", "expected"),
+    [
+        ("nesterov", "keep", (144, 144, 288)),
+        ("adamw", "keep", (144, 288, 288)),
+        ("sgd", "reset", (144, 0, 0)),  # what is about to be reset does not travel
+    ],
+)
+def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
+    settings = settings_of(outer={"tx": outer}, inner={"state": state})
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None)
+    assert spec.state_bytes == expected
+    params, momentum, moments = expected
+    assert plan_module._merge_lines(settings, spec) == [
+        f"bytes of a merge, one communication: {params + momentum} B per absorbed trainer"
+        f" ({params} B if refused), {params + moments} B per worker that joins a trainer"
+    ]
+
+
+def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
+    batching = {"max_batch_size": "auto", "buckets": (2, 4, 8, 15), "batch_cap": 15}
+    settings = settings_of(batching=batching | {"test": "ramp", "ramp": ((0, 2),)})
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    programs = Programs(spec)
+    beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
+    needs = {
+        size: needed_bytes(programs[Key("steps", (0,) * 4, size, accumulates=True)]) + beside
+        for size in (2, 4, 8, 15)
+    }
+    assert sorted(needs.values()) == list(needs.values())
+    for size, need in needs.items():
+        # One per cent to spare: padding of small arrays bends the line on which sizes are foreseen.
+        device = int(1.01 * need / 0.8)
+        monkeypatch.setattr(programs_module, "device_bytes", lambda device=device: device)
+        assert plan_module.max_batch_size(settings, Programs(spec)) == size
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: needs[2])
+    with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
+        plan_module.max_batch_size(settings, Programs(spec))
+    assert error.value.exit_code == 5
+
+
+def test_the_batch_size_test_must_fit_the_memory_too(monkeypatch):
+    batching = {"max_batch_size": "auto", "buckets": (2, 15), "batch_cap": 15}
+    settings = settings_of(batching=batching | {"test_batch_size": 2048})
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    programs = Programs(spec)
+    owners = (0, 0, 1, 2)
+    state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
+    need = needed_bytes(programs[Key("stats", owners)]) + state - 3 * 6 * 6 * 4
+    assert need > peak_bytes(programs, Key("steps", (0,) * 4, 15, accumulates=True), owners)
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: need)
+    with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
+        plan_module.max_batch_size(settings, Programs(spec))
+    monkeypatch.setattr(programs_module, "device_bytes", lambda: int(need / 0.8) + 1)
+    assert plan_module.max_batch_size(settings, Programs(spec)) == 15
+
+
+def test_the_plan_lists_every_program_and_its_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_module, "build_model", lambda _: (init_fn, bigram_loss))
+    text = plan_module.plan(config_of(num_tokens=123_456))
+    ensemble = "M=3 R=4 B=0 workers=2,1,1"
+    for part in (
+        *(f"stats {ensemble} ", f"start {ensemble} ", f"outer {ensemble} "),
+        *("steps M=1 R=4 B=2 ", "steps M=1 R=4 B=4 ", "loss M=1 R=1 B=4 "),
+        *("steps M=1 R=4 B=4 accumulating ", f"start {ensemble} accumulating "),
+    ):
+        assert f"  {part}" in text
+    assert "\nprograms: 8 for 3 trainers and 4 workers" in text
+    assert "peak: " in text and "tokens: " in text
+    assert "the run ends with the round that reaches 123,456" in text
+    assert text.splitlines()[-1].startswith("not checked: data.source = stdlib: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with a model in its folder EXPORT."""
+    folder = tmp_path_factory.mktemp("exported")
+    network = Llama(257, 16, 2, 4, 2, 16, 512)
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes["params"])
+    hf.save(params, folder / "EXPORT", load_tokenizer("bytes"), network=network)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"data": TEXT | {"path": "nowhere"}}, "data.path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": "nowhere"}}, "data.heldout_path=nowhere: no such file"),
+        ({"data": TEXT | {"heldout_path": __file__}}, "both hold plan_test.py"),
+        ({"data": {"source": "hf", "path": "./nowhere.jsonl"}}, "data.path=./nowhere.jsonl: no"),
+        ({"data": {"tokenizer": "./nowhere"}}, "data.tokenizer=./nowhere: no such file"),
+        ({"data": {"tokenizer": "no/where"}}, "data.tokenizer=no/where: no file or folder"),
+        ({"data": {"tokenizer": "EXPORT"}, "model": {"vocab_size": 256}}, "EXPORT has 257 ids"),
+        ({"model": {"init_from": "./nowhere"}}, "./nowhere: no such folder"),
+        ({"model": {"init_from": "no/where"}}, "no/where: no file or folder of that name"),
+        ({"model": {"init_from": "EXPORT"}}, "model.num_layers = 1: EXPORT has 2"),
+        ({"batching": {"test": "replay", "replay": "nowhere"}}, "nowhere/ledger.jsonl: cannot"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(exported)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = tiny_config()
+    config.data.update(TEXT)
+    for group, values in changes.items():
+        config[group].update(values)
+    with pytest.raises((ConfigError, DataError)) as refusal:
+        plan_module.check_inputs(validate(config))
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    # The run does so, too.
+    with pytest.raises((ConfigError, DataError)) as again:
+        train(config, tmp_path / "run")
+    assert str(again.value) == str(refusal.value)
+
+
+def test_a_plan_refuses_a_folder_of_another_run(tmp_path):
+    settings = settings_of(num_rounds=1)
+    write_config(tmp_path, settings)
+    assert plan_module.check_inputs(settings, tmp_path)
+    with pytest.raises(ConfigError, match="seed: was 0, is 1"):
+        plan_module.check_inputs(settings_of(num_rounds=1, seed=1), tmp_path)
+
+
+def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
+    config = tiny_config()
+    config.data.update(TEXT)
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith(f"data.path = {__file__}: ")
+    config.data.update({"source": "hf", "path": "no/where"})
+    (line,) = plan_module.check_inputs(validate(config))
+    assert line.startswith("data.path = no/where: whether the Hugging Face hub has")
+    config.model.init_from = "some/model"
+    network = Llama(257, 16, 1, 4, 2, 16, 512)
+    monkeypatch.setattr(hf, "inspect", lambda name, head: (network, False))
+    line, _ = plan_module.check_inputs(validate(config))
+    assert line.startswith("model.init_from = some/model: its weights")
