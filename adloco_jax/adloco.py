@@ -25,7 +25,7 @@ from adloco_jax.core.batching import (
     switch_mode,
 )
 from adloco_jax.core.gradstats import pool
-from adloco_jax.core.merge import choose_merge, divide_workers
+from adloco_jax.core.merge import allocate_workers, choose_merge, divide_workers
 from adloco_jax.settings import Settings
 
 
@@ -305,19 +305,18 @@ def with_batch_sizes(
       The changed copy, and one decision per trainer, in stack order.
     """
     control = copy.deepcopy(control)
-    tested = _by_trainer(stats)
     decisions = []
-    for position, trainer in enumerate(control.trainers):
-        num_workers = len(control.workers_of(position))
-        if measures_gradients(settings):
-            # What has no meaning comes out not finite, and keeps the batch.
-            with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # what has no meaning comes out not finite, keeps the batch
+        tested = _by_trainer(stats)
+        for position, trainer in enumerate(control.trainers):
+            num_workers = len(control.workers_of(position))
+            if measures_gradients(settings):
                 decision = _tested(settings, trainer, tested.get(position), num_workers)
-        else:
-            decision = _scheduled(control, settings, trainer)
-        trainer.requested_batch_size = decision.next_batch_size
-        control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
-        decisions.append(decision)
+            else:
+                decision = _scheduled(control, settings, trainer)
+            trainer.requested_batch_size = decision.next_batch_size
+            control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
+            decisions.append(decision)
     return control, decisions
 
 
@@ -325,10 +324,7 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
     """Each tested trainer's statistics, pooled over its workers, on the host in float64."""
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
-        fields = {
-            name: np.asarray(values, np.float64)
-            for name, values in dataclasses.asdict(stats_R).items()
-        }
+        fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
         for place, trainer in enumerate(trainers):
             own = [w for w, owner in enumerate(owners) if owner == place and count_R[w] > 0]
             if own:
@@ -398,7 +394,7 @@ def _in_true_units(stats: GradientStats) -> dict[str, float]:
     """The sums with their scale multiplied in, which float64 holds."""
     scale = float(stats.scale)
     power = {"noise_sum": 1, "signal_sum": 1, "plugin_orth_sum": 1, "ip_sum": 2, "plugin_ip_sum": 2}
-    fields = dataclasses.asdict(stats) | {"scale": 1.0}
+    fields = vars(stats) | {"scale": 1.0}
     return {name: float(value) * scale ** power.get(name, 0) for name, value in fields.items()}
 
 
@@ -523,17 +519,15 @@ def after_merge(
         totals[representative] = max(totals[m] for m in members)
     survivors = [m for m in range(len(control.trainers)) if m not in members[1:]]
     changed.trainers = [changed.trainers[m] for m in survivors]
-    owners = divide_workers(
-        control.owners,
-        members,
-        [trainer.requested_batch_size for trainer in changed.trainers],
-        allocation=settings.ensemble.allocation,
-    )
+    new_sizes = [sizes[m] for m in survivors]
+    if settings.ensemble.allocation == "demand":
+        requested = [trainer.requested_batch_size for trainer in changed.trainers]
+        new_sizes = allocate_workers(requested, len(control.owners))
+    owners = divide_workers(control.owners, members, new_sizes)
     if settings.merge.representative_batch == "total":
-        for new, old in enumerate(survivors):
-            if owners.count(new) != sizes[old]:
-                share = max(-(-totals[old] // owners.count(new)), 1)
-                changed.trainers[new].requested_batch_size = min(share, batching.batch_cap)
+        for trainer, old, size in zip(changed.trainers, survivors, new_sizes, strict=True):
+            if size != sizes[old]:
+                trainer.requested_batch_size = min(-(-totals[old] // size), batching.batch_cap)
     changed.streams = [s for s, owner in zip(control.streams, owners, strict=True) if owner >= 0]
     changed.owners = [owner for owner in owners if owner >= 0]
     return changed, owners

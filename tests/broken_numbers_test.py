@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adloco_jax.run.controller import Outcome
 from toy import VOCAB, bigram_loss, corpus, init_fn, settings_of
 
+from adloco_jax.adloco import start
 from adloco_jax.errors import DivergedError
-from adloco_jax.run import controller as control
+from adloco_jax.run import engine
+from adloco_jax.run.health import Outcome, broken_trainers, consensus_weights, with_outcomes
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 RUN = {
     "num_rounds": 7,
@@ -89,14 +92,19 @@ DECISIONS = ("round", "trainer", "requested_batch_size", "micro_batch_size", "nu
 DECISIONS += ("next_batch_size", "reason", "tokens", "workers", "learning_rate")
 
 
-@pytest.mark.parametrize("test", ["norm", "constant"])
-@pytest.mark.parametrize(("first", "save_every"), [(0, 100), (8, 1), (8, 100)])
+@pytest.mark.parametrize(
+    ("first", "saves", "test"),
+    [(0, [100], "constant"), (8, [100, 1], "constant"), (8, [1], "norm")],
+)
 def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_without_it(
-    tmp_path, monkeypatch, first, save_every, test
+    tmp_path, monkeypatch, first, saves, test
 ):
-    batching = RUN["batching"] | {"test": test}
-    groups = RUN | {"checkpoint": {"every_rounds": save_every}, "batching": batching}
-    broken = run(tmp_path / "broken", Marked((1,), first), groups)
+    groups = RUN | {"batching": RUN["batching"] | {"test": test}}
+    for every in saves:
+        saved = groups | {"checkpoint": {"every_rounds": every}}
+        broken = run(tmp_path / f"broken-{every}", Marked((1,), first), saved)
+    likes = [deterministic_lines(read(w / "ledger.jsonl")) for w in tmp_path.iterdir()]
+    assert all(like == likes[0] for like in likes)  # however often it is saved
     (fault,) = events(broken.workdir, "fault", kind="quarantine")
     assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
     assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"]}]
@@ -104,15 +112,14 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     assert fault["round"] == (since if since % 4 == 0 else since + 1)
 
     # The same slot taken out of a run in which nothing breaks.
-    def drop(controller, outcomes, *, after_round):
-        noted = note_outcomes(controller, outcomes, after_round=after_round)
-        for trainer in controller.trainers:
+    def drop(control, outcomes, *, after_round):
+        control, noted = with_outcomes(control, outcomes, after_round=after_round)
+        for trainer in control.trainers:
             if trainer.id == 1 and after_round >= since:
                 trainer.broken_since = since
-        return noted
+        return control, noted
 
-    note_outcomes = control.note_outcomes
-    monkeypatch.setattr(control, "note_outcomes", drop)
+    monkeypatch.setattr(engine, "with_outcomes", drop)
     masked = run(tmp_path / "masked", corpus(), groups)
     lines = [
         [e for e in deterministic_lines(events(w, "round")) if e["trainer"] != 1]
@@ -203,16 +210,16 @@ def outcome(losses, skipped=()):
 
 
 def test_the_spike_window_holds_no_spike_and_nothing_that_is_not_finite():
-    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
-    (trainer,) = controller.trainers
+    control = start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
     rng = np.random.default_rng(0)
-    control.note_outcomes(controller, [outcome(rng.normal(2, 0.1, 40))], after_round=1)
+    control, _ = with_outcomes(control, [outcome(rng.normal(2, 0.1, 40))], after_round=1)
     wild = [2000.0, np.nan, 2.0, 2000.0]
-    (noted,) = control.note_outcomes(controller, [outcome(wild, skipped=[1])], after_round=2)
+    control, (noted,) = with_outcomes(control, [outcome(wild, skipped=[1])], after_round=2)
     assert noted == {"skipped_updates": 1, "spikes": 2}
+    (trainer,) = control.trainers
     assert len(trainer.recent_losses) == 43 and max(trainer.recent_losses) < 5
-    control.note_outcomes(controller, [outcome(rng.normal(2, 0.1, 400))], after_round=3)
-    assert len(trainer.recent_losses) == 64
+    control, _ = with_outcomes(control, [outcome(rng.normal(2, 0.1, 400))], after_round=3)
+    assert len(control.trainers[0].recent_losses) == 64
 
 
 @pytest.mark.parametrize(
@@ -226,19 +233,28 @@ def test_the_spike_window_holds_no_spike_and_nothing_that_is_not_finite():
     ],
 )
 def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, broken_since):
-    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
+    control = start(settings_of(ensemble={"num_trainers": 1, "num_workers": 1}), 4)
     for number, skipped in enumerate(rounds, start=1):
         where = np.flatnonzero(skipped)
-        control.note_outcomes(controller, [outcome([2.0] * 3, where)], after_round=number)
-    (trainer,) = controller.trainers
+        control, _ = with_outcomes(control, [outcome([2.0] * 3, where)], after_round=number)
+    (trainer,) = control.trainers
     assert (trainer.skipped_in_a_row, trainer.broken_since) == ({"0": in_a_row}, broken_since)
 
 
 def test_a_trainer_goes_on_while_one_of_its_workers_does():
-    controller = control.start(settings_of(ensemble={"num_trainers": 1, "num_workers": 2}), 4)
+    control = start(settings_of(ensemble={"num_trainers": 1, "num_workers": 2}), 4)
     skipped_SR = np.array([[True, False]] * 3)
     both = Outcome(np.where(skipped_SR, np.nan, 2.0), skipped_SR, 1.0)
     for number in range(3):
-        control.note_outcomes(controller, [both], after_round=number)
-    assert controller.trainers[0].broken_since is None
-    assert control.broken_trainers(controller, by_round=9) == []
+        control, _ = with_outcomes(control, [both], after_round=number)
+    assert control.trainers[0].broken_since is None
+    assert broken_trainers(control, by_round=9) == []
+
+
+def test_a_broken_trainer_weighs_nothing_in_the_consensus():
+    control = start(settings_of(), 4)
+    for trainer, size in zip(control.trainers, (3, 9, 5), strict=True):
+        trainer.requested_batch_size = size
+    control.trainers[1].broken_since = 0
+    assert consensus_weights(control) == (3.0, 0.0, 5.0)
+    assert broken_trainers(control, by_round=0) == [1]

@@ -20,6 +20,8 @@ from adloco_jax.run.plan import data_header
 from adloco_jax.study import report
 from adloco_jax.training import train
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def write(path: Path, records) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

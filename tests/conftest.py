@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,65 @@ def programs_given_back():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs(programs_given_back):
+    """Runs in a module that have the same model and settings trace and compile a program once."""
+    if "adloco_jax.training" not in sys.modules:  # nor does the module run anything
+        yield
+        return
+    from adloco_jax import training
+    from adloco_jax.run import programs
+
+    models, specs, compiled = {}, {}, {}
+    build_model, program_spec = training.build_model, training.program_spec
+    compile_now = programs.Programs._compile
+
+    def machine():
+        optimized = not jax.config.values["jax_disable_most_optimizations"]
+        return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
+
+    def one_model(settings):
+        key = (repr(settings.model), settings.batching.test, machine())
+        if key not in models:
+            models[key] = build_model(settings)
+        return models[key]
+
+    def one_spec(settings, *functions, **more):
+        """The first of those alike: optimizers are, where their settings are."""
+        spec = program_spec(settings, *functions, **more)
+        made = {"params": str(spec.params), "inner_tx": settings.inner, "outer_tx": settings.outer}
+        fields = vars(spec) | made
+        return specs.setdefault((machine(), *fields.values()), spec)
+
+    def compile_once(self, key, *, background):
+        # Whatever a test has replaced in the module may have a part in its programs.
+        used = [self.spec, *vars(programs).values()]
+        place = (key, *map(id, used))
+        if place not in compiled:
+            compiled[place] = compile_now(self, key, background=background), used
+        else:
+            program, _ = compiled[place]
+            size = programs.needed_bytes(program)
+            self._on_compile(programs.Compiled(key, 0.0, True, background, size))
+        return compiled[place][0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build_model", one_model)
+        patch.setattr(training, "program_spec", one_spec)
+        patch.setattr(programs.Programs, "_compile", compile_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """For a whole module (`pytestmark`): its runs see one device, whose programs compile fast."""
+    first = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        patch.setattr(jax, "local_devices", lambda *_, **__: first)
+        yield
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ def test_lines_two_runs_share_leave_out_clocks_and_compilations():
         {"event": "compile", "seconds": 3.0},
         {"event": "round", "round": 1, "syncs": 2, "step_s": 0.1, "stall_s": 0.0},
         {"event": "refusal", "round": 1},
+        {"event": "sync", "round": 1, "trainers": [0], "bytes": 8},
         {"event": "checkpoint", "round": 1},
         {"event": "merge", "round": 1, "members": [0, 1]},
         {"event": "eval", "round": 1, "loss": 2.0, "wall_s": 9.0},
@@ -138,6 +139,7 @@ def test_lines_two_runs_share_leave_out_clocks_and_compilations():
     assert deterministic_lines(events) == [
         {"event": "round", "round": 1, "syncs": 2},
         {"event": "refusal", "round": 1},
+        {"event": "sync", "round": 1, "trainers": [0], "bytes": 8},
         {"event": "merge", "round": 1, "members": [0, 1]},
         {"event": "eval", "round": 1, "loss": 2.0},
     ]

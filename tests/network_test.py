@@ -5,13 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from adloco_jax.run.controller import Controller, Merge, Trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
+from adloco_jax.adloco import Control, Trainer, after_merge
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import controller as control
 from adloco_jax.run.ledger import read
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
 from adloco_jax.study.network import (
@@ -24,6 +23,8 @@ from adloco_jax.study.network import (
     scaling,
 )
 from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 FREE = Link(math.inf, 0.0)
 
@@ -448,7 +449,7 @@ def test_freed_replicas_go_to_trainers_in_order():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(["demand", "retire"]))
-def test_replicas_move_as_the_controller_moves_workers(data, allocation):
+def test_replicas_move_as_a_run_moves_workers(data, allocation):
     num_trainers = data.draw(st.integers(2, 5))
     num_workers = data.draw(st.integers(num_trainers, 9))
     knobs = settings_of(
@@ -460,18 +461,18 @@ def test_replicas_move_as_the_controller_moves_workers(data, allocation):
     )
     trainers = [Trainer(i, data.draw(st.integers(1, 40))) for i in range(num_trainers)]
     owners = [r * num_trainers // num_workers for r in range(num_workers)]
-    controller = Controller(trainers, owners, list(range(num_workers)), 8, 8)
+    control = Control(trainers, owners, list(range(num_workers)), 8, 8)
     events, expected = [start()], {}
     for index in (1, 2, 3):
-        for position, trainer in enumerate(controller.trainers):
-            own = controller.workers_of(position)
+        for position, trainer in enumerate(control.trainers):
+            own = control.workers_of(position)
             events.append(line(index, trainer.id, len(own), 1))
-            expected[index, trainer.id] = tuple(controller.streams[worker] for worker in own)
-        if len(controller.trainers) > 1:
-            positions = data.draw(st.permutations(range(len(controller.trainers))))
+            expected[index, trainer.id] = tuple(control.streams[worker] for worker in own)
+        if len(control.trainers) > 1:
+            positions = data.draw(st.permutations(range(len(control.trainers))))
             members = tuple(positions[: data.draw(st.integers(2, len(positions)))])
-            events.append(merge(index, [controller.trainers[m].id for m in members]))
-            control.apply_merge(controller, knobs, Merge(members, (1,) * len(members)))
+            events.append(merge(index, [control.trainers[m].id for m in members]))
+            control, _ = after_merge(control, members, knobs)
     times = replay(events, cluster(num_workers)).rounds
     assert {(time.round, time.trainer): time.replicas for time in times} == expected
 

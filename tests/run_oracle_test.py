@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from oracle import run_oracle
 from toy import VOCAB, bigram_loss, corpus, settings_of
 
-from adloco_jax.run import controller as control
+from adloco_jax import adloco
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 CASES = {
     # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
@@ -148,6 +150,8 @@ def test_the_cases_cover_what_they_are_for():
 # The absorbed trainer has the larger total batch; two free workers for two trainers that lack one.
 @example([0, 1, 1, 1, 1, 2], [10, 5, 30, 1, 1], "worst_with_worst", 2, "demand", "total")
 @example([0, 0, 0, 1, 1, 2, 3], [9, 9, 9, 9, 9], "worst_with_worst", 2, "demand", "max")
+# The representative has the first choice of what it absorbed, though another trainer comes before.
+@example([0, 1, 2, 2], [4, 3, 1, 1, 1], "worst_with_worst", 2, "demand", "max")
 def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, allocation, batch):
     ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
     owners, batches = [ids.index(owner) for owner in owners], batches[: len(ids)]
@@ -163,9 +167,9 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
     sums = [
         {"noise_sum": float(b), "noise_weight": 1.0} if b > min(batches) else {} for b in batches
     ]
-    controller = control.Controller(
+    control = adloco.Control(
         trainers=[
-            control.Trainer(10 + m, b, smoothing=dict(sums[m])) for m, b in enumerate(batches)
+            adloco.Trainer(10 + m, b, smoothing=dict(sums[m])) for m, b in enumerate(batches)
         ],
         owners=list(owners),
         streams=[100 + w for w in range(len(owners))],
@@ -180,20 +184,19 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
     workers = [
         oracle.Worker(100 + w, 10 + m, (0, np.zeros(1), np.zeros(1))) for w, m in enumerate(owners)
     ]
-    due = control.due_merge(controller, settings)
-    if due is None:
+    if not adloco.merge_due(control, settings):
         assert len(ids) == 1
         return
-    members = oracle.merge_members(batches, policy=policy, width=width)
-    assert (list(due.members), list(due.weights)) == (members, [batches[m] for m in members])
-    moved = control.apply_merge(controller, settings, due)
+    members = adloco.choose_members(control, [0.0] * len(ids), settings)
+    assert list(members) == oracle.merge_members(batches, policy=policy, width=width)
+    control, moved = adloco.after_merge(control, members, settings)
     oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
 
-    assert [(t.id, t.requested_batch_size, t.smoothing) for t in controller.trainers] == [
+    assert [(t.id, t.requested_batch_size, t.smoothing) for t in control.trainers] == [
         (t.id, t.batch, t.sums) for t in trainers
     ]
     place = {trainer.id: position for position, trainer in enumerate(trainers)}
-    assert controller.streams == [worker.stream for worker in workers]
-    assert controller.owners == [place[worker.trainer] for worker in workers]
-    assert [owner for owner in moved if owner >= 0] == controller.owners
+    assert control.streams == [worker.stream for worker in workers]
+    assert control.owners == [place[worker.trainer] for worker in workers]
+    assert [owner for owner in moved if owner >= 0] == control.owners
     assert len(moved) == len(owners)

@@ -173,21 +173,17 @@ def owners_after_merge(owners: Sequence[int], members: Sequence[int]) -> tuple[i
 
 
 def divide_workers(
-    owners: Sequence[int],
-    members: Sequence[int],
-    requested_batch_sizes: Sequence[int],
-    *,
-    allocation: Literal["demand", "retire"],
+    owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
     """Whose each worker is once trainers have become one and the pool is divided again.
+
+    A trainer keeps its own workers first, the representative then those it absorbed; what it lacks
+    it takes from what is free, by position. Workers that nobody lacks retire.
 
     Args:
       owners: Position of each worker's trainer before the merge.
       members: Positions of those that become one, the representative first.
-      requested_batch_sizes: Of the survivors, in the order of their stack.
-      allocation: `demand` gives each what `allocate_workers` says: its own workers first, the
-        representative then those it absorbed, then what is free, by position. `retire` sends the
-        absorbed trainers' workers away.
+      sizes: Workers of each survivor, in the order of their stack; together at most the pool.
 
     Returns:
       By worker of the old pool the position of its trainer among the survivors, -1 for a retired
@@ -196,20 +192,15 @@ def divide_workers(
     absorbed = members[1:]
     survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
     own = [[w for w, owner in enumerate(owners) if owner == old] for old in survivors]
-    sizes = [len(workers) for workers in own]
-    if allocation == "demand":
-        sizes = list(allocate_workers(requested_batch_sizes, len(owners)))
-        joined = [w for w, owner in enumerate(owners) if owner in absorbed]
-        own[survivors.index(members[0])] += joined
+    own[survivors.index(members[0])] += [w for w, owner in enumerate(owners) if owner in absorbed]
     divided = [-1] * len(owners)
     for new, workers in enumerate(own):
         for worker in workers[: sizes[new]]:
             divided[worker] = new
-    if allocation == "demand":
-        free = [w for w, owner in enumerate(divided) if owner < 0]
-        for new, size in enumerate(sizes):
-            for _ in range(size - divided.count(new)):
-                divided[free.pop(0)] = new
+    free = [w for w, owner in enumerate(divided) if owner < 0]
+    for new, size in enumerate(sizes):
+        for _ in range(size - divided.count(new)):
+            divided[free.pop(0)] = new
     return divided
 
 

@@ -39,7 +39,7 @@ The model, which the tests check against cases computed by hand and against `clo
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +48,7 @@ import numpy as np
 
 from adloco_jax.adloco import StateBytes, merge_cost
 from adloco_jax.core.compress import BITS_PER_PARAM
+from adloco_jax.core.merge import divide_workers
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link, StepTime
 from adloco_jax.study.curves import state_bytes
@@ -633,31 +634,35 @@ def _reassign(
 ) -> tuple[dict[int, list[int]], dict[int, int]]:
     """Replicas by trainer after a round, and how many each trainer gave up for good.
 
-    As the controller does it: a trainer keeps its own and those of the members it absorbed, as far
-    as the next round's count goes; what is over goes to who lacks some, else it retires. A trainer
-    that is in no merge and has no further line was broken, and retires with its workers.
+    A trainer that is in no merge and has no further line was broken, and retires with its workers.
     """
+    members = next((merge.members for merge in merges if merge.is_final), ())
     unknown = {trainer for merge in merges for trainer in merge.members} - set(replicas)
     if unknown:
         raise DataError(f"a merge after round {index} names trainers {sorted(unknown)}, not in it")
-    after = {trainer: list(own) for trainer, own in replicas.items()}
-    for into, *others in (merge.members for merge in merges if merge.is_final):
-        after[into] += sorted(replica for other in others for replica in after.pop(other))
-    if counts is None:  # nothing follows
-        return after, {}
-    gone = [replica for trainer in set(after) - set(counts) for replica in after.pop(trainer)]
-    free = sorted(replica for trainer, own in after.items() for replica in own[counts[trainer] :])
-    after = {trainer: own[: counts[trainer]] for trainer, own in after.items()}
-    for trainer, own in sorted(after.items()):
-        while len(own) < counts[trainer] and free:
-            own.append(free.pop(0))
-        own.sort()
-    if {trainer: len(own) for trainer, own in after.items()} != dict(counts):
+    if counts is None:  # nothing follows: nobody gives any up
+        counts = {t: len(own) for t, own in replicas.items() if t not in members[1:]}
+        if members:
+            counts[members[0]] = sum(len(replicas[t]) for t in members)
+    stack = [t for t in sorted(replicas) if t in counts or t in members]
+    survivors = [t for t in stack if t not in members[1:]]
+    owner_of = {replica: place for place, t in enumerate(stack) for replica in replicas[t]}
+    if set(survivors) != set(counts) or sum(counts.values()) > len(owner_of):
         raise DataError(
             f"round {index + 1}: workers {dict(counts)} by trainer do not follow from round {index}"
         )
-    left = Counter(t for t, own in replicas.items() for replica in own if replica in [*gone, *free])
-    return after, dict(left)
+    pool = sorted(owner_of)
+    divided = divide_workers(
+        [owner_of[replica] for replica in pool],
+        [stack.index(t) for t in members or stack[:1]],
+        [counts[t] for t in survivors],
+    )
+    after: dict[int, list[int]] = {t: [] for t in survivors}
+    for replica, place in zip(pool, divided, strict=True):
+        if place >= 0:
+            after[survivors[place]].append(replica)
+    kept = {replica for own in after.values() for replica in own}
+    return after, {t: n for t, own in replicas.items() if (n := len(set(own) - kept))}
 
 
 def _merges_s(
