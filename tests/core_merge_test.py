@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adloco_jax import allocate_workers, choose_merge, init, merge
-from adloco_jax.core.merge import divide_workers
 
 ADAMW = optax.adamw(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -292,11 +291,3 @@ def test_keys_of_the_representative_survive_a_merge():
     merged = merge(ensemble, (1, 0), weights=[1, 3])
     assert (merged.params_M["key"] == keys_M[1:]).all()
     assert merged.inner_state_R.rng_key.shape == (2,)
-
-
-def test_the_representative_takes_absorbed_workers_first_and_free_ones_go_by_position():
-    owners, members = (0, 1, 2, 2, 2, 3), (3, 1)  # trainer 1 becomes one with 3
-    divided = divide_workers(owners, members, (2, 1, 3), allocation="demand")
-    # Trainer 2 has two workers to give away: one goes to trainer 0, one to the representative.
-    assert divided == [0, 2, 1, 0, 2, 2]
-    assert divide_workers(owners, members, (2, 1, 3), allocation="retire") == [0, -1, 1, 1, 1, 2]
