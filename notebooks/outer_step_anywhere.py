@@ -270,9 +270,7 @@ def place(tree, *axes):
 
 
 start = al.init(params, num_trainers=1, num_workers=8, inner_tx=inner_tx, outer_tx=outer_tx)
-spread = place(start).replace(
-    inner_state_R=place(start.inner_state_R, "worker"), owner_R=place(start.owner_R, "worker")
-)
+spread = place(start).replace(inner_state_R=place(start.inner_state_R, "worker"))
 *batch, _ = draw((steps_per_round, 8, 8))
 there, _ = step(spread, place(tuple(batch), None, "worker"), 1)
 here, _ = step(start, tuple(batch), 1)

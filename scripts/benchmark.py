@@ -28,7 +28,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from adloco_jax.run.train import fit
 from jaxtyping import PyTree
 from program_cost import Cost, program_cost
 from side_by_side import SHAPES, side_by_side
@@ -50,6 +49,7 @@ from adloco_jax.run.config import Settings, default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import needed_bytes
 from adloco_jax.run.throughput import flops_per_token
+from adloco_jax.training import fit
 
 MODEL = SHAPES["small"].model | {"max_length": SHAPES["small"].sequence_length}
 BATCHES = (4, 8, 32)

@@ -4,7 +4,7 @@ python scripts/faults.py --scale long     hours; stopped and started again, it g
 python scripts/faults.py --rows K1,K6     some rows only
 
 Every trial is a line of `<folder>/results.jsonl`. A run has come through if its deterministic
-ledger lines, every array of its last checkpoint and its controller equal the uninterrupted run's,
+ledger lines, every array of its last checkpoint and its control equal the uninterrupted run's,
 bit for bit. What fails keeps its folder.
 """
 
@@ -224,7 +224,7 @@ def state_of(workdir: Path) -> dict:
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return {
         "ledger": deterministic_lines(read(workdir / "ledger.jsonl")),
-        "controller": checkpoint.read_host(newest)["controller"],
+        "control": checkpoint.read_host(newest)["control"],
         "arrays": {
             jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
             for path, leaf in leaves
@@ -565,21 +565,21 @@ def m2(bench: Bench) -> Iterator[Trial]:
         yield (code == 0 and sizes == [4, 2] and covered and done), f"{what} {group.text[-300:]}"
 
 
-# Stands in for the main program: one process's n-th dispatch finds no memory at the full size.
+# Stands in for the main program: one process's n-th round finds no memory at the full size.
 _OUT_OF_MEMORY = """
 import jax
 from adloco_jax import main
-from adloco_jax.run import train
-calls, real = 0, train.dispatch
+from adloco_jax.run.engine import LocalEngine
+calls, real = 0, LocalEngine._dispatch
 
-def dispatch(programs, controller, *rest):
+def dispatch(engine, state, batch):
     global calls
     calls += 1
-    if jax.process_index() == {process} and calls == {call} and controller.max_batch_size > 2:
+    if jax.process_index() == {process} and calls == {call} and state.control.max_batch_size > 2:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
-    return real(programs, controller, *rest)
+    return real(engine, state, batch)
 
-train.dispatch = dispatch
+LocalEngine._dispatch = dispatch
 main.command()
 """
 

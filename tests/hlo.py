@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2}
+_ITEM_BYTES |= {"s32": 4, "u32": 4, "f32": 4}
 _OPERATION = re.compile(
     r"= (?P<result>\(.*?\)|\S+)"
     r" (?P<kind>all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -23,8 +24,8 @@ class Collective(NamedTuple):
     line: str
 
 
-def collectives(text: str) -> list[Collective]:
-    """All collectives of an optimised HLO text."""
+def collectives(text: str, *, loops: bool = True) -> list[Collective]:
+    """All collectives of an optimised HLO text, of a program with loops unless said otherwise."""
     computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -33,6 +34,7 @@ def collectives(text: str) -> list[Collective]:
         else:
             lines.append(line)
     looped = _within_loops(computations)
+    assert looped or not loops, "no loop found: the reading of the program is broken"
     return [
         _collective(match, line, in_loop=name in looped)
         for name, own in computations.items()
@@ -50,7 +52,6 @@ def _within_loops(computations: dict[str, list[str]]) -> set[str]:
 
     every_line = [line for lines in computations.values() for line in lines]
     waiting = [name for line in every_line if " while(" in line for name in called(line)]
-    assert waiting, "no loop found: the reading of the program is broken"
     looped = set()
     while waiting:
         name = waiting.pop()

@@ -236,8 +236,8 @@ def test_a_run_in_fragments_goes_on_with_another_number_of_processes(tmp_path):
 STUCK = """
 import time
 from adloco_jax import main
-from adloco_jax.run import train
-train.dispatch = lambda *_: time.sleep(600)
+from adloco_jax.run.engine import LocalEngine
+LocalEngine.outer_step = lambda *_: time.sleep(600)
 main.command()
 """
 
@@ -255,4 +255,4 @@ def test_a_run_that_hangs_ends_itself_and_says_where(tmp_path):
     )
     assert done.returncode == 1
     assert "Timeout (0:00:01)!" in done.stderr
-    assert "in execute" in done.stderr
+    assert "in adloco" in done.stderr

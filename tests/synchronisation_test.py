@@ -1,5 +1,6 @@
 """A synchronisation in fewer bits: what it computes, and what moves between eight devices."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,11 +11,16 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from toy import bigram_loss, corpus, init_fn, settings_of
+from hlo import collectives
+from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import init, outer_step, outer_update, start_round
+from adloco_jax.adloco import start, sync_cost
 from adloco_jax.core.compress import packed_bytes
+from adloco_jax.run.batches import classes
+from adloco_jax.run.build import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.programs import lower
 from adloco_jax.run.sharding import bring, place
 from adloco_jax.training import fit
 
@@ -54,15 +60,8 @@ def drifted(num_trainers, num_workers, owner_R=None, seed=0):
 
 
 @functools.cache
-def update_of(precision, known_owners=None):
-    def update(ensemble, workers, weights_R=None):
-        if known_owners is not None:
-            ensemble = ensemble.replace(owner_R=np.asarray(known_owners, np.int32))
-        return outer_update(
-            ensemble, workers, outer_tx=NESTEROV, precision=precision, weights_R=weights_R
-        )
-
-    return jax.jit(update)
+def update_of(precision):
+    return jax.jit(functools.partial(outer_update, outer_tx=NESTEROV, precision=precision))
 
 
 def assert_close(actual, expected, *, rtol=1e-6, atol=1e-6):
@@ -78,13 +77,13 @@ def same(left, right):
 # --- What it computes
 
 
-@pytest.mark.parametrize("known_owners", [None, (0, 0, 0, 1, 1, 1)])
+@pytest.mark.parametrize("owners", [(0, 0, 0, 1, 1, 1), (1, 0, 1, 1, 0, 0)], ids=str)
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_both_halves_are_rounded_and_the_mean_is_not(precision, known_owners):
-    ensemble, workers = drifted(2, 6)
-    after, norm_M = update_of(precision, known_owners)(ensemble, workers)
+def test_both_halves_are_rounded_and_the_mean_is_not(precision, owners):
+    ensemble, workers = drifted(2, 6, owner_R=owners)
+    after, norm_M = update_of(precision)(ensemble, workers)
     rounded = functools.partial(oracle.in_blocks, largest_code=LARGEST[precision], most=128)
-    for m, mine in enumerate([(0, 1, 2), (3, 4, 5)]):
+    for m, mine in enumerate(np.flatnonzero(np.array(owners) == m) for m in range(2)):
         square = 0.0
         for name in SHAPES:
             start = np.asarray(ensemble.params_M[name][m])
@@ -103,12 +102,11 @@ def test_both_halves_are_rounded_and_the_mean_is_not(precision, known_owners):
         np.testing.assert_allclose(norm_M[m], math.sqrt(square), rtol=1e-5)
 
 
-@pytest.mark.parametrize("known_owners", [None, (0, 1)])
 @pytest.mark.parametrize("precision", LOW)
-def test_a_trainer_of_one_worker_is_not_rounded(precision, known_owners):
+def test_a_trainer_of_one_worker_is_not_rounded(precision):
     ensemble, workers = drifted(2, 2)
-    exact = update_of("float32", known_owners)(ensemble, workers)
-    assert same(update_of(precision, known_owners)(ensemble, workers), exact)
+    exact = update_of("float32")(ensemble, workers)
+    assert same(update_of(precision)(ensemble, workers), exact)
 
 
 @pytest.mark.parametrize("precision", LOW)
@@ -145,7 +143,8 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
     ensemble, workers = drifted(2, 5, owner_R=(0, 0, 0, 1, 1))
     bad = dict(workers.params_R, embed=workers.params_R["embed"].at[1, 5, 5].set(broken))
     after, norm_M = update_of(precision)(ensemble, workers.replace(params_R=bad))
-    without, expected_M = update_of(precision)(ensemble, workers, jnp.array([1.0, 0, 1, 1, 1]))
+    weights_R = jnp.array([1.0, 0, 1, 1, 1])
+    without, expected_M = update_of(precision)(ensemble, workers, weights_R=weights_R)
     assert np.isfinite(np.asarray(norm_M)).all()
     assert_close(norm_M, expected_M)
     assert_close(after.outer_state_M, without.outer_state_M, atol=1e-8)
@@ -193,23 +192,17 @@ def test_a_whole_round_takes_a_precision_and_keeps_every_dtype(precision):
 @functools.cache
 def sharded(precision, num_trainers, num_workers, model_shards=1):
     """The compiled synchronisation on eight devices, with its arguments' shardings."""
-    at = place(num_trainers, num_workers, 4, blocks=True, model_shards=model_shards)
     ensemble, workers = drifted(num_trainers, num_workers)
+    at = place(ensemble.owners, 4, model_shards=model_shards)
     states = (at.ensemble(shapes_of(ensemble)), at.by_worker(shapes_of(workers)))
-    owners = np.arange(num_workers, dtype=np.int32) * num_trainers // num_workers
-
-    def update(ensemble, workers):
-        return outer_update(
-            ensemble.replace(owner_R=owners),
-            workers,
-            outer_tx=NESTEROV,
-            precision=precision,
-            exchange=at.exchange,
-            publish=at.publish,
-        )
-
-    shardings = dict(in_shardings=states, out_shardings=(states[0], at.whole))
-    jitted = jax.jit(update, **shardings)
+    update = functools.partial(
+        outer_update,
+        outer_tx=NESTEROV,
+        precision=precision,
+        exchange=at.exchange,
+        publish=at.publish,
+    )
+    jitted = jax.jit(update, in_shardings=states, out_shardings=(states[0], at.whole))
     return jitted.lower(shapes_of(ensemble), shapes_of(workers)).compile(), states
 
 
@@ -248,8 +241,7 @@ def test_sharded_is_unsharded_and_all_copies_agree(
     precision, num_trainers, num_workers, model_shards
 ):
     ensemble, workers = drifted(num_trainers, num_workers)
-    owners = tuple(np.arange(num_workers) * num_trainers // num_workers)
-    expected, expected_norm_M = update_of(precision, owners)(ensemble, workers)
+    expected, expected_norm_M = update_of(precision)(ensemble, workers)
     compiled, states = sharded(precision, num_trainers, num_workers, model_shards)
     after, norm_M = compiled(*bring((ensemble, workers), states))
     assert_close(norm_M, expected_norm_M)
@@ -263,53 +255,95 @@ def test_sharded_is_unsharded_and_all_copies_agree(
         assert all(same(some, [some[0]] * len(some)) for some in copies.values())
 
 
+# --- What moves where trainers own unequal numbers of workers
+
+# Divides over one, two, three and five workers, in whole blocks.
+DIVIDES = {"layers": (2, 240, 480), "embed": (960, 120)}
+POWERS = {"layers": (2, 256, 512), "embed": (1024, 128)}
+
+
+@functools.cache
+def moved_and_charged(shapes, sizes, precision):
+    """Bytes that a round's compiled synchronisations move, and those that are accounted."""
+    settings = settings_of(
+        ensemble={"num_trainers": len(sizes), "num_workers": 8, "model_shards": 1},
+        outer={"precision": precision},
+    )
+    params = {name: jnp.zeros(shape) for name, shape in shapes}
+    spec = program_spec(settings, lambda key: params, bigram_loss, LENGTH + 1)
+    owners = [m for m, size in enumerate(sizes) for _ in range(size)]
+    control = dataclasses.replace(start(settings, 2), owners=owners)
+    moved = 0
+    for group in classes(control, range(len(sizes)), model_shards=1):
+        _, num_devices = group.devices
+        found = collectives(lower(spec, group.key("outer")).compile().as_text(), loops=False)
+        moved += num_devices * sum(one.num_bytes for one in found)
+    return moved, sum(sync_cost(size, spec.sync_bytes)["bytes"] for size in sizes), spec.sync_bytes
+
+
+@pytest.mark.parametrize("sizes", [(5, 2, 1), (2, 3, 3)], ids=str)
+@pytest.mark.parametrize("precision", ["float32", *LOW])
+def test_unequal_trainers_move_the_bytes_that_are_accounted(precision, sizes):
+    moved, charged, sync_bytes = moved_and_charged(tuple(DIVIDES.items()), sizes, precision)
+    assert charged == 10 * sync_bytes
+    assert charged <= moved <= charged + 8 * 1024  # norms, and which workers are finite
+
+
+@pytest.mark.parametrize(("precision", "most"), [("float32", 10), ("int8", 22), ("int4", 22)])
+def test_where_nothing_divides_float32_moves_no_more_and_codes_go_to_every_worker(precision, most):
+    """Five workers on parameters of powers of two; momentum that a device keeps must divide."""
+    moved, charged, sync_bytes = moved_and_charged(tuple(POWERS.items()), (5, 2, 1), precision)
+    assert charged == 10 * sync_bytes  # 4 x 2 for the five, and 2 for the two
+    assert most * sync_bytes <= moved <= most * sync_bytes + 8 * 1024  # 5 x 4, and 2
+
+
 # --- A run
 
 
-def run(workdir, settings):
-    return fit(
-        settings, workdir=workdir, init_fn=init_fn, loss_fn=bigram_loss, corpus=corpus()
-    ).workdir
+@pytest.fixture
+def one_device(monkeypatch):
+    only = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: only)
 
 
-def lines_of(workdir):
+def run(workdir, **settings):
+    fit(
+        settings_of(**settings),
+        workdir=workdir,
+        init_fn=init_fn,
+        loss_fn=bigram_loss,
+        corpus=corpus(),
+    )
     return list(deterministic_lines(read(workdir / "ledger.jsonl")))
 
 
 @pytest.mark.parametrize("precision", ["float32", *LOW])
-def test_a_run_counts_the_bytes_of_its_precision(tmp_path, precision):
-    settings = settings_of(
-        num_rounds=2,
-        ensemble={"num_trainers": 2, "num_workers": 4},
-        outer={"precision": precision},
-        merge={"every_rounds": 2},
+def test_a_round_is_charged_the_bytes_of_its_precision(precision):
+    spec = program_spec(
+        settings_of(outer={"precision": precision}), init_fn, bigram_loss, LENGTH + 1
     )
-    events = lines_of(run(tmp_path / "run", settings))
     # A table of 6 x 6: one block, of six rows.
-    params = jax.eval_shape(init_fn, jax.random.key(0))
     one_way = {"float32": 144, "bfloat16": 72, "int8": 36 + 4, "int4": 18 + 4}[precision]
-    assert packed_bytes(params, precision) == one_way
-    rounds = [event["bytes"] for event in events if event["event"] == "round"]
-    assert rounds == [2 * one_way] * 4
-    (merge,) = [event for event in events if event["event"] == "merge"]
-    assert merge["bytes"] == 144  # whole parameters
+    assert spec.sync_bytes == packed_bytes(spec.params, precision) == one_way
+    assert sync_cost(3, spec.sync_bytes) == {"syncs": 1, "bytes": 4 * one_way}
 
 
-def test_a_run_rounds_what_several_workers_send_and_nothing_else(tmp_path):
-    common = {"num_rounds": 3, "merge": {"policy": "none"}}
-    for name, num_workers, precision in (
-        *(("exact", 3, "float32"), ("alone", 3, "int4")),
-        *(("together", 6, "float32"), ("rounded", 6, "int4")),
-    ):
-        ensemble = {"num_trainers": 3, "num_workers": num_workers}
-        run(
-            tmp_path / name,
-            settings_of(**common, ensemble=ensemble, outer={"precision": precision}),
-        )
-    assert lines_of(tmp_path / "exact") == lines_of(tmp_path / "alone")
+def test_a_run_rounds_what_several_workers_send_and_nothing_else(tmp_path, one_device):
+    """Trainer 0 has two workers, the others one each; the last round ends with a merge."""
+    common = {"num_rounds": 2, "merge": {"every_rounds": 2}, "batching": {"test": "constant"}}
+    exact, rounded = (
+        run(tmp_path / precision, **common, outer={"precision": precision})
+        for precision in ("float32", "int4")
+    )
+    for events, one_way in ((exact, 144), (rounded, 18 + 4)):
+        rounds = [event["bytes"] for event in events if event["event"] == "round"]
+        assert rounds == [2 * one_way, 0, 0] * 2
+        (merge,) = [event for event in events if event["event"] == "merge"]
+        # Whole parameters and momentum; to the worker that joins, parameters and AdamW's moments.
+        assert merge["bytes"] == 2 * 144 + (144 + 2 * 144)
     losses = [
-        [event["train_loss"] for event in lines_of(tmp_path / name) if event["event"] == "round"]
-        for name in ("together", "rounded")
+        [e["train_loss"] for e in events if e["event"] == "round"] for events in (exact, rounded)
     ]
-    assert losses[0][:3] == losses[1][:3] and losses[0] != losses[1]
+    assert losses[0][:3] == losses[1][:3] and losses[0][4:] == losses[1][4:]
+    assert losses[0][3] != losses[1][3]
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.01)

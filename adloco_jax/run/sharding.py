@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -87,10 +88,27 @@ class Placement:
         """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
 
         In two steps, or the partitioner replicates: first the devices that share a worker keep a
-        part of it each, then these are redistributed as `sharded` says.
+        part of it each, then these are redistributed as `sharded` says. A floating-point leaf of
+        which no dimension divides over the workers skips the second: its mean is an all-reduce,
+        which moves as much as both halves. Copied to every device it would be R / 2 times that.
         """
-        parts_R = jax.lax.with_sharding_constraint(tree_R, self._stacked(tree_R, _POOL, _SHARING))
-        return jax.lax.with_sharding_constraint(parts_R, self.sharded(parts_R))
+        in_parts = self._stacked(tree_R, _POOL, _SHARING)
+        parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
+
+        def target(leaf, at, part_at):
+            if isinstance(leaf, Packed) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return at
+            divides = any("worker" in (axes or ()) for axes in at.spec)
+            return at if divides else part_at
+
+        to = jax.tree.map(
+            target,
+            tree_R,
+            self.sharded(tree_R),
+            in_parts,
+            is_leaf=lambda leaf: isinstance(leaf, Packed),
+        )
+        return jax.lax.with_sharding_constraint(parts_R, to)
 
     def publish(self, tree_M: PyTree) -> PyTree:
         """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
@@ -114,7 +132,8 @@ class Placement:
 
         With a device for each worker it is what is accounted (docs/algorithm.md, accounting).
         Workers that share a device have less to move. Where a device has workers of several
-        trainers, but not all of theirs, every device is sent all trainers.
+        trainers, but not all of theirs, every device is sent all trainers. Below float32 a leaf of
+        which no dimension divides over the workers is sent whole to each of them, which is more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
