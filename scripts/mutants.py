@@ -49,6 +49,7 @@ class Mutant:
     old: str
     new: str
     tests: str  # arguments of pytest
+    was: str = ""  # in words, where the code it was made in is gone: this is the nearest to it
 
     @property
     def test_files(self) -> list[str]:

@@ -133,6 +133,22 @@ def test_more_documents_are_held_out_where_the_share_is_too_short_for_two_rows(t
     assert corpus.num_documents == 36
 
 
+def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
+    texts = ["a" * 90, "b" * 200, "c" * 40, "d" * 31, "e" * 9]  # two rows are 32 with end of text
+    corpus = load(write_documents(tmp_path, texts), heldout_frac=0.01)
+    assert as_stream(corpus.heldout_rows) == "d" * 31 + "\0"
+    assert corpus.num_heldout_documents == 1
+
+
+def test_a_length_of_whole_rows_keeps_its_last_row(tmp_path):
+    tokens = np.arange(48, dtype=np.uint16)
+    np.testing.assert_array_equal(packing.pack_rows(tokens, 16), tokens.reshape(3, 16))
+    assert packing.pack_rows(tokens[:47], 16).shape == (2, 16)
+    heldout = write_documents(tmp_path, ["kept apart " * 9], "heldout.jsonl")
+    corpus = load(write_documents(tmp_path, ["x" * 63]), heldout_path=str(heldout))
+    assert (corpus.num_sequences, corpus.num_dropped_tokens) == (4, 0)
+
+
 def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path):
     texts = [f"{i:03}" + str(i % 10) * 3997 for i in range(800)]
     path = write_documents(tmp_path, texts)
@@ -146,6 +162,14 @@ def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path):
         corpus.heldout_rows, everything.heldout_rows[: len(corpus.heldout_rows)]
     )
     assert load(path, num_sequences=10**9).num_sequences == everything.num_sequences
+
+
+def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "_CHUNK_CHARS", 1)  # reading may stop after every document
+    path = write_documents(tmp_path, [f"<{n}>" * 8 for n in range(12)])
+    corpus = load(path, num_sequences=4, heldout_frac=0.5)
+    assert corpus.num_sequences == 4
+    np.testing.assert_array_equal(corpus.rows, load(path, heldout_frac=0.5).rows[:4])
 
 
 def test_num_sequences_reads_on_until_something_is_held_out(tmp_path):

@@ -203,33 +203,31 @@ def test_a_stop_between_shards_goes_on_and_reads_no_shard_again(tmp_path, source
 COMMAND = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
 
 
-def test_killed_at_any_moment_the_same_command_ends_alike(tmp_path, tokenizer_file):
-    source = shards_in(tmp_path / "source", count=8, documents=1200)
-    command = [*COMMAND, str(source), "--tokenizer", tokenizer_file, "--processes", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
-    def start(name):
-        more = ["--output", str(tmp_path / name)]
-        return subprocess.Popen(
-            [*command, *more], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    whole = start("whole")
-    assert whole.wait(60) == 0
-    whole.communicate()
+# Lines of the progress before each kill: the request, then one per shard.
+@pytest.mark.parametrize("kills", [(4,), pytest.param((1, 3, 6), marks=pytest.mark.slow)])
+def test_killed_at_any_moment_the_same_command_ends_alike(tmp_path, tokenizer_file, capsys, kills):
+    source = shards_in(tmp_path / "source", count=8, documents=400)
+    arguments = [str(source), "--tokenizer", tokenizer_file, "--output"]
+    assert prepare_data.main([*arguments, str(tmp_path / "whole"), "--processes", "1"]) == 0
+    capsys.readouterr()
     progress = tmp_path / "out.partial" / "progress.jsonl"
     rng, lines = random.Random(int.from_bytes(os.urandom(4))), 0
-    for least in (1, 3, 6):  # of the progress: the request, then a line per shard
-        process = start("out")
+    for least in kills:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, str(tmp_path / "out"), "--processes", "2"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         while process.poll() is None and lines < least:
             lines = progress.read_bytes().count(b"\n") if progress.exists() else 0
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    last = start("out")
-    output, _ = last.communicate()
-    assert last.returncode == 0
-    assert b"going on: " in output or b"already prepared" in output
+    assert prepare_data.main([*arguments, str(tmp_path / "out"), "--processes", "1"]) == 0
+    output = capsys.readouterr().out
+    assert "going on: " in output or "already prepared" in output
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

@@ -29,7 +29,7 @@ TEXTS = ["Hello wörld  two\n\tspaces 日本", " lead", "trail ", "", "a\x00b\x7
 
 @pytest.fixture(scope="module")
 def params():
-    drawn = NETWORK.init(jax.random.key(5), jnp.zeros((1, 1), jnp.int32))["params"]
+    drawn = jax.jit(NETWORK.init)(jax.random.key(5), jnp.zeros((1, 1), jnp.int32))["params"]
     return jax.tree.map(np.asarray, drawn)
 
 

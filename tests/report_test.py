@@ -1,24 +1,60 @@
 """The closing table and the page, on a small written ledger whose numbers are added by hand."""
 
 import base64
+import contextlib
 import json
 import math
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from ledgers import ROUNDS, write_run
+from matplotlib.figure import Figure
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import report
 from adloco_jax.study.summary import in_bytes
 
-ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).parents[1] / "scripts" / "report.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def coarse():
+    """Figures of a ninth of the pixels: what they show is figures_test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_DPI", 50)
+        yield
+
+
+@contextlib.contextmanager
+def only_losses_drawn():
+    """Draws the losses alone, the one figure with a user's words in it; the others are empty."""
+    savefig = Figure.savefig
+
+    def save(figure, file, *, metadata, **options):
+        is_drawn = metadata["Title"].startswith("Loss")
+        savefig(figure if is_drawn else Figure((1, 1)), file, metadata=metadata, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield
+
+
+@pytest.fixture
+def losses_only():
+    with only_losses_drawn():
+        yield
+
+
+def script(monkeypatch, capsys, *arguments):
+    """The command line's exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    return runpy.run_path(str(SCRIPT))["main"](), *capsys.readouterr()
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -147,7 +183,8 @@ def many(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many" * 20)
     runs = [write_run(folder / f"a{i}", seed=i, loss_shift=0.1 * i) for i in range(3)]
     runs.append(write_run(folder / "b", learning_rate=1.0, evals=False))
-    return runs, report.write(runs, folder / "report")
+    with only_losses_drawn():
+        return runs, report.write(runs, folder / "report")
 
 
 def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
@@ -190,22 +227,15 @@ def test_a_long_command_stands_on_the_page_once_and_captions_point_there(many):
     assert all("the command at the top of Runs" in figure["caption"] for figure in page.figures)
 
 
-def test_the_command_makes_the_same_page_again_without_pyplot(single):
+def test_the_command_makes_the_same_page_again_without_pyplot(single, monkeypatch, capsys):
     _, path = single
     before = path.read_bytes()
     [command] = set(re.findall(r"made by (python scripts/report.py .*)", Page(path).text))
-    script = """
-import runpy, sys
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    assert "matplotlib.pyplot" not in sys.modules
-"""
-    words = shlex.split(command)[1:]
     path.unlink()
-    python = [sys.executable, "-W", "error", "-c", f"import sys; sys.argv = {words!r}\n{script}"]
-    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"report: {path}\n"), done.stderr
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    done = script(monkeypatch, capsys, *shlex.split(command)[2:])
+    assert done == (0, f"report: {path}\n", "")
+    assert "matplotlib.pyplot" not in sys.modules
     assert path.read_bytes() == before
 
 
@@ -228,7 +258,7 @@ def test_links_lead_to_parts_of_the_page_and_no_two_parts_share_a_name(which, re
     assert links and {link.removeprefix("#") for link in links} <= set(anchors)
 
 
-def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path):
+def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path, losses_only):
     settings = {"rounds": ROUNDS[:3], "merge": False}
     command = f"python {HOSTILE}"
     # Not evaluated, so its label is in a caption too.
@@ -243,7 +273,7 @@ def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path):
     assert f"not drawn: {HOSTILE}." in page.text
 
 
-def test_a_folder_whose_name_is_no_text_can_be_reported_on(tmp_path):
+def test_a_folder_whose_name_is_no_text_can_be_reported_on(tmp_path, losses_only):
     run = write_run(tmp_path / "run-\udcff", rounds=ROUNDS[:3], merge=False)
     assert "run-?" in Page(report.write([run], tmp_path / "report")).text
 
@@ -262,7 +292,7 @@ def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
     assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
 
 
-def test_a_classifier_has_its_accuracy_drawn(tmp_path):
+def test_a_classifier_has_its_accuracy_drawn(tmp_path, losses_only):
     run = write_run(tmp_path / "run", accuracy=0.75, memory=False)
     page = Page(report.write([run], tmp_path / "report"))
     drawn = [figure["alt"] for figure in page.figures]
@@ -270,7 +300,7 @@ def test_a_classifier_has_its_accuracy_drawn(tmp_path):
     assert "Memory" not in drawn
 
 
-def test_a_ledger_without_start_or_evaluation_says_what_there_is_not(tmp_path):
+def test_a_ledger_without_start_or_evaluation_says_what_there_is_not(tmp_path, losses_only):
     run = write_run(tmp_path / "run", start=False, evals=False, end=False)
     page = Page(report.write([run], tmp_path / "report"))
     for words in ("unfinished", "the start line lacks num_params", "no evaluation is on record"):
@@ -278,7 +308,7 @@ def test_a_ledger_without_start_or_evaluation_says_what_there_is_not(tmp_path):
     assert {figure["alt"] for figure in page.figures} >= {"Batches and accumulation", "Memory"}
 
 
-def test_a_run_that_went_on_says_how_often_and_how_it_ended(tmp_path):
+def test_a_run_that_went_on_says_how_often_and_how_it_ended(tmp_path, losses_only):
     run = write_run(tmp_path / "run", rounds=ROUNDS[:3], merge=False, end=False)
     with Ledger(run / "ledger.jsonl") as ledger:
         ledger.write("start", run="run", config={"seed": 0})
@@ -296,7 +326,6 @@ def test_nothing_to_draw_is_the_users_mistake_and_leaves_no_folder(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_the_script_says_a_mistake_in_one_line(tmp_path):
-    command = [sys.executable, "scripts/report.py", tmp_path / "absent", "--out", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 3 and len(done.stderr.splitlines()) == 1
+def test_the_script_says_a_mistake_in_one_line(tmp_path, monkeypatch, capsys):
+    code, out, err = script(monkeypatch, capsys, tmp_path / "absent", "--out", tmp_path / "out")
+    assert (code, out) == (3, "") and len(err.splitlines()) == 1
