@@ -88,6 +88,7 @@ def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
 
 def test_an_optimizer_given_and_named_is_refused(tmp_path):
     with pytest.raises(ValueError, match="inner_tx: given beside inner.tx='sgd'; leave inner.tx"):
-        run(tmp_path / "r", settings_of(inner={"tx": "sgd"}), inner_tx=optax.lion(1.0))
+        sgd = settings_of(inner={"tx": "sgd", "weight_decay": 0.0})
+        run(tmp_path / "r", sgd, inner_tx=optax.lion(1.0))
     with contextlib.suppress(FileNotFoundError):
         assert not list((tmp_path / "r").iterdir())

@@ -313,13 +313,13 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("inner.tx", "inner.weight_decay"),
-        lambda tx, decay: tx == "adamw" or decay == 0,
-        "only adamw decays weights; set inner.weight_decay=0.0",
+        lambda tx, decay: tx != "sgd" or decay == 0,
+        "sgd decays no weights; set inner.weight_decay=0.0",
     ),
     (
         ("outer.tx", "outer.weight_decay"),
-        lambda tx, decay: tx == "adamw" or decay == 0,
-        "only adamw decays weights; set outer.weight_decay=0.0",
+        lambda tx, decay: tx not in ("sgd", "nesterov") or decay == 0,
+        "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0",
     ),
     (
         ("outer.fragments", "inner.steps_per_round"),
