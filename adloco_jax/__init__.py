@@ -6,6 +6,8 @@ a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18
 
 from adloco_jax.core.base import BatchPlan, Ensemble, GradientStats, RoundMetrics
 from adloco_jax.core.batching import (
+    BATCH_TESTS,
+    BatchTest,
     augmented_inner_product_test,
     constant,
     inner_product_test,
@@ -17,7 +19,14 @@ from adloco_jax.core.batching import (
 )
 from adloco_jax.core.ensemble import init, put, reassign, take
 from adloco_jax.core.gradstats import gradient_stats, pool
-from adloco_jax.core.merge import allocate_workers, choose_merge, merge
+from adloco_jax.core.merge import (
+    MERGE_POLICIES,
+    Candidate,
+    allocate_workers,
+    choose_merge,
+    merge,
+)
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
 from adloco_jax.core.streaming import (
     outer_update_fragment,
@@ -29,6 +38,14 @@ from adloco_jax.core.streaming import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BATCH_TESTS",
+    "BatchTest",
+    "Candidate",
+    "INNER_OPTIMIZERS",
+    "MERGE_POLICIES",
+    "OUTER_OPTIMIZERS",
+    "State",
+    "fit",
     "BatchPlan",
     "Ensemble",
     "GradientStats",
@@ -64,6 +81,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
+    if name == "State":
+        from adloco_jax import adloco
+
+        return adloco.State
     if name in ("train", "fit", "Result"):
         from adloco_jax import training
 

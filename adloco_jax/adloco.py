@@ -15,17 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from adloco_jax.core.base import Ensemble, GradientStats
-from adloco_jax.core.batching import (
-    augmented_inner_product_test,
-    inner_product_test,
-    next_batch_size,
-    norm_test,
-    ramp,
-    replay,
-    switch_mode,
-)
+from adloco_jax.core.batching import BATCH_TESTS, next_batch_size, request_batch, switch_mode
 from adloco_jax.core.gradstats import pool
-from adloco_jax.core.merge import allocate_workers, choose_merge, divide_workers
+from adloco_jax.core.merge import (
+    MERGE_POLICIES,
+    Candidate,
+    allocate_workers,
+    divide_workers,
+)
 from adloco_jax.settings import Settings
 
 
@@ -208,7 +205,8 @@ def adloco(
         if merge_due(state.control, settings):
             losses = engine.guard_losses(state)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
-            state, merged = merge_trainers(state, members, losses, settings, engine)  # DoMerge
+            if members:  # algorithm 3, DoMerge
+                state, merged = merge_trainers(state, members, losses, settings, engine)
         for observer in observers:
             observer(state, Boundary(metrics, decisions, merged))
     return state
@@ -288,7 +286,7 @@ def smaller_plan(plan: RoundPlan, control: Control, settings: Settings) -> Round
 
 def measures_gradients(settings: Settings) -> bool:
     """Whether the batch size follows the gradients rather than a declaration."""
-    return settings.batching.test not in ("constant", "ramp", "replay")
+    return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
 def with_batch_sizes(
@@ -311,7 +309,8 @@ def with_batch_sizes(
         for position, trainer in enumerate(control.trainers):
             num_workers = len(control.workers_of(position))
             if measures_gradients(settings):
-                decision = _tested(settings, trainer, tested.get(position), num_workers)
+                measured = tested.get(position)
+                decision = _tested(control, settings, trainer, measured, num_workers)
             else:
                 decision = _scheduled(control, settings, trainer)
             trainer.requested_batch_size = decision.next_batch_size
@@ -334,19 +333,17 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
 
 
 def _scheduled(control: Control, settings: Settings, trainer: Trainer) -> Decision:
-    batching = settings.batching
-    size = trainer.requested_batch_size
-    if batching.test == "ramp":
-        size = ramp(schedule=batching.ramp, round_index=control.round)
-    elif batching.test == "replay":
-        history = control.replayed[str(trainer.id)]
-        size = replay(history=history, round_index=control.round)
-    reason = "kept" if size == trainer.requested_batch_size else "schedule"
-    return Decision(None, None, None, size, reason)
+    old = trainer.requested_batch_size
+    size = int(_request(control, settings, trainer, None, num_workers=1))
+    return Decision(None, None, None, size, "kept" if size == old else "schedule")
 
 
 def _tested(
-    settings: Settings, trainer: Trainer, stats: GradientStats | None, num_workers: int
+    control: Control,
+    settings: Settings,
+    trainer: Trainer,
+    stats: GradientStats | None,
+    num_workers: int,
 ) -> Decision:
     batching, size = settings.batching, trainer.requested_batch_size
     if stats is None:
@@ -362,7 +359,7 @@ def _tested(
         sums = {name: decay * old[name] + (1 - decay) * value for name, value in sums.items()}
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
-    value = float(_request(settings, smoothed, size, num_workers))
+    value = float(_request(control, settings, trainer, smoothed, num_workers=num_workers))
     growth = {"max_growth": batching.max_growth, "batch_cap": batching.batch_cap}
     new = next_batch_size(value, batch_size=size, monotone=batching.monotone, **growth)
     if not math.isfinite(value):
@@ -376,18 +373,24 @@ def _tested(
     return Decision(noise, signal, value, new, reason)
 
 
-def _request(settings: Settings, stats: GradientStats, batch_size: int, num_workers: int):
+def _request(
+    control: Control,
+    settings: Settings,
+    trainer: Trainer,
+    stats: GradientStats | None,
+    *,
+    num_workers: int,
+):
+    """What the configured test asks for, before it is rounded and capped."""
     batching = settings.batching
-    shared = {
+    available = {
+        **{knob.name: getattr(batching, knob.name) for knob in dataclasses.fields(batching)},
         "num_workers": num_workers if batching.scope == "trainer" else 1,
-        "mode": batching.mode,
-        "batch_size": batch_size,
+        "batch_size": trainer.requested_batch_size,
+        "round_index": control.round,
+        "history": control.replayed.get(str(trainer.id), []),
     }
-    if batching.test == "norm":
-        return norm_test(stats, eta=batching.eta, **shared)
-    if batching.test == "inner_product":
-        return inner_product_test(stats, vartheta=batching.vartheta, **shared)
-    return augmented_inner_product_test(stats, vartheta=batching.vartheta, nu=batching.nu, **shared)
+    return request_batch(BATCH_TESTS[batching.test], stats, available)
 
 
 def _in_true_units(stats: GradientStats) -> dict[str, float]:
@@ -408,12 +411,12 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """The trainers that become one, the representative first (CheckMerge)."""
-    policy = settings.merge.policy
-    if policy == "none":
-        return ()
-    requested = [trainer.requested_batch_size for trainer in control.trainers]
-    return choose_merge(requested, policy=policy, width=settings.merge.width)
+    """The trainers that become one, the representative first; empty for nobody (CheckMerge)."""
+    candidates = [
+        Candidate(trainer.requested_batch_size, loss, trainer.rounds)
+        for trainer, loss in zip(control.trainers, guard_losses, strict=True)
+    ]
+    return MERGE_POLICIES[settings.merge.policy](candidates, width=settings.merge.width)
 
 
 def merge_trainers(

@@ -2,22 +2,24 @@
 
 A config file gives a ConfigDict of these; `run.config.validate` turns it into `Settings`, which is
 all that the training loop and its engine read. A new knob is one line in its group: the annotation
-is its type, `_knob` its default and range.
+is its type, `_knob` its default and range, or the table whose names it takes.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
+
+from adloco_jax.core.batching import BATCH_TESTS
+from adloco_jax.core.merge import MERGE_POLICIES
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 
 _COUNT = "[1, 2147483647]"  # counts are int32 on the device
 _COUNT_OR_0 = "[0, 2147483647]"
 
 
-def _knob(default: object, within: str = "") -> Any:
-    """A knob's default (of an optional one: how unset is written), and a number's interval."""
-    return dataclasses.field(metadata={"default": default, "within": within})
-
-
-INNER_PRODUCT_TESTS = ("inner_product", "augmented")
+def _knob(default: object, within: str = "", table: Mapping[str, object] | None = None) -> Any:
+    """A knob's default (of an optional one: how unset is written), a number's interval, a table."""
+    return dataclasses.field(metadata={"default": default, "within": within, "table": table})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Inner:
 
     steps_per_round: int = _knob(200, _COUNT)  # S (AdLoCo table A.2)
     unit: Literal["updates", "microbatches"] = _knob("updates")  # of S; AdLoCo: microbatches
-    tx: Literal["adamw", "sgd"] = _knob("adamw")
+    tx: str = _knob("adamw", table=INNER_OPTIMIZERS)
     learning_rate: float = _knob(4e-4, "(0, 100]")  # DiLoCo's; AdLoCo goes on from a model at 2e-5
     warmup_updates: int = _knob(0, _COUNT_OR_0)  # linear from zero, in the trainer's own updates
     # After the warm-up; cosine and linear fall to zero over the run's planned updates.
@@ -108,7 +110,7 @@ class Inner:
 class Outer:
     """What a trainer does with its workers' pseudo-gradient."""
 
-    tx: Literal["nesterov", "sgd", "adamw"] = _knob("nesterov")  # DiLoCo's; AdLoCo: sgd at 0.5
+    tx: str = _knob("nesterov", table=OUTER_OPTIMIZERS)  # DiLoCo's; AdLoCo: sgd at 0.5
     learning_rate: float = _knob(0.7, "(0, 100]")
     momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
     weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
@@ -135,9 +137,7 @@ class Outer:
 class Batching:
     """How the requested batch per worker grows (ALGORITHM 2 and 3); batches are in sequences."""
 
-    test: Literal["norm", "inner_product", "augmented", "constant", "ramp", "replay"] = _knob(
-        "norm"
-    )
+    test: str = _knob("norm", table=BATCH_TESTS)
     mode: Literal["unbiased", "paper"] = _knob("unbiased")
     scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
@@ -178,7 +178,7 @@ class Switch:
 class Merge:
     """Which trainers become one, and when (ALGORITHM 4)."""
 
-    policy: Literal["worst_with_worst", "best_with_worst", "none"] = _knob("worst_with_worst")
+    policy: str = _knob("worst_with_worst", table=MERGE_POLICIES)
     every_rounds: int = _knob(3, _COUNT)  # AdLoCo table A.2
     width: int = _knob(2, "[2, 2147483647]")  # trainers that become one
     representative_batch: Literal["max", "total"] = _knob("max")  # per worker, or kept in total

@@ -63,7 +63,7 @@ from adloco_jax.run.build import (
     replayed_batches,
 )
 from adloco_jax.run.checkpoint import Saved, Saver
-from adloco_jax.run.config import validate
+from adloco_jax.run.config import KNOBS, validate
 from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import Diverged
 from adloco_jax.run.interrupts import stop_requests
@@ -192,6 +192,8 @@ def fit(
     workdir: str | Path,
     params: PyTree | None = None,
     num_classes: int | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -208,6 +210,11 @@ def fit(
       params: What all trainers start from, of `init_fn`'s structure; None draws it.
       num_classes: Where rows begin with a class and a length (`data.labelled`): how many classes,
         whose prediction is then evaluated too. None for rows of text.
+      inner_tx: The workers' optimizer in place of the one that `inner.tx` names, built with
+        learning rate 1, or a schedule times 1: the config's rate, warm-up and schedule multiply its
+        updates. A run that goes on needs the same one.
+      outer_tx: The trainers' optimizer in place of the one that `outer.tx` names, built in
+        the same way.
       command: Recorded in the ledger.
       accept_config_change: As in `train`.
       accept_data_change: As in `train`.
@@ -216,6 +223,7 @@ def fit(
       As `train`.
 
     Raises:
+      ValueError: If an optimizer is given here and named in the settings, too.
       ConfigError: As `train`, and if `init_fn` makes no array.
       DataError: If there are too few held-out rows: one, or two with several trainers (of each
         class, where there are classes).
@@ -223,6 +231,12 @@ def fit(
     """
     workdir = Path(workdir)
     check_installed(settings.log)
+    for key, given in (("inner.tx", inner_tx), ("outer.tx", outer_tx)):
+        group, name = getattr(settings, key[:5]), KNOBS[key].metadata["default"]
+        if given is not None and group.tx != name:
+            raise ValueError(
+                f"{key[:5]}_tx: given beside {key}={group.tx!r}; leave {key} at {name!r}"
+            )
 
     def check() -> evaluate.HeldOut:
         check_workdir(workdir)
@@ -239,7 +253,13 @@ def fit(
 
     heldout = processes.together(check)
     spec = program_spec(
-        settings, init_fn, loss_fn, corpus.heldout_rows.shape[1], num_classes=num_classes
+        settings,
+        init_fn,
+        loss_fn,
+        corpus.heldout_rows.shape[1],
+        num_classes=num_classes,
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
     )
     _require_equal_processes(settings, spec, corpus, params)
     run = _Run(settings, spec, corpus, heldout, init_fn, params, num_classes, workdir, command)

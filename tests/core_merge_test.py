@@ -48,7 +48,7 @@ def test_choice_agrees_with_the_oracle(batches, policy, width):
 def test_choice_refuses_what_it_does_not_know(unchecked):
     with pytest.raises(ValueError, match="width=1: expected at least 2"):
         choose_merge([1, 2], policy="worst_with_worst", width=1)
-    with pytest.raises(ValueError, match="policy='best': expected worst_with_worst or"):
+    with pytest.raises(ValueError, match="policy='best': expected one of worst_with_worst, best"):
         choose_merge([1, 2], policy="best", width=2)
 
 

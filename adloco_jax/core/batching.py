@@ -2,12 +2,14 @@
 
 The three tests are functions of one signature on `GradientStats`. They use only ratios of its sums,
 on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (under `jit`, `vmap`).
+`BATCH_TESTS` is the table of them, and of the schedules, that a run chooses from by name.
 """
 
+import inspect
 import math
 import operator
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -171,6 +173,42 @@ def replay(*, history: Sequence[int], round_index: int) -> int:
     if not history:
         raise ValueError("history: empty, expected at least one round's batch")
     return history[min(round_index, len(history) - 1)]
+
+
+class BatchTest(NamedTuple):
+    """An entry of `BATCH_TESTS`: how a trainer's next batch is asked for."""
+
+    request: Callable[..., Scalar]
+    """`request(stats, *, ...) -> sequences per worker`, not yet rounded or capped. It names the
+    keywords that it wants: `num_workers` and `mode` as in `norm_test`; `batch_size`, sequences per
+    worker so far; `round_index`, rounds completed; `history`, of the run that `batching.replay`
+    names; and any knob of the config's group `batching`, such as `eta`."""
+    needs: Literal["norms", "inner_products", "nothing"] = "norms"
+    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is."""
+
+
+BATCH_TESTS: dict[str, BatchTest] = {
+    "norm": BatchTest(norm_test),
+    "inner_product": BatchTest(inner_product_test, "inner_products"),
+    "augmented": BatchTest(augmented_inner_product_test, "inner_products"),
+    "constant": BatchTest(lambda stats, *, batch_size: constant(batch_size=batch_size), "nothing"),
+    "ramp": BatchTest(
+        lambda stats, *, ramp, round_index: _ramp(schedule=ramp, round_index=round_index), "nothing"
+    ),
+    "replay": BatchTest(
+        lambda stats, *, history, round_index: replay(history=history, round_index=round_index),
+        "nothing",
+    ),
+}
+"""By the name that `batching.test` gives; add an entry to have one of your own."""
+
+_ramp = ramp  # whose name is a knob's too
+
+
+def request_batch(test: BatchTest, stats: GradientStats | None, available: Mapping[str, Any]):
+    """What a test asks for, given those of the available keywords that it names."""
+    wanted = inspect.signature(test.request).parameters
+    return test.request(stats, **{name: available[name] for name in wanted if name in available})
 
 
 def next_batch_size(

@@ -1,8 +1,9 @@
 """Merging trainers, and dividing the workers among those that remain (AdLoCo section 4.3)."""
 
 import functools
-from collections.abc import Sequence
-from typing import Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,64 @@ from adloco_jax.core.base import (
     trainable,
 )
 
-MergePolicy = Literal["worst_with_worst", "best_with_worst"]
+
+class Candidate(NamedTuple):
+    """What a merge policy sees of a trainer."""
+
+    requested_batch_size: int  # sequences per worker
+    guard_loss: float = math.nan  # nats/token, on rows that are never reported
+    age: int = 0  # rounds completed
 
 
-def choose_merge(
-    requested_batch_sizes: Sequence[int], *, policy: MergePolicy, width: int
-) -> tuple[int, ...]:
-    """Which trainers become one.
+def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
+    """The `width` trainers with the smallest requested batch; the largest of them represents.
 
     A small requested batch means little gradient noise for the progress still to be made, so such
     trainers gain least from staying apart.
 
+    Source: AdLoCo algorithm 2, lines 2-4.
+    """
+    members = _smallest_first(trainers)[:width]
+    return _represented(trainers, members)
+
+
+def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
+    """The trainer with the largest requested batch represents, and absorbs the smallest."""
+    by_size = _smallest_first(trainers)
+    best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
+    return _represented(trainers, [best, *[m for m in by_size if m != best][: width - 1]])
+
+
+MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
+"""`policy(trainers, *, width) -> positions`, of a sequence of `Candidate`, at least two: who become
+one, the representative first; empty for nobody."""
+
+MERGE_POLICIES: dict[str, MergePolicy] = {
+    "worst_with_worst": worst_with_worst,
+    "best_with_worst": best_with_worst,
+    "none": lambda trainers, *, width: (),
+}
+"""By the name that `merge.policy` gives; add an entry to have one of your own."""
+
+
+def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
+    return sorted(range(len(trainers)), key=lambda m: (trainers[m].requested_batch_size, m))
+
+
+def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
+    """The members, the one with the largest requested batch first, then by position."""
+    first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
+    return (first, *sorted(m for m in members if m != first))
+
+
+def choose_merge(
+    requested_batch_sizes: Sequence[int], *, policy: str, width: int
+) -> tuple[int, ...]:
+    """Which trainers become one, by a policy that looks at their batches.
+
     Args:
       requested_batch_sizes: By trainer position, sequences per worker.
-      policy: `worst_with_worst`: the `width` smallest, the largest of them represents (the paper).
-        `best_with_worst`: the largest of all represents and absorbs the smallest.
+      policy: A name in `MERGE_POLICIES`.
       width: How many trainers become one, >= 2; at most all of them.
 
     Returns:
@@ -47,24 +91,12 @@ def choose_merge(
     """
     if width < 2:
         raise ValueError(f"width={width}: expected at least 2 trainers to become one")
-    smallest_first = sorted(
-        range(len(requested_batch_sizes)), key=lambda i: (requested_batch_sizes[i], i)
-    )
-    if len(smallest_first) < 2:
+    if policy not in MERGE_POLICIES:
+        raise ValueError(f"policy={policy!r}: expected one of {', '.join(MERGE_POLICIES)}")
+    if len(requested_batch_sizes) < 2:
         return ()
-
-    def largest(candidates):
-        return max(candidates, key=lambda i: (requested_batch_sizes[i], -i))
-
-    if policy == "worst_with_worst":
-        members = smallest_first[:width]
-        representative = largest(members)
-    elif policy == "best_with_worst":
-        representative = largest(smallest_first)
-        members = [i for i in smallest_first if i != representative][: width - 1]
-    else:
-        raise ValueError(f"policy={policy!r}: expected worst_with_worst or best_with_worst")
-    return (representative, *sorted(i for i in members if i != representative))
+    candidates = [Candidate(size) for size in requested_batch_sizes]
+    return MERGE_POLICIES[policy](candidates, width=width)
 
 
 def merge(

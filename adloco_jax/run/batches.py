@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from adloco_jax.adloco import Control, RoundPlan, measures_gradients
 from adloco_jax.core.base import block_size
+from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.run.programs import (
@@ -278,7 +279,8 @@ def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Sett
     """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
     counts = np.zeros(len(control.owners), np.int32)
     batching = settings.batching
-    least = MIN_EXAMPLES if batching.test == "norm" else MIN_EXAMPLES_INNER_PRODUCT
+    needs = BATCH_TESTS[batching.test].needs
+    least = MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
     least *= CHUNK_SIZE if batching.estimator == "chunks" else 1
     for trainer, plan in plans.items():
         per_worker = plan.num_micro_batches * plan.micro_batch_size

@@ -13,7 +13,9 @@ from jaxtyping import PyTree
 from adloco_jax import hf
 from adloco_jax.adloco import start
 from adloco_jax.core.base import LossFn
+from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import check_corpus
 from adloco_jax.data.hub import open_stream
@@ -28,7 +30,7 @@ from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import AUTO_TEST_MAX, Spec, fewest_model_shards
-from adloco_jax.settings import INNER_PRODUCT_TESTS, Settings
+from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
@@ -152,7 +154,7 @@ def _cudnn_lacks(settings: Settings) -> str:
         return "needs model.dtype = bfloat16"
     if head_size > 128 or head_size % 8:
         return f"heads have {head_size} features, it takes multiples of 8 up to 128"
-    if settings.batching.test in INNER_PRODUCT_TESTS:
+    if measures_inner_products(settings):
         return f"batching.test = {settings.batching.test} needs forward mode, which it lacks"
     device = jax.local_devices()[0]
     if "cuda" not in device.client.platform_version:
@@ -278,27 +280,35 @@ def replayed_batches(settings: Settings) -> dict[str, list[int]]:
     return history
 
 
-def inner_transform(settings: Settings) -> optax.GradientTransformation:
-    """The workers' optimizer at learning rate 1: the rate is an input of each update."""
+def measures_inner_products(settings: Settings) -> bool:
+    """Whether the batch-size test needs inner products of gradients."""
+    return BATCH_TESTS[settings.batching.test].needs == "inner_products"
+
+
+def inner_transform(
+    settings: Settings, tx: optax.GradientTransformation | None = None
+) -> optax.GradientTransformation:
+    """The workers' optimizer at learning rate 1: the rate is an input of each update.
+
+    Args:
+      settings: The run's.
+      tx: In place of the one that `inner.tx` names.
+    """
     inner = settings.inner
     # A state of one structure with and without clipping, so that a run may change it.
     clip = optax.identity()
     if inner.clip_norm is not None:
         clip = optax.clip_by_global_norm(inner.clip_norm)
-    if inner.tx == "sgd":
-        return optax.chain(clip, optax.sgd(1.0))
-    adamw = optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
-    return optax.chain(clip, adamw)
+    return optax.chain(clip, INNER_OPTIMIZERS[inner.tx](inner) if tx is None else tx)
 
 
-def outer_transform(settings: Settings) -> optax.GradientTransformation:
-    """The trainers' optimizer on the pseudo-gradient."""
+def outer_transform(
+    settings: Settings, tx: optax.GradientTransformation | None = None
+) -> optax.GradientTransformation:
+    """The trainers' optimizer on the pseudo-gradient, at the configured rate; `tx` as above."""
     outer = settings.outer
-    if outer.tx == "adamw":
-        return optax.adamw(outer.learning_rate, weight_decay=outer.weight_decay)
-    if outer.tx == "sgd":
-        return optax.sgd(outer.learning_rate)
-    return optax.sgd(outer.learning_rate, momentum=outer.momentum, nesterov=True)
+    chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
+    return optax.chain(chosen, optax.scale(outer.learning_rate))
 
 
 def worker_parallelism(settings: Settings) -> int | None:
@@ -331,15 +341,17 @@ def program_spec(
     loss_fn: LossFn,
     row_length: int,
     num_classes: int | None = None,
+    inner_tx: optax.GradientTransformation | None = None,
+    outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
-    uses_inner_products = batching.test in INNER_PRODUCT_TESTS
+    uses_inner_products = measures_inner_products(settings)
     spec = Spec(
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),
-        inner_tx=inner_transform(settings),
-        outer_tx=outer_transform(settings),
+        inner_tx=inner_transform(settings, inner_tx),
+        outer_tx=outer_transform(settings, outer_tx),
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),

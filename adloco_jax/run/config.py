@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 
+from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.errors import ConfigError
-from adloco_jax.settings import INNER_PRODUCT_TESTS, Settings
+from adloco_jax.settings import Settings
 
 # The schema above as tables: the groups, and each knob's field under its full key.
 _GROUPS: dict[str, Any] = {
@@ -89,7 +90,9 @@ def allowed(key: str) -> str:
     """What a known key may hold, and its default, in words."""
     default = KNOBS[key].metadata["default"]
     shown = "unset" if default is None else repr(default)
-    return f"{_in_words(KNOBS[key].type, KNOBS[key].metadata['within'])} (default: {shown})"
+    table = KNOBS[key].metadata["table"]
+    words = _in_words(KNOBS[key].type, KNOBS[key].metadata["within"])
+    return f"{words if table is None else ' or '.join(map(repr, table))} (default: {shown})"
 
 
 def value_fault(key: str, value: object) -> str:
@@ -140,6 +143,8 @@ def _read(knob: dataclasses.Field, value: Any) -> Any:
             value = int(value)
         annotation = get_args(annotation)[0]
     if not _fits(value, annotation, knob.metadata["within"]):
+        raise ValueError
+    if knob.metadata["table"] is not None and value not in knob.metadata["table"]:
         raise ValueError
     return float(value) if annotation is float else value
 
@@ -308,13 +313,13 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("inner.tx", "inner.weight_decay"),
-        lambda tx, decay: tx == "adamw" or decay == 0,
-        "only adamw decays weights; set inner.weight_decay=0.0",
+        lambda tx, decay: tx != "sgd" or decay == 0,
+        "sgd decays no weights; set inner.weight_decay=0.0",
     ),
     (
         ("outer.tx", "outer.weight_decay"),
-        lambda tx, decay: tx == "adamw" or decay == 0,
-        "only adamw decays weights; set outer.weight_decay=0.0",
+        lambda tx, decay: tx not in ("sgd", "nesterov") or decay == 0,
+        "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0",
     ),
     (
         ("outer.fragments", "inner.steps_per_round"),
@@ -350,7 +355,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("batching.estimator", "batching.test"),
-        lambda estimator, test: estimator != "jvp" or test in INNER_PRODUCT_TESTS,
+        lambda estimator, test: estimator != "jvp" or BATCH_TESTS[test].needs == "inner_products",
         "jvp measures inner products, which this test does not use; set batching.estimator='auto'",
     ),
     (

@@ -158,7 +158,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         "constant": "constant",
         "ramp": "declared ramp",
         "replay": f"those of {batching.replay}",
-    }[batching.test]
+    }.get(batching.test, batching.test)
     if measures_gradients(settings):
         test += f", {batching.mode}, estimator {spec.estimator}"
     sizes = [size for size in batching.buckets if size <= max_batch]

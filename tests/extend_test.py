@@ -1,0 +1,94 @@
+"""What a user's own config file adds: every snippet of docs/extend.md runs through `fit`."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+from toy import bigram_loss, corpus, init_fn, settings_of
+
+from adloco_jax import BATCH_TESTS, INNER_OPTIMIZERS, MERGE_POLICIES, OUTER_OPTIMIZERS
+from adloco_jax.errors import ConfigError
+from adloco_jax.run import config_file
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.ledger import read
+from adloco_jax.training import fit
+
+PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+TOY = {
+    "num_rounds": 3,
+    "merge": {"every_rounds": 2},
+    "eval": {"every_rounds": 3},
+    "batching": {"test_batch_size": 8},
+}
+
+
+@pytest.fixture(autouse=True)
+def tables_as_they_were():
+    tables = (BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def run(workdir, settings, **others):
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
+    return fit(settings, workdir=workdir, **functions)
+
+
+def names_of(settings):
+    return settings.batching.test, settings.merge.policy, settings.inner.tx, settings.outer.tx
+
+
+@pytest.mark.parametrize("index", range(len(SNIPPETS)))
+def test_a_snippet_trains(index, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(SNIPPETS[index], encoding="utf-8")
+    own = validate(config_file.load(path, "get_config", ConfigDict))
+    test, policy, inner, outer = names_of(own)
+    groups = {name: dict(values) for name, values in TOY.items() if isinstance(values, dict)}
+    groups["batching"] |= {"test": test}
+    groups["merge"] |= {"policy": policy}
+    groups |= {"inner": {"tx": inner}, "outer": {"tx": outer}, "num_rounds": 3}
+    result = run(tmp_path / "run", settings_of(**groups))
+    assert np.isfinite(result.loss) and result.loss < 1.79  # log 6 without training
+    events = read(tmp_path / "run" / "ledger.jsonl")
+    if test == "noise_scale":
+        assert any(e["test_value"] for e in events if e["event"] == "round")
+    if policy == "highest_losses":
+        (merge,) = (e for e in events if e["event"] == "merge")
+        assert merge["loss_before"] == sorted(merge["loss_before"])  # the best represents
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    config = default_config()
+    config.batching.test = "mine"
+    BATCH_TESTS["theirs"] = BATCH_TESTS["norm"]
+    with pytest.raises(ConfigError, match="batching.test = 'mine': must be 'norm' or .* 'theirs'"):
+        validate(config)
+
+
+def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
+    """AdamW given is AdamW named; so is Nesterov outside."""
+    named = settings_of(**TOY)
+    given = {
+        "inner_tx": optax.adamw(1.0, weight_decay=named.inner.weight_decay),
+        "outer_tx": optax.sgd(1.0, momentum=0.9, nesterov=True),
+    }
+    results = [run(tmp_path / "named", named), run(tmp_path / "given", named, **given)]
+    jax.tree.map(np.testing.assert_array_equal, *(result.params for result in results))
+
+
+def test_an_optimizer_given_and_named_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="inner_tx: given beside inner.tx='sgd'; leave inner.tx"):
+        sgd = settings_of(inner={"tx": "sgd", "weight_decay": 0.0})
+        run(tmp_path / "r", sgd, inner_tx=optax.lion(1.0))
+    with contextlib.suppress(FileNotFoundError):
+        assert not list((tmp_path / "r").iterdir())
