@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 BELOW = {
     "core": set(),
     "models": {"core"},
-    "settings": set(),
+    "settings": {"core"},
     "errors": set(),
     "__version__": set(),
 }
@@ -29,7 +29,7 @@ BELOW["main"] = BELOW["study"] | {"study"}
 CORE = {
     name: {"base"} for name in ("base", "batching", "compress", "ensemble", "gradstats", "merge")
 }
-CORE["base"] = set()
+CORE["base"] = CORE["optimizers"] = set()
 CORE["outer"] = {"base", "compress"}
 CORE["streaming"] = {"base", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
