@@ -217,8 +217,8 @@ def test_where_all_are_damaged_nothing_is_touched(tmp_path):
 
 def test_a_newer_format_is_named_and_not_fallen_back_from(tmp_path):
     save(tmp_path, 1, 2)
-    reseal(tmp_path / "2", lambda manifest: manifest.update(format=2))
-    with pytest.raises(CheckpointError, match="written in format 2, this version reads format 1"):
+    reseal(tmp_path / "2", lambda manifest: manifest.update(format=3))
+    with pytest.raises(CheckpointError, match="written in format 3, this version reads format 2"):
         newest(tmp_path, checkpoint.read_host)
 
 

@@ -21,6 +21,8 @@ from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.training import train
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -14,6 +14,8 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import crashpoints
 from adloco_jax.run.config import KNOBS, validate
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

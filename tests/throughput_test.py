@@ -15,6 +15,8 @@ from adloco_jax.run.ledger import read
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.training import train
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def test_a_token_costs_six_operations_per_weight_of_a_matrix():
     sizes = {"width": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 20, "max_length": 8}
@@ -36,6 +38,7 @@ def test_header_ledger_and_table_tell_the_speed(tmp_path, capsys):
     config.num_rounds = 2
     config.inner.steps_per_round = 2
     config.model.max_length = config.data.sequence_length = 16
+    config.model.num_layers = 1
     config.data.num_sequences = 200
     config.batching.test = "constant"
     config.batching.max_batch_size = 2

@@ -18,6 +18,8 @@ from adloco_jax.run import trackers
 from adloco_jax.run.ledger import Ledger, deterministic_lines, read
 from adloco_jax.training import fit
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 RUN = {
     "num_rounds": 4,
     "batching": {"eta": 0.5},
@@ -278,7 +280,7 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
     assert host == sorted(host)
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 50e6 < host[0] <= host[-1] < ram
-    assert lines[0]["device_peak_bytes"] == [None] * 8  # a CPU's
+    assert lines[0]["device_peak_bytes"] == [None]  # a CPU's
     assert all(e["needed_bytes"] > 0 for e in events(plain.workdir, "compile"))
 
 
