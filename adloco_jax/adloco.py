@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adloco_jax.core.base import Ensemble, GradientStats
 from adloco_jax.core.batching import (
     augmented_inner_product_test,
     inner_product_test,
@@ -26,6 +25,7 @@ from adloco_jax.core.batching import (
 )
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.merge import choose_merge, divide_workers
+from adloco_jax.core.types import Ensemble, GradientStats
 from adloco_jax.settings import Settings
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import settings_of
 
-from adloco_jax.core.base import BatchPlan, GradientStats
+from adloco_jax.core.types import BatchPlan, GradientStats
 from adloco_jax.run import controller as control
 from adloco_jax.run.ledger import batch_history
 
