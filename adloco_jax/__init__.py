@@ -4,7 +4,6 @@ The names below are pure functions on arrays and know no model, config, clock or
 a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18182.
 """
 
-from adloco_jax.core.base import BatchPlan, Ensemble, GradientStats, RoundMetrics
 from adloco_jax.core.batching import (
     BATCH_TESTS,
     BatchTest,
@@ -17,7 +16,6 @@ from adloco_jax.core.batching import (
     replay,
     switch_mode,
 )
-from adloco_jax.core.ensemble import init, put, reassign, take
 from adloco_jax.core.gradstats import gradient_stats, pool
 from adloco_jax.core.merge import (
     MERGE_POLICIES,
@@ -25,6 +23,7 @@ from adloco_jax.core.merge import (
     allocate_workers,
     choose_merge,
     merge,
+    reassign,
 )
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
@@ -34,6 +33,7 @@ from adloco_jax.core.streaming import (
     receive_fragment,
     take_fragment,
 )
+from adloco_jax.core.types import BatchPlan, Ensemble, GradientStats, RoundMetrics, init, put, take
 
 __version__ = "0.1.0"
 

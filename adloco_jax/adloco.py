@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adloco_jax.core.base import Ensemble, GradientStats
 from adloco_jax.core.batching import BATCH_TESTS, next_batch_size, request_batch, switch_mode
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.merge import (
@@ -23,6 +22,7 @@ from adloco_jax.core.merge import (
     allocate_workers,
     divide_workers,
 )
+from adloco_jax.core.types import Ensemble, GradientStats
 from adloco_jax.settings import Settings
 
 

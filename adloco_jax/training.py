@@ -36,8 +36,7 @@ from adloco_jax.adloco import (
     share_done,
     start,
 )
-from adloco_jax.core.base import Ensemble, LossFn, of_owners
-from adloco_jax.core.ensemble import init
+from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus
 from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.sources import shard_changes

@@ -15,7 +15,7 @@ from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import adloco
 from adloco_jax.adloco import Control, RoundPlan, State, StateBytes, Trainer
-from adloco_jax.core.base import GradientStats
+from adloco_jax.core.types import GradientStats
 from adloco_jax.errors import Preempted
 from adloco_jax.run import batches
 from adloco_jax.run.ledger import batch_history, read

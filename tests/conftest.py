@@ -31,10 +31,10 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
-# Not core.base: jax rebuilds the state classes there with placeholders for leaves, and the batch
+# Not core.types: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
-    *("core.batching", "core.compress", "core.ensemble", "core.streaming", "core.gradstats"),
+    *("core.batching", "core.compress", "core.streaming", "core.gradstats"),
     *("core.merge", "core.outer", "models"),
 ]
 jaxtyping.install_import_hook(

@@ -9,8 +9,8 @@ import pytest
 from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
 
 from adloco_jax.adloco import State, round_plan, start
-from adloco_jax.core.ensemble import init
 from adloco_jax.core.outer import outer_step
+from adloco_jax.core.types import init
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run import programs as programs_module
 from adloco_jax.run.build import program_spec

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 
 # The house, each line standing on those above: what a room may import of ours beside itself. The
-# pure half is core, models, settings (of nothing of ours) and the loop.
+# pure half is core, models, settings (which take names from the tables of core) and the loop.
 BELOW = {
     "core": set(),
     "models": {"core"},
@@ -26,12 +26,10 @@ BELOW["training"] = BELOW["run"] | {"run"}
 BELOW["study"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["study"] | {"study"}
 # What a module of `core` may import of the others.
-CORE = {
-    name: {"base"} for name in ("base", "batching", "compress", "ensemble", "gradstats", "merge")
-}
-CORE["base"] = CORE["optimizers"] = set()
-CORE["outer"] = {"base", "compress"}
-CORE["streaming"] = {"base", "compress", "outer"}
+CORE = {name: {"types"} for name in ("batching", "compress", "gradstats", "merge")}
+CORE["types"] = CORE["optimizers"] = set()
+CORE["outer"] = {"types", "compress"}
+CORE["streaming"] = {"types", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
@@ -70,7 +68,7 @@ def ours(path):
 def test_every_module_has_a_room_and_the_walk_sees_what_it_imports():
     assert {room_of(path) for path in MODULES} == set(BELOW) - {"__version__"}
     assert {path.stem for path in MODULES if room_of(path) == "core"} == set(CORE)
-    assert ["core", "base", "Ensemble"] in ours(PACKAGE / "core" / "outer.py")
+    assert ["core", "types", "Ensemble"] in ours(PACKAGE / "core" / "outer.py")
     assert ["training", "train"] in ours(PACKAGE / "study" / "compare.py")
 
 
@@ -110,7 +108,7 @@ def test_in_the_core_a_second_paper_stands_on_the_first_and_all_on_the_types(ste
 def test_models_know_only_the_types_of_the_core():
     for path in MODULES:
         if room_of(path) == "models":
-            assert {parts[1] for parts in ours(path) if parts[0] == "core"} <= {"base"}
+            assert {parts[1] for parts in ours(path) if parts[0] == "core"} <= {"types"}
 
 
 def test_importing_the_package_costs_jax_flax_and_optax_only():

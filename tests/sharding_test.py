@@ -10,8 +10,8 @@ from hlo import collectives
 from toy import settings_of
 
 from adloco_jax.adloco import start
-from adloco_jax.core.ensemble import init
 from adloco_jax.core.outer import start_round
+from adloco_jax.core.types import init
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.batches import classes
 from adloco_jax.run.build import build_model, program_spec, row_length

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.base import BatchPlan, GradientStats
+from adloco_jax.core.types import BatchPlan, GradientStats
 
 TestMode = Literal["unbiased", "paper"]
 Scalar: TypeAlias = Float[Array, "..."] | Float[np.ndarray, "..."] | np.floating | float

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from adloco_jax.core.base import (
+from adloco_jax.core.types import (
     GradientStats,
     LossFn,
     trainable,

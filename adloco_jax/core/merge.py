@@ -11,9 +11,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from adloco_jax.core.base import (
+from adloco_jax.core.types import (
     Ensemble,
     at_least_float32,
+    check_owners,
     move_workers,
     place_workers,
     positions,
@@ -186,6 +187,45 @@ def merge(
             jnp.full(ensemble.num_workers, heir),
         ),
         owners=owners,
+    )
+
+
+def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
+    """Moves workers between trainers; lets workers join the pool or retire from it.
+
+    A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
+    mean inner state of the workers that were already there (whole numbers, such as Adam's count of
+    updates, are rounded; a PRNG key is the first worker's), so that it does not restart or distort
+    that trainer's optimizer; where workers have parameters of their own, it starts at that
+    trainer's.
+
+    Args:
+      ensemble: The stack.
+      owner_R: The new trainer position of each worker, by worker position; -1 retires a worker;
+        entries beyond the present pool are new workers.
+
+    Returns:
+      The stack with the new pool, the retired workers gone, the order of the others kept.
+
+    Raises:
+      ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
+        left without a worker.
+
+    Source: ALGORITHM 4; AdLoCo section 4.3 divides the workers anew after each merge.
+    """
+    owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
+    pool = ensemble.num_workers
+    if len(owners) < pool:
+        raise ValueError(f"owner_R has {len(owners)} entries for a pool of {pool} workers")
+    staying = np.flatnonzero(owners != -1)
+    new_owner = owners[owners != -1]
+    check_owners(new_owner, ensemble.num_trainers)
+    source = np.minimum(staying, pool - 1)
+    stays_R = (ensemble.owner_R[source] == new_owner) & (staying < pool)
+    return ensemble.replace(
+        inner_state_R=move_workers(ensemble, source, stays_R, new_owner),
+        owners=tuple(new_owner.tolist()),
+        params_R=place_workers(ensemble, source, stays_R, new_owner.tolist()),
     )
 
 

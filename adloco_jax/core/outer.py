@@ -17,7 +17,8 @@ import optax.contrib
 from jax import Array, lax
 from jaxtyping import Bool, Float, PyTree
 
-from adloco_jax.core.base import (
+from adloco_jax.core.compress import Precision, check_precision, pack, unpack
+from adloco_jax.core.types import (
     Ensemble,
     LossFn,
     RoundMetrics,
@@ -33,7 +34,6 @@ from adloco_jax.core.base import (
     with_dtypes,
     with_trainable,
 )
-from adloco_jax.core.compress import Precision, check_precision, pack, unpack
 
 # States that hold parameters beside those of the workers, which an outer update would not move.
 _KEEPS_PARAMS = (

@@ -22,7 +22,9 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, PyTree
 
-from adloco_jax.core.base import (
+from adloco_jax.core.compress import Precision
+from adloco_jax.core.outer import outer_update, start_round
+from adloco_jax.core.types import (
     Ensemble,
     Workers,
     at_least_float32,
@@ -32,8 +34,6 @@ from adloco_jax.core.base import (
     where_leading,
     with_trainable,
 )
-from adloco_jax.core.compress import Precision
-from adloco_jax.core.outer import outer_update, start_round
 
 
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:

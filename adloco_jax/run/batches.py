@@ -10,10 +10,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from adloco_jax.adloco import Control, RoundPlan, measures_gradients
-from adloco_jax.core.base import block_size
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
+from adloco_jax.core.types import block_size
 from adloco_jax.run.programs import (
     AUTO_TEST_MAX,
     AUTO_TEST_MIN,

@@ -12,10 +12,10 @@ from jaxtyping import PyTree
 
 from adloco_jax import hf
 from adloco_jax.adloco import start
-from adloco_jax.core.base import LossFn
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.corpus import check_corpus
 from adloco_jax.data.hub import open_stream

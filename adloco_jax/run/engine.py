@@ -29,9 +29,8 @@ from adloco_jax.adloco import (
     merge_due,
     smaller_plan,
 )
-from adloco_jax.core.base import Ensemble, Workers
-from adloco_jax.core.ensemble import put, reassign, take
-from adloco_jax.core.merge import merge
+from adloco_jax.core.merge import merge, reassign
+from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.run.batches import (
     Batch,
     Group,

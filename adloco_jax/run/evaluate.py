@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble
 from adloco_jax.core.merge import merge
+from adloco_jax.core.types import Ensemble
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.sampling import permute
 from adloco_jax.errors import DataError

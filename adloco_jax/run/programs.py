@@ -30,12 +30,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.adloco import StateBytes
-from adloco_jax.core.base import Ensemble, LossFn, Workers, block_size
 from adloco_jax.core.compress import Precision, packed_bytes
-from adloco_jax.core.ensemble import init
 from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.streaming import flush_workers, fragment_steps, take_fragment
+from adloco_jax.core.types import Ensemble, LossFn, Workers, block_size, init
 from adloco_jax.errors import ResourceError
 from adloco_jax.run.sharding import Placement, place
 

@@ -26,8 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from adloco_jax.core.base import Ensemble, block_size
 from adloco_jax.core.compress import Packed
+from adloco_jax.core.types import Ensemble, block_size
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
 _MAX_LINES = 32

@@ -20,8 +20,8 @@ from jax import Array, lax
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from adloco_jax.core.base import LossFn
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
+from adloco_jax.core.types import LossFn
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from adloco_jax import init, outer_step, put, reassign, take
-from adloco_jax.core.base import Ensemble
+from adloco_jax.core.types import Ensemble
 
 ADAMW = optax.adamw(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
