@@ -166,7 +166,9 @@ def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path):
 
 def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "_CHUNK_CHARS", 1)  # reading may stop after every document
-    path = write_documents(tmp_path, [f"<{n}>" * 8 for n in range(12)])
+    texts = [f"<{n}>" * 8 for n in range(24)]
+    texts[1] = texts[3] = texts[0]  # which is held out
+    path = write_documents(tmp_path, texts)
     corpus = load(path, num_sequences=4, heldout_frac=0.5)
     assert corpus.num_sequences == 4
     np.testing.assert_array_equal(corpus.rows, load(path, heldout_frac=0.5).rows[:4])
