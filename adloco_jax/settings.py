@@ -76,7 +76,7 @@ class Ensemble:
     num_trainers: int = _knob(4, _COUNT)  # M at the start (AdLoCo table A.2)
     num_workers: int = _knob(4, _COUNT)  # R, the whole pool, not per trainer
     # independent: each trainer draws its own initial parameters. A negative control: averaging two
-    # such networks raised the loss of a character model from 2.43 to 2.67 (ALGORITHM 1).
+    # such networks raised the loss of a character model from 2.43 to 2.67 (docs/algorithm.md, 1).
     init: Literal["shared", "independent"] = _knob("shared")
     # Devices that share one worker's parameters and optimizer state (fully sharded data parallel);
     # auto: no more than its memory needs.
@@ -84,7 +84,8 @@ class Ensemble:
     # Workers of one device that compute as one batch, the others after them: less memory, and on a
     # CPU less time. auto: one on a CPU, elsewhere all.
     worker_parallelism: int | None = _knob("auto", _COUNT)
-    allocation: Literal["demand", "retire"] = _knob("demand")  # workers after a merge (ALGORITHM 4)
+    # Of workers, after a merge (docs/algorithm.md, 4).
+    allocation: Literal["demand", "retire"] = _knob("demand")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +136,15 @@ class Outer:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How the requested batch per worker grows (ALGORITHM 2 and 3); batches are in sequences."""
+    """How the requested batch per worker grows, in sequences (docs/algorithm.md, 2 and 3)."""
 
     test: str = _knob("norm", table=BATCH_TESTS)
     mode: Literal["unbiased", "paper"] = _knob("unbiased")
     scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
-    vartheta: float = _knob(0.9, "(0, 100]")  # inner-product tests; AdLoCo 0.01: see ALGORITHM 2
+    vartheta: float = _knob(
+        0.9, "(0, 100]"
+    )  # inner-product tests; AdLoCo 0.01 (docs/algorithm.md, 2)
     nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
     # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
     estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")
@@ -166,7 +169,7 @@ class Batching:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """When a batch that no device holds is accumulated (ALGORITHM 3)."""
+    """When a batch that no device holds is accumulated (docs/algorithm.md, 3)."""
 
     # lengthen (ours): the micro-batches that would be accumulated are updates of their own, so that
     # rounds grow in place of batches.
@@ -176,7 +179,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Which trainers become one, and when (ALGORITHM 4)."""
+    """Which trainers become one, and when (docs/algorithm.md, 4)."""
 
     policy: str = _knob("worst_with_worst", table=MERGE_POLICIES)
     every_rounds: int = _knob(3, _COUNT)  # AdLoCo table A.2

@@ -2,8 +2,8 @@
 
 Command:   python -m adloco_jax.main --config configs/data_parallel.py
 Hardware:  two CPU cores
-Source:    ALGORITHM 1: one inner SGD step at learning rate 1 makes the pseudo-gradient the mean
-           gradient of all workers, which the outer AdamW then takes as any optimizer would
+Source:    docs/algorithm.md, 1: one inner SGD step at learning rate 1 makes the pseudo-gradient the
+           mean gradient of all workers, which the outer AdamW then takes as any optimizer would
 """
 
 from ml_collections import ConfigDict

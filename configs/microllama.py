@@ -59,12 +59,12 @@ def get_config() -> ConfigDict:
     config.outer.learning_rate = 0.5  # table A.2
 
     config.batching.test = "norm"  # eq. 10; the code that the paper ships runs the augmented test
-    # DEPARTURE: the paper's plug-in estimate of the signal stops growth by itself (ALGORITHM 2).
+    # DEPARTURE: the paper's plug-in signal stops growth by itself (docs/algorithm.md, 2).
     config.batching.mode = "unbiased"
     config.batching.scope = "trainer"  # DEPARTURE: eq. 10 tests each worker alone
     config.batching.eta = 0.8  # table A.2
     # DEPARTURE, for whoever sets batching.test: the paper's 0.01 and 0.3 only work with the
-    # reference's scaling errors (ALGORITHM 2).
+    # reference's scaling errors (docs/algorithm.md, 2).
     config.batching.vartheta = 0.9
     config.batching.nu = 1.0
     config.batching.initial_batch_size = 1  # table A.2

@@ -166,7 +166,7 @@ def test_too_few_examples_give_no_inner_product_variance(size):
 
 @pytest.mark.parametrize("size", [2, 5, 40])
 def test_plugin_noise_is_inner_product_variance_plus_orthogonal_variance(size):
-    # S_hat = V_ip / |mean|^2 + V_o, for the plug-in values and exactly (ALGORITHM 2).
+    # S_hat = V_ip / |mean|^2 + V_o, for the plug-in values and exactly (docs/algorithm.md, 2).
     sums = in_true_units(stats_of()(params_of(), batch_of(size)))
     mean_squared = (sums["signal"] + sums["noise"]) / sums["signal_weight"]
     np.testing.assert_allclose(

@@ -595,7 +595,7 @@ def test_windows_of_one_micro_batch_are_plain_updates():
     assert_close(flagged.inner_state_R, plain.inner_state_R, rtol=1e-6, atol=1e-8)
 
 
-# --- Defects of the reference (ALGORITHM 7)
+# --- Defects of the reference (docs/algorithm.md, 7)
 
 
 def test_defect_02_accumulation_does_not_multiply_the_batch():

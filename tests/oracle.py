@@ -1,7 +1,7 @@
 """A slow, obvious AdLoCo in float64: the algorithm a second time, to test the package against.
 
 Shares no code with the package. The model is a table of bigram logits, whose gradient is written by
-hand. Section numbers are those of ALGORITHM.md.
+hand. Section numbers are those of docs/algorithm.md.
 """
 
 import copy

@@ -85,7 +85,7 @@ def inner_product_test(
         tracing: then NaN, in mode `paper` 0).
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
-      works with the reference's scaling errors (ALGORITHM 2, "Constants").
+      works with the reference's scaling errors (docs/algorithm.md, 2, "Constants").
     """
     signal = _signal(stats, mode, num_workers, batch_size)
     # Divided twice rather than by the square, which would underflow.
@@ -229,7 +229,7 @@ def next_batch_size(
     Raises:
       ValueError: If `batch_size` or `batch_cap` is no whole number.
 
-    Source: ALGORITHM 2, "Then, always"; the reference has no cap (ALGORITHM 7, defect 7).
+    Source: docs/algorithm.md, 2, "Then, always"; the reference has no cap (section 7, defect 7).
     """
     batch_size = _whole("batch_size", batch_size)
     batch_cap = _whole("batch_cap", batch_cap)

@@ -1,6 +1,6 @@
 """Per-example gradient statistics at one point: the raw material of the batch-size tests.
 
-With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (ALGORITHM 2):
+With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (docs/algorithm.md, 2):
 
   noise    S = (sum n_j - t |g|^2) / (t - 1)            trace of the gradient covariance, unbiased
   signal   G2 = (t^2 |g|^2 - sum n_j) / (t (t - 1))     squared norm of the true gradient, unbiased
@@ -88,7 +88,7 @@ def gradient_stats(
         `inner_products`, `loss_fn` does not return one number or takes `tap_B` without using it,
         parameters are complex, the leaves disagree on B or B < 2, or `chunk_size` does not fit.
 
-    Source: ALGORITHM 2; McCandlish et al. 2018 (arXiv 1812.06162), appendix A, for S and G2.
+    Source: docs/algorithm.md, 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     """
     m = _measure(loss_fn, params, batch, estimator, chunk_size, num_examples, inner_products)
     count = m.num_units * m.unit_size
@@ -172,7 +172,7 @@ def pool(stats: GradientStats) -> GradientStats:
     Returns:
       Fields of shape [], in units of the largest scale.
 
-    Source: ALGORITHM 2, "Several workers".
+    Source: docs/algorithm.md, 2, "Several workers".
     """
     scale = stats.scale.max(axis=0)
     ratio_n = stats.scale / (scale + (scale == 0))

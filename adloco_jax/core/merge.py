@@ -125,7 +125,8 @@ def merge(
       ValueError: If a position repeats or is out of range, the number of weights differs, or
         parameters are complex.
 
-    Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours (ALGORITHM 4).
+    Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours
+      (docs/algorithm.md, 4).
     """
     trainable(ensemble.params_M)  # complex ones are refused
     chosen = positions("members", members, ensemble.num_trainers)
@@ -211,7 +212,7 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
       ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
         left without a worker.
 
-    Source: ALGORITHM 4; AdLoCo section 4.3 divides the workers anew after each merge.
+    Source: docs/algorithm.md, 4; AdLoCo section 4.3 divides the workers anew after each merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
     pool = ensemble.num_workers
@@ -293,7 +294,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
       ValueError: If the pool is too small, or a requested batch is not positive.
 
     Source: AdLoCo section 4.3; the reference rounds and may leave a trainer without a worker
-      (ALGORITHM 7, defect 16).
+      (docs/algorithm.md, 7, defect 16).
     """
     requested = [int(b) for b in requested_batch_sizes]
     if not requested or num_workers < len(requested):

@@ -102,7 +102,7 @@ class GradientStats(struct.PyTreeNode):
 
     @property
     def noise(self) -> Array | np.ndarray:
-        """Unbiased estimate of tr(Sigma), the gradient noise (S_hat of ALGORITHM 2)."""
+        """Unbiased estimate of tr(Sigma), the gradient noise (S_hat of docs/algorithm.md, 2)."""
         return self.scale * (self.noise_sum / self.noise_weight)
 
     @property

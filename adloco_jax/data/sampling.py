@@ -52,7 +52,7 @@ def stream_rows(
       ValueError: If `stream` is not in [0, num_streams).
       DataError: If the subset is too small for the stream to own a row.
 
-    Source: ALGORITHM.md §1, "Data".
+    Source: docs/algorithm.md, section 1, "Data".
     """
     if not 0 <= stream < num_streams:
         raise ValueError(f"stream: have {stream}, need one in [0, num_streams={num_streams})")

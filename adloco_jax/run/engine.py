@@ -40,6 +40,7 @@ from adloco_jax.run.batches import (
     make_batch,
     update_flags,
 )
+from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.evaluate import HeldOut, mean_loss, merged_params, trainer_params
 from adloco_jax.run.health import (
     Diverged,
@@ -329,6 +330,7 @@ class LocalEngine:
         owners: Sequence[int],
     ) -> Ensemble:
         """`core.merge`, then `core.reassign` of the workers."""
+        hit("merge.decided")
         weights_n = np.asarray(weights, np.float32)
         return _merge_and_reassign(ensemble, weights_n, tuple(members), tuple(owners))
 

@@ -127,7 +127,7 @@ def noise_and_signal(square_sum: float, mean_norm: float, num_examples: int) -> 
     Returns:
       Noise and signal, in the units of a squared gradient.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A; ALGORITHM 2.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A; docs/algorithm.md, 2.
     """
     noise = (square_sum - num_examples * mean_norm) / (num_examples - 1)
     return noise, mean_norm - noise / num_examples

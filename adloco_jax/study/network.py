@@ -12,8 +12,8 @@ The model, which the tests check against cases computed by hand and against `clo
   recorded micro-batch, one after the other. A device without a sequence is idle. Each update ends
   with a ring all-reduce of the gradients among the devices that have one.
 - **Communicating.** A ring all-reduce of P bytes among m takes 2 (m - 1) / m * P / bandwidth +
-  2 (m - 1) * latency, over the slowest link that its ring crosses (ALGORITHM 6). A trainer with
-  several workers does one per round among its replicas, or one per fragment of its parameters, in
+  2 (m - 1) * latency, over the slowest link that its ring crosses (docs/algorithm.md, 6). A trainer
+  with several workers does one per round among its replicas, or one per fragment of its parameters, in
   turn and evenly over the round's updates; with one worker, none. Where the ledger has a
   synchronisation of all parameters beside those, the trainer stands still for it. Outer gradients
   travel as
@@ -739,7 +739,7 @@ def _link(cluster: Cluster, layout: _Layout, replicas: Sequence[int]) -> Link:
 
 
 def _ring_s(num_members: int, num_bytes: float, link: Link) -> float:
-    """Seconds of a ring all-reduce: reduce-scatter, then all-gather (ALGORITHM 6)."""
+    """Seconds of a ring all-reduce: reduce-scatter, then all-gather (docs/algorithm.md, 6)."""
     steps = 2 * (num_members - 1)
     return steps * (num_bytes / num_members / link.bandwidth + link.latency_s)
 

@@ -1,4 +1,4 @@
-"""What the paper's theory says of a run (ALGORITHM 5): bounds, constants fitted on a ledger.
+"""What the paper's theory says of a run (docs/algorithm.md, 5): bounds, and constants fitted on it.
 
 The bounds are those of SGD on an L-smooth F with the exact norm test and step size
 1 / (L (1 + eta^2)). With the test exact, b_k = sigma^2 / (eta^2 |G_k|^2), all of them follow from
@@ -184,8 +184,8 @@ def communications_bound(constants: Constants, *, max_batch_size: int) -> float:
     Returns:
       2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
 
-    Source: ALGORITHM 5, Theorem 2's direct bound: 1 / b_k = eta^2 |G_k|^2 / sigma^2, summed by
-    Lemma 2.
+    Source: docs/algorithm.md, 5, Theorem 2's direct bound: 1 / b_k = eta^2 |G_k|^2 / sigma^2, summed
+    by Lemma 2.
     """
     return max_batch_size / batch_bound(1, constants)
 
@@ -221,7 +221,7 @@ def reach(epsilon: float, constants: Constants, *, steps_per_round: int) -> Reac
     Raises:
       ConfigError: If epsilon is not above 0.
 
-    Source: ALGORITHM 5, the corollary of Theorem 2.
+    Source: docs/algorithm.md, 5, the corollary of Theorem 2.
     """
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"epsilon={epsilon}: expected a number above 0")
