@@ -144,7 +144,7 @@ class Batching:
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
     vartheta: float = _knob(
         0.9, "(0, 100]"
-    )  # inner-product tests; AdLoCo 0.01 (docs/algorithm.md, 2)
+    )  # inner-product tests; AdLoCo: 0.01, see docs/algorithm
     nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
     # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
     estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")

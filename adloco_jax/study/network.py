@@ -13,8 +13,8 @@ The model, which the tests check against cases computed by hand and against `clo
   with a ring all-reduce of the gradients among the devices that have one.
 - **Communicating.** A ring all-reduce of P bytes among m takes 2 (m - 1) / m * P / bandwidth +
   2 (m - 1) * latency, over the slowest link that its ring crosses (docs/algorithm.md, 6). A trainer
-  with several workers does one per round among its replicas, or one per fragment of its parameters, in
-  turn and evenly over the round's updates; with one worker, none. Where the ledger has a
+  with several workers does one per round among its replicas, or one per fragment of its parameters,
+  in turn and evenly over the round's updates; with one worker, none. Where the ledger has a
   synchronisation of all parameters beside those, the trainer stands still for it. Outer gradients
   travel as
   `Traffic` says, all else in float32. A transfer may begin within the update before it and go on

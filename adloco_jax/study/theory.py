@@ -184,8 +184,8 @@ def communications_bound(constants: Constants, *, max_batch_size: int) -> float:
     Returns:
       2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
 
-    Source: docs/algorithm.md, 5, Theorem 2's direct bound: 1 / b_k = eta^2 |G_k|^2 / sigma^2, summed
-    by Lemma 2.
+    Source: docs/algorithm.md, 5, Theorem 2's direct bound: 1 / b_k = eta^2 |G_k|^2 / sigma^2,
+    summed by Lemma 2.
     """
     return max_batch_size / batch_bound(1, constants)
 
