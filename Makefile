@@ -1,5 +1,5 @@
 # make demo   train AdLoCo on this Python's own standard library, and draw the report
-# make test   the tests (slow ones left out; `make test-slow` and `test-all` have them)
+# make test   the tests; `make slow` has the long ones
 # make check  lint, format and types
 # make parity  the same numbers as PyTorch's, which this installs
 # make notebook  runs notebooks/
@@ -18,7 +18,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test test-all test-slow test-core parity notebook check faults mutants clean
+.PHONY: demo test slow test-core parity notebook check faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -26,10 +26,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL)
 
-test-all: $(INSTALLED)
-	$(RUN) -m pytest -q $(PARALLEL) -m ''
-
-test-slow: $(INSTALLED)
+slow: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) -m slow
 
 test-core: $(INSTALLED)
