@@ -12,8 +12,8 @@ import jax
 import jaxtyping
 import pytest
 
-# Through jax's own settings, not the environment: a command line under test starts with one device.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a hub
+# Through jax's own settings, not the environment: a command line under test starts with one device.
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -10,11 +10,8 @@ from ml_collections import ConfigDict
 from adloco_jax import hf
 from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
 from adloco_jax.data import Corpus
-from adloco_jax.data.corpus import find_sides
 from adloco_jax.data.labelled import Labelled
-from adloco_jax.data.prepared import is_prepared
 from adloco_jax.data.snapshot import HUB_NAME
-from adloco_jax.data.sources import find_files
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.data.tokenizers import load_fitting_tokenizer
 from adloco_jax.run import processes
@@ -22,8 +19,8 @@ from adloco_jax.run.batches import classes, round_keys
 from adloco_jax.run.build import (
     attention,
     build_model,
+    check_data,
     class_count,
-    load_data,
     program_spec,
     replayed_batches,
     require_same_network,
@@ -110,30 +107,19 @@ def check_inputs(
         require_same_network(settings, network)
         which = "whether all its numbers are finite" if knows_tensors else "its weights on the hub"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    if data.source == "tokens" and is_prepared(data.path):
-        load_data(settings)  # which reads what describes the arrays, and not the arrays
-    else:
+    if data.source == "hf" and HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
         load_fitting_tokenizer(data.tokenizer, model.vocab_size)
-        unchecked.append(_check_text(settings))
+        what = "whether the Hugging Face hub has it, and what it holds"
+        unchecked.append(f"data.path = {data.path}: {what}")
+    else:
+        check_data(settings)
+    if data.source == "stdlib":
+        unchecked.append("data.source = stdlib: whether it is text enough")
+    elif data.source in ("text", "jsonl"):
+        unchecked.append(f"data.path = {data.path}: what its files hold")
     if not rounds:
         replayed_batches(settings)
     return unchecked
-
-
-def _check_text(settings: Settings) -> str:
-    """Looks for the files of a text; what was not checked of it, in a line."""
-    data = settings.data
-    if data.source == "stdlib":
-        return "data.source = stdlib: whether it is text enough"
-    if data.source == "hf" and HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
-        return f"data.path = {data.path}: whether the Hugging Face hub has it, and what it holds"
-    if data.source == "hf":
-        files = find_files(data.path, key="data.path")
-    else:
-        train_files, heldout_files = find_sides(data.source, data.path, data.heldout_path)
-        files = train_files + heldout_files
-    size = sum(file.stat().st_size for file in files)
-    return f"data.path = {data.path}: what its files hold ({len(files)}, {_human(size)})"
 
 
 def data_header(corpus: Corpus | Labelled | Streaming) -> str:
