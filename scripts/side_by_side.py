@@ -1,21 +1,18 @@
 """The inner loop beside PyTorch's: the same Llama, batch, length and optimizer, in one process.
 
 A case of scripts/benchmark.py, for the `parity` extra. PyTorch trains `transformers`'
-LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; this engine runs the
-inner steps that a round of a run has, its workers in turns or at once as a run would choose. Both
+LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; adloco_jax runs the
+inner steps of a round, its workers one after the other or at once as a run would choose. Both
 start from the same weights, a folder in Hugging Face layout (tests/parity_llama_test.py holds the
-two networks equal). The machine's own rate is that of a matrix product in the same turns, the
+two models equal). The machine's own rate is that of a matrix product timed in the same turns, the
 better of the two libraries'.
 """
 
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch uses the same GPU
 
@@ -28,20 +25,21 @@ from timing import interleave
 import adloco_jax
 from adloco_jax import hf
 from adloco_jax.core.outer import inner_steps, start_round
-from adloco_jax.models.llama import next_token_loss
 from adloco_jax.run.build import (
+    build_model,
     build_network,
     examples_per_pass,
     inner_transform,
     worker_parallelism,
 )
 from adloco_jax.run.config import Settings, default_config, validate
+from adloco_jax.run.programs import needed_bytes
 from adloco_jax.run.throughput import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A network, and how much of it one timed call does."""
+    """A model, and how much of its training one timed call does."""
 
     model: dict
     sequence_length: int
@@ -62,53 +60,99 @@ SHAPES = {
 }
 
 
+class InnerSteps:
+    """Compiled inner steps of trainers with one worker each; a call goes on from the last."""
+
+    def __init__(self, settings: Settings, tokens_SRBL: np.ndarray, params: PyTree | None = None):
+        """Compiles them.
+
+        Args:
+          settings: The model, the optimizer, the learning rate and how many workers go at once.
+          tokens_SRBL: int32 [S, R, B, L + 1], what each call trains on.
+          params: One model's parameters to start from; None draws them from key 0.
+        """
+        init_fn, loss_fn = build_model(settings)
+        inner_tx, num_workers = inner_transform(settings), tokens_SRBL.shape[1]
+        ensemble = adloco_jax.init(
+            init_fn(jax.random.key(0)) if params is None else params,
+            num_trainers=num_workers,
+            num_workers=num_workers,
+            inner_tx=inner_tx,
+            outer_tx=inner_tx,
+        )
+        rates_SR = np.full(tokens_SRBL.shape[:2], settings.inner.learning_rate, np.float32)
+        self._inputs = jax.device_put((tokens_SRBL, rates_SR))
+        self._workers = jax.jit(start_round)(ensemble)
+
+        def steps(workers, tokens_SRBL, rates_SR):
+            return inner_steps(
+                workers,
+                tokens_SRBL,
+                loss_fn,
+                inner_tx=inner_tx,
+                learning_rate_TR=rates_SR,
+                worker_parallelism=worker_parallelism(settings),
+                examples_per_pass=examples_per_pass(settings),
+            )
+
+        jitted = jax.jit(steps, donate_argnums=0)
+        self._program = jitted.lower(self._workers, *self._inputs).compile()
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that the program holds while it runs, arguments included."""
+        return needed_bytes(self._program)
+
+    def __call__(self) -> list[float]:
+        """Runs the steps and waits for them; returns the last loss of each worker, nats/token."""
+        self._workers, loss_SR, _ = self._program(self._workers, *self._inputs)
+        return jax.block_until_ready((loss_SR[-1].tolist(), self._workers))[0]
+
+
 def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], repeats: int) -> dict:
-    """Tokens per second, share of a matrix product's rate, and memory."""
+    """Tokens per second of each library, and their share of a matrix product's rate."""
     result: dict = {"case": "pytorch", "speed_over_eager": {}, "share_of_matmul": {}}
     for name in shapes:
         for batch in batches:
             for num_trainers in trainers:
                 label = f"{name} b={batch} M={num_trainers}"
-                measured = _measure(SHAPES[name], batch, num_trainers, repeats)
+                measured = measure(SHAPES[name], batch, num_trainers, repeats)
                 ours, eager = measured["adloco_jax"], measured["eager"]
                 result["speed_over_eager"][label] = round(eager["seconds"] / ours["seconds"], 3)
                 result["share_of_matmul"][label] = ours["share"]
                 print(label)
-                for engine, figures in measured.items():
-                    memory = _memory(name, batch, num_trainers, engine)
+                for library, figures in measured.items():
                     low, middle, high = figures["tokens_per_s"]
                     print(
-                        f"  {engine:12} {middle:9,.0f} tokens/s ({low:,.0f} to {high:,.0f}),"
+                        f"  {library:12} {middle:9,.0f} tokens/s ({low:,.0f} to {high:,.0f}),"
                         f" {figures['share']:.1%} of {figures['machine'] / 1e9:,.0f} GFLOP/s"
-                        f"; {memory:,.0f} MiB to build it and train"
                     )
     return result
 
 
-def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
-    settings = _settings(shape)
-    tokens = _tokens(shape, batch, num_trainers, shape.num_steps)
+def measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
+    """Seconds of a call, tokens per second (quartiles) and share of peak, by library."""
+    settings, tokens = settings_of(shape), random_tokens(shape, batch, num_trainers)
     with tempfile.TemporaryDirectory() as folder:
-        params = _save_weights(settings, folder)
-        calls = {
-            "adloco_jax": _ours(settings, tokens, folder),
-            "eager": _torch(settings, tokens, folder),
+        params = save_weights(settings, folder)
+        calls: dict[str, Callable] = {
+            "adloco_jax": InnerSteps(settings, tokens, hf.load(folder).params),
+            "eager": torch_steps(settings, tokens, folder),
         }
-        compiled = _torch(settings, tokens, folder, compiled=True)
-    losses = {name: call() for name, call in calls.items()}  # compiles, too
+        compiled = torch_steps(settings, tokens, folder, compiled=True)
+    losses = {name: call() for name, call in calls.items()}
     tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
     np.testing.assert_allclose(losses["adloco_jax"], losses["eager"], rtol=tolerance)
     try:
         compiled()
         calls["compile"] = compiled
-    except Exception as error:  # whatever its compiler lacks here
+    except Exception as error:  # deliberately broad: whatever torch's compiler lacks here
         print(f"  torch.compile does not work: {str(error).splitlines()[0]}")
     products = _products(settings.model.dtype)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    model, length = shape.model, shape.sequence_length
     # What a run's own figure leaves out: attention's two products, of the half that is not masked.
-    attention = 6 * model["num_layers"] * length * model["width"]
+    attention = 6 * shape.model["num_layers"] * shape.sequence_length * shape.model["width"]
     num_tokens = tokens[..., 1:].size
     flops = num_tokens * (flops_per_token(params) + attention)
     return {
@@ -122,64 +166,35 @@ def _measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[
     }
 
 
-def _settings(shape: Shape) -> Settings:
+def settings_of(shape: Shape, **overrides: object) -> Settings:
+    """A run's settings with this model, one trainer and one worker; overrides by dotted key."""
     config = default_config()
     config.model.update(shape.model | {"max_length": shape.sequence_length})
     config.data.sequence_length = shape.sequence_length
-    config.batching.max_batch_size = 1
-    config.batching.initial_batch_size = 1
+    config.ensemble.num_trainers = config.ensemble.num_workers = 1
+    config.batching.max_batch_size = config.batching.initial_batch_size = 1
+    config.update_from_flattened_dict(overrides)
     return validate(config)
 
 
-def _tokens(shape: Shape, batch: int, num_trainers: int, steps: int) -> np.ndarray:
-    size = (steps, num_trainers, batch, shape.sequence_length + 1)
+def random_tokens(shape: Shape, batch: int, num_trainers: int) -> np.ndarray:
+    """int32 [S, M, B, L + 1] of the shape's vocabulary."""
+    size = (shape.num_steps, num_trainers, batch, shape.sequence_length + 1)
     return np.random.default_rng(0).integers(0, shape.model["vocab_size"], size, dtype=np.int32)
 
 
-def _save_weights(settings: Settings, folder: str) -> PyTree:
-    """Writes what all start from; its shapes."""
+def save_weights(settings: Settings, folder: str) -> PyTree:
+    """Writes the weights that all libraries start from; returns their shapes."""
     network = build_network(settings)
     params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    hf.save(params, f"{folder}/model", network=network)
+    hf.save(params, folder, network=network)
     return jax.eval_shape(lambda: params)
 
 
-def _ours(settings: Settings, tokens: np.ndarray, folder: str) -> Callable:
-    loss_fn = next_token_loss(
-        build_network(settings), sequences_per_chunk=settings.model.loss_chunk
-    )
-    inner_tx = inner_transform(settings)
-    rates = np.full(tokens.shape[:2], settings.inner.learning_rate, np.float32)
-    ensemble = adloco_jax.init(
-        hf.load(f"{folder}/model").params,
-        num_trainers=tokens.shape[1],
-        num_workers=tokens.shape[1],
-        inner_tx=inner_tx,
-        outer_tx=inner_tx,
-    )
-    program = jax.jit(
-        functools.partial(
-            inner_steps,
-            loss_fn=loss_fn,
-            inner_tx=inner_tx,
-            worker_parallelism=worker_parallelism(settings),
-            examples_per_pass=examples_per_pass(settings),
-        ),
-        donate_argnums=0,
-    )
-    state = [jax.jit(start_round)(ensemble)]
-    arguments = jax.device_put((tokens, rates))
-
-    def call() -> list[float]:
-        state[0], loss_TR, _ = program(state[0], arguments[0], learning_rate_TR=arguments[1])
-        return jax.block_until_ready((loss_TR[-1].tolist(), state[0]))[0]
-
-    return call
-
-
-def _torch(
-    settings: Settings, tokens: np.ndarray, folder: str, *, compiled: bool = False
-) -> Callable:
+def torch_steps(
+    settings: Settings, tokens_SRBL: np.ndarray, folder: str, *, compiled: bool = False
+) -> Callable[[], list[float]]:
+    """The same steps in PyTorch, from the weights in `folder`; a call goes on from the last."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -192,34 +207,30 @@ def _torch(
     torch.compiler.reset()  # lest a second shape be compiled for shapes of any size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner, low_precision = settings.inner, settings.model.dtype == "bfloat16"
-    networks = [
-        transformers.LlamaForCausalLM.from_pretrained(
-            f"{folder}/model", dtype=torch.float32, attn_implementation="sdpa_unmasked"
-        )
-        .to(device)
-        .train()
-        for _ in range(tokens.shape[1])
-    ]
-    forward = [torch.compile(network) if compiled else network for network in networks]
-    optimizers = [
-        torch.optim.AdamW(
-            network.parameters(),
-            lr=inner.learning_rate,
-            weight_decay=inner.weight_decay,
-            fused=True,  # as transformers' Trainer has it; the default is slower on a CPU
-        )
-        for network in networks
-    ]
-    tokens_TRBL = torch.from_numpy(tokens).long().to(device)
+    load = functools.partial(
+        transformers.LlamaForCausalLM.from_pretrained,
+        dtype=torch.float32,
+        attn_implementation="sdpa_unmasked",
+    )
+    models = [load(folder).to(device).train() for _ in range(tokens_SRBL.shape[1])]
+    forward = [torch.compile(model) if compiled else model for model in models]
+    adamw = functools.partial(
+        torch.optim.AdamW,
+        lr=inner.learning_rate,
+        weight_decay=inner.weight_decay,
+        fused=True,  # as transformers' Trainer has it; the default is slower on a CPU
+    )
+    optimizers = [adamw(model.parameters()) for model in models]
+    rows_SRBL = torch.from_numpy(tokens_SRBL).long().to(device)
 
     def call() -> list[float]:
-        for tokens_RBL in tokens_TRBL:
+        for rows_RBL in rows_SRBL:
             losses = []
-            for network, optimizer, tokens_BL in zip(forward, optimizers, tokens_RBL, strict=True):
+            for model, optimizer, rows_BL in zip(forward, optimizers, rows_RBL, strict=True):
                 with torch.autocast(device, torch.bfloat16, enabled=low_precision):
-                    logits = network(input_ids=tokens_BL[:, :-1], use_cache=False).logits
+                    logits = model(input_ids=rows_BL[:, :-1], use_cache=False).logits
                 loss = torch.nn.functional.cross_entropy(
-                    logits.float().flatten(0, 1), tokens_BL[:, 1:].flatten()
+                    logits.float().flatten(0, 1), rows_BL[:, 1:].flatten()
                 )
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -236,57 +247,9 @@ def _products(dtype: str) -> dict[str, Callable]:
 
     ours = jnp.ones((_PRODUCT, _PRODUCT), dtype)
     theirs = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype))
+    theirs = theirs.cuda() if torch.cuda.is_available() else theirs
     product = jax.jit(jnp.matmul)
-
-    def torch_product():
-        (theirs @ theirs)[0, 0].item()
-
-    if torch.cuda.is_available():
-        theirs = theirs.cuda()
-    return {"jax": lambda: jax.block_until_ready(product(ours, ours)), "torch": torch_product}
-
-
-def _memory(name: str, batch: int, num_trainers: int, engine: str) -> float:
-    """MiB by which the peak of a process of its own grows that builds and trains two updates."""
-    with tempfile.TemporaryDirectory() as folder:
-        _save_weights(_settings(SHAPES[name]), folder)
-        command = [sys.executable, __file__, name, str(batch), str(num_trainers), engine, folder]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.splitlines()[-1])
-
-
-def _print_memory(name: str, batch: str, num_trainers: str, engine: str, folder: str) -> None:
-    import torch
-    import transformers  # noqa: F401  its import is not what is measured
-
-    shape = SHAPES[name]
-    settings = _settings(shape)
-    tokens = _tokens(shape, int(batch), int(num_trainers), 2)
-    jax.block_until_ready(jnp.ones(8) + 1)
-    before = _peak_bytes(engine)
-    if engine == "adloco_jax":
-        call = _ours(settings, tokens, folder)
-    else:
-        call = _torch(settings, tokens, folder, compiled=engine == "compile")
-    call()
-    del torch
-    print((_peak_bytes(engine) - before) / 2**20)
-
-
-def _peak_bytes(engine: str) -> int:
-    """Of the device this engine counts itself, else of the process."""
-    import torch
-
-    if engine != "adloco_jax" and torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    counted = jax.local_devices()[0].memory_stats() if engine == "adloco_jax" else None
-    if counted:
-        return counted["peak_bytes_in_use"]
-    # Not `getrusage`, whose peak a process inherits from the one that has started it.
-    status = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (line.split()[1] for line in status if line.startswith("VmHWM"))
-    return int(peak) * 1024
-
-
-if __name__ == "__main__":
-    _print_memory(*sys.argv[1:])
+    return {
+        "jax": lambda: jax.block_until_ready(product(ours, ours)),
+        "torch": lambda: (theirs @ theirs)[0, 0].item(),
+    }

@@ -1,9 +1,13 @@
-"""Timing alternatives against one another."""
+"""Timing alternatives against one another, and what they were timed on."""
 
+import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
+import numpy as np
 
 
 def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
@@ -16,3 +20,32 @@ def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float
             if turn:
                 times[name].append(time.perf_counter() - start_s)
     return times
+
+
+def report(title: str, times: dict[str, list[float]]) -> None:
+    """Prints a line per alternative: median and quartiles in milliseconds."""
+    print(title)
+    for name, seconds in times.items():
+        low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
+        print(
+            f"  {name:20} {median:10.2f} ms   quartiles {low:.2f} to {high:.2f}, n = {len(seconds)}"
+        )
+
+
+def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
+    """Median time of one alternative over that of another."""
+    return round(float(np.median(times[name]) / np.median(times[base])), 3)
+
+
+def machine() -> str:
+    """Processors, devices and versions in one line, with the date."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(": ")[2] if names else cpu
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    return (
+        f"{os.cpu_count()} x {cpu}; devices {len(jax.devices())} x {', '.join(kinds)};"
+        f" Python {platform.python_version()}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
