@@ -3,9 +3,9 @@
 python scripts/faults.py --scale long     hours; stopped and started again, it goes on
 python scripts/faults.py --rows K1,K6     some rows only
 
-Every trial is a line of `<folder>/results.jsonl`. A run has come through if its deterministic
-ledger lines, every array of its last checkpoint and its control equal the uninterrupted run's,
-bit for bit. What fails keeps its folder.
+Every trial is a line of `<folder>/results.jsonl`. A run passes if its deterministic ledger lines,
+every array of its last checkpoint and its control equal the uninterrupted run's, bit for bit. A
+trial that fails keeps its folder.
 """
 
 import argparse
@@ -29,8 +29,9 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -55,8 +56,6 @@ class Bench:
 
     folder: Path
     random: random.Random
-    done: set[str] = dataclasses.field(default_factory=set)  # cases that need no second trial
-    num_done: int = 0  # trials of the row
     count: int = 0
 
     def fresh(self) -> Path:
@@ -67,18 +66,23 @@ class Bench:
         return path
 
     def start(self, workdir: Path, *overrides: str, limit: int = 0, **environment: str):
-        """Starts the run in a folder, or goes on with it."""
+        """Starts or resumes the run in a folder; `limit` bounds the size of a file, in bytes."""
         command = [sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"]
-        sizes = (limit, limit)
-        return subprocess.Popen(
+        restrict = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+        return self._open(
             [*command, f"--workdir={workdir}", *overrides],
+            environment,
+            preexec_fn=restrict if limit else None,
+        )
+
+    def _open(self, command: Sequence[str], environment: dict[str, str], **options):
+        return subprocess.Popen(
+            command,
             env=os.environ | self.settings() | environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, sizes))
-            if limit
-            else None,
+            **options,
         )
 
     def settings(self) -> dict[str, str]:
@@ -109,17 +113,22 @@ class Bench:
                 raise RuntimeError(f"the uninterrupted run ended with {code}: {err}")
         return state_of(workdir), time.perf_counter() - start_s
 
+    @functools.cached_property
+    def reference_of_two(self) -> dict:
+        """How the uninterrupted run of two processes ends."""
+        workdir = self.fresh()
+        with self.together(workdir) as group:
+            code = group.process.wait(timeout=600)
+        if code:
+            raise RuntimeError(f"the uninterrupted run ended with {code}: {group.text}")
+        return state_of(workdir)
+
     def ends_alike(self, workdir: Path) -> str:
-        """Lets the run go on to its end; what differs from the uninterrupted one, or nothing."""
+        """Resumes the run to its end; what differs from the uninterrupted one, or nothing."""
         code, err = self.run(workdir)
         if code or "Traceback" in err:
             return f"ended with {code}: {err.strip()[-300:]}"
-        return self.differs(workdir, self.reference)
-
-    def differs(self, workdir: Path, reference: tuple[dict, float]) -> str:
-        """In what the end of a run differs from another's; empty if in nothing."""
-        ours, theirs = state_of(workdir), reference[0]
-        return ", ".join(name for name in theirs if ours[name] != theirs[name])
+        return differences(state_of(workdir), self.reference[0])
 
     def together(
         self,
@@ -132,26 +141,8 @@ class Bench:
         """The run as two supervised processes."""
         words = (f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}")
         command = (sys.executable, *program, *words)
-        return Group(
-            subprocess.Popen(
-                [sys.executable, "-c", _SUPERVISE, str(watchdog_s), str(workdir), *command],
-                env=os.environ | self.settings() | environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-
-    @functools.cached_property
-    def reference_of_two(self) -> tuple[dict, float]:
-        """As `reference`, of two processes."""
-        for _ in range(2):
-            workdir, start_s = self.fresh(), time.perf_counter()
-            with self.together(workdir) as group:
-                code = group.process.wait(timeout=600)
-            if code:
-                raise RuntimeError(f"the uninterrupted run ended with {code}: {group.text}")
-        return state_of(workdir), time.perf_counter() - start_s
+        supervisor = [sys.executable, "-c", _SUPERVISE, str(watchdog_s), str(workdir)]
+        return Group(self._open([*supervisor, *command], environment))
 
     def half_way(self) -> Path:
         """A run killed after its fifth round, with two checkpoints; made once, then copied."""
@@ -242,59 +233,59 @@ def points() -> list[str]:
     return sorted(names)
 
 
+def differences(ours: dict, theirs: dict) -> str:
+    """Names of what differs between the ends of two runs; empty if nothing does."""
+    return ", ".join(name for name in theirs if ours[name] != theirs[name])
+
+
 def verdict(difference: str, what: str) -> Trial:
-    """Passed, if nothing differs."""
+    """Passed if nothing differs."""
     return not difference, f"{what} : {difference}" if difference else what
 
 
-# -- kills and storage --------------------------------------------------------------------------
+# -- trials: one case of a row each -------------------------------------------------------------
 
 
-def _in_any_order(bench: Bench, *choices: Sequence) -> list[tuple]:
-    """All combinations, so that the few trials of the short scale are others every time."""
-    combinations = list(itertools.product(*choices))
-    return bench.random.sample(combinations, len(combinations))
-
-
-def k1(bench: Bench) -> Iterator[Trial]:
-    """SIGKILL at a random time, restart, kill again, until the run comes to its end."""
+def k1(bench: Bench, _: int) -> Iterator[Trial]:
+    """SIGKILL at a random time and the same command again, until the run ends."""
     _, duration_s = bench.reference
+    workdir, kills = bench.fresh(), []
     while True:
-        workdir, kills = bench.fresh(), []
-        while True:
-            process = bench.start(workdir)
-            after_s = bench.random.uniform(0, duration_s)
-            try:
-                process.wait(after_s)
-                break
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                kills.append(round(after_s, 2))
-        process.communicate()
-        difference = bench.ends_alike(workdir)
-        for kill in kills:
-            yield verdict(difference, f"killed after {kill} s, {workdir}")
+        process = bench.start(workdir)
+        after_s = bench.random.uniform(0, duration_s)
+        try:
+            process.communicate(timeout=after_s)
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills.append(round(after_s, 2))
+    difference = bench.ends_alike(workdir)
+    for kill in kills:
+        yield verdict(difference, f"killed after {kill} s, {workdir}")
 
 
-def k2(bench: Bench) -> Iterator[Trial]:
+def k2(bench: Bench, case: tuple[str, int]) -> Iterator[Trial]:
     """SIGKILL at every named point, at its first three arrivals."""
-    for name, arrival in _in_any_order(bench, points(), (1, 2, 3)):
-        if f"{name}:{arrival}" in bench.done:
-            continue
-        crash = {"ADLOCO_CRASH_AT": f"{name}:{arrival}"}
-        workdir = bench.fresh()
-        code, _ = bench.run(workdir, **crash)
-        if code == 0:  # a point that only a resumed run comes by
-            workdir = bench.half_way()
-            code, _ = bench.run(workdir, **crash)
-        if code == 0 and arrival > 1:
-            continue  # it has fewer arrivals
-        difference = bench.ends_alike(workdir) if code == -9 else f"never reached ({code})"
-        yield verdict(difference, f"{name}:{arrival}, {workdir}")
+    crash = f"{case[0]}:{case[1]}"
+    workdir, code, _ = _with_fault(bench, "ADLOCO_CRASH_AT", crash)
+    if code == 0 and case[1] > 1:
+        return  # the point has fewer arrivals
+    difference = bench.ends_alike(workdir) if code == -9 else f"never reached ({code})"
+    yield verdict(difference, f"{crash}, {workdir}")
 
 
-def k3(bench: Bench) -> Iterator[Trial]:
+def _with_fault(bench: Bench, variable: str, fault: str) -> tuple[Path, int, str]:
+    """Runs with a fault, from the middle if only a resumed run meets it: folder, code, stderr."""
+    workdir = bench.fresh()
+    code, err = bench.run(workdir, **{variable: fault})
+    if code == 0 and not _events(workdir, "fault"):
+        workdir = bench.half_way()
+        code, err = bench.run(workdir, **{variable: fault})
+    return workdir, code, err
+
+
+def k3(bench: Bench, _: int) -> Iterator[Trial]:
     """Twenty kills in one long run, one to three seconds after each start of its rounds."""
     longer = "--config.num_rounds=400"
     expected = bench.fresh()
@@ -302,9 +293,7 @@ def k3(bench: Bench) -> Iterator[Trial]:
     workdir, reached = bench.fresh(), []
     for _ in range(20):
         process = bench.start(workdir, longer)
-        starts = len(_events(workdir, "start"))
-        while len(_events(workdir, "start")) == starts and process.poll() is None:
-            time.sleep(0.05)
+        _await_starts(process, workdir, 1 + len(_events(workdir, "start")))
         time.sleep(bench.random.uniform(1, 3))
         process.kill()
         process.communicate()
@@ -312,257 +301,276 @@ def k3(bench: Bench) -> Iterator[Trial]:
         reached.append(max(rounds, default=0))
     bench.run(workdir, longer)
     same = state_of(workdir) == state_of(expected)
-    grew = all(a <= b for a, b in zip(reached, reached[1:], strict=False)) and reached[-1] > 0
+    grew = all(a <= b for a, b in itertools.pairwise(reached)) and reached[-1] > 0
     for at in reached:
         yield same and grew, f"killed with round {at} saved, {workdir}"
 
 
-def k4(bench: Bench) -> Iterator[Trial]:
+def k4(bench: Bench, _: int) -> Iterator[Trial]:
     """SIGTERM or SIGINT while it runs, once or twice within a second."""
-    while True:
-        workdir = bench.fresh()
-        process = bench.start(workdir)
-        while not _events(workdir, "start") and process.poll() is None:
-            time.sleep(0.05)
-        number = bench.random.choice((signal.SIGTERM, signal.SIGINT))
-        twice = bench.random.random() < 0.5
-        time.sleep(bench.random.uniform(0, 2.5))
+    workdir = bench.fresh()
+    process = bench.start(workdir)
+    _await_starts(process, workdir, 1)
+    number = bench.random.choice((signal.SIGTERM, signal.SIGINT))
+    twice = bench.random.random() < 0.5
+    time.sleep(bench.random.uniform(0, 2.5))
+    process.send_signal(number)
+    if twice:
+        time.sleep(bench.random.uniform(0.05, 0.5))
         process.send_signal(number)
-        if twice:
-            time.sleep(bench.random.uniform(0.05, 0.5))
-            process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        code = process.returncode
-        allowed = (75, 0, 128 + number) if twice else (75, 0)
-        difference = bench.ends_alike(workdir)
-        if code not in allowed or "Traceback" in err:
-            difference += f" ended with {code}: {err.strip()[-300:]}"
-        yield verdict(difference, f"{number.name}{' twice' * twice} gave {code}, {workdir}")
+    _, err = process.communicate(timeout=60)
+    allowed = (75, 0, 128 + number) if twice else (75, 0)
+    what = f"{number.name}{' twice' * twice} gave {process.returncode}, {workdir}"
+    yield verdict(bench.ends_alike(workdir) + _unexpected(process.returncode, err, allowed), what)
 
 
-def k5(bench: Bench) -> Iterator[Trial]:
+def _unexpected(code: int, err: str, allowed: Sequence[int]) -> str:
+    """What is wrong with an exit code and what was printed, or nothing."""
+    wrong = code not in allowed or "Traceback" in err
+    return f" ended with {code}: {err.strip()[-300:]}" if wrong else ""
+
+
+def k5(bench: Bench, case: tuple[str, str] | int) -> Iterator[Trial]:
     """A full disk and an I/O error at every point, and a limit on the size of files."""
-    for name, error in _in_any_order(bench, points(), ("ENOSPC", "EIO")):
-        if f"{error} at {name}" in bench.done:
-            continue
-        workdir = bench.fresh()
-        fault = {"ADLOCO_FAIL_AT": f"{name}:1:{error}"}
-        code, err = bench.run(workdir, **fault)
-        if code == 0 and not _events(workdir, "fault"):
-            workdir = bench.half_way()
-            code, err = bench.run(workdir, **fault)
-        difference = bench.ends_alike(workdir)
-        loud = code == 5 if name.split(".")[0] in ("save", "ledger", "config") else code in (0, 5)
-        if not loud or "Traceback" in err:
-            difference += f" ended with {code}: {err.strip()[-300:]}"
-        yield verdict(difference, f"{error} at {name}, gave {code}, {workdir}")
-    for limit in (1000, 5000, 9000):
-        if f"files of at most {limit} bytes" in bench.done:
-            continue
-        workdir = bench.fresh()
-        code, err = bench.run(workdir, limit=limit)
-        difference = bench.ends_alike(workdir)
-        if code != 5 or "Traceback" in err:
-            difference += f" ended with {code}: {err.strip()[-300:]}"
-        yield verdict(difference, f"files of at most {limit} bytes, gave {code}, {workdir}")
+    if isinstance(case, int):
+        workdir, allowed, fault = bench.fresh(), (5,), f"files of at most {case} bytes"
+        code, err = bench.run(workdir, limit=case)
+    else:
+        name, error = case
+        fault = f"{error} at {name}"
+        allowed = (5,) if name.split(".")[0] in ("save", "ledger", "config") else (0, 5)
+        workdir, code, err = _with_fault(bench, "ADLOCO_FAIL_AT", f"{name}:1:{error}")
+    difference = bench.ends_alike(workdir) + _unexpected(code, err, allowed)
+    yield verdict(difference, f"{fault}, gave {code}, {workdir}")
 
 
-def k6(bench: Bench) -> Iterator[Trial]:
+def k6(bench: Bench, number: int) -> Iterator[Trial]:
     """Any file of the newest checkpoint truncated, emptied, deleted, extended, flipped, swapped."""
-    base = bench.folder / "intact"
-    shutil.rmtree(base, ignore_errors=True)
-    shutil.copytree(bench.half_way() / "checkpoints", base)
+    base, copy = bench.folder / "intact", bench.folder / "mutated"
+    if number == 0 or not base.exists():
+        shutil.rmtree(base, ignore_errors=True)
+        shutil.copytree(bench.half_way() / "checkpoints", base)
     newest, older = checkpoint.list_rounds(base)[:2]
     files = sorted(
         file.relative_to(base) for file in (base / str(newest)).rglob("*") if file.is_file()
     )
-    while True:
-        for file in files:
-            for kind in ("truncate", "empty", "delete", "append", "flip", "flip", "swap"):
-                copy = bench.folder / "mutated"
-                shutil.rmtree(copy, ignore_errors=True)
-                shutil.copytree(base, copy)
-                if not _mutate(copy, file, kind, bench.random, files):
-                    continue
-                found = checkpoint.newest(copy, lambda path: int(path.name))
-                named = found is not None and len(found[1]) == 1 and f"/{newest}/" in found[1][0]
-                passed = named and found is not None and found[0] == older
-                yield passed, f"{kind} {file}: {found}"
+    for file, kind in itertools.product(files, (*DAMAGES, "flip")):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(base, copy)
+        if not damage(copy / file, kind, bench.random, copy / bench.random.choice(files)):
+            continue
+        found = checkpoint.newest(copy, lambda path: int(path.name))
+        named = found is not None and len(found[1]) == 1 and f"/{newest}/" in found[1][0]
+        yield named and found is not None and found[0] == older, f"{kind} {file}: {found}"
 
 
-def k6_command(bench: Bench) -> Iterator[Trial]:
-    """As K6, by command line: the run falls back, says so, and ends as the uninterrupted one."""
-    for file in ("manifest.json", "host.json", "arrays/manifest.ocdbt"):
-        workdir = bench.half_way()
-        newest = checkpoint.list_rounds(workdir / "checkpoints")[0]
-        _mutate(workdir, Path("checkpoints", str(newest), file), "flip", bench.random, [])
-        difference = bench.ends_alike(workdir)
-        faults = [f["cause"] for f in _events(workdir, "fault")]
-        if not any(f"{newest}/{file}" in cause for cause in faults):
-            difference += f" {file} not named: {faults}"
-        yield verdict(difference, f"{file} flipped, {workdir}")
+def k6_command(bench: Bench, file: str) -> Iterator[Trial]:
+    """As K6, by command line: the run falls back, names the file, and ends as the other."""
+    workdir = bench.half_way()
+    newest = checkpoint.list_rounds(workdir / "checkpoints")[0]
+    damage(workdir / "checkpoints" / str(newest) / file, "flip", bench.random)
+    difference = bench.ends_alike(workdir)
+    faults = [f["cause"] for f in _events(workdir, "fault")]
+    if not any(f"{newest}/{file}" in cause for cause in faults):
+        difference += f" {file} not named: {faults}"
+    yield verdict(difference, f"{file} flipped, {workdir}")
 
 
-def k7(bench: Bench) -> Iterator[Trial]:
-    """All checkpoints damaged, or gone: nothing starts over, nothing is written."""
-    for what in ("flip", "empty", "gone"):
-        workdir = bench.half_way()
-        folder = workdir / "checkpoints"
-        for number in checkpoint.list_rounds(folder):
-            if what == "gone":
-                shutil.rmtree(folder / str(number))
-            else:
-                _mutate(folder, Path(str(number), "host.json"), what, bench.random, [])
-        before = _tree(workdir)
+def k7(bench: Bench, what: str) -> Iterator[Trial]:
+    """All checkpoints damaged or deleted: nothing starts over, nothing is written."""
+    workdir = bench.half_way()
+    for number in checkpoint.list_rounds(workdir / "checkpoints"):
+        folder = workdir / "checkpoints" / str(number)
+        if what == "gone":
+            shutil.rmtree(folder)
+        else:
+            damage(folder / "host.json", what, bench.random)
+    before = _tree(workdir)
+    code, err = bench.run(workdir)
+    passed = code == 3 and "Traceback" not in err and _tree(workdir) == before
+    yield passed, f"all checkpoints {what} gave {code}, {workdir}"
+
+
+def k9(bench: Bench, what: str) -> Iterator[Trial]:
+    """Folders that cannot be a run's, two runs in one, and the lock of a dead process."""
+    if what == "a file in the folder's place":
+        workdir = bench.fresh()
+        workdir.write_text("")
         code, err = bench.run(workdir)
-        passed = code == 3 and "Traceback" not in err and _tree(workdir) == before
-        yield passed, f"all checkpoints {what} gave {code}, {workdir}"
+        yield code == 2 and "Traceback" not in err, f"{what} gave {code}"
+    elif what == "checkpoints elsewhere":
+        workdir, elsewhere = bench.half_way(), bench.folder / "elsewhere"
+        shutil.move(workdir / "checkpoints", elsewhere)
+        (workdir / "checkpoints").symlink_to(elsewhere)
+        code, err = bench.run(workdir)
+        shutil.rmtree(elsewhere)
+        yield code == 2 and "symbolic link" in err, f"{what} gave {code}"
+    else:
+        workdir = bench.half_way()
+        (workdir / ".lock").write_text("999999")
+        process = bench.start(workdir)
+        _await_starts(process, workdir, 2)
+        process.send_signal(signal.SIGSTOP)  # still there, however long the second one takes
+        code, err = bench.run(workdir)
+        process.send_signal(signal.SIGCONT)
+        process.communicate()
+        yield code == 2 and "another process" in err, f"a second run in the folder gave {code}"
+        yield verdict(bench.ends_alike(workdir), f"{what}, {workdir}")
 
 
-def k9(bench: Bench) -> Iterator[Trial]:
-    """Folders that cannot be a run's, two runs in one, and a lock whose owner is dead."""
-    file = bench.fresh()
-    file.write_text("")
-    code, err = bench.run(file)
-    yield code == 2 and "Traceback" not in err, f"a file in the folder's place gave {code}"
+def k10(bench: Bench, how: str) -> Iterator[Trial]:
+    """A run copied, or packed and unpacked, to another place goes on there."""
     workdir = bench.half_way()
-    shutil.move(workdir / "checkpoints", bench.folder / "elsewhere")
-    (workdir / "checkpoints").symlink_to(bench.folder / "elsewhere")
-    code, err = bench.run(workdir)
-    yield code == 2 and "symbolic link" in err, f"checkpoints elsewhere gave {code}"
-    shutil.rmtree(bench.folder / "elsewhere")
-    workdir = bench.half_way()
-    (workdir / ".lock").write_text("999999")
-    process = bench.start(workdir)
-    while len(_events(workdir, "start")) < 2 and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGSTOP)  # so that it is there, however long the second one takes
-    code, err = bench.run(workdir)
-    process.send_signal(signal.SIGCONT)
-    process.communicate()
-    yield code == 2 and "another process" in err, f"a second run in the folder gave {code}"
-    yield verdict(bench.ends_alike(workdir), f"a dead process's lock, {workdir}")
+    if how == "packed":
+        packed, moved = bench.folder / "run.tar", bench.fresh()
+        with tarfile.open(packed, "w") as archive:
+            archive.add(workdir, moved.name)
+        with tarfile.open(packed) as archive:
+            archive.extractall(bench.folder, filter="data")
+        workdir = moved
+    yield verdict(bench.ends_alike(workdir), f"{how}, {workdir}")
 
 
-def k10(bench: Bench) -> Iterator[Trial]:
-    """A run copied, and packed and unpacked, to another place goes on there."""
-    workdir = bench.half_way()
-    yield verdict(bench.ends_alike(workdir), f"copied, {workdir}")
-    workdir, packed = bench.half_way(), bench.folder / "run.tar"
-    with tarfile.open(packed, "w") as archive:
-        archive.add(workdir, "moved")
-    shutil.rmtree(bench.folder / "moved", ignore_errors=True)
-    with tarfile.open(packed) as archive:
-        archive.extractall(bench.folder, filter="data")
-    yield verdict(bench.ends_alike(bench.folder / "moved"), "packed and unpacked")
-
-
-def r3(bench: Bench) -> Iterator[Trial]:
+def r3(bench: Bench, devices: tuple[int, int]) -> Iterator[Trial]:
     """Another number of devices: the same decisions, losses within 1e-5."""
-    for before, after in ((1, 2), (2, 1), (4, 2)):
-        device_count = "--xla_force_host_platform_device_count"
-        flags = [f"{_XLA_FLAGS} {device_count}={n}" for n in (before, after)]
-        workdir = bench.fresh()
-        bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=flags[0])
-        code, err = bench.run(workdir, XLA_FLAGS=flags[1])
-        measured = ("train_loss", "loss", "perplexity", "noise", "signal", "test_value")
-        measured += ("pseudo_grad_norm", "loss_before", "loss_after", "barrier")
-        lines = deterministic_lines(read(workdir / "ledger.jsonl")) if code == 0 else []
-        expected = bench.reference[0]["ledger"]
-        alike = len(lines) == len(expected)
-        for ours, theirs in zip(lines, expected, strict=False):
-            alike &= all(ours[k] == theirs[k] for k in theirs if k not in measured)
-            alike &= all(
-                np.allclose(ours[k], theirs[k], rtol=1e-5)
-                for k in ("train_loss", "loss")
-                if k in theirs
-            )
-        yield code == 0 and alike, f"{before} to {after} devices, {workdir} {err[-300:]}"
+    device_count = "--xla_force_host_platform_device_count"
+    before, after = (f"{_XLA_FLAGS} {device_count}={n}" for n in devices)
+    workdir = bench.fresh()
+    bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=before)
+    code, err = bench.run(workdir, XLA_FLAGS=after)
+    measured = {"perplexity", "noise", "signal", "test_value", "pseudo_grad_norm"}
+    measured |= {"train_loss", "loss", "loss_before", "loss_after", "barrier"}
+    lines = deterministic_lines(read(workdir / "ledger.jsonl")) if code == 0 else []
+    expected = bench.reference[0]["ledger"]
+    alike = len(lines) == len(expected)
+    for ours, theirs in zip(lines, expected, strict=False):
+        alike &= all(ours[k] == theirs[k] for k in theirs.keys() - measured)
+        losses = theirs.keys() & {"train_loss", "loss"}
+        alike &= all(np.allclose(ours[k], theirs[k], rtol=1e-5) for k in losses)
+    yield code == 0 and alike, f"{devices[0]} to {devices[1]} devices, {workdir} {err[-300:]}"
 
 
-def p1(bench: Bench) -> Iterator[Trial]:
-    """One of two processes killed or stopped at a random round: all start again, and end alike."""
-    for number in itertools.count(bench.num_done):
-        kind, turn = number % 3, number // 3
-        victim, sign = (kind, signal.SIGKILL) if kind < 2 else (turn % 2, signal.SIGSTOP)
-        after = bench.random.randrange(1, 6)
-        workdir = bench.fresh()
-        with bench.together(workdir, watchdog_s=_WATCHDOG_S) as group:
-            while _rounds(workdir) < after and group.process.poll() is None:
-                time.sleep(0.02)
-            time.sleep(bench.random.random() / 5)
-            hit_s = time.monotonic()
-            os.kill(group.member(victim), sign)
-            code = group.process.wait(timeout=300)
-        starts_s = (s - hit_s for s, line in group.said if "start again" in line)
-        noticed_s = min((s for s in starts_s if s >= 0), default=math.inf)
-        # What is left of the group has ten seconds to end by itself.
-        in_time = noticed_s <= 15 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
-        difference = bench.differs(workdir, bench.reference_of_two) if code == 0 else group.text
-        what = f"{sign.name} of process {victim} after round {after}, again after {noticed_s:.1f} s"
-        yield (not difference and in_time), f"{what} : {difference[-600:]}"
+def p1(bench: Bench, number: int) -> Iterator[Trial]:
+    """One of two processes killed or stopped at a random round: all restart, to the same end."""
+    kind, turn = number % 3, number // 3
+    victim, sign = (kind, signal.SIGKILL) if kind < 2 else (turn % 2, signal.SIGSTOP)
+    after = bench.random.randrange(1, 6)
+    workdir = bench.fresh()
+    with bench.together(workdir, watchdog_s=_WATCHDOG_S) as group:
+        while _rounds(workdir) < after and group.process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(bench.random.random() / 5)
+        hit_s = time.monotonic()
+        os.kill(group.member(victim), sign)
+        code = group.process.wait(timeout=300)
+    starts_s = (s - hit_s for s, line in group.said if "start again" in line)
+    noticed_s = min((s for s in starts_s if s >= 0), default=math.inf)
+    # What is left of the group has ten seconds to end by itself.
+    in_time = noticed_s <= 15 + (_WATCHDOG_S if sign == signal.SIGSTOP else 0)
+    difference = group.text
+    if code == 0:
+        difference = differences(state_of(workdir), bench.reference_of_two)
+    what = f"{sign.name} of process {victim} after round {after}, again after {noticed_s:.1f} s"
+    yield (not difference and in_time), f"{what} : {difference[-600:]}"
 
 
-def p2(bench: Bench) -> Iterator[Trial]:
-    """A process comes late, never, or to a taken port, or is given or finds something else."""
-    yield _meet(bench, "the second comes five seconds late", [0], late_s=5)
-    yield _meet(bench, "the port is taken", [5], take_port=True)
-    text = bench.folder / "text"
-    if not text.exists():
-        text.mkdir()
-        for name in "ab":
-            (text / name).write_text(f"Once upon a time there was an {name}.\n\n" * 4000)
-    own = [
-        ["--config.data.source=text", f"--config.data.path={text / name}"]
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Two processes started by hand, and what is expected of them."""
+
+    what: str
+    codes: tuple[int, ...]
+    word: str = ""  # each says it
+    own: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # each one's options
+    late_s: float = 0  # between the two starts
+    without: int | None = None  # one that never comes
+    take_port: bool = False
+
+    def __str__(self):
+        return self.what
+
+
+def _meetings(bench: Bench) -> list[Meeting]:
+    for name in "ab":
+        (bench.folder / name).write_text(f"Once upon a time there was an {name}.\n\n" * 4000)
+    a, b, none = (
+        ("--config.data.source=text", f"--config.data.path={bench.folder / name}")
         for name in ("a", "b", "none")
+    )
+    there = (f"--workdir={bench.folder / 'there'}",)
+    change = ("--config.inner.learning_rate=0.5",)
+    return [
+        Meeting("the second comes five seconds late", (0,), late_s=5),
+        Meeting("the port is taken", (5,), take_port=True),
+        Meeting("other data", (2, 2), "the data", (a, b)),
+        Meeting("no data", (3, 3), "none", (a, none)),
+        Meeting("another folder", (2, 2), "not the folder", ((), there)),
+        Meeting("a run is there", (2, 2), "another process runs there", (there, there)),
+        Meeting("the second never comes", (5,), without=1),
+        Meeting("the first never comes", (5,), without=0),
+        Meeting("another config", (2, 2), "inner.learning_rate", ((), change)),
     ]
-    yield _meet(bench, "other data", [2, 2], "the data", first=own[0], second=own[1])
-    yield _meet(bench, "no data", [3, 3], "none", first=own[0], second=own[2])
-    other = bench.fresh()
-    elsewhere = [f"--workdir={other}"]
-    yield _meet(bench, "another folder", [2, 2], "not the folder", second=elsewhere)
-    other.mkdir(exist_ok=True)
-    with FileLock(other / ".lock"):
-        taken = "another process runs there"
-        yield _meet(bench, "a run is there", [2, 2], taken, first=elsewhere, second=elsewhere)
-    yield _meet(bench, "the second never comes", [5], without=1)
-    yield _meet(bench, "the first never comes", [5], without=0)
-    change = "--config.inner.learning_rate=0.5"
-    yield _meet(bench, "another config", [2, 2], "inner.learning_rate", second=[change])
 
 
-def p3(bench: Bench) -> Iterator[Trial]:
-    """A failure at every start: given up after three restarts, with the cause."""
-    for number in itertools.count(bench.num_done):
-        point = ("round.decided:1", "restore.read:1", "eval.trainers:1")[number % 3]
-        workdir = bench.fresh()
-        if "restore" in point:
-            shutil.copytree(bench.half_way(), workdir, dirs_exist_ok=True)
-        with bench.together(workdir, ADLOCO_CRASH_AT=point) as group:
-            code = group.process.wait(timeout=300)
-        restarts = sum("start again" in line for _, line in group.said)
-        passed = code == 5 and restarts == 3 and "given up after 3 restarts" in group.text
-        yield passed, f"SIGKILL at {point}: exit {code}, {restarts} restarts"
+def p2(bench: Bench, meeting: Meeting) -> Iterator[Trial]:
+    """A process comes late or never, its port is taken, or it is given something else."""
+    workdir, start_s = bench.fresh(), time.monotonic()
+    there = bench.folder / "there"
+    there.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if meeting.what == "a run is there":
+            stack.enter_context(FileLock(there / ".lock"))
+        held = stack.enter_context(socket.socket())
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        held.listen() if meeting.take_port else held.close()
+        group = []
+        for number, own in enumerate(meeting.own):
+            if number == meeting.without:
+                continue
+            place = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
+            limit_s = 120 if meeting.codes == (0,) else 15
+            words = (*place, f"--process_id={number}", f"--meeting_s={limit_s}", *own)
+            group.append(bench.start(workdir, *words))
+            time.sleep(meeting.late_s)
+        said = [process.communicate(timeout=300)[1] for process in group]
+    ended = tuple(process.returncode for process in group)
+    # Where they never meet, jax alone decides how the second process ends.
+    judged = len(meeting.codes)
+    passed = ended[:judged] == meeting.codes and all(meeting.word in text for text in said)
+    passed &= "Traceback" not in "".join(said[:judged])
+    seconds = time.monotonic() - start_s
+    yield passed, f"{meeting}: exit {ended} in {seconds:.0f} s, {' / '.join(said)[-400:]}"
 
 
-def m2(bench: Bench) -> Iterator[Trial]:
-    """One of two processes runs out of memory: both go on with the half, none waits for ever."""
-    for number in itertools.count(bench.num_done):
-        workdir, start_s = bench.fresh(), time.monotonic()
-        fake = _OUT_OF_MEMORY.format(process=number % 2, call=1 + number % 6)
-        with bench.together(workdir, program=["-c", fake]) as group:
-            code = group.process.wait(timeout=300)
-        seconds = time.monotonic() - start_s
-        sizes = [e["max_batch_size"] for e in _events(workdir, "start")] if code == 0 else []
-        rounds = _events(workdir, "round")
-        covered = all(  # switch.multiplier x 2 and less are clipped, by the rule
-            e["requested_batch_size"] <= 2 * 2
-            or e["micro_batch_size"] * e["num_accum_steps"] >= e["requested_batch_size"]
-            for e in rounds
-        )
-        done = {e["round"] for e in rounds} == set(range(1, 7)) and seconds < 120
-        what = f"process {number % 2}: exit {code}, {sizes}, {seconds:.0f} s"
-        yield (code == 0 and sizes == [4, 2] and covered and done), f"{what} {group.text[-300:]}"
+def p3(bench: Bench, number: int) -> Iterator[Trial]:
+    """A failure at every start: the supervisor gives up after three restarts, with the cause."""
+    point = ("round.decided:1", "restore.read:1", "eval.trainers:1")[number % 3]
+    workdir = bench.half_way() if "restore" in point else bench.fresh()
+    with bench.together(workdir, ADLOCO_CRASH_AT=point) as group:
+        code = group.process.wait(timeout=300)
+    restarts = sum("start again" in line for _, line in group.said)
+    passed = code == 5 and restarts == 3 and "after 3 restarts" in group.text
+    yield passed, f"SIGKILL at {point}: exit {code}, {restarts} restarts"
+
+
+def m2(bench: Bench, number: int) -> Iterator[Trial]:
+    """One of two processes runs out of memory: both go on with half, none waits for ever."""
+    workdir, start_s = bench.fresh(), time.monotonic()
+    fake = _OUT_OF_MEMORY.format(process=number % 2, call=1 + number % 6)
+    with bench.together(workdir, program=["-c", fake]) as group:
+        code = group.process.wait(timeout=300)
+    seconds = time.monotonic() - start_s
+    sizes = [e["max_batch_size"] for e in _events(workdir, "start")] if code == 0 else []
+    rounds = _events(workdir, "round")
+    covered = all(  # switch.multiplier x 2 and less are clipped, by the rule
+        e["requested_batch_size"] <= 2 * 2
+        or e["micro_batch_size"] * e["num_accum_steps"] >= e["requested_batch_size"]
+        for e in rounds
+    )
+    done = {e["round"] for e in rounds} == set(range(1, 7)) and seconds < 120
+    what = f"process {number % 2}: exit {code}, {sizes}, {seconds:.0f} s"
+    yield (code == 0 and sizes == [4, 2] and covered and done), f"{what} {group.text[-300:]}"
 
 
 # Stands in for the main program: one process's n-th round finds no memory at the full size.
@@ -586,67 +594,55 @@ main.command()
 _WATCHDOG_S = 20
 
 
+class Row(NamedTuple):
+    """Trials of one kind."""
+
+    trial: Callable[..., Iterator[Trial]]  # of the bench and a case
+    cases: Callable[[Bench], Iterable]  # in any order: the short scale has others every time
+    short: int  # trials
+    long: int
+
+
+def _numbers(bench: Bench) -> Iterable[int]:
+    return itertools.count()
+
+
+def _shuffled(*choices: Sequence) -> Callable[[Bench], list]:
+    def cases(bench: Bench) -> list:
+        listed = list(itertools.product(*choices))
+        return bench.random.sample(listed, len(listed))
+
+    return cases
+
+
+def _full_disks(bench: Bench) -> list:
+    return [*_shuffled(points(), ("ENOSPC", "EIO"))(bench), 1000, 5000, 9000]
+
+
+_FILES = ("manifest.json", "host.json", "arrays/manifest.ocdbt")
+_PLACES = ("a file in the folder's place", "checkpoints elsewhere", "a dead process's lock")
+ROWS = {
+    "K1": Row(k1, _numbers, 5, 300),
+    "K2": Row(k2, _shuffled(points(), (1, 2, 3)), 1, 10**9),
+    "K3": Row(k3, _numbers, 0, 20),
+    "K4": Row(k4, _numbers, 2, 50),
+    "K5": Row(k5, _full_disks, 2, 10**9),
+    "K6": Row(k6, _numbers, 60, 540),
+    "K6 by command": Row(k6_command, lambda _: _FILES, 1, 3),
+    "K7": Row(k7, lambda _: ("flip", "empty", "gone"), 1, 3),
+    "K9": Row(k9, lambda _: _PLACES, 4, 4),
+    "K10": Row(k10, lambda _: ("copied", "packed"), 1, 2),
+    "R3": Row(r3, lambda _: ((1, 2), (2, 1), (4, 2)), 0, 3),
+    "P1": Row(p1, _numbers, 0, 60),
+    "P2": Row(p2, _meetings, 5, 9),
+    "P3": Row(p3, _numbers, 0, 3),
+    "M2": Row(m2, _numbers, 0, 20),
+}
+
+
 def _rounds(workdir: Path) -> int:
     ledger = workdir / "ledger.jsonl"
     return ledger.read_bytes().count(b'{"event": "checkpoint"') if ledger.exists() else 0
-
-
-def _meet(
-    bench: Bench,
-    what: str,
-    codes: list[int],
-    word: str = "",
-    *,
-    first: Sequence[str] = (),
-    second: Sequence[str] = (),
-    late_s: float = 0,
-    without: int | None = None,
-    take_port: bool = False,
-) -> Trial:
-    """Two processes started by hand; whether they end with these codes, and say the word."""
-    workdir, start_s = bench.fresh(), time.monotonic()
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        if take_port:
-            held.listen()
-        else:
-            held.close()
-        group = []
-        for number, own in enumerate((first, second)):
-            if number == without:
-                continue
-            place = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
-            meeting = (f"--process_id={number}", f"--meeting_s={120 if codes == [0] else 15}")
-            group.append(bench.start(workdir, *place, *meeting, *own))
-            time.sleep(late_s)
-        said = [process.communicate(timeout=300)[1] for process in group]
-    ended = [process.returncode for process in group]
-    seconds = time.monotonic() - start_s
-    # Where they never meet, what the second process ends with is its library's own affair.
-    passed = ended[: len(codes)] == codes and all(word in text for text in said)
-    passed &= "Traceback" not in "".join(said[: len(codes)])
-    return passed, f"{what}: exit {ended} in {seconds:.0f} s, {' / '.join(said)[-400:]}"
-
-
-ROWS: dict[str, tuple[Callable[[Bench], Iterator[Trial]], int, int]] = {
-    # row: trials, of the short scale, of the long one
-    "K1": (k1, 5, 300),
-    "K2": (k2, 1, 10**9),
-    "K3": (k3, 0, 20),
-    "K4": (k4, 2, 50),
-    "K5": (k5, 2, 10**9),
-    "K6": (k6, 60, 540),
-    "K6 by command": (k6_command, 1, 3),
-    "K7": (k7, 1, 3),
-    "K9": (k9, 4, 4),
-    "K10": (k10, 1, 2),
-    "R3": (r3, 0, 3),
-    "P1": (p1, 0, 60),
-    "P2": (p2, 5, 9),
-    "P3": (p3, 0, 3),
-    "M2": (m2, 0, 20),
-}
 
 
 def _events(workdir: Path, name: str) -> list[dict]:
@@ -654,59 +650,70 @@ def _events(workdir: Path, name: str) -> list[dict]:
     return [e for e in read(path) if e["event"] == name] if path.exists() else []
 
 
+def _await_starts(process: subprocess.Popen, workdir: Path, count: int) -> None:
+    """Waits until the ledger has so many `start` lines, or the process has ended."""
+    while len(_events(workdir, "start")) < count and process.poll() is None:
+        time.sleep(0.05)
+
+
 def _tree(folder: Path) -> dict[str, bytes]:
     files = (file for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def _mutate(folder: Path, file: Path, kind: str, rng: random.Random, others: list[Path]) -> bool:
-    """Damages a file; False where that would leave it as it is."""
-    path = folder / file
+def _flip(content: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(content))
+    flipped = content[place] ^ (1 << rng.randrange(8))
+    return content[:place] + bytes([flipped]) + content[place + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "append": lambda content, rng: content + rng.randbytes(rng.randint(1, 64)),
+    "empty": lambda content, rng: b"",
+    "truncate": lambda content, rng: content[: rng.randrange(len(content))],
+    "flip": _flip,
+    "delete": lambda content, rng: b"",
+    "swap": lambda content, rng: content,
+}
+
+
+def damage(path: Path, kind: str, rng: random.Random, other: Path | None = None) -> bool:
+    """Damages a file, or swaps it with another; False if that leaves the files as they were."""
     content = path.read_bytes()
-    changed = content
     if kind == "delete":
         path.unlink()
         return True
-    if kind == "swap":
-        other = folder / rng.choice(others)
+    if not content and kind in ("truncate", "flip"):
+        return False
+    changed = DAMAGES[kind](content, rng)
+    if kind == "swap" and other is not None:
         changed = other.read_bytes()
         other.write_bytes(content)
-    elif kind == "append":
-        changed = content + rng.randbytes(rng.randint(1, 64))
-    elif kind == "empty":
-        changed = b""
-    elif kind == "truncate":
-        changed = content[: rng.randrange(len(content))] if content else content
-    elif content:
-        place = rng.randrange(len(content))
-        flipped = content[place] ^ (1 << rng.randrange(8))
-        changed = content[:place] + bytes([flipped]) + content[place + 1 :]
     path.write_bytes(changed)
     return changed != content
 
 
-def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator[Trial]:
-    """The trials of a row that its results lack, up to a number in all."""
+def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator[dict]:
+    """Lines of the trials of a row that its results lack, up to a number in all."""
     mine = [result for result in results if result["row"] == row]
-    if len(mine) >= number:
-        return
-    bench.done = {result["what"].split(",")[0] for result in mine}
-    bench.num_done = len(mine)
-    # Rows without an end go on; those of a list know what is done; the short ones run again.
-    again = row not in ("K1", "K2", "K4", "K5", "K6", "P1", "P3", "M2")
-    skip = len(mine) if again else 0
-    # Cut before a trial too many has run, not after.
-    yield from itertools.islice(ROWS[row][0](bench), skip, skip + number - len(mine))
+    done, left = {result["case"] for result in mine}, number - len(mine)
+    for case in ROWS[row].cases(bench):
+        if left <= 0:  # before a trial too many is run
+            return
+        if str(case) not in done:
+            for passed, what in itertools.islice(ROWS[row].trial(bench, case), left):
+                yield {"row": row, "case": str(case), "passed": passed, "what": what}
+                left -= 1
 
 
 def table(results: list[dict]) -> str:
     """A line per row: trials, passed, what it is."""
     lines = ["| row | trials | passed | |", "|---|---|---|---|"]
-    for row, (function, _, _) in ROWS.items():
-        passed = [result["passed"] for result in results if result["row"] == row]
+    for name, row in ROWS.items():
+        passed = [result["passed"] for result in results if result["row"] == name]
         if passed:
-            about = (function.__doc__ or "").splitlines()[0]
-            lines.append(f"| {row} | {len(passed)} | {sum(passed)} | {about} |")
+            about = (row.trial.__doc__ or "").splitlines()[0]
+            lines.append(f"| {name} | {len(passed)} | {sum(passed)} | {about} |")
     return "\n".join(lines)
 
 
@@ -715,6 +722,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", choices=("short", "long"), default="long")
     parser.add_argument("--rows", default=",".join(ROWS), help="names, separated by commas")
+    parser.add_argument("--trials", type=int, help="of each row, in place of the scale's")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -723,16 +731,15 @@ def main() -> int:
     results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     bench = Bench(options.folder.absolute(), random.Random(options.seed + len(results)))
     for row in options.rows.split(","):
-        number = ROWS[row][1 if options.scale == "short" else 2]
-        for passed, what in trials(bench, row, number, results):
-            results.append({"row": row, "passed": passed, "what": what})
+        number = options.trials or getattr(ROWS[row], options.scale)
+        for result in trials(bench, row, number, results):
+            results.append(result)
             with path.open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
-            print("passed" if passed else "FAILED", row, what, flush=True)
-            for workdir in options.folder.glob("run-*"):
-                if passed and not any(
-                    str(workdir) in r["what"] for r in results if not r["passed"]
-                ):
+                file.write(json.dumps(result) + "\n")
+            print("passed" if result["passed"] else "FAILED", row, result["what"], flush=True)
+            failed = " ".join(r["what"] for r in results if not r["passed"])
+            for workdir in bench.folder.glob("run-*"):
+                if result["passed"] and str(workdir) not in failed:
                     shutil.rmtree(workdir, ignore_errors=True)
     print(f"\n{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.platform()}")
     print(table(results))
