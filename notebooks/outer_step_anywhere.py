@@ -162,7 +162,7 @@ def one_round(ensemble, m, batch_size, tests):
 # ## The run
 #
 # Every six rounds the two trainers that ask for the smallest batches become one (`choose_merge`,
-# `merge`), and the workers are divided anew by demand (`allocate_workers`, `reassign`). What we
+# `merge`), and the workers are divided again by demand (`allocate_workers`, `reassign`). What we
 # report is the model that merging all trainers now would give. A communication is a round of a
 # trainer with more than one worker; a merge counts as one too.
 

@@ -201,7 +201,7 @@ def torch_steps(
 
     transformers.utils.logging.disable_progress_bar()
     # While it is compiled, transformers builds the mask of rows packed from several texts, with
-    # which attention skips nothing; without one it is causal by its own means, as in eager.
+    # which attention skips nothing; without one it is causal by its own means, like eager.
     transformers.AttentionInterface.register("sdpa_unmasked", sdpa_attention_forward)
     transformers.AttentionMaskInterface.register("sdpa_unmasked", lambda *_, **__: None)
     torch.compiler.reset()  # lest a second shape be compiled for shapes of any size
