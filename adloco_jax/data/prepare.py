@@ -202,7 +202,7 @@ def prepare(
         raise ConfigError(f"processes={processes}: need at least 1")
     encoder = load_tokenizer(request.tokenizer)
     shards = find_shards(request)
-    wanted = dataclasses.asdict(request) | {"tokenizer": encoder.fingerprint}
+    wanted: dict = dataclasses.asdict(request) | {"tokenizer": encoder.fingerprint}
     wanted["path"] = request.path if request.source == "hub" else ""
     wanted["files"] = [file for shard in shards for file in shard.files]
     folder = Path(os.path.abspath(os.path.expanduser(folder)))
