@@ -138,15 +138,12 @@ def test_a_state_is_found_again_with_more_heldout_rows(tmp_path):
     many.close()
 
 
-def test_files_by_glob_and_other_splits_are_read_too(folder):
-    expected = packed(folder / "c4-train*").rows
-    rows = stream(folder / "c4-train*.json.gz")
-    np.testing.assert_array_equal(rows.batch(0, 0, 0, 300), expected[:300])
-    rows.close()
-    rows = stream(folder, split="validation")
-    expected = packed(folder / "c4-validation*").rows
-    np.testing.assert_array_equal(rows.batch(0, 0, 0, 50), expected[:50])
-    rows.close()
+@pytest.mark.parametrize("glob, split", [("c4-train*", "train"), ("c4-val*", "validation")])
+def test_files_by_glob_and_other_splits_are_read_too(folder, glob, split):
+    expected = packed(folder / glob).rows[:50]
+    for rows in (stream(folder / glob), stream(folder, split=split)):
+        np.testing.assert_array_equal(rows.batch(0, 0, 0, 50), expected)
+        rows.close()
 
 
 def test_configurations_are_those_of_the_folders_card(tmp_path):
@@ -497,9 +494,6 @@ def test_documents_without_text_are_refused_by_number_or_left_out(tmp_path):
     got = rows.batch(0, 0, 0, 3 * len(expected))  # so many an epoch
     np.testing.assert_array_equal(got, np.concatenate([expected] * 3))
     rows.close()
-    write_shard(path, [{"body": text} for text in documents(60)])
-    with pytest.raises(DataError, match="no column 'text'"):
-        stream(path.parent)
 
 
 def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
