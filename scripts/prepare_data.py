@@ -38,7 +38,7 @@ class Progress:
         if self._first_tokens is None:
             self._first_tokens = tokens
             if done:
-                print(f"going on: {done} of {total} shards and {tokens} tokens are there")
+                print(f"continuing: {done} of {total} shards and {tokens} tokens are done")
         self.tokens_per_s = (tokens - self._first_tokens) / max(1e-9, now_s - self._start_s)
         if now_s - self._last_s > (0.5 if is_terminal else 10.0):
             self._last_s = now_s
@@ -49,7 +49,7 @@ class Progress:
 def make(request: Request, output: Path, processes: int) -> None:
     """Prepares the folder and says what is in it."""
     if prepared.is_prepared(output):
-        prepare(request, output)  # raises unless it is this request's own
+        prepare(request, output)  # raises if another request made it
         print(f"{output}: already prepared by this request, nothing to do")
         return
     progress = Progress()

@@ -259,7 +259,7 @@ def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokeni
     capsys.readouterr()
     assert prepare_data.main([*arguments, str(tmp_path / "out"), "--processes", "1"]) == 0
     output = capsys.readouterr().out
-    assert "going on: " in output or "already prepared" in output
+    assert "continuing: " in output or "already prepared" in output
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

@@ -39,9 +39,14 @@ PACKING = dict(
 )
 
 
+_opened: list[Streaming] = []
+
+
 def stream(path, **changes) -> Streaming:
+    """Opens a data set; it is closed after the test."""
     given = dict(name="", split="train", num_heldout_rows=20) | PACKING
-    return load_stream(path=str(path), **(given | changes))
+    _opened.append(load_stream(path=str(path), **(given | changes)))
+    return _opened[-1]
 
 
 def packed(path, **changes):
@@ -77,8 +82,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Many blocks to a shard, as large data have them."""
+    """Many blocks to a shard, as in large data sets."""
     monkeypatch.setattr(packing, "_CHUNK_CHARS", 300)
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 def numbers_in(rows) -> set[str]:
@@ -97,10 +105,8 @@ def test_every_epoch_has_the_rows_of_the_same_documents_packed_in_memory(folder)
         got = rows.batch(0, 0, number * len(expected), len(expected))
         np.testing.assert_array_equal(got, expected)
     assert got.dtype == np.int32
-    rows.close()
     limited = stream(folder, num_sequences=70)
     np.testing.assert_array_equal(limited.batch(0, 0, 0, 210), np.concatenate([expected[:70]] * 3))
-    limited.close()
 
 
 def test_copies_of_heldout_documents_are_not_trained_on(tmp_path):
@@ -117,7 +123,6 @@ def test_copies_of_heldout_documents_are_not_trained_on(tmp_path):
         got = rows.batch(0, 0, number * len(expected.rows), len(expected.rows))
         np.testing.assert_array_equal(got, expected.rows)
     assert "left out as it is read" in plan_module.data_header(rows)
-    rows.close()
 
 
 def test_a_state_is_found_again_with_more_heldout_rows(tmp_path):
@@ -134,8 +139,6 @@ def test_a_state_is_found_again_with_more_heldout_rows(tmp_path):
         many.restore(few.state())
         expected, got = (numbers_in(data.batch(0, 0, count, 60)) for data in (few, many))
         assert len(got & expected - {str(last)}) > 5 and str(last) not in got
-    few.close()
-    many.close()
 
 
 @pytest.mark.parametrize("glob, split", [("c4-train*", "train"), ("c4-val*", "validation")])
@@ -143,7 +146,6 @@ def test_files_by_glob_and_other_splits_are_read_too(folder, glob, split):
     expected = packed(folder / glob).rows[:50]
     for rows in (stream(folder / glob), stream(folder, split=split)):
         np.testing.assert_array_equal(rows.batch(0, 0, 0, 50), expected)
-        rows.close()
 
 
 def test_configurations_are_those_of_the_folders_card(tmp_path):
@@ -167,7 +169,6 @@ def test_each_call_gets_the_next_rows(folder):
     for start in (5, 7):
         with pytest.raises(AssertionError, match="has read 6 rows"):
             rows.batch(0, 0, start, 1)
-    rows.close()
 
 
 def test_heldout_documents_are_those_of_a_corpus_and_are_never_trained_on(folder):
@@ -180,7 +181,6 @@ def test_heldout_documents_are_those_of_a_corpus_and_are_never_trained_on(folder
         corpus.heldout_rows
     )
     assert rows.tokens_per_byte == pytest.approx(corpus.tokens_per_byte, rel=0.05)
-    rows.close()
 
 
 # -- state -------------------------------------------------------------------------------------
@@ -194,7 +194,6 @@ def test_a_state_continues_with_the_next_row(folder, counts, num_sequences, tota
     """Resumed after every call, by another process's object, over three shards and two epochs."""
     whole = stream(folder, num_sequences=num_sequences)
     expected = whole.batch(0, 0, 0, total)
-    whole.close()
     rows, num_read, turn = stream(folder, num_sequences=num_sequences), 0, 0
     while num_read < total:
         count = min(counts[turn % len(counts)], total - num_read)
@@ -209,7 +208,6 @@ def test_a_state_continues_with_the_next_row(folder, counts, num_sequences, tota
         rows.restore(json.loads(state))
         assert json.dumps(rows.state()) == state
     assert total == 60 or json.loads(state)["place"]["epoch"] >= 2
-    rows.close()
 
 
 @pytest.mark.parametrize("count", [1, 350, 750])
@@ -223,7 +221,6 @@ def test_a_state_of_another_version_of_datasets_gives_the_same_rows(folder, coun
     np.testing.assert_array_equal(rows.batch(0, 0, count, 300), expected)
     rows.restore(rows.state())  # and from there by the library's own again
     assert count == 1 or rows.state()["place"]["source"]
-    rows.close()
 
 
 def test_a_state_is_a_copy_and_none_restarts(folder):
@@ -238,7 +235,6 @@ def test_a_state_is_a_copy_and_none_restarts(folder):
     np.testing.assert_array_equal(rows.batch(1, 0, 0, 30), first)
     rows.close()
     np.testing.assert_array_equal(rows.batch(1, 0, 30, 300), second)  # also after close
-    rows.close()
 
 
 def test_other_data_have_another_fingerprint_and_start_at_their_beginning(folder, tmp_path):
@@ -258,8 +254,6 @@ def test_other_data_have_another_fingerprint_and_start_at_their_beginning(folder
     other.restore(state)
     beginning = packed(tmp_path / "moved" / "c4-train*").rows
     np.testing.assert_array_equal(other.batch(0, 0, 30, 10), beginning[:10])
-    other.close()
-    rows.close()
 
 
 def test_a_state_beyond_the_data_is_refused(folder):
@@ -268,7 +262,6 @@ def test_a_state_beyond_the_data_is_refused(folder):
     rows.restore(rows.state() | {"offset": 1000})
     with pytest.raises(DataError, match="have changed since the checkpoint"):
         rows.batch(0, 0, 1, 1)
-    rows.close()
 
 
 def test_the_number_of_heldout_rows_does_not_change_the_fingerprint(folder):
@@ -493,7 +486,6 @@ def test_documents_without_text_are_refused_by_number_or_left_out(tmp_path):
     expected, rows = packed(tmp_path / "good.jsonl.gz").rows, stream(path.parent, max_bad_rows=2)
     got = rows.batch(0, 0, 0, 3 * len(expected))  # so many an epoch
     np.testing.assert_array_equal(got, np.concatenate([expected] * 3))
-    rows.close()
 
 
 def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
@@ -506,7 +498,6 @@ def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
         for number in range(0, 1000, 9):
             rows.batch(0, 0, number, 9)
             rows.restore(rows.state())
-    rows.close()
 
 
 def test_damage_is_raised_at_every_call(tmp_path):
@@ -519,7 +510,6 @@ def test_damage_is_raised_at_every_call(tmp_path):
     assert not isinstance(caught.value, OSError)  # trying again would not help
     with pytest.raises(DataError, match="damaged .Not a gzipped file"):
         rows.batch(0, 0, 0, 5000)
-    rows.close()
 
 
 def test_a_lost_connection_may_be_tried_again():
@@ -539,7 +529,6 @@ def test_text_that_makes_no_row_is_an_error_not_an_endless_search(tmp_path):
     rows = stream(tmp_path / "set", heldout_frac=0.5)
     with pytest.raises(DataError, match="not one row of 9 tokens"):
         rows.batch(0, 0, 0, 1)
-    rows.close()
     write_shard(tmp_path / "set" / "train.jsonl.gz", [{"text": ""}] * 3)
     with pytest.raises(DataError, match="no text in it"):
         stream(tmp_path / "set")
@@ -551,7 +540,6 @@ def test_ids_outside_of_the_vocabulary_are_refused(folder):
     rows.reader = dataclasses.replace(rows.reader, tokenizer=strange)
     with pytest.raises(DataError, match="gives ids from .* to 256, need 0 to 99"):
         rows.batch(0, 0, 0, 1)
-    rows.close()
 
 
 def test_close_ends_a_thread_that_waits_for_room(folder):
@@ -565,4 +553,3 @@ def test_close_ends_a_thread_that_waits_for_room(folder):
     start = time.monotonic()
     rows.close()
     assert time.monotonic() - start < 2 and not thread.is_alive()
-    rows.close()

@@ -1,4 +1,4 @@
-"""What a model would see of a source, before anything is trained."""
+"""Description of a source before training: rows, lengths, a sample of what a model will see."""
 
 import contextlib
 import itertools

@@ -1,8 +1,7 @@
 """A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
 
-The sidecar is written last and holds the SHA-256 of both arrays, taken when they were written.
-Training goes by those hashes and by the files' exact sizes, and reads no gigabytes to start;
-`damaged_arrays` reads all.
+The sidecar is written last and holds the SHA-256 of both arrays. To start quickly, training
+compares sizes and takes the hashes from the sidecar; `damaged_arrays` reads and hashes both arrays.
 """
 
 import dataclasses
@@ -51,8 +50,8 @@ class Sidecar:
 
     Attributes:
       format: Version of this layout.
-      request: What was asked for, `prepare.Request.record()`.
-      tokenizer: The tokenizer as it was named.
+      request: The fields of `prepare.Request`, with the tokenizer's fingerprint and the files.
+      tokenizer: The name it was given.
       fingerprint: The tokenizer's, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
@@ -61,8 +60,8 @@ class Sidecar:
       train: The training rows.
       heldout: The held-out rows.
       shards: What was read, see `sources.Intake`.
-      also_heldout: Documents left out of training because a held-out one is the same; 0 also in
-        folders from before they were.
+      also_heldout: Documents left out of training because a held-out one is the same; 0 in folders
+        of earlier versions, which kept them.
     """
 
     format: int
@@ -83,7 +82,7 @@ def is_prepared(path: str | Path) -> bool:
     """Whether a folder has a sidecar."""
     try:
         return (Path(path).expanduser() / SIDECAR).is_file()
-    except (OSError, RuntimeError):  # no path at all, as whoever opens it will say
+    except (OSError, RuntimeError):  # no path at all: opening it raises the clear error
         return False
 
 
@@ -153,7 +152,7 @@ def check_fits(
 
 
 def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
-    """Names of the arrays whose content is no longer what was written; reads both whole."""
+    """Names of the arrays whose SHA-256 is not the sidecar's; reads both whole."""
     sides = {f"{name}.npy": getattr(sidecar, name) for name in SIDES}
     return [name for name, side in sides.items() if file_sha256(folder / name) != side.sha256]
 
