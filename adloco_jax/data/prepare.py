@@ -93,7 +93,7 @@ class Request:
 
 
 class Shard(NamedTuple):
-    """Source files, or a part of a data set, that are done or not done when a process is killed.
+    """Source files, or a part of a data set: the unit that is tokenised whole or again.
 
     Attributes:
       files: Names and bytes; 0 bytes where there is no file.
@@ -192,11 +192,11 @@ def prepare(
       The folder's sidecar.
 
     Raises:
-      ConfigError: If something else is in the way: another request's result or beginning, another
-        process, or files that are not ours.
+      ConfigError: If the folder holds another request's result or beginning, or other files, or
+        another process is preparing it.
       DataError: If text is missing, damaged, or too little.
-      ResourceError: If a process dies, as it does where memory ends.
-      OSError: If the disk takes no more; the same request continues.
+      ResourceError: If a tokenising process dies, as one out of memory does.
+      OSError: If the disk is full; the same request continues later.
     """
     if processes < 1:
         raise ConfigError(f"processes={processes}: need at least 1")
@@ -237,8 +237,8 @@ def tokenising_pool(
         yield pool
     except BrokenProcessPool as error:
         raise ResourceError(
-            "a tokenising process died, as where memory ends; run the same command again, perhaps "
-            "with fewer processes: it continues"
+            "a tokenising process died, perhaps out of memory; run the same command again to "
+            "continue, perhaps with fewer processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -307,7 +307,7 @@ def _end_with_parent() -> None:
 
 
 def _load_done(job: _Job) -> None:
-    """Takes over the shards that are done; files not yet read may have changed."""
+    """Loads the shards that are done; files not yet read may have changed since."""
     for number, shard in enumerate(job.shards):
         path = job.folder / f"{number}.npz"
         if not path.exists():
@@ -333,8 +333,7 @@ def _tokenise(job: _Job, processes: int, on_progress: Callable[[int, int, int], 
     num_tokens = sum(int(documents["length"].sum()) for documents in job.documents)
     num_bad_rows = sum(record.get("bad_rows", 0) for record in job.records)
     request, done, total = job.request, len(job.documents), len(job.shards)
-    in_pool = processes > 1 and done < total
-    workers = tokenising_pool(request.tokenizer, processes) if in_pool else None
+    workers = tokenising_pool(request.tokenizer, processes) if processes > 1 else None
     with open(path, "ab") as file, workers or contextlib.nullcontext() as pool:
         if file.tell() < num_tokens * itemsize:
             raise _damaged(path)
@@ -371,7 +370,7 @@ def _save_done(job: _Job, number: int, records: list[dict]) -> None:
 
 
 def _write_folder(job: _Job) -> Sidecar:
-    """Writes rows and sidecar once all shards are done.
+    """Writes rows and sidecar; all shards are done.
 
     Raises:
       DataError: If there is too little text.
@@ -446,7 +445,7 @@ def _differences(there: dict, wanted: dict) -> str:
 
 
 def _finished(folder: Path, wanted: dict) -> Sidecar | None:
-    """The sidecar of a folder that the same request made; None where there is room."""
+    """The sidecar of a folder that the same request made; None if missing or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not prepared.is_prepared(folder):
@@ -462,7 +461,7 @@ def _finished(folder: Path, wanted: dict) -> Sidecar | None:
 
 @contextlib.contextmanager
 def _lock(partial: Path) -> Iterator[None]:
-    """The folder is ours alone, and holds nothing that is not ours."""
+    """Holds the folder for this process; refuses one with files of others."""
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
         raise ConfigError(f"{partial}: in the way, and no folder; name another output")
     partial.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ _JOIN_S = 5.0
 
 @dataclasses.dataclass
 class _Place:
-    """A place between two documents from which the stream can go on; all counts are the epoch's."""
+    """A position between two documents, to resume at; all counts are of the present epoch."""
 
     source: dict | None = None  # state of the data set; None: skip `num_examples` instead
     leftover: tuple[int, ...] = ()  # tokens of earlier documents, fewer than a row
