@@ -296,13 +296,14 @@ RUN = {
 }
 
 
-def run(workdir, rows, settings=None):
+def run(workdir, rows, settings=None, **options):
     return fit(
         settings or settings_of(**RUN),
         workdir=workdir,
         corpus=rows,
         init_fn=lambda key: {"w": jnp.zeros((257, 257))},
         loss_fn=bigram_loss,
+        **options,
     )
 
 
@@ -412,25 +413,27 @@ def tiny_config(path, **data):
     config.inner.steps_per_round = 2
     config.batching.update(test="constant", max_batch_size=1)
     config.eval.num_sequences = 8
-    config.num_rounds = 2
+    config.num_rounds = 1
     return config
 
 
-def test_a_config_trains_from_a_folder_and_resumes(tmp_path, folder, capsys):
-    folder = shutil.copytree(folder, tmp_path / "c4")
-    config = tiny_config(folder)
-    config.num_rounds = 1
-    train(config, tmp_path / "r")
+def test_a_config_trains_from_a_folder(tmp_path, folder, capsys):
+    result = train(tiny_config(folder), tmp_path / "r")
     header = capsys.readouterr().out
     assert "streamed from data.path=" in header and "<0><0>" in header
     assert (tmp_path / "r" / "export" / "model.safetensors").exists()
-    write_shard(folder / "c4-train.00001-of-00004.json.gz", [{"text": "edited", "url": "u"}])
-    config.num_rounds = 2
-    with pytest.raises(DataError, match="00001-of-00004.json.gz: edited"):
-        train(config, tmp_path / "r")
-    result = train(config, tmp_path / "r", accept_data_change=True)
     assert np.isfinite(result.loss)
-    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 1]
+
+
+def test_a_run_resumes_on_edited_data_only_if_accepted(tmp_path, folder):
+    folder = shutil.copytree(folder, tmp_path / "c4")
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", at_read(stream(folder), 5, interrupt))
+    write_shard(folder / "c4-train.00001-of-00004.json.gz", [{"text": "edited", "url": "u"}])
+    with pytest.raises(DataError, match="00001-of-00004.json.gz: edited"):
+        run(tmp_path / "r", stream(folder))
+    run(tmp_path / "r", stream(folder), accept_data_change=True)
+    assert len(events(tmp_path / "r", "start")) == 2
 
 
 def test_a_plan_reads_no_data(monkeypatch):
