@@ -1,6 +1,5 @@
 """Bad files and bad rows: refused by name and line, or left out whole and counted."""
 
-import functools
 import gzip
 import json
 import os
@@ -71,14 +70,7 @@ def test_a_bad_row_is_refused_by_line_or_left_out_and_counted(tmp_path, bad):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        b'{"text": "one"}\r',
-        b'\xef\xbb\xbf{"text": "one"}',
-        b'  {"text": "one"} ',
-        b'{"text":"one"}',
-    ],
-    ids=["CRLF", "BOM", "blanks", "plain"],
+    "row", [b'{"text": "one"}\r', b'\xef\xbb\xbf{"text": "one"}', b'  {"text":"one"} ']
 )
 def test_harmless_rows_are_read(tmp_path, row):
     path = tmp_path / "a.jsonl"
@@ -95,7 +87,7 @@ def test_the_budget_of_bad_rows_is_for_all_files_together(tmp_path):
         jsonl(*files, max_bad_rows=1)
 
 
-def test_two_thousand_random_rows_never_end_in_a_traceback(tmp_path):
+def test_two_thousand_random_rows_are_read_or_left_out(tmp_path):
     rng = random.Random(1)
     alphabet = [b'{"text": "', b'"}', b"{", b"}", b"[", b'"', b"\\u", b"\\", b"\xff", b"\0", b"a"]
     alphabet += [b":", b",", b"null", b"1e999", b"NaN", b'"text"', b"\xef\xbb\xbf", b" ", b"\r"]
@@ -104,47 +96,29 @@ def test_two_thousand_random_rows_never_end_in_a_traceback(tmp_path):
     path.write_bytes(b"\n".join(rows))
     texts, intake = jsonl(path, max_bad_rows=2000)
     assert intake.num_bad_rows > 1500
-    for row in rows[:200]:
-        path.write_bytes(row + b"\n")
-        try:
-            jsonl(path)
-        except DataError as error:
-            assert "fuzz.jsonl" in str(error)
 
 
-@functools.cache
-def damaged_shards():
-    whole = gzip.compress(lines_of(GOOD))
-    return {
-        "truncated": whole[:-20],
-        "flipped": whole[:100] + bytes([whole[100] ^ 1]) + whole[101:],
-        "trailing junk": whole + b"junk",
-        "plain": lines_of(GOOD),
-        "empty": b"",
-        "no rows": gzip.compress(b""),
-        "bomb": bomb(sources.FREE_GZIP_BYTES + 2**20),
-    }
+WHOLE = gzip.compress(lines_of(GOOD))
+DAMAGED = {
+    "truncated": WHOLE[:-20],
+    "flipped": WHOLE[:100] + bytes([WHOLE[100] ^ 1]) + WHOLE[101:],
+    "trailing junk": WHOLE + b"junk",
+    "plain": lines_of(GOOD),
+    "empty": b"",
+    "no rows": gzip.compress(b""),
+}
 
 
-def bomb(size):
-    packer = zlib.compressobj(9, wbits=31)
-    parts = [packer.compress(b"\0" * 2**20) for _ in range(size >> 20)]
-    return b"".join(parts) + packer.flush()
-
-
-@pytest.mark.parametrize("fault", damaged_shards())
+@pytest.mark.parametrize("fault", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_shard_is_refused_before_its_rows_or_skipped_whole(tmp_path, fault):
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines_of(GOOD)))
-    (tmp_path / "b.json.gz").write_bytes(damaged_shards()[fault])
-    (tmp_path / "c.json.gz").write_bytes(gzip.compress(lines_of(GOOD)))
+    for name, content in (("a", WHOLE), ("b", fault), ("c", WHOLE)):
+        (tmp_path / f"{name}.json.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"b\.json\.gz: ") as error:
         corpus(tmp_path)
     assert "\n" not in str(error.value)
-    seen = []
+    texts = sources.jsonl_documents([tmp_path / "b.json.gz"], Intake(), text_column="text")
     with pytest.raises(DataError):
-        for text in sources.jsonl_documents([tmp_path / "b.json.gz"], Intake(), text_column="text"):
-            seen.append(text)
-    assert seen == []
+        next(texts)
     skipping = [corpus(tmp_path, on_bad_shard="skip") for _ in range(2)]
     assert skipping[0].fingerprint == skipping[1].fingerprint
     counts = ("num_documents", "num_heldout_documents", "num_also_heldout")
@@ -154,18 +128,17 @@ def test_a_damaged_shard_is_refused_before_its_rows_or_skipped_whole(tmp_path, f
 
 
 def test_four_hundred_mutations_of_a_shard_are_never_silent(tmp_path):
-    whole = gzip.compress(lines_of(GOOD))
     expected, rng = [row["text"] for row in GOOD], random.Random(0)
     path = tmp_path / "a.json.gz"
     refused = 0
     for trial in range(400):
-        mutated = bytearray(whole)
+        mutated = bytearray(WHOLE)
         if trial % 4 == 0:
-            del mutated[rng.randrange(len(whole)) :]
+            del mutated[rng.randrange(len(WHOLE)) :]
         elif trial % 4 == 1:
             mutated += rng.randbytes(rng.randint(1, 9))
         else:
-            mutated[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+            mutated[rng.randrange(len(WHOLE))] ^= 1 << rng.randrange(8)
         path.write_bytes(mutated)
         try:
             texts, _ = jsonl(path)
@@ -178,7 +151,10 @@ def test_four_hundred_mutations_of_a_shard_are_never_silent(tmp_path):
 
 
 def test_a_bomb_takes_no_memory_whatever_it_unpacks_to(tmp_path):
-    (tmp_path / "bomb.json.gz").write_bytes(bomb(sources.FREE_GZIP_BYTES // 2 + 2**20) * 3)
+    packer = zlib.compressobj(9, wbits=31)
+    zeros = [packer.compress(b"\0" * 2**20) for _ in range((sources.FREE_GZIP_BYTES >> 21) + 1)]
+    content = b"".join([*zeros, packer.flush()])
+    (tmp_path / "bomb.json.gz").write_bytes(content * 3)
     tracemalloc.start()
     with pytest.raises(DataError, match=f"unpacks to more than {sources.FREE_GZIP_BYTES} bytes"):
         next(sources.jsonl_documents([tmp_path / "bomb.json.gz"], Intake(), text_column="t"))
@@ -205,7 +181,6 @@ def test_only_regular_files_of_a_folder_are_read(tmp_path):
         "{'descr': '|O', 'fortran_order': False, 'shape': (5,), }",
         "{'descr': '<i4', 'fortran_order': False, 'shape': (500,), }",
         "{'descr': '<f4', 'fortran_order': False, 'shape': (5,), }",
-        "{'descr': '|b1', 'fortran_order': False, 'shape': (5,), }",
         "__import__('os').system('true')",
     ],
 )
@@ -247,15 +222,3 @@ def test_what_changed_between_two_readings_is_named(tmp_path):
     ]
     reordered = [*first.shards[1:], first.shards[0]]
     assert shard_changes(first.shards, reordered) == ["the same files in another order"]
-
-
-def test_fewer_rows_than_a_batch_wrap_around(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines_of(GOOD[:12]))
-    small = corpus(path, num_sequences=5)
-    rows = small.batch(0, 0, 0, 12)
-    assert rows.shape == (12, 17)
-    each = {tuple(row) for row in rows.tolist()}
-    assert len(each) == 3  # of five rows stream 0 of 2 owns three: each comes once an epoch
-    for epoch in range(4):
-        assert {tuple(row) for row in rows[3 * epoch : 3 * epoch + 3].tolist()} == each

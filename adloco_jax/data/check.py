@@ -1,23 +1,24 @@
-"""What a model would see of a source, before anything is trained."""
+"""Description of a source before training: rows, lengths, a sample of what a model will see."""
 
-import collections
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from adloco_jax.data import packing, prepared, sources
 from adloco_jax.data.prepare import (
-    End,
     Request,
-    blocks_of,
+    described,
     encoded,
     find_shards,
-    heldout_mask,
+    split,
+    tokenising_pool,
 )
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
-from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_BLOCK = 200, 10  # that are encoded and decoded again
@@ -35,10 +36,10 @@ def guess_source(path: str) -> str:
         return path
     if prepared.is_prepared(path):
         return "tokens"
-    name = Path(path).name.removesuffix(".gz")
-    is_hub_name = HUB_NAME.fullmatch(path) and Path(name).suffix not in (*_SOURCES, ".txt")
-    if is_hub_name and not sources.local_path(path, key="path").exists():
-        return "hub"
+    suffix = Path(path.removesuffix(".gz")).suffix
+    if HUB_NAME.fullmatch(path) and suffix not in (*_SOURCES, ".txt"):
+        if not sources.local_path(path, key="path").exists():
+            return "hub"
     first = sources.find_files(path, key="path")[0]
     return _SOURCES.get(Path(first.name.removesuffix(".gz")).suffix, "text")
 
@@ -48,7 +49,7 @@ def check(request: Request, *, processes: int = 1) -> str:
 
     Args:
       request: As for `prepare`.
-      processes: That tokenise.
+      processes: Processes that tokenise, besides this one; 1 does all in this one.
 
     Returns:
       Lines of text: rows, documents and their lengths in tokens, a sample, whether the tokenizer
@@ -57,54 +58,49 @@ def check(request: Request, *, processes: int = 1) -> str:
     Raises:
       ConfigError: If the hub gives no such data set.
       DataError: If text is missing or damaged.
+      ResourceError: If a tokenising process dies.
     """
     encoder, shards = load_tokenizer(request.tokenizer), find_shards(request)
     intake = Intake(request.max_bad_rows, request.on_bad_shard == "skip")
     row_length = request.sequence_length + 1
-    texts: list[str] = []
-    lengths: collections.Counter[int] = collections.Counter()
-    tokens, documents, num_bytes, head = [0, 0], [0, 0], 0, None
-    digests: tuple[list[np.ndarray], ...] = ([], [])
-    train_lengths: list[np.ndarray] = []
-    for block in encoded(_sampled(blocks_of(shards, intake), texts), request, encoder, processes):
-        if isinstance(block, End):
-            continue
-        heldout = heldout_mask(request, shards, first=sum(documents), count=len(block.lengths))
-        for side, mask in enumerate((~heldout, heldout)):
-            part = packing.choose(block, mask)
-            documents[side] += len(part.lengths)
-            tokens[side] += len(part.tokens)
-            digests[side].append(part.digests)
-            if side == 0:
-                train_lengths.append(part.lengths)
-                head = part if head is None or not head.lengths.size else head
-        num_bytes += 0 if block.num_bytes is None else int(block.num_bytes.sum())
-        lengths.update(block.lengths.tolist())
-    if not lengths or head is None:
+    all_texts = itertools.chain.from_iterable(shard.read(intake) for shard in shards)
+    blocks, sample, head = [], [], None
+    workers = tokenising_pool(request.tokenizer, processes) if processes > 1 else None
+    with workers or contextlib.nullcontext() as pool:
+        for texts, found in encoded(all_texts, encoder, pool):
+            if head is None:
+                check_round_trip(texts, encoder)
+                head = found
+            sample += texts[: min(_SAMPLED_PER_BLOCK, _SAMPLED_DOCUMENTS - len(sample))]
+            blocks.append(described(found))
+    if head is None:
         raise DataError(f"path={request.path}: no text in it")
-    train_digests, heldout_digests = map(np.concatenate, digests)
-    is_heldout_too = np.isin(train_digests, heldout_digests)
-    num_dropped = int(np.concatenate(train_lengths)[is_heldout_too].sum())
-    head = packing.choose(head, ~np.isin(head.digests, heldout_digests))
-    lines = [f"left out: {shard['skipped']}" for shard in intake.shards if "skipped" in shard]
-    lines += [f"left out: {intake.num_bad_rows} bad rows"] * bool(intake.num_bad_rows)
-    lines += [
-        f"{num_bytes} bytes of text, {sum(tokens)} tokens, "
-        f"{sum(tokens) / num_bytes:.4f} tokens per byte",
-        _rows_line((tokens[0] - num_dropped) // row_length, tokens[1] // row_length, row_length),
-        f"{sum(documents)} documents, {documents[1]} of them held out",
-        f"left out of training: {is_heldout_too.sum()} documents that are held out too",
+    documents = np.concatenate(blocks)
+    train, heldout = split(request, shards, documents)
+    lengths, num_bytes = documents["length"], documents["num_bytes"].sum()
+    num_tokens = lengths.sum()
+    lines = [
+        *left_out(intake.shards),
+        f"{num_bytes} bytes of text, {num_tokens} tokens, "
+        f"{num_tokens / num_bytes:.4f} tokens per byte",
+        _rows_line(lengths[train].sum(), lengths[heldout].sum(), row_length),
+        f"{len(documents)} documents, {heldout.sum()} of them held out",
+        f"left out of training: {(~train & ~heldout).sum()} documents that are held out too",
     ]
-    return "\n".join(lines + _describe(lengths, head.tokens[:row_length], texts, encoder))
+    row = packing.choose(head, train[: len(head.lengths)]).tokens[:row_length]
+    return "\n".join(lines + _describe(lengths, row, sample, encoder))
 
 
 def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> str:
-    """Reads all of an array of tokens, or of a prepared folder, and describes it, as `check` does.
+    """Reads all of an array of tokens, or of a prepared folder, and describes it as `check` does.
 
     Args:
       path: An `.npy` file, or a prepared folder, whose hashes are then compared.
       tokenizer: See `load_tokenizer`; None for the one that made a prepared folder, else `bytes`.
       sequence_length: L, for an `.npy` file; a prepared folder has its own.
+
+    Returns:
+      Lines of text, as of `check`.
 
     Raises:
       ConfigError: If a prepared folder was made with another tokenizer.
@@ -115,13 +111,12 @@ def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> s
         folder = Path(path).expanduser()
         sidecar = prepared.read_sidecar(folder)
         row_length = sidecar.row_length
-        name = sidecar.tokenizer if tokenizer is None else tokenizer
-        encoder = load_tokenizer(name)
-        prepared.check_fits(sidecar, encoder, where=where, name=name, row_length=row_length)
+        encoder = load_tokenizer(sidecar.tokenizer if tokenizer is None else tokenizer)
+        prepared.check_fits(sidecar, encoder, where=where, name=encoder.name, row_length=row_length)
         arrays = prepared.open_rows(folder, sidecar)
         if damaged := prepared.damaged_arrays(folder, sidecar):
             raise DataError(f"{where}: {' and '.join(damaged)} damaged; prepare the data again")
-        lines = ["both arrays are as they were written (SHA-256)"]
+        lines.append("both arrays are as they were written (SHA-256)")
         lines.append(f"left out of training: {sidecar.also_heldout} documents held out too")
     else:
         (file, *more) = sources.find_files(path, key="path")
@@ -129,57 +124,50 @@ def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> s
             raise ConfigError(f"{where}: have {1 + len(more)} files, need one array")
         encoder = load_tokenizer(tokenizer or "bytes")
         arrays = (sources.open_tokens(file, row_length=row_length),)
-    lengths: collections.Counter[int] = collections.Counter()
+    vocab_size = encoder.vocab_size
     sides = [
-        packing.read_token_documents(
-            rows.reshape(-1), encoder, where=where, vocab_size=encoder.vocab_size
-        )
+        packing.read_token_documents(rows.reshape(-1), encoder, where=where, vocab_size=vocab_size)
         for rows in arrays
     ]
-    for side in sides:
-        lengths.update(side.lengths.tolist())
     if len(sides) > 1 and (num := int(np.isin(sides[0].digests, sides[1].digests).sum())):
         lines.append(f"{num} documents to train on are held out too; prepare the data again")
-    stream = arrays[0].reshape(-1)
-    heldout_rows = len(arrays[1]) if len(arrays) > 1 else 0
+    lengths = np.concatenate([side.lengths for side in sides])
+    train, num_tokens = sides[0].tokens, lengths.sum()
     lines += [
-        f"{sum(rows.size for rows in arrays)} tokens",
-        _rows_line(stream.size // row_length, heldout_rows, row_length),
-        f"{sum(lengths.values())} documents or parts of them",
+        f"{num_tokens} tokens",
+        _rows_line(train.size, num_tokens - train.size, row_length),
+        f"{len(lengths)} documents or parts of them",
     ]
-    pieces = packing.cut_at_end_of_text(np.asarray(stream[: 2**18]), encoder)
+    pieces = packing.cut_at_end_of_text(np.asarray(train[: 2**18]), encoder)
     texts = [encoder.decode(piece) for piece in pieces[1:-1][:_SAMPLED_DOCUMENTS] or pieces[:1]]
-    return "\n".join(lines + _describe(lengths, stream[:row_length], texts, encoder))
+    return "\n".join(lines + _describe(lengths, train[:row_length], texts, encoder))
+
+
+def left_out(shards: Sequence[dict]) -> list[str]:
+    """A line for each skipped file, and one for bad rows; see `Intake.shards`."""
+    lines = [f"left out: {shard['skipped']}" for shard in shards if "skipped" in shard]
+    num_bad_rows = sum(shard.get("bad_rows", 0) for shard in shards)
+    return lines + [f"left out: {num_bad_rows} bad rows"] * bool(num_bad_rows)
+
+
+def _rows_line(num_train_tokens: int, num_heldout_tokens: int, row_length: int) -> str:
+    return (
+        f"{num_train_tokens // row_length} rows of {row_length - 1} tokens to train on, "
+        f"{num_heldout_tokens // row_length} held-out rows"
+    )
 
 
 def _describe(
-    lengths: collections.Counter[int], head: np.ndarray, texts: Sequence[str], encoder: Tokenizer
+    lengths: np.ndarray, row: np.ndarray, texts: Sequence[str], encoder: Tokenizer
 ) -> list[str]:
-    values = np.array(sorted(lengths))
-    counts = np.array([lengths[int(value)] for value in values])
-    ranks = np.cumsum(counts)
-    median, high = (values[np.searchsorted(ranks, q * ranks[-1])] for q in (0.5, 0.9))
-    same = sum(
-        encoder.decode(ids) == text
-        for text, ids in zip(texts, encoder.encode_batch(texts), strict=True)
-    )
+    least, median, high, most = np.percentile(lengths, (0, 50, 90, 100), method="inverted_cdf")
+    ids = encoder.encode_batch(texts)
+    same = sum(encoder.decode(i) == text for text, i in zip(texts, ids, strict=True))
     return [
-        f"tokens in a document: min {values[0]}, median {median}, mean "
-        f"{values @ counts / ranks[-1]:.1f}, 90 % {high}, max {values[-1]}",
+        f"tokens in a document: min {least}, median {median}, mean {lengths.mean():.1f}, 90 % "
+        f"{high}, max {most}",
         f"decoded again as they were: {same} of {len(texts)} sampled documents "
         f"({same / len(texts):.1%})",
         "a model will see, for instance:",
-        f"  | {packing.readable(np.asarray(head), encoder, max_chars=240)}",
+        f"  | {packing.readable(np.asarray(row), encoder, max_chars=240)}",
     ]
-
-
-def _rows_line(train: int, heldout: int, row_length: int) -> str:
-    return f"{train} rows of {row_length - 1} tokens to train on, {heldout} held-out rows"
-
-
-def _sampled(blocks: Iterator[list[str] | End], sample: list[str]) -> Iterator[list[str] | End]:
-    """The blocks; a few documents of each are kept, up to a number in all."""
-    for block in blocks:
-        if not isinstance(block, End):
-            sample += block[: min(_SAMPLED_PER_BLOCK, _SAMPLED_DOCUMENTS - len(sample))]
-        yield block

@@ -89,10 +89,19 @@ def encode_documents(
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
-    """Tokenises a few texts, one document each, in the smallest type that holds the ids."""
+    """Tokenises a few texts, one document each, in the smallest type that holds the ids.
+
+    Raises:
+      DataError: If the tokenizer gives an id that is not in [0, vocab_size).
+    """
     end_of_text = np.array([tokenizer.eot_id], np.int32)
     ids = tokenizer.encode_batch(texts)
     closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
+    if closed.min() < 0 or closed.max() >= tokenizer.vocab_size:
+        raise DataError(
+            f"data.tokenizer={tokenizer.name}: gives ids from {closed.min()} to {closed.max()}, "
+            f"need 0 to {tokenizer.vocab_size - 1}"
+        )
     return Documents(
         closed.astype(id_dtype(tokenizer)),
         np.array([len(document) + 1 for document in ids]),

@@ -1,8 +1,7 @@
 """A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
 
-The sidecar is written last and holds the SHA-256 of both arrays, taken when they were written.
-Training goes by those hashes and by the files' exact sizes, and reads no gigabytes to start;
-`damaged_arrays` reads all.
+The sidecar is written last and holds the SHA-256 of both arrays. To start quickly, training
+compares sizes and takes the hashes from the sidecar; `damaged_arrays` reads and hashes both arrays.
 """
 
 import dataclasses
@@ -10,6 +9,7 @@ import hashlib
 import json
 import typing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class Sidecar:
 
     Attributes:
       format: Version of this layout.
-      request: What was asked for, `prepare.Request.record()`.
-      tokenizer: The tokenizer as it was named.
+      request: The fields of `prepare.Request`, with the tokenizer's fingerprint and the files.
+      tokenizer: The name it was given.
       fingerprint: The tokenizer's, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
@@ -60,8 +60,8 @@ class Sidecar:
       train: The training rows.
       heldout: The held-out rows.
       shards: What was read, see `sources.Intake`.
-      also_heldout: Documents left out of training because a held-out one is the same; 0 also in
-        folders from before they were.
+      also_heldout: Documents left out of training because a held-out one is the same; 0 in folders
+        of earlier versions, which kept them.
     """
 
     format: int
@@ -82,7 +82,7 @@ def is_prepared(path: str | Path) -> bool:
     """Whether a folder has a sidecar."""
     try:
         return (Path(path).expanduser() / SIDECAR).is_file()
-    except (OSError, RuntimeError):  # no path at all, as whoever opens it will say
+    except (OSError, RuntimeError):  # no path at all: opening it raises the clear error
         return False
 
 
@@ -101,11 +101,10 @@ def read_sidecar(folder: Path) -> Sidecar:
         raise DataError(f"{path}: unreadable ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged, no JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        version = content.get("format") if isinstance(content, dict) else None
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
         raise DataError(f"{path}: format {version}, need {FORMAT}; prepare the data again")
-    sides = {n: Side(**_fields(Side, content.get(n), f"{path}: {n}")) for n in SIDES}
-    sidecar = Sidecar(**_fields(Sidecar, {"also_heldout": 0} | content | sides, str(path)))
+    sidecar = _parse(Sidecar, {"also_heldout": 0} | content, str(path))
     if not all(isinstance(shard, dict) and "name" in shard for shard in sidecar.shards):
         raise DataError(f"{path}: damaged, not every one of shards has a name")
     return sidecar
@@ -153,13 +152,15 @@ def check_fits(
 
 
 def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
-    """Names of the arrays whose content is no longer what was written; reads both whole."""
-    names = []
-    for name in SIDES:
-        with open(folder / f"{name}.npy", "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != getattr(sidecar, name).sha256:
-                names.append(f"{name}.npy")
-    return names
+    """Names of the arrays whose SHA-256 is not the sidecar's; reads both whole."""
+    sides = {f"{name}.npy": getattr(sidecar, name) for name in SIDES}
+    return [name for name, side in sides.items() if file_sha256(folder / name) != side.sha256]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:
@@ -183,17 +184,15 @@ def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:
     return rows
 
 
-def _fields(kind: type, content: object, where: str) -> dict:
-    """The fields of a flat dataclass out of JSON, each of its type; numbers are not negative."""
+def _parse(kind: Any, content: Any, where: str) -> Any:
+    """A dataclass out of JSON, each field of its type; numbers are not negative."""
     values = {}
     for field in dataclasses.fields(kind):
-        value = content.get(field.name) if isinstance(content, dict) else None
+        value: Any = content.get(field.name) if isinstance(content, dict) else None
         wanted = typing.get_origin(field.type) or field.type
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            sane = value >= 0 and wanted in (type(value), float)
-        else:
-            sane = not isinstance(value, bool) and type(value) is wanted
-        if not sane:
+        if dataclasses.is_dataclass(wanted):
+            value = _parse(wanted, value, f"{where}: {field.name}")
+        elif type(value) is not wanted or (wanted in (int, float) and not value >= 0):
             raise DataError(f"{where}: damaged, {field.name} is {value!r:.40}")
         values[field.name] = value
-    return values
+    return kind(**values)

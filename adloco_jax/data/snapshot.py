@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, out of its cache or over the network."""
+"""Files of the Hugging Face hub, from its cache or over the network."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +12,17 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def snapshot(
     name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, what: str
 ) -> Path:
-    """The folder of a hub repository's files; the network is asked only where the cache has none.
+    """Downloads files of a hub repository, unless they are in the cache.
 
     Args:
       name: Of the repository.
       wanted: Patterns of file names.
-      one_of: Patterns of which the cache must hold at least one file to be taken as it is.
-      where: Begins the message: what the user has called it.
-      what: What it was to be, in the message.
+      one_of: Patterns; the cache is used if it holds a file of at least one of them.
+      where: Key and value of the config, for messages.
+      what: Kind of files, for messages.
+
+    Returns:
+      The folder that holds the files.
 
     Raises:
       ConfigError: If the hub cannot be reached, or has no such repository.
@@ -36,7 +39,7 @@ def snapshot(
             if any(any(cached.glob(pattern)) for pattern in one_of):
                 return cached
         except (OSError, ValueError):
-            pass  # none of it is there
+            pass  # nothing is cached
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(wanted)))
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Rows straight from a Hugging Face data set: read, tokenised and packed while the run goes on.
+"""Rows straight from a Hugging Face data set: read, tokenised and packed during the run.
 
-There is one sequence of rows, and whoever asks gets the next of them, so the order of asking
+There is one sequence of rows, and each call gets the next of them, so the order of the calls
 decides who trains on what. An epoch has the rows that `load_corpus` would make of the same
 documents, in reading order; its tail too short for a row is left out, and the next epoch is the
 same again.
@@ -13,9 +13,9 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,35 +24,22 @@ from adloco_jax.data.packing import Documents
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 # Blocks of rows made ahead; one is of about 2^20 characters of text (`packing.chunks`).
 _NUM_AHEAD = 4
 # The head of the data in the fingerprint: no more than the rows held out of any data set.
 _MARK_ROWS = 32
-_POLL_S, _JOIN_S = 0.1, 5.0
+_JOIN_S = 5.0
 
 
-class Source(Protocol):
-    """An iterable of examples that knows its place; `datasets.IterableDataset` is one."""
-
-    def __iter__(self) -> Iterator[dict]:
-        """Examples, from the loaded state on."""
-        ...
-
-    def state_dict(self) -> dict:
-        """The place behind the example given last, as plain JSON."""
-        ...
-
-    def load_state_dict(self, state_dict: dict) -> object:
-        """Makes the next iteration start there."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Place:
-    """A place between two documents from which the stream can go on; all counts are the epoch's."""
+    """A position between two documents, to resume at; all counts are of the present epoch."""
 
-    source: dict | None = None  # the library's own; None: to be found by counting the examples
-    leftover: tuple[int, ...] = ()  # tokens of earlier documents that are in no row, fewer than one
+    source: dict | None = None  # state of the data set; None: skip `num_examples` instead
+    leftover: tuple[int, ...] = ()  # tokens of earlier documents, fewer than a row
     num_examples: int = 0
     num_documents: int = 0  # examples with text, which `packing.is_heldout` counts
     num_bad: int = 0
@@ -64,8 +51,8 @@ class _Block(NamedTuple):
     """Rows made together, and the place where their documents begin."""
 
     place: _Place
-    rows: np.ndarray  # int32 [N, L + 1]
-    most: int  # rows there were, N at least, had no document been held out too
+    rows: np.ndarray  # int32 [N, L+1]
+    most: int  # rows with all copies of held-out documents, at least N
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,8 +60,8 @@ class Streaming:
     """Rows of a data set that is read as they are needed, a little ahead on a thread.
 
     Attributes:
-      heldout_rows: Token ids int32 [E, L+1] of the first documents held out; no held-out document
-        is ever given out.
+      heldout_rows: Token ids int32 [E, L+1] of the first documents held out; `batch` never returns
+        a held-out document.
       tokenizer: What makes the ids.
       fingerprint: SHA-256 (hex) of configuration, split, column, tokenizer, the files'
         records and the first held-out rows. A data set of the hub that changes later than these
@@ -85,8 +72,7 @@ class Streaming:
       reader: Makes documents and ids.
       row_length: L+1.
       num_sequences: Rows after which the data set starts over, None for all.
-      heldout_digests: Of the documents that `heldout_rows` are made of; documents that are the same
-        are left out.
+      heldout_digests: Of the documents that `heldout_rows` are made of; their copies are left out.
     """
 
     heldout_rows: np.ndarray
@@ -101,20 +87,29 @@ class Streaming:
     heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
     _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
-    _offset: int = dataclasses.field(default=0, init=False)  # rows of the block already given out
-    _dealt: dict[str, int] = dataclasses.field(default_factory=dict, init=False)  # by stream
+    _offset: int = dataclasses.field(default=0, init=False)  # rows of the block already returned
+    _num_read: dict[str, int] = dataclasses.field(default_factory=dict, init=False)  # by stream
     _ahead: "_Ahead | None" = dataclasses.field(default=None, init=False)
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """The next `count` rows as int32 [count, L+1], given to a stream that has had `start`.
+        """The next rows of the data set, for one worker stream.
+
+        Args:
+          trainer: Number of the trainer.
+          stream: Number of its worker stream.
+          start: Rows that this stream has read so far.
+          count: Rows to return.
+
+        Returns:
+          Token ids int32 [count, L+1].
 
         Raises:
           DataError: If the text is damaged, or there is less than one row of it. A source that
-            cannot be reached is an `OSError` too, and the round worth another try.
+            cannot be reached is an `OSError` too, and the round may be tried again.
         """
         key = f"{trainer}/{stream}"
-        dealt = self._dealt.get(key, 0)
-        assert start == dealt, f"stream {key} has had {dealt} rows, asked for those from {start}"
+        num_read = self._num_read.get(key, 0)
+        assert start == num_read, f"stream {key} has read {num_read} rows, have start={start}"
         if self._ahead is None:
             self._ahead = _Ahead(self._blocks(self._place))
         parts = [np.zeros((0, self.row_length), np.int32)]
@@ -127,39 +122,39 @@ class Streaming:
                         f"{self.reader.where}: the data have changed since the checkpoint was"
                         " written; restore them, or start a new run in another folder"
                     )
-                # Fewer than when it was left, if more documents are known to be held out since.
+                # Fewer rows than at the checkpoint if more held-out documents are known since.
                 self._offset = min(self._offset, len(self._block.rows))
             elif self._offset == len(self._block.rows):
                 self._block, self._offset = self._ahead.next(), 0
             parts.append(self._block.rows[self._offset : self._offset + missing])
             self._offset += len(parts[-1])
             missing -= len(parts[-1])
-        self._dealt[key] = dealt + count
+        self._num_read[key] = num_read + count
         return np.concatenate(parts)
 
     def state(self) -> dict:
-        """Where the rows not yet given out begin, as plain JSON: for `restore`."""
+        """Position of the next row, as plain JSON: for `restore`."""
         place = self._block.place if self._block else self._place
         state = {
             "place": dataclasses.asdict(place),
             "offset": self._offset,
-            "dealt": self._dealt,
+            "num_read": self._num_read,
             "fingerprint": self.fingerprint,
             "datasets": metadata.version("datasets"),
         }
         return json.loads(json.dumps(state))
 
     def restore(self, state: dict | None) -> None:
-        """Goes to where `state` was taken, or back to the beginning.
+        """Goes to the position of a `state`, or with None to the beginning.
 
-        Of the state of other data, only how many rows each stream has had is used. Where another
-        version of `datasets` wrote it, the examples up to there are read and left.
+        Of the state of other data, only how many rows each stream has read is used. If another
+        version of `datasets` wrote it, the examples before the position are read and skipped.
         """
         self.close()
-        self._place, self._offset, self._dealt = _Place(), 0, {}
+        self._place, self._offset, self._num_read = _Place(), 0, {}
         if state is None:
             return
-        self._dealt = dict(state["dealt"])
+        self._num_read = dict(state["num_read"])
         if state["fingerprint"] == self.fingerprint:
             place = state["place"] | {"leftover": tuple(state["place"]["leftover"])}
             if state["datasets"] != metadata.version("datasets"):
@@ -168,7 +163,7 @@ class Streaming:
             self._offset = state["offset"]
 
     def close(self) -> None:
-        """Stops reading ahead; a later `batch` goes on where this one's left off."""
+        """Stops reading ahead; a later `batch` continues with the next row."""
         if self._block:
             self._place, self._block = self._block.place, None
         if self._ahead:
@@ -183,24 +178,24 @@ class Streaming:
             f"  | {self.excerpt}"
         )
 
-    def _blocks(self, place: _Place) -> Generator[_Block]:
+    def _blocks(self, place: _Place) -> Iterator[_Block]:
         """All rows from a place on, epoch after epoch."""
         while True:
             source = self.reader.open()
             for texts, after in self.reader.chunks(source, place):
                 found = self.reader.encode(texts, place, is_heldout=False)
                 kept = packing.choose(found, ~np.isin(found.digests, self.heldout_digests))
-                tokens = np.concatenate([np.array(place.leftover, np.int32), kept.tokens])
-                most = (len(place.leftover) + len(found.tokens)) // self.row_length
+                leftover = np.array(place.leftover, np.int32)
+                tokens = np.concatenate([leftover, kept.tokens], dtype=np.int32, casting="unsafe")
+                most = (len(leftover) + len(found.tokens)) // self.row_length
                 rows = packing.pack_rows(tokens, self.row_length)
-                leftover = tuple(tokens[rows.size :].tolist())
+                after = dataclasses.replace(after, leftover=tuple(tokens[rows.size :].tolist()))
                 if self.num_sequences is not None:
                     rows = rows[: self.num_sequences - place.num_rows]
-                num_rows = place.num_rows + len(rows)
                 if most:
                     yield _Block(place, rows, most)
-                place = dataclasses.replace(after, leftover=leftover, num_rows=num_rows)
-                if num_rows == self.num_sequences:
+                place = dataclasses.replace(after, num_rows=place.num_rows + len(rows))
+                if place.num_rows == self.num_sequences:
                     break
             if not place.num_rows:
                 raise DataError(
@@ -227,9 +222,9 @@ def load_stream(
 ) -> Streaming:
     """Opens a data set, and reads its first documents to hold some out.
 
-    Documents are held out by their number, as everywhere (`packing.is_heldout`). All of them are
-    kept out of training; the first of them make the held-out rows. Documents that are the same as
-    one of these first ones are left out too, as they come; `load_corpus` knows all.
+    Documents are held out by their number (`packing.is_heldout`). None of them is trained on; the
+    first of them make the held-out rows. Copies of these first ones are left out of training as
+    they are read; `load_corpus` finds copies of all held-out documents.
 
     Args:
       path: Name on the Hugging Face hub, a folder that `datasets` reads, a file or a glob.
@@ -250,18 +245,14 @@ def load_stream(
     """
     encoder = load_fitting_tokenizer(tokenizer, vocab_size)
     opened = hub.open_stream(path, name, split, text_column=text_column)
-    reader = _Reader(
-        opened.open, opened.where, text_column, encoder, vocab_size, heldout_frac, max_bad_rows
-    )
+    reader = _Reader(opened.open, opened.where, text_column, encoder, heldout_frac, max_bad_rows)
     row_length = sequence_length + 1
-    place, heldout, num_bytes, first = _Place(), [], 0, ""
+    place, heldout, first = _Place(), [], ""
     for texts, after in reader.chunks(reader.open(), place):
-        if not place.num_documents:
+        if not heldout:
             check_round_trip(texts, encoder)
-        mask = packing.is_heldout(place.num_documents, len(texts), heldout_frac)
-        first = first or next((t for t, held in zip(texts, mask, strict=True) if not held), "")
+        first = first or next(iter(reader.choose(texts, place, is_heldout=False)), "")
         heldout.append(reader.encode(texts, place, is_heldout=True))
-        num_bytes += sum(len(t.encode()) for t, held in zip(texts, mask, strict=True) if held)
         place = after
         if sum(len(part.tokens) for part in heldout) >= num_heldout_rows * row_length:
             break
@@ -269,7 +260,8 @@ def load_stream(
         raise DataError(
             f"{opened.where}: no text in it, need at least two documents that are not empty"
         )
-    heldout_tokens = np.concatenate([part.tokens for part in heldout])
+    heldout_tokens = np.concatenate([part.tokens for part in heldout]).astype(np.int32)
+    num_bytes = sum(int(part.num_bytes.sum()) for part in heldout)
     heldout_rows = packing.pack_rows(heldout_tokens, row_length)[:num_heldout_rows]
     if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
         raise DataError(
@@ -299,116 +291,96 @@ def load_stream(
 class _Reader:
     """How a data set becomes documents, and documents token ids."""
 
-    open: Callable[[], Source]
+    open: "Callable[[], IterableDataset]"
     where: str
     text_column: str
     tokenizer: Tokenizer
-    vocab_size: int
     heldout_frac: float
     max_bad_rows: int
 
-    def chunks(self, source: Source, place: _Place) -> Iterator[tuple[list[str], _Place]]:
+    def chunks(
+        self, source: "IterableDataset", place: _Place
+    ) -> Iterator[tuple[list[str], _Place]]:
         """Texts from a place on, as many at a time as are tokenised together, and the place behind.
 
-        That place has no leftover and no new rows yet; the last one's source is at its end.
+        That place has no leftover and no new rows yet.
         """
         if place.source is not None:
             source.load_state_dict(place.source)
-        reading = _Reading(self, source, place)
-        for texts in packing.chunks(reading):
-            yield texts, dataclasses.replace(reading.place, source=source.state_dict())
+        num_skipped = place.num_examples if place.source is None else 0
+        examples = itertools.islice(hub.examples(source, self.where), num_skipped, None)
+        place = dataclasses.replace(place)
+        for texts in packing.chunks(self._texts(examples, place)):
+            place.source = source.state_dict()
+            yield texts, dataclasses.replace(place, leftover=())
+
+    def choose(self, texts: list[str], place: _Place, *, is_heldout: bool) -> list[str]:
+        """The texts on one side."""
+        mask = packing.is_heldout(place.num_documents, len(texts), self.heldout_frac)
+        return list(itertools.compress(texts, mask == is_heldout))
 
     def encode(self, texts: list[str], place: _Place, *, is_heldout: bool) -> Documents:
-        """The documents on one side, as int32 ids.
+        """The texts on one side, tokenised."""
+        chosen = self.choose(texts, place, is_heldout=is_heldout)
+        return packing.encode_chunk(chosen, self.tokenizer) if chosen else _NOTHING
 
-        Raises:
-          DataError: If an id is not in [0, vocab_size).
-        """
-        mask = packing.is_heldout(place.num_documents, len(texts), self.heldout_frac)
-        chosen = [text for text, held in zip(texts, mask, strict=True) if held == is_heldout]
-        documents = self.tokenizer.encode_batch(chosen) if chosen else []
-        end_of_text = np.array([self.tokenizer.eot_id], np.int32)
-        closed = [part for ids in documents for part in (ids, end_of_text)]
-        ids = np.concatenate([np.zeros(0, np.int32), *closed])
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            raise DataError(
-                f"{self.where}: the tokenizer gives ids from {ids.min()} to {ids.max()}, need 0 to "
-                f"{self.vocab_size - 1} (model.vocab_size={self.vocab_size})"
-            )
-        lengths = np.array([len(ids) + 1 for ids in documents], np.int64)
-        return Documents(ids.astype(np.int32), lengths, None, packing.digests_of(documents))
-
-
-class _Reading:
-    """The texts of one pass over a data set, with a count of what has been read."""
-
-    def __init__(self, reader: _Reader, source: Source, place: _Place):
-        self.place = place
-        self._reader, self._source = reader, source
-
-    def __iter__(self) -> Iterator[str]:
-        where, column = self._reader.where, self._reader.text_column
-        num_read = self.place.num_examples if self.place.source is None else 0
-        for example in itertools.islice(hub.examples(self._source, where), num_read, None):
-            number, num_bad = self.place.num_examples + 1, self.place.num_bad
-            if column not in example:
+    def _texts(self, examples: Iterator[dict], place: _Place) -> Iterator[str]:
+        """Texts that are not empty; the place counts what was read."""
+        for example in examples:
+            place.num_examples += 1
+            where = f"{self.where}: document {place.num_examples}"
+            if self.text_column not in example:
                 raise DataError(
-                    f"{where}: document {number} has no column {column!r} (data.text_column), have "
+                    f"{where} has no column {self.text_column!r} (data.text_column), have "
                     f"{', '.join(example)}"
                 )
-            text = example[column]
-            is_bad = not isinstance(text, str)
-            if is_bad and num_bad >= self._reader.max_bad_rows:
-                raise DataError(
-                    f"{where}: document {number}: {column!r} must be a string, have "
-                    f"{type(text).__name__} (data.max_bad_rows={self._reader.max_bad_rows})"
-                )
-            self.place = dataclasses.replace(
-                self.place,
-                num_examples=number,
-                num_documents=self.place.num_documents + (not is_bad and text != ""),
-                num_bad=num_bad + is_bad,
-            )
-            if not is_bad and text:
+            text = example[self.text_column]
+            if not isinstance(text, str):
+                place.num_bad += 1
+                if place.num_bad > self.max_bad_rows:
+                    raise DataError(
+                        f"{where}: {self.text_column!r} must be a string, have "
+                        f"{type(text).__name__} (data.max_bad_rows={self.max_bad_rows})"
+                    )
+            elif text:
+                place.num_documents += 1
                 yield text
+
+
+_NOTHING = Documents(*(np.zeros(0, kind) for kind in (np.int32, np.int64, np.int64, np.uint64)))
 
 
 class _Ahead:
     """An iterator run on a thread of its own, a few items ahead."""
 
-    def __init__(self, blocks: Generator[_Block]):
+    def __init__(self, blocks: Iterator[_Block]):
         self._queue: queue.Queue[_Block | Exception] = queue.Queue(_NUM_AHEAD)
-        self._stop = threading.Event()
+        self._is_closed = False
         # A daemon: a connection that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(blocks,), name="read-ahead", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(blocks,), daemon=True)
         self._thread.start()
 
     def next(self) -> _Block:
         """Waits for the next item; raises what making it has raised."""
         item = self._queue.get()
         if isinstance(item, Exception):
-            self._queue.put(item)  # for whoever asks again
+            self._queue.put(item)  # for the next call
             raise item
         return item
 
     def close(self) -> None:
-        """Ends the thread behind the item it is at; one that hangs is left to itself."""
-        self._stop.set()
+        """Ends the thread after its present item; a thread that hangs is abandoned."""
+        self._is_closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:  # the thread may be waiting for room
+                self._queue.get_nowait()
         self._thread.join(_JOIN_S)
 
-    def _run(self, blocks: Generator[_Block]) -> None:
+    def _run(self, blocks: Iterator[_Block]) -> None:
         try:
             for block in blocks:
-                if not self._put(block):
+                self._queue.put(block)
+                if self._is_closed:
                     return
-        except Exception as error:  # handed over to whoever waits for the item
-            self._put(error)
-
-    def _put(self, item: _Block | Exception) -> bool:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=_POLL_S)
-                return True
-        return False
+        except Exception as error:  # raised by `next`, in the thread that waits for the item
+            self._queue.put(error)
