@@ -354,20 +354,11 @@ def row_reading(repeats: int) -> dict:
         Path(f"{folder}/text.jsonl").write_text("".join(lines))
         request = Request("jsonl", f"{folder}/text.jsonl", sequence_length=512, heldout_frac=0.01)
         prepare(request, f"{folder}/out")
-        corpus = load_corpus(
-            source="tokens",
-            path=f"{folder}/out",
-            heldout_path="",
-            text_column="",
-            tokenizer="bytes",
-            sequence_length=512,
-            num_sequences=num_rows,
-            heldout_frac=0.01,
-            subset_frac=1.0,
-            num_streams=1,
-            seed=0,
-            vocab_size=257,
-        )
+        config = default_config()
+        config.data.update(source="tokens", path=f"{folder}/out", sequence_length=512)
+        config.data.num_sequences = num_rows
+        config.ensemble.update(num_trainers=1, num_workers=1)
+        corpus = load_corpus(validate(config))
         calls = {
             f"batch {size}": functools.partial(_read_rows, corpus, size, num_rows)
             for size in (64, 1024, 8192)

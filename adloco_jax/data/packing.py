@@ -14,6 +14,7 @@ from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
+MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
 
 _CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which reading stops
 _CHUNK_TOKENS = 2**24  # looked at together in an array on disk
@@ -119,15 +120,43 @@ def id_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def read_token_documents(
-    tokens: np.ndarray, tokenizer: Tokenizer, *, where: str, vocab_size: int
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    vocab_size: int,
+    max_tokens: int | None = None,
+    heldout: Documents | None = None,
 ) -> Documents:
-    """Finds the documents of a token stream [T] and checks every id; the stream is not copied.
+    """Finds the documents of a token stream and checks every id; the stream is not copied.
+
+    Args:
+      tokens: Integers [T], each document closed by the end of text.
+      tokenizer: What made the ids.
+      where: The key and value the tokens come from, for messages.
+      vocab_size: The model's; every id must lie below it.
+      max_tokens: With `heldout`, stop soon after so many tokens; None reads all.
+      heldout: Documents that are held out, of another source; they do not count.
 
     Raises:
       DataError: If the stream is empty or an id is not in [0, vocab_size).
     """
     if not tokens.size:
         raise DataError(f"{where}: no token in it")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(f"{where}: token ids are integers, have {tokens.dtype}")
+    end = need = tokens.size if heldout is None or max_tokens is None else max_tokens
+    while True:
+        found = _documents_of(tokens[:end], tokenizer, where, vocab_size)
+        kept = need if heldout is None else without_heldout(found, heldout).tokens.size
+        if kept >= need or end >= tokens.size:
+            return found
+        end += need - kept
+
+
+def _documents_of(
+    tokens: np.ndarray, tokenizer: Tokenizer, where: str, vocab_size: int
+) -> Documents:
     ends = []
     for start in range(0, tokens.size, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]

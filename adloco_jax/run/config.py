@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from ml_collections import ConfigDict, FieldReference
 
 from adloco_jax.core.batching import BATCH_TESTS
+from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
 
@@ -32,6 +33,8 @@ KNOBS: dict[str, dataclasses.Field] = {
     for name, group in _GROUPS.items()
     for field in dataclasses.fields(group)
 }
+# Tables of modules that settings cannot import.
+_TABLES = {"data.source": DATA_SOURCES}
 
 
 def default_config() -> ConfigDict:
@@ -64,13 +67,18 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     values = {}
     for key, value in given.items():
         try:
-            values[key] = _read(KNOBS[key], value)
+            values[key] = _read(key, value)
         except ValueError:
             faults.append(value_fault(key, value))
     for keys, holds, need in _RULES:
         if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
             pairs = ", ".join(f"{key} = {_shown(values[key])}" for key in keys)
             faults.append(f"{pairs}: {need}")
+    source = values.get("data.source")
+    for name, reason in DATA_SOURCES[source].refuses.items() if source else ():
+        key = f"data.{name}"
+        if key in values and values[key] != KNOBS[key].metadata["default"]:
+            faults.append(f"data.source = {source!r}, {key} = {_shown(values[key])}: {reason}")
     if faults:
         raise ConfigError("\n".join(faults))
     values["batching.buckets"] = _resolve_buckets(
@@ -90,7 +98,7 @@ def allowed(key: str) -> str:
     """What a known key may hold, and its default, in words."""
     default = KNOBS[key].metadata["default"]
     shown = "unset" if default is None else repr(default)
-    table = KNOBS[key].metadata["table"]
+    table = _TABLES.get(key, KNOBS[key].metadata["table"])
     words = _in_words(KNOBS[key].type, KNOBS[key].metadata["within"])
     return f"{words if table is None else ' or '.join(map(repr, table))} (default: {shown})"
 
@@ -133,9 +141,11 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
     return {key: given[key] for key in KNOBS if key in given}, faults
 
 
-def _read(knob: dataclasses.Field, value: Any) -> Any:
+def _read(key: str, value: Any) -> Any:
     """The value as Settings holds it; ValueError if the knob does not allow it."""
+    knob = KNOBS[key]
     default, annotation = knob.metadata["default"], knob.type
+    table = _TABLES.get(key, knob.metadata["table"])
     if NoneType in get_args(annotation):
         if type(value) is type(default) and value == default:
             return None
@@ -144,7 +154,7 @@ def _read(knob: dataclasses.Field, value: Any) -> Any:
         annotation = get_args(annotation)[0]
     if not _fits(value, annotation, knob.metadata["within"]):
         raise ValueError
-    if knob.metadata["table"] is not None and value not in knob.metadata["table"]:
+    if table is not None and value not in table:
         raise ValueError
     return float(value) if annotation is float else value
 
@@ -251,43 +261,23 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("data.source", "data.path"),
-        lambda source, path: source == "stdlib" or path != "",
+        lambda source, path: "path" not in DATA_SOURCES[source].needs or path != "",
         "this source needs a file, folder or glob (hf: or a hub name); set data.path",
     ),
     (
         ("data.source", "data.path", "data.heldout_path"),
-        lambda source, path, heldout_path: source != "stdlib" or path == heldout_path == "",
-        "stdlib reads this Python's own library; leave both paths empty or change data.source",
+        lambda source, *paths: "path" in DATA_SOURCES[source].needs or paths == ("", ""),
+        "this source reads no files; leave both paths empty or change data.source",
     ),
     (
         ("data.source", "data.text_column"),
-        lambda source, column: source not in ("jsonl", "hf") or column != "",
+        lambda source, column: "text_column" not in DATA_SOURCES[source].needs or column != "",
         "name the field that holds a row's text; set data.text_column",
-    ),
-    (
-        ("data.source", "data.name", "data.split"),
-        lambda source, name, split: source == "hf" or (name, split) == ("", "train"),
-        "only hf has configurations and splits; leave both as they are or set data.source=hf",
     ),
     (
         ("data.split",),
         lambda split: split != "",
         "no part of the data set; name one, such as train",
-    ),
-    (
-        ("data.source", "data.heldout_path"),
-        lambda source, heldout_path: source != "hf" or heldout_path == "",
-        "hf holds out documents of the data set itself; leave data.heldout_path empty",
-    ),
-    (
-        ("data.source", "data.subset_frac"),
-        lambda source, subset_frac: source != "hf" or subset_frac == 1,
-        "a stream is dealt in its order, and no subset drawn; set 1.0, or prepare the data first",
-    ),
-    (
-        ("data.source", "data.on_bad_shard"),
-        lambda source, on_bad_shard: source != "hf" or on_bad_shard == "reject",
-        "a stream is not read to its end before it is used; set reject, or prepare the data first",
     ),
     (
         ("ensemble.num_workers", "ensemble.num_trainers"),
