@@ -10,7 +10,7 @@ import difflib
 import operator
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
@@ -33,8 +33,9 @@ KNOBS: dict[str, dataclasses.Field] = {
     for name, group in _GROUPS.items()
     for field in dataclasses.fields(group)
 }
-# Tables of modules that settings cannot import.
-_TABLES = {"data.source": DATA_SOURCES}
+# Set here, as `settings` stands below `data` and cannot import this table.
+_source = KNOBS["data.source"]
+_source.metadata = MappingProxyType({**_source.metadata, "table": DATA_SOURCES})
 
 
 def default_config() -> ConfigDict:
@@ -67,7 +68,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     values = {}
     for key, value in given.items():
         try:
-            values[key] = _read(key, value)
+            values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
     for keys, holds, need in _RULES:
@@ -98,7 +99,7 @@ def allowed(key: str) -> str:
     """What a known key may hold, and its default, in words."""
     default = KNOBS[key].metadata["default"]
     shown = "unset" if default is None else repr(default)
-    table = _TABLES.get(key, KNOBS[key].metadata["table"])
+    table = KNOBS[key].metadata["table"]
     words = _in_words(KNOBS[key].type, KNOBS[key].metadata["within"])
     return f"{words if table is None else ' or '.join(map(repr, table))} (default: {shown})"
 
@@ -141,11 +142,9 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
     return {key: given[key] for key in KNOBS if key in given}, faults
 
 
-def _read(key: str, value: Any) -> Any:
+def _read(knob: dataclasses.Field, value: Any) -> Any:
     """The value as Settings holds it; ValueError if the knob does not allow it."""
-    knob = KNOBS[key]
     default, annotation = knob.metadata["default"], knob.type
-    table = _TABLES.get(key, knob.metadata["table"])
     if NoneType in get_args(annotation):
         if type(value) is type(default) and value == default:
             return None
@@ -154,7 +153,7 @@ def _read(key: str, value: Any) -> Any:
         annotation = get_args(annotation)[0]
     if not _fits(value, annotation, knob.metadata["within"]):
         raise ValueError
-    if table is not None and value not in table:
+    if knob.metadata["table"] is not None and value not in knob.metadata["table"]:
         raise ValueError
     return float(value) if annotation is float else value
 
