@@ -90,15 +90,10 @@ def load_labelled(settings: Settings) -> Corpus:
 def _read(settings: Settings, intake: sources.Intake) -> tuple[list[str], np.ndarray, np.ndarray]:
     """All texts, their labels, and which are held out."""
     data, num_classes = settings.data, settings.model.num_classes
+    columns = {"text_column": data.text_column, "label_column": data.label_column}
     sides = []
     for files, is_second in zip(find_sides(data), (False, True), strict=True):
-        found = sources.labelled_documents(
-            files,
-            intake,
-            text_column=data.text_column,
-            label_column=data.label_column,
-            num_classes=num_classes,
-        )
+        found = sources.labelled_documents(files, intake, num_classes=num_classes, **columns)
         side = list(found)
         counts = np.bincount([label for _, label in side], minlength=num_classes)
         if files and counts.min() < 1:
@@ -123,12 +118,11 @@ def balanced(rows: np.ndarray) -> np.ndarray:
 
 
 def _by_class(labels: np.ndarray, heldout_frac: float) -> np.ndarray:
-    """Which texts are held out: of the first n of a class, round(n * heldout_frac)."""
+    """Which texts are held out: a share of each class, evenly along the reading order."""
     is_heldout = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         places = np.flatnonzero(labels == label)
-        marks = np.floor(np.arange(len(places) + 1) * heldout_frac + 0.5)
-        is_heldout[places] = np.diff(marks) > 0
+        is_heldout[places] = packing.is_heldout(0, len(places), heldout_frac)
     return is_heldout
 
 

@@ -97,7 +97,11 @@ def _load(name: str) -> Tokenizer:
         )
     if not HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         raise DataError(f"data.tokenizer={name}: no such file or folder")
-    return _hub_tokenizer(name)
+    # Not by the library's own call, which tries for most of a minute without a network.
+    where = f"data.tokenizer={name}"
+    return _folder_tokenizer(
+        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
+    )
 
 
 def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
@@ -288,33 +292,16 @@ def _converted(path: Path):
 
 
 def _folder_tokenizer(path: Path) -> Tokenizer:
-    auto = _auto_tokenizer()
-    with _damage_is_a_data_error(path):
-        tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
-    return _transformers_tokenizer(str(path), tokenizer)
-
-
-def _hub_tokenizer(name: str) -> Tokenizer:
-    # Not by the library's own call, which tries for most of a minute without a network.
-    where = f"data.tokenizer={name}"
-    return _folder_tokenizer(
-        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
-    )
-
-
-def _auto_tokenizer() -> type:
     # Else its import advises on standard error to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer
-
-
-def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
+    with _damage_is_a_data_error(path):
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eot_id is None:
         raise ConfigError(
-            f"data.tokenizer={name}: no end-of-text token: set eos_token in tokenizer_config.json"
+            f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
         )
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
