@@ -67,7 +67,7 @@ def hub_parts(path: str, name: str, split: str) -> list[tuple[str, Iterable[dict
 
     Args:
       path: Name on the hub.
-      name: Configuration, `""` where there is but one.
+      name: Configuration, `""` if there is only one.
       split: Which part of the data set.
 
     Raises:
@@ -106,7 +106,12 @@ def hub_documents(
 
 
 def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
-    """Passes texts through; at their end the record has their bytes and SHA-256."""
+    """Passes texts through, and records their bytes and SHA-256 after the last.
+
+    Args:
+      texts: Documents.
+      record: Its `bytes` are increased, and its `sha256` is set.
+    """
     digest = hashlib.sha256()
     for text in texts:
         content = text.encode()
@@ -117,12 +122,12 @@ def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
 
 
 def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
-    """Finds a data set for a run; reads no more of it than its columns.
+    """Finds a data set for a run, and checks its columns without reading its rows.
 
     Args:
       path: A folder in the hub's layout, or of data files; a file or glob; else a name on the hub.
-      name: Configuration, `""` where there is but one.
-      split: Which; files given by name or glob are the split.
+      name: Configuration, `""` if there is only one.
+      split: Which part; files given by name or glob are all of this part.
       text_column: Column that holds the text.
 
     Raises:
@@ -188,8 +193,7 @@ def _faults(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # Deliberately broad except, because pyarrow, fsspec and the network each raise their own.
-    except Exception as error:
+    except Exception as error:  # deliberately broad, because each library raises its own
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise Unreachable(
                 f"{where}: cannot be read ({_line(error)}); once it can, run the same command again"
@@ -202,7 +206,7 @@ def _hub_faults(where: str, fault: str, remedy: str, *, is_local: bool = False) 
     """Errors of looking a data set up as ours."""
     try:
         yield
-    except Exception as error:  # as in `_faults`
+    except Exception as error:  # deliberately broad, because each library raises its own
         if isinstance(error, OSError) and not is_local:
             raise ConfigError(
                 f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
@@ -226,7 +230,7 @@ def _format(file: Path) -> str:
 
 def _file_record(name: str) -> dict:
     file = Path(name)
-    if not file.is_file():  # on the hub: without the revision, which any change of a card moves
+    if not file.is_file():  # on the hub: without the revision, which an edited card changes too
         return {"name": re.sub(r"@[0-9a-f]{40}/", "/", name)}
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -244,7 +248,7 @@ def _open_parquet(file: Path, text_column: str):
             "parquet", data_files=glob.escape(str(file)), split="train", streaming=True
         )
         features = dataset.features or {}
-    except Exception as error:  # as in `_faults`
+    except Exception as error:  # deliberately broad, because each library raises its own
         raise DataError(f"{file}: damaged or no parquet ({_line(error)})") from error
     _check_column(features, str(file), text_column, key="text_column")
     return dataset.select_columns([text_column])

@@ -107,7 +107,12 @@ class Intake:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """What differs between two readings, a line for each file; see `Intake.shards`."""
+    """The files that differ between two reads, a line each.
+
+    Args:
+      before: Records of the earlier read, see `Intake.shards`.
+      after: Records of the later one.
+    """
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
     lines = [f"{name}: no longer there" for name in old if name not in new]
@@ -119,10 +124,14 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 
 def local_path(name: str, *, key: str) -> Path:
-    """The path that a config value names, with `~` expanded; whether it exists is left open.
+    """The path that a config value names, with `~` expanded; it need not exist.
+
+    Args:
+      name: The value.
+      key: The config key, for messages.
 
     Raises:
-      DataError: If it cannot be looked at: too long, of an unknown user, in a closed folder.
+      DataError: If it cannot be accessed: too long, of an unknown user, in a closed folder.
     """
     try:
         path = Path(name).expanduser()
@@ -134,7 +143,7 @@ def local_path(name: str, *, key: str) -> Path:
 
 
 def find_files(path: str, *, key: str) -> list[Path]:
-    """Files that a config value means, in the order of their paths.
+    """Files that a config value names, in the order of their paths.
 
     Args:
       path: A file, a folder (every regular file in it, at any depth), or a glob.
