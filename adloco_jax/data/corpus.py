@@ -199,6 +199,12 @@ def _read_documents(settings: Settings) -> Corpus:
     rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
     layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
+    num_bytes = packing.count_bytes(heldout, tokenizer)
+    if not num_bytes:
+        raise DataError(
+            f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
+            f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
+        )
     corpus = Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
@@ -208,17 +214,10 @@ def _read_documents(settings: Settings) -> Corpus:
         num_documents=len(train.lengths),
         num_heldout_documents=len(heldout.lengths),
         num_dropped_tokens=len(train.tokens) - rows.size,
-        tokens_per_byte=None,
+        tokens_per_byte=len(heldout.tokens) / num_bytes,
         num_also_heldout=num_read - len(train.lengths),
     )
-    corpus = ordered(settings, corpus)
-    num_bytes = packing.count_bytes(heldout, tokenizer)
-    if not num_bytes:
-        raise DataError(
-            f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
-            f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
-        )
-    return dataclasses.replace(corpus, tokens_per_byte=len(heldout.tokens) / num_bytes)
+    return ordered(settings, corpus)
 
 
 def _read_sides(
@@ -371,16 +370,17 @@ class DataSource:
 
     Attributes:
       documents: `documents(data, files, intake)` reads the files of `data.path`, and if there is a
-        `data.heldout_path`, is called for its files too. `data` is the config's group. It gives the
+        `data.heldout_path`, is called for its files too. `data` is the config's group. It returns
         texts in a fixed reading order, or one array of token ids [T], each document closed by the
         tokenizer's end of text. `Intake.read` records the files and counts bad rows.
-      needs: Keys of the group `data` that must not be empty. Without `path` there are no files.
+      needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
+        no files.
       refuses: Keys of the group `data` that must keep their default, each with the reason.
       cuts_single_file: Whether a file is one text, and a single one is cut in two to hold text out.
-      load: `load(settings)` gives the rows of a run, by default from `documents`.
-      check: `check(settings)` raises what `load` raises before it reads text, and gives a line for
-        everything else that `load` checks.
-      is_stream: Whether rows are read while the run goes on.
+      load: `load(settings)` returns the rows of a run, by default from `documents`.
+      check: `check(settings)` raises what `load` raises before it reads text, and returns a line
+        for each fault that only `load` finds.
+      is_stream: Whether rows are read during the run.
     """
 
     documents: DocumentsFn | None = None
