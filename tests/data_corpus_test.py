@@ -397,11 +397,9 @@ def test_data_that_could_be_read_pass_the_check_unread(tmp_path):
         (dict(source="mine"), "data.source = 'mine': must be 'stdlib' or 'text' or .* 'hf' "),
         (dict(source="text"), "set data.path"),
         (dict(path="x"), "this source reads no files; leave both paths empty"),
-        (dict(source="jsonl", path="x", text_column=""), "set data.text_column"),
         (dict(source="jsonl", path="x", split="a"), "data.split = 'a': only hf has"),
         (dict(source="hf", path="x", heldout_path="y"), "leave it empty"),
         (dict(source="hf", path="x", subset_frac=0.5), "set 1.0, or prepare the data first"),
-        (dict(source="hf", path="x", on_bad_shard="skip"), "set reject, or prepare the data first"),
     ],
 )
 def test_keys_a_source_needs_or_refuses_are_one_line_each(data, message):

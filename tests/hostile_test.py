@@ -54,9 +54,8 @@ def test_nothing_reads_a_file_that_can_run():
     assert users == ["config_file.py"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_the_walk_over_the_code_has_teeth():
+    for source in (
         "import pickle",
         "from torch import load",
         "def f(x):\n    import yaml",
@@ -66,10 +65,8 @@ def test_nothing_reads_a_file_that_can_run():
         "os.system('ls')",
         "subprocess.run(text, shell=True)",
         "auto.from_pretrained(name, trust_remote_code=None)",
-    ],
-)
-def test_the_walk_over_the_code_has_teeth(source):
-    assert offences(source)
+    ):
+        assert offences(source), source
 
 
 # --- Tokenizers -----------------------------------------------------------------------------
@@ -80,14 +77,11 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-        )
-    )
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
-    )
+    own_code = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    settings = json.dumps({"tokenizer_class": "Evil"} | own_code)
+    (folder / "tokenizer_config.json").write_text(settings)
+    config = json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
+    (folder / "config.json").write_text(config)
     with pytest.raises(DataError, match="damaged or no tokenizer"):
         load_tokenizer(str(folder))
     assert not canary.exists()
