@@ -41,6 +41,8 @@ __all__ = [
     "BATCH_TESTS",
     "BatchTest",
     "Candidate",
+    "DATA_SOURCES",
+    "DataSource",
     "INNER_OPTIMIZERS",
     "MERGE_POLICIES",
     "OUTER_OPTIMIZERS",
@@ -85,6 +87,10 @@ def __getattr__(name: str):
         from adloco_jax import adloco
 
         return adloco.State
+    if name in ("DATA_SOURCES", "DataSource"):
+        from adloco_jax import data
+
+        return getattr(data, name)
     if name in ("train", "fit", "Result"):
         from adloco_jax import training
 

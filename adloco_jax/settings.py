@@ -52,8 +52,9 @@ class Model:
 class Data:
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    # stdlib: no download. hf: a Hugging Face data set, read while the run goes on.
-    source: Literal["stdlib", "text", "jsonl", "tokens", "hf"] = _knob("stdlib")
+    # A key of data.DATA_SOURCES. stdlib: no download. hf: a Hugging Face data set, read as it is
+    # needed.
+    source: str = _knob("stdlib")
     path: str = _knob("")  # file, folder, prepared folder or glob; of hf, also a hub name
     name: str = _knob("")  # configuration of a data set; hf only
     split: str = _knob("train")  # of a data set; hf only

@@ -38,7 +38,6 @@ from adloco_jax.adloco import (
 )
 from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus
-from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.sources import shard_changes
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import (
@@ -151,7 +150,7 @@ def train(
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     workdir = Path(workdir)
 
-    def load() -> tuple[PyTree | None, Corpus | Labelled | Streaming]:
+    def load() -> tuple[PyTree | None, Corpus | Streaming]:
         check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change)
         params = None

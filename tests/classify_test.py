@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from toy import data_settings
 
 from adloco_jax import hf
-from adloco_jax.data import sources
 from adloco_jax.data.labelled import balanced, load_labelled
-from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import evaluate
 from adloco_jax.run.config import default_config
@@ -38,22 +37,8 @@ def reviews(count: int, seed: int = 0):
 
 
 def load(path: str, **changes):
-    options = dict(
-        path=path,
-        heldout_path="",
-        text_column="text",
-        label_column="label",
-        num_classes=2,
-        tokenizer=load_tokenizer("bytes"),
-        sequence_length=24,
-        num_sequences=None,
-        heldout_frac=0.25,
-        subset_frac=1.0,
-        num_streams=2,
-        seed=0,
-        intake=sources.Intake(),
-    )
-    return load_labelled(**(options | changes))
+    options = dict(path=path, sequence_length=24, heldout_frac=0.25, num_streams=2)
+    return load_labelled(data_settings(source="jsonl", **(options | changes)))
 
 
 # --- Rows -------------------------------------------------------------------------------------
@@ -147,9 +132,8 @@ def test_a_bad_label_is_refused_by_line_or_left_out(tmp_path, record, expected):
     with pytest.raises(DataError) as caught:
         load(path)
     assert f"{path}:41" in str(caught.value) and expected in str(caught.value)
-    intake = sources.Intake(max_bad_rows=1)
-    load(path, intake=intake)
-    assert intake.shards[0]["bad_rows"] == 1 and intake.shards[0]["rows"] == 44
+    (shard,) = load(path, max_bad_rows=1).shards
+    assert shard["bad_rows"] == 1 and shard["rows"] == 44
 
 
 def test_too_little_of_a_class_is_said(tmp_path):

@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 import pytest
+from toy import data_settings
 
 from adloco_jax.data import load_corpus, sources
 from adloco_jax.data.sources import Intake, shard_changes
@@ -31,7 +32,7 @@ def corpus(path, **options):
     defaults = {"source": "jsonl", "path": str(path), "heldout_path": "", "text_column": "text"}
     defaults |= {"tokenizer": "bytes", "sequence_length": 16, "num_sequences": None, "seed": 0}
     defaults |= {"heldout_frac": 0.1, "subset_frac": 1.0, "num_streams": 2, "vocab_size": 257}
-    return load_corpus(**defaults | options)
+    return load_corpus(data_settings(**defaults | options))
 
 
 BAD_ROWS = {

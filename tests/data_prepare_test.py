@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from toy import data_settings
 
 from adloco_jax.data import check as check_module
 from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare
@@ -80,7 +81,7 @@ def load(path, **changes):
     defaults = {"source": "tokens", "path": str(path), "heldout_path": "", "text_column": "text"}
     defaults |= {"tokenizer": "bytes", "sequence_length": LENGTH, "num_sequences": None, "seed": 0}
     defaults |= {"heldout_frac": 0.1, "subset_frac": 1.0, "num_streams": 2, "vocab_size": 600}
-    return load_corpus(**defaults | changes)
+    return load_corpus(data_settings(**defaults | changes))
 
 
 def content(folder):

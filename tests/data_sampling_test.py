@@ -3,7 +3,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adloco_jax.data.sampling import permute, stream_rows, subset_size
@@ -14,24 +14,27 @@ def key(number):
     return np.array([number], np.uint64)
 
 
+def rows_of(seed=0, **changes):
+    defaults = dict(trainer=0, stream=0, start=0, count=50, num_rows=100, num_streams=2)
+    return stream_rows(seed, **(defaults | changes))
+
+
 def stream_size(num_rows, num_streams, stream, subset_frac=1.0):
     return len(range(stream, subset_size(num_rows, subset_frac), num_streams))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(num_items=st.integers(1, 3000), number=st.integers(0, 2**64 - 1))
+@example(num_items=1, number=7)
+@example(num_items=10, number=7)
+@example(num_items=256, number=7)
+@example(num_items=257, number=7)
 def test_permute_is_a_permutation(num_items, number):
     image = permute(np.arange(num_items), num_items=num_items, key=key(number))
     np.testing.assert_array_equal(np.sort(image), np.arange(num_items))
 
 
-@pytest.mark.parametrize("num_items", [1, 2, 3, 4, 5, 255, 256, 257])
-def test_permute_is_a_permutation_at_the_edges_of_powers_of_two(num_items):
-    image = permute(np.arange(num_items), num_items=num_items, key=key(7))
-    np.testing.assert_array_equal(np.sort(image), np.arange(num_items))
-
-
-def test_permute_of_hundreds_of_millions_stays_in_range_and_keeps_entries_apart():
+def test_permute_of_hundreds_of_millions_spreads_entries_and_keeps_no_array_of_them():
     num_items = 3 * 10**8
     index = np.concatenate([np.arange(50_000), num_items - 1 - np.arange(50_000)])
     image = permute(index, num_items=num_items, key=key(1))
@@ -40,18 +43,15 @@ def test_permute_of_hundreds_of_millions_stays_in_range_and_keeps_entries_apart(
     # Consecutive entries are spread over the whole range: each tenth holds about a tenth.
     counts = np.histogram(image, bins=10, range=(0, num_items))[0]
     np.testing.assert_allclose(counts, len(index) / 10, rtol=0.05)
-
-
-def test_permute_does_not_materialise_its_range():
     tracemalloc.start()
     try:
-        permute(np.arange(100), num_items=3 * 10**8, key=key(1))
+        permute(np.arange(100), num_items=num_items, key=key(1))
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("num_items", [2, 3, 5, 8, 100])
+@pytest.mark.parametrize("num_items", [10, 100])
 def test_permute_sends_an_entry_everywhere_equally_often(num_items):
     keys = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
     for index in (0, num_items - 1):
@@ -80,7 +80,7 @@ def assert_uniform(counts, num_draws):
     assert ((counts - expected) ** 2 / expected).sum() < bound
 
 
-@pytest.mark.parametrize("num_items", [3, 4, 5, 6])
+@pytest.mark.parametrize("num_items", [2, 3, 6])
 def test_every_order_of_a_few_rows_is_equally_likely(num_items):
     orders = {order: k for k, order in enumerate(itertools.permutations(range(num_items)))}
     keys = np.arange(50 * len(orders), dtype=np.uint64)  # also where keys are small and in a row
@@ -88,7 +88,7 @@ def test_every_order_of_a_few_rows_is_equally_likely(num_items):
     assert_uniform(np.bincount(found, minlength=len(orders)), len(keys))
 
 
-@pytest.mark.parametrize("num_items", [7, 8, 9])
+@pytest.mark.parametrize("num_items", [8, 9])
 def test_every_place_of_several_rows_has_every_value_equally_often(num_items):
     keys = np.arange(20_000, dtype=np.uint64)
     images = images_of(num_items, keys)
@@ -101,7 +101,7 @@ def test_every_place_of_several_rows_has_every_value_equally_often(num_items):
 
 
 def test_a_stream_of_a_few_rows_has_every_order_equally_often_over_its_epochs():
-    rows = stream_rows(4, trainer=1, stream=0, start=0, count=4 * 3000, num_rows=8, num_streams=2)
+    rows = rows_of(4, trainer=1, count=4 * 3000, num_rows=8)
     orders, counts = np.unique(rows.reshape(-1, 4), axis=0, return_counts=True)
     assert len(orders) == 24
     assert_uniform(counts, 3000)
@@ -112,9 +112,8 @@ def test_permute_keeps_its_golden_values():
     # no library enters, so a change here changes the data order of every run.
     image = permute(np.arange(10), num_items=10, key=key(2025))
     assert image.tolist() == [3, 7, 4, 5, 8, 0, 9, 6, 1, 2]
-    rows = stream_rows(
-        17, trainer=2, stream=1, start=5, count=8, num_rows=1000, num_streams=4, subset_frac=0.5
-    )
+    place = dict(trainer=2, stream=1, start=5, count=8)
+    rows = stream_rows(17, **place, num_rows=1000, num_streams=4, subset_frac=0.5)
     assert rows.tolist() == [584, 247, 862, 607, 609, 562, 246, 364]
     assert rows.dtype == np.int64
 
@@ -126,22 +125,14 @@ def test_permute_refuses_an_index_outside_its_range():
 
 @pytest.mark.parametrize(
     ("num_rows", "num_streams", "subset_frac"),
-    [(1, 1, 1.0), (7, 7, 1.0), (100, 3, 1.0), (101, 4, 0.5), (1000, 16, 0.25)],
+    [(1, 1, 1.0), (7, 7, 1.0), (100, 3, 1.0), (101, 4, 0.5)],
 )
 def test_streams_are_disjoint_and_cover_the_subset_every_epoch(num_rows, num_streams, subset_frac):
     seen = []
     for stream in range(num_streams):
         size = stream_size(num_rows, num_streams, stream, subset_frac)
-        rows = stream_rows(
-            5,
-            trainer=1,
-            stream=stream,
-            start=0,
-            count=3 * size,
-            num_rows=num_rows,
-            num_streams=num_streams,
-            subset_frac=subset_frac,
-        )
+        pool = dict(num_rows=num_rows, num_streams=num_streams, subset_frac=subset_frac)
+        rows = rows_of(5, trainer=1, stream=stream, count=3 * size, **pool)
         epochs = np.sort(rows.reshape(3, size), axis=1)
         np.testing.assert_array_equal(epochs, epochs[:1].repeat(3, axis=0))
         seen.append(epochs[0])
@@ -151,47 +142,15 @@ def test_streams_are_disjoint_and_cover_the_subset_every_epoch(num_rows, num_str
 
 
 def test_each_epoch_trainer_and_seed_has_its_own_order():
-    def epoch(seed=0, trainer=0, number=0):
-        return tuple(
-            stream_rows(
-                seed,
-                trainer=trainer,
-                stream=0,
-                start=50 * number,
-                count=50,
-                num_rows=100,
-                num_streams=2,
-            )
-        )
-
-    orders = [
-        epoch(),
-        epoch(number=1),
-        epoch(number=2),
-        epoch(trainer=1),
-        epoch(seed=1),
-        epoch(seed=-1),
-        epoch(seed=2**70 + 3),
-    ]
-    assert len(set(orders)) == len(orders)
+    changes = [dict(start=50 * epoch) for epoch in range(3)] + [dict(trainer=1)]
+    changes += [dict(seed=seed) for seed in (1, -1, 2**70 + 3)]
+    orders = {tuple(rows_of(**change)) for change in changes}
+    assert len(orders) == len(changes)
 
 
 def test_trainers_draw_different_subsets():
-    subsets = [
-        set(
-            stream_rows(
-                0,
-                trainer=trainer,
-                stream=0,
-                start=0,
-                count=500,
-                num_rows=1000,
-                num_streams=1,
-                subset_frac=0.5,
-            )
-        )
-        for trainer in (0, 1)
-    ]
+    pool = dict(count=500, num_rows=1000, num_streams=1, subset_frac=0.5)
+    subsets = [set(rows_of(trainer=trainer, **pool)) for trainer in (0, 1)]
     assert [len(subset) for subset in subsets] == [500, 500]
     assert 200 < len(subsets[0] & subsets[1]) < 300
 
@@ -204,15 +163,8 @@ def test_trainers_draw_different_subsets():
 )
 def test_any_slicing_into_batches_gives_the_same_sequence(cuts, num_rows, start):
     def rows(first, last):
-        return stream_rows(
-            3,
-            trainer=0,
-            stream=2,
-            start=start + first,
-            count=last - first,
-            num_rows=num_rows,
-            num_streams=3,
-        )
+        pool = dict(num_rows=num_rows, num_streams=3)
+        return rows_of(3, stream=2, start=start + first, count=last - first, **pool)
 
     edges = [0, *cuts, 200]
     parts = [rows(a, b) for a, b in zip(edges, edges[1:], strict=False)]
@@ -221,7 +173,7 @@ def test_any_slicing_into_batches_gives_the_same_sequence(cuts, num_rows, start)
 
 def test_defect_3_a_batch_larger_than_the_stream_wraps_over_epochs():
     """The reference trains on nothing, in silence, when a batch exceeds its shard."""
-    rows = stream_rows(0, trainer=0, stream=1, start=2, count=64, num_rows=10, num_streams=2)
+    rows = rows_of(stream=1, start=2, count=64, num_rows=10)
     assert len(rows) == 64
     # Rows 2 to 65 of a stream of five: what is left of epoch 0, twelve epochs, one row more.
     for epoch in rows[3:63].reshape(12, 5):
@@ -233,29 +185,15 @@ def test_defect_9_a_stream_keeps_its_rows_whatever_the_global_generator():
 
     def rows(start):
         np.random.random(3)  # noqa: NPY002
-        return stream_rows(
-            0, trainer=0, stream=1, start=start, count=25, num_rows=100, num_streams=4
-        )
+        return rows_of(stream=1, start=start, count=25, num_streams=4)
 
     first, again, later_round = rows(0), rows(0), rows(25 * 40)
     np.testing.assert_array_equal(first, again)
     assert set(first) == set(later_round)
 
 
-def test_a_stream_without_rows_is_refused_with_have_and_need():
+def test_a_stream_that_is_unknown_or_without_rows_is_refused():
     with pytest.raises(DataError, match=r"subset has 2 of 5 rows.*need at least 3"):
-        stream_rows(
-            0,
-            trainer=0,
-            stream=2,
-            start=0,
-            count=1,
-            num_rows=5,
-            num_streams=4,
-            subset_frac=0.5,
-        )
-
-
-def test_an_unknown_stream_is_refused():
+        rows_of(stream=2, num_rows=5, num_streams=4, subset_frac=0.5)
     with pytest.raises(ValueError, match="stream: have 4"):
-        stream_rows(0, trainer=0, stream=4, start=0, count=1, num_rows=50, num_streams=4)
+        rows_of(stream=4, num_streams=4)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import bigram_loss, settings_of
+from toy import bigram_loss, data_settings, settings_of
 
 from adloco_jax.data import hub, load_corpus, packing, streaming
 from adloco_jax.data.streaming import Streaming, load_stream
@@ -51,7 +51,9 @@ def stream(path, **changes) -> Streaming:
 
 def packed(path, **changes):
     others = dict(heldout_path="", subset_frac=1.0, num_streams=1, seed=0)
-    return load_corpus(source="jsonl", path=str(path), **(PACKING | others | changes))
+    return load_corpus(
+        data_settings(source="jsonl", path=str(path), **(PACKING | others | changes))
+    )
 
 
 def write_shard(path: Path, examples: list[dict]) -> None:

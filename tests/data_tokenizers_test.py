@@ -4,14 +4,14 @@ import re
 import numpy as np
 import pytest
 import tokenizers
+from toy import data_settings
 
-from adloco_jax.data import load_tokenizer
+from adloco_jax.data import load_corpus, load_tokenizer
 from adloco_jax.data.check import check
+from adloco_jax.data.labelled import load_labelled
 from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.tokenizers import check_round_trip
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.build import load_data
-from adloco_jax.run.config import default_config, validate
 
 TEXTS = [
     "Hello, world.\n\n  Indented — ünïcode 日本語 🙂\t.",
@@ -74,44 +74,31 @@ def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == 1
     assert_round_trip(tokenizer)
-
-
-def test_tokenizer_json_without_special_tokens_gets_an_end_of_text(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    plain = byte_level_tokenizer()
+    plain = byte_level_tokenizer()  # without special tokens it gets an end of text
     plain.save(str(path))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == plain.get_vocab_size() == tokenizer.vocab_size - 1
     assert_round_trip(tokenizer)
-
-
-def test_tokenizer_json_with_unknown_special_tokens_is_refused(tmp_path):
-    path = tmp_path / "tokenizer.json"
     byte_level_tokenizer("<pad>", "<finis>").save(str(path))
     with pytest.raises(ConfigError, match=r"<pad>, <finis>.*need one of .*</s>"):
         load_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("kind", ["json", "folder"])
-def test_defect_12_truncation_and_padding_saved_with_a_tokenizer_are_off(tmp_path, kind):
+def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_are_off(
+    tmp_path, kind
+):
     """The reference trains on padding; a tokenizer.json can ask for it, and cut texts short."""
-    tokenizer = byte_level_tokenizer("</s>")
+    tokenizer = byte_level_tokenizer("</s>", "<s>")
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 0)]
+    )
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64, pad_id=0, pad_token="</s>")
     folder = save_folder(tokenizer, tmp_path / "saved", eos_token="</s>")
     loaded = load_tokenizer(folder if kind == "folder" else f"{folder}/tokenizer.json")
     assert_round_trip(loaded)
-
-
-def test_post_processor_adds_no_special_tokens(tmp_path):
-    tokenizer = byte_level_tokenizer("<s>", "</s>")
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    folder = save_folder(tokenizer, tmp_path / "saved", eos_token="</s>", bos_token="<s>")
-    for name in (folder, f"{folder}/tokenizer.json"):
-        ids = load_tokenizer(name).encode_batch(["hello"])[0]
-        assert not {0, 1} & set(ids.tolist())
+    assert not {0, 1} & set(loaded.encode_batch(["hello"])[0].tolist())
 
 
 def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
@@ -119,12 +106,9 @@ def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eot_id == 0
     assert_round_trip(tokenizer)
-
-
-def test_hugging_face_folder_without_eos_token_is_refused(tmp_path):
-    folder = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "hf")
+    other = save_folder(byte_level_tokenizer("<finis>"), tmp_path / "other")
     with pytest.raises(ConfigError, match="no end-of-text token: set eos_token"):
-        load_tokenizer(folder)
+        load_tokenizer(other)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +143,10 @@ def test_fingerprint_follows_the_content(tmp_path):
         assert len(prints[0]) == 64
 
 
-@pytest.mark.parametrize(
-    "name", ["/no/such/tokenizer", "./here", "a/b/c", "lost.json", "x/y.model"]
-)
-def test_a_path_that_does_not_exist_is_a_data_error(name):
-    with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
-        load_tokenizer(name)
+def test_a_path_that_does_not_exist_is_a_data_error():
+    for name in ("/no/such/tokenizer", "./here", "a/b/c", "lost.json", "x/y.model"):
+        with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
+            load_tokenizer(name)
 
 
 def test_an_unreachable_hub_name_is_a_config_error(monkeypatch):
@@ -188,15 +170,15 @@ def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "folder"])
-@pytest.mark.parametrize("content", ["", '{"version": ', '{"unrelated": 1}'])
-def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path, file, content):
+def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path, file):
     path = tmp_path / file
     if file == "folder":
         path.mkdir()
-    (path / "tokenizer.json" if file == "folder" else path).write_text(content)
-    with pytest.raises(DataError, match=f"{file}: damaged or no tokenizer") as error:
-        load_tokenizer(str(path))
-    assert "\n" not in str(error.value)
+    for content in ("", '{"unrelated": 1}'):
+        (path / "tokenizer.json" if file == "folder" else path).write_text(content)
+        with pytest.raises(DataError, match=f"{file}: damaged or no tokenizer") as error:
+            load_tokenizer(str(path))
+        assert "\n" not in str(error.value)
 
 
 def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
@@ -229,11 +211,9 @@ def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path,
             request = Request("jsonl", str(path), tokenizer=numbers_only)
             prepare(request, tmp_path / "out") if way == "preparing" else check(request)
         else:
-            config = default_config()
-            config.data.update(source="jsonl", path=str(path), tokenizer=numbers_only)
-            config.data.source = "hf" if way == "stream" else "jsonl"
-            config.model.arch = "bert" if way == "classes" else "llama"
-            load_data(validate(config))
+            load = load_labelled if way == "classes" else load_corpus
+            source = "hf" if way == "stream" else "jsonl"
+            load(data_settings(source=source, path=str(path), tokenizer=numbers_only))
     assert re.fullmatch(
         rf"data.tokenizer={numbers_only}: of 30 sampled documents, encoded and decoded again, \d+"
         r" of 900 bytes come back \([\d.]+%\), need half: .*; name one that was, or"

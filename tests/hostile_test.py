@@ -45,21 +45,17 @@ def offences(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_reads_a_file_that_can_run(path):
-    allowed = {"torch"} if path.name == "side_by_side.py" else set()  # it is what that measures
-    assert set(offences(path.read_text())) <= allowed
-    assert "torch.load" not in path.read_text()
+def test_nothing_reads_a_file_that_can_run():
+    for path in SOURCES:
+        allowed = {"torch"} if path.name == "side_by_side.py" else set()  # it is what that measures
+        assert set(offences(path.read_text())) <= allowed, path
+        assert "torch.load" not in path.read_text(), path
+    users = [path.name for path in SOURCES if "runpy" in path.read_text()]
+    assert users == ["config_file.py"]
 
 
-def test_runpy_is_for_the_config_file_alone():
-    users = [path for path in SOURCES if "runpy" in path.read_text()]
-    assert [path.name for path in users] == ["config_file.py"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_the_walk_over_the_code_has_teeth():
+    for source in (
         "import pickle",
         "from torch import load",
         "def f(x):\n    import yaml",
@@ -69,10 +65,8 @@ def test_runpy_is_for_the_config_file_alone():
         "os.system('ls')",
         "subprocess.run(text, shell=True)",
         "auto.from_pretrained(name, trust_remote_code=None)",
-    ],
-)
-def test_the_walk_over_the_code_has_teeth(source):
-    assert offences(source)
+    ):
+        assert offences(source), source
 
 
 # --- Tokenizers -----------------------------------------------------------------------------
@@ -83,14 +77,11 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-        )
-    )
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
-    )
+    own_code = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    settings = json.dumps({"tokenizer_class": "Evil"} | own_code)
+    (folder / "tokenizer_config.json").write_text(settings)
+    config = json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
+    (folder / "config.json").write_text(config)
     with pytest.raises(DataError, match="damaged or no tokenizer"):
         load_tokenizer(str(folder))
     assert not canary.exists()
@@ -100,13 +91,15 @@ def deep(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     "content",
     [deep(100_000), json.dumps(dict.fromkeys(map(str, range(10**5)), 1)), "[" * 10**6, "\0" * 100],
     ids=["deep", "wide", "open", "nul"],
 )
-@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "as_folder"),
+    [("tokenizer.json", False), ("tokenizer.json", True), ("tokenizer_config.json", True)],
+)
 def test_a_forged_tokenizer_is_refused_in_a_line(tmp_path, name, content, as_folder):
     (tmp_path / name).write_text(content)
     path = tmp_path if as_folder else tmp_path / name
@@ -115,8 +108,9 @@ def test_a_forged_tokenizer_is_refused_in_a_line(tmp_path, name, content, as_fol
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
-@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "as_folder"), [("tokenizer.json", False), ("spiece.model", False), ("vocab.txt", True)]
+)
 def test_a_tokenizer_of_a_terabyte_is_refused_unread(tmp_path, name, as_folder):
     with open(tmp_path / name, "wb") as file:
         file.truncate(2**40)  # sparse
@@ -136,27 +130,21 @@ def test_names_that_are_no_names_are_refused():
 # --- Config files and folders ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["folder", "zero", "fifo", "binary", "huge", "stdin", "nul"])
-def test_what_is_no_config_file_is_refused_at_once(tmp_path, capsys, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
+MAKE = {
+    "folder": Path.mkdir,
+    "fifo": os.mkfifo,
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 16),
+    "huge": lambda path: (path.touch(), os.truncate(path, 2**40)),
+}
+
+
+@pytest.mark.parametrize("kind", [*MAKE, "/dev/zero", "/dev/stdin", "a\0b.py"])
+def test_what_is_no_config_file_is_refused_at_once(tmp_path, capsys, kind):
     path = tmp_path / "config.py"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "zero":
-        path = Path("/dev/zero")
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "binary":
-        path.write_bytes(bytes(range(256)) * 16)
-    elif kind == "huge":
-        with open(path, "wb") as file:
-            file.truncate(2**40)
-    elif kind == "stdin":
-        path = Path("/dev/stdin")
-    else:
-        path = Path("a\0b.py")
+    if kind in MAKE:
+        MAKE[kind](path)
     start = time.monotonic()
-    assert cli.main([f"--config={path}"]) == 2
+    assert cli.main([f"--config={path if kind in MAKE else kind}"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "config" in err
     assert time.monotonic() - start < 5

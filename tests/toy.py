@@ -44,6 +44,18 @@ def corpus() -> Table:
     return Table(rows)
 
 
+def data_settings(*, num_streams=1, seed=0, vocab_size=257, num_classes=2, **data) -> Settings:
+    """Settings that differ from the default in what decides the rows of text; not validated."""
+    base = validate(default_config())
+    return dataclasses.replace(
+        base,
+        seed=seed,
+        data=dataclasses.replace(base.data, **data),
+        model=dataclasses.replace(base.model, vocab_size=vocab_size, num_classes=num_classes),
+        ensemble=dataclasses.replace(base.ensemble, num_workers=num_streams),
+    )
+
+
 def init_fn(key):
     return {"w": jnp.zeros((VOCAB, VOCAB))}
 

@@ -1,4 +1,4 @@
-"""A corpus: packed rows on the host, and the pure function from cursors to batches.
+"""From the configured source to a corpus: packed rows, and a pure function from cursors to batches.
 
 Documents are laid end to end, each closed by the end-of-text token, and the stream is cut every
 L+1 tokens: no padding, no overlap. A row gives the model L inputs and the L tokens that follow
@@ -7,39 +7,47 @@ them, so a row's last token is only ever a target and its first only ever an inp
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from adloco_jax.data import packing, prepared, sources
+from adloco_jax.data import hub, packing, prepared, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import stream_rows, subset_size
+from adloco_jax.data.snapshot import HUB_NAME
+from adloco_jax.data.sources import Intake
+from adloco_jax.data.streaming import Streaming, load_stream
 from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.settings import Data, Settings
+
+DocumentsFn = Callable[[Data, Sequence[Path], Intake], Iterable[str] | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Packed rows, and which of them each worker stream sees when.
+    """Rows in memory or on disk, and the order in which each worker stream sees them.
 
     Attributes:
-      rows: Token ids [num_sequences, L+1], integers of any width.
+      rows: Token ids [num_sequences, L+1], integers of any width; of `labelled`, with two fields
+        more.
       heldout_rows: The same for held-out documents, none of which is in `rows`.
       tokenizer: What made the ids.
       fingerprint: SHA-256 (hex) of both arrays and of the tokenizer's own fingerprint.
-      shards: What was read, see `sources.Intake`; it names what differs where fingerprints do.
+      shards: What was read, see `sources.Intake`; names the files that explain a new fingerprint.
       num_documents: Documents to train on.
       num_heldout_documents: Documents held out.
-      num_tokens: Tokens in `rows`.
       num_dropped_tokens: Tokens of these documents that are in no row: the tail too short for one,
-        and what lies beyond `data.num_sequences`.
+        and those beyond `data.num_sequences`.
       tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
-        nats per byte.
-      seed: Decides the order, not the split.
+        nats per byte. None where the loss is not per token.
+      num_also_heldout: Documents left out of training because a held-out one is the same.
+      num_truncated: Labelled texts of which only the first tokens are in a row.
+      description: The data in words, in place of those for plain text.
+      seed: Decides the order, not the split; this and the following as `ordered` sets them.
       num_streams: Streams that each trainer's subset is divided into.
       subset_frac: Share of the rows each trainer draws from.
-      num_also_heldout: Documents left out of training because a held-out one is the same.
     """
 
     rows: np.ndarray
@@ -49,18 +57,24 @@ class Corpus:
     shards: Sequence[dict]
     num_documents: int
     num_heldout_documents: int
-    num_tokens: int
     num_dropped_tokens: int
-    tokens_per_byte: float
-    seed: int
-    num_streams: int
-    subset_frac: float
-    num_also_heldout: int = 0
+    tokens_per_byte: float | None
+    num_also_heldout: int
+    num_truncated: int = 0
+    description: str = ""
+    seed: int = 0
+    num_streams: int = 1
+    subset_frac: float = 1.0
 
     @property
     def num_sequences(self) -> int:
         """Training rows, from which every trainer draws its subset."""
         return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in `rows`."""
+        return self.rows.size
 
     def sequence(self, index: int) -> np.ndarray:
         """Training row `index` as int32[L+1]."""
@@ -69,7 +83,13 @@ class Corpus:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
 
-        A pure function of its arguments, the corpus and the seed: see `stream_rows`.
+        A pure function of its arguments, the corpus and the seed.
+
+        Args:
+          trainer: Permanent id of the trainer.
+          stream: Stream number in [0, num_streams).
+          start: Rows this stream has given out so far (the cursor).
+          count: Rows wanted.
         """
         index = stream_rows(
             self.seed,
@@ -89,324 +109,365 @@ class Corpus:
 
     def describe(self) -> str:
         """The data of a run in words, with an excerpt of what the model will see."""
-        lines = self.sample(240).splitlines()
-        return (
+        return self.description or (
             f"data: {self.num_sequences} rows of {self.rows.shape[1] - 1} tokens to train on,"
             f" {len(self.heldout_rows)} held out; a model will see, for instance:\n"
-            + "\n".join(f"  | {line}" for line in lines)
+            f"  | {self.sample(240)}"
         )
 
 
-def load_corpus(
-    *,
-    source: str,
-    path: str,
-    heldout_path: str,
-    text_column: str,
-    tokenizer: str,
-    sequence_length: int,
-    num_sequences: int | None,
-    heldout_frac: float,
-    subset_frac: float,
-    num_streams: int,
-    seed: int,
-    vocab_size: int,
-    on_bad_shard: str = "reject",
-    max_bad_rows: int = 0,
-) -> Corpus:
-    """Reads, tokenises, splits and packs a corpus, and finds all that is wrong with it.
+def ordered(settings: Settings, corpus: Corpus) -> Corpus:
+    """A corpus in the order of a run.
 
-    Without `heldout_path`, whole documents are held out, evenly along the reading order and
+    Args:
+      settings: The run's.
+      corpus: Rows in reading order.
+
+    Raises:
+      DataError: If a worker stream would have no row, or there are too few held-out rows.
+    """
+    data, num_streams = settings.data, settings.ensemble.num_workers
+    num_rows, row_length = corpus.rows.shape
+    if len(corpus.heldout_rows) < packing.MIN_HELDOUT_ROWS:
+        raise DataError(
+            f"{where_of(data, heldout=True)}: too little held-out text: have"
+            f" {len(corpus.heldout_rows)} rows, need {packing.MIN_HELDOUT_ROWS} of {row_length}"
+            " (data.sequence_length + 1); give more text, a larger data.heldout_frac or a smaller"
+            " data.sequence_length"
+        )
+    have_rows = min(num_rows, subset_size(num_rows, data.subset_frac))
+    if have_rows < num_streams:
+        left_out = f", {corpus.num_also_heldout} documents held out too are left out"
+        raise DataError(
+            f"{where_of(data)}: too little text: have {have_rows} rows of {row_length} tokens for a"
+            f" trainer ({num_rows} rows in all, data.subset_frac={data.subset_frac}"
+            f"{left_out if corpus.num_also_heldout else ''}), need"
+            f" {num_streams}, one per worker stream; give more text, fewer workers"
+            " (ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller"
+            " data.sequence_length"
+        )
+    return dataclasses.replace(
+        corpus, seed=settings.seed, num_streams=num_streams, subset_frac=data.subset_frac
+    )
+
+
+def find_sides(data: Data) -> tuple[list[Path], list[Path]]:
+    """Files to train on and to hold out; no held-out ones where the first have to be split.
+
+    Args:
+      data: The config's group; without a path, there are no files.
+
+    Raises:
+      ConfigError: If a file would be on both sides.
+      DataError: If a path leads to no file.
+    """
+    files = sources.find_files(data.path, key="data.path") if data.path else []
+    if not data.heldout_path:
+        return files, []
+    heldout_files = sources.find_files(data.heldout_path, key="data.heldout_path")
+    for file in {f.resolve() for f in files} & {f.resolve() for f in heldout_files}:
+        raise ConfigError(
+            f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
+            f" {file.name}: text that is trained on cannot be held out"
+        )
+    return files, heldout_files
+
+
+def where_of(data: Data, *, heldout: bool = False) -> str:
+    """The key and value that text comes from, for messages."""
+    if heldout and data.heldout_path:
+        return f"data.heldout_path={data.heldout_path}"
+    return f"data.path={data.path}" if data.path else f"data.source={data.source}"
+
+
+def fingerprint_of(tokenizer: Tokenizer, *parts: str | np.ndarray) -> str:
+    """SHA-256 (hex) of the tokenizer's fingerprint and the parts in order."""
+    digest = hashlib.sha256(tokenizer.fingerprint.encode())
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def _read_documents(settings: Settings) -> Corpus:
+    """Tokenises, splits and packs what `DataSource.documents` gives."""
+    data = settings.data
+    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
+    train, heldout = _read_sides(settings, tokenizer, intake)
+    num_read = len(train.lengths)
+    train = packing.without_heldout(train, heldout)
+    rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
+    heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
+    layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
+    num_bytes = packing.count_bytes(heldout, tokenizer)
+    if not num_bytes:
+        raise DataError(
+            f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
+            f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
+        )
+    corpus = Corpus(
+        rows=rows,
+        heldout_rows=heldout_rows,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint_of(tokenizer, layouts[0], rows, layouts[1], heldout_rows),
+        shards=tuple(intake.shards),
+        num_documents=len(train.lengths),
+        num_heldout_documents=len(heldout.lengths),
+        num_dropped_tokens=len(train.tokens) - rows.size,
+        tokens_per_byte=len(heldout.tokens) / num_bytes,
+        num_also_heldout=num_read - len(train.lengths),
+    )
+    return ordered(settings, corpus)
+
+
+def _read_sides(
+    settings: Settings, tokenizer: Tokenizer, intake: Intake
+) -> tuple[Documents, Documents]:
+    """Documents to train on, some of which may be held out too, and documents to hold out."""
+    data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
+    row_length, heldout_frac = data.sequence_length + 1, data.heldout_frac
+    max_tokens = None if data.num_sequences is None else data.num_sequences * row_length
+    files, heldout_files = find_sides(data)
+
+    def read(files: Sequence[Path], where: str, *, heldout_frac: float = 0.0, **limits):
+        assert source.documents is not None, f"data.source={data.source} has no documents"
+        found = source.documents(data, files, intake)
+        if isinstance(found, np.ndarray):
+            vocab_size = settings.model.vocab_size
+            return packing.read_token_documents(
+                found, tokenizer, where=where, vocab_size=vocab_size, **limits
+            )
+        limits |= {"heldout_frac": heldout_frac, "row_length": row_length}
+        return packing.encode_documents(_checked(found, where), tokenizer, where=where, **limits)
+
+    if heldout_files:
+        heldout = read(heldout_files, where_of(data, heldout=True))
+        return read(files, where, max_tokens=max_tokens, heldout=heldout), heldout
+    if source.cuts_single_file and sum(file.stat().st_size > 0 for file in files) == 1:
+        (text,) = sources.text_documents(files, intake)
+        parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
+        train, heldout = (packing.encode_documents([p], tokenizer, where=where) for p in parts)
+        return train, heldout
+    both = read(files, where, max_tokens=max_tokens, heldout_frac=heldout_frac)
+    return packing.split_documents(
+        both, where=where, heldout_frac=heldout_frac, row_length=row_length
+    )
+
+
+def _checked(texts: Iterable[str], where: str) -> Iterator[str]:
+    """The texts; what else a user's own source gives or raises is a DataError."""
+    number = 0
+    try:
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str):
+                raise DataError(f"{where}: document {number} is {type(text).__name__}, need str")
+            yield text
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where}: after document {number}: {error}") from error
+
+
+def _check_files(settings: Settings) -> list[str]:
+    data = settings.data
+    if any(find_sides(data)):
+        return [f"data.path = {data.path}: what its files hold"]
+    return [f"data.source = {data.source}: whether it is text enough"]
+
+
+def _token_array(data: Data, files: Sequence[Path], intake: Intake) -> np.ndarray:
+    if len(files) > 1:
+        raise ConfigError(f"data.source=tokens reads one file, have {len(files)}: {files[0]}, …")
+    array = sources.open_tokens(files[0], row_length=data.sequence_length + 1)
+    if record := intake.open(files[0]):
+        record["rows"] = len(array)
+    if array.ndim == 2 and not data.heldout_path:
+        raise ConfigError(
+            f"{where_of(data)}: ready-packed rows cannot be split by document, need"
+            " data.heldout_path"
+        )
+    return array.reshape(-1)
+
+
+def _load_tokens(settings: Settings) -> Corpus:
+    data = settings.data
+    if not prepared.is_prepared(data.path):
+        return _read_documents(settings)
+    tokenizer, sidecar, rows, heldout_rows = _open_prepared(settings)
+    rows = rows[: data.num_sequences]
+    if not sidecar.heldout.text_bytes:
+        raise DataError(f"{where_of(data)}: no held-out text; prepare the data again")
+    hashes = f" {sidecar.train.sha256} {len(rows)} {sidecar.heldout.sha256}"
+    corpus = Corpus(
+        rows=rows,
+        heldout_rows=heldout_rows,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint_of(tokenizer, hashes),
+        shards=tuple(sidecar.shards),
+        num_documents=sidecar.train.documents,
+        num_heldout_documents=sidecar.heldout.documents,
+        num_dropped_tokens=sidecar.train.tokens - rows.size,
+        tokens_per_byte=sidecar.heldout.tokens / sidecar.heldout.text_bytes,
+        num_also_heldout=sidecar.also_heldout,
+    )
+    return ordered(settings, corpus)
+
+
+def _check_tokens(settings: Settings) -> list[str]:
+    if prepared.is_prepared(settings.data.path):
+        _open_prepared(settings)
+    else:
+        for file in sum(find_sides(settings.data), []):
+            sources.open_tokens(file, row_length=settings.data.sequence_length + 1)
+    return []
+
+
+def _open_prepared(
+    settings: Settings,
+) -> tuple[Tokenizer, prepared.Sidecar, np.ndarray, np.ndarray]:
+    """A prepared folder's tokenizer, sidecar, training and held-out rows."""
+    data, where = settings.data, where_of(settings.data)
+    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    if data.heldout_path:
+        raise ConfigError(
+            f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
+            f"{data.heldout_path} empty"
+        )
+    folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
+    sidecar = prepared.read_sidecar(folder)
+    name = data.tokenizer
+    prepared.check_fits(sidecar, tokenizer, where=where, name=name, row_length=row_length)
+    return tokenizer, sidecar, *prepared.open_rows(folder, sidecar)
+
+
+def _load_hf(settings: Settings) -> Streaming:
+    data = settings.data
+    return load_stream(
+        path=data.path,
+        name=data.name,
+        split=data.split,
+        text_column=data.text_column,
+        tokenizer=data.tokenizer,
+        sequence_length=data.sequence_length,
+        num_sequences=data.num_sequences,
+        heldout_frac=data.heldout_frac,
+        num_heldout_rows=packing.MAX_GUARD_ROWS + settings.eval.num_sequences,
+        vocab_size=settings.model.vocab_size,
+        max_bad_rows=data.max_bad_rows,
+    )
+
+
+def _check_hf(settings: Settings) -> list[str]:
+    data = settings.data
+    if HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
+        what = "whether the Hugging Face hub has it, and what it holds"
+        return [f"data.path = {data.path}: {what}"]
+    hub.open_stream(data.path, data.name, data.split, text_column=data.text_column)
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """How the text of a run is read.
+
+    Attributes:
+      documents: `documents(data, files, intake)` reads the files of `data.path`, and if there is a
+        `data.heldout_path`, is called for its files too. `data` is the config's group. It returns
+        texts in a fixed reading order, or one array of token ids [T], each document closed by the
+        tokenizer's end of text. `Intake.read` records the files and counts bad rows.
+      needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
+        no files.
+      refuses: Keys of the group `data` that must keep their default, each with the reason.
+      cuts_single_file: Whether a file is one text, and a single one is cut in two to hold text out.
+      load: `load(settings)` returns the rows of a run, by default from `documents`.
+      check: `check(settings)` raises what `load` raises before it reads text, and returns a line
+        for each fault that only `load` finds.
+      is_stream: Whether rows are read during the run.
+    """
+
+    documents: DocumentsFn | None = None
+    needs: Sequence[str] = ("path",)
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cuts_single_file: bool = False
+    load: Callable[[Settings], Corpus | Streaming] = _read_documents
+    check: Callable[[Settings], list[str]] = _check_files
+    is_stream: bool = False
+
+
+_PARTS = "only hf has configurations and splits; leave it as it is or set data.source=hf"
+_NO_PARTS = {"name": _PARTS, "split": _PARTS}
+
+DATA_SOURCES: dict[str, DataSource] = {
+    "stdlib": DataSource(
+        lambda data, files, intake: sources.stdlib_documents(), needs=(), refuses=_NO_PARTS
+    ),
+    "text": DataSource(
+        lambda data, files, intake: sources.text_documents(files, intake),
+        refuses=_NO_PARTS,
+        cuts_single_file=True,
+    ),
+    "jsonl": DataSource(
+        lambda data, files, intake: sources.jsonl_documents(
+            files, intake, text_column=data.text_column
+        ),
+        needs=("path", "text_column"),
+        refuses=_NO_PARTS,
+    ),
+    "tokens": DataSource(_token_array, refuses=_NO_PARTS, load=_load_tokens, check=_check_tokens),
+    "hf": DataSource(
+        needs=("path", "text_column"),
+        refuses={
+            "heldout_path": "hf holds out documents of the data set itself; leave it empty",
+            "subset_frac": "a stream is read in its own order, so no subset can be drawn; set 1.0,"
+            " or prepare the data first",
+            "on_bad_shard": "a file is used before it has been read to its end; set reject, or"
+            " prepare the data first",
+        },
+        load=_load_hf,
+        check=_check_hf,
+        is_stream=True,
+    ),
+}
+
+
+def load_corpus(settings: Settings) -> Corpus | Streaming:
+    """Reads, tokenises, splits and packs the configured text, and reports all that is wrong.
+
+    Without `data.heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
-    a single text document is cut in two instead. A document that is the same as a held-out one,
-    token by token, is not trained on. With `num_sequences`, reading stops soon after there is
+    a single text file is cut in two instead. A document that is the same as a held-out one, token
+    by token, is not trained on. With `data.num_sequences`, reading stops soon after there is
     enough.
 
     A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
-    stand for the arrays in the fingerprint: only sizes and shapes are looked at, not the content.
+    stand for the arrays in the fingerprint: only sizes and shapes are checked, not the content.
 
     Args:
-      source: `stdlib`, `text`, `jsonl` or `tokens`.
-      path: File, folder or glob, or a prepared folder; `""` for `stdlib`.
-      heldout_path: The same for held-out text, used whole; `""` to split what `path` holds.
-      text_column: Field of a JSON line that holds the text.
-      tokenizer: See `load_tokenizer`.
-      sequence_length: L; rows have L+1 tokens.
-      num_sequences: Upper limit on training rows, None for all.
-      heldout_frac: Share of the documents to hold out, in (0, 1); a prepared folder has its own.
-      subset_frac: Share of the rows each trainer draws from, in (0, 1].
-      num_streams: Worker streams that a trainer's subset is divided into.
-      seed: Decides the order of the rows.
-      vocab_size: The model's; every id lies below it.
-      on_bad_shard: `reject` a damaged file, or `skip` it whole.
-      max_bad_rows: Bad JSON lines to leave out before one is an error.
+      settings: The run's; `data.source` names an entry of `DATA_SOURCES`.
 
     Returns:
-      The corpus, in memory in the smallest type that holds the ids; an array of tokens stays on
-      disk, memory-mapped, where `heldout_path` or a prepared folder makes a split needless, and no
-      document of it is held out too: otherwise the others are copied, and cut into rows again.
+      The corpus, in memory in the smallest type that holds the ids. An array of tokens stays on
+      disk, memory-mapped, if no split is necessary and no document of it is held out too. Of
+      `data.source=hf`, a stream of which only the held-out rows have been read.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
       DataError: If files are missing, damaged, or hold too little.
     """
-    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
-    where = f"data.path={path}" if path else f"data.source={source}"
-    row_length = sequence_length + 1
-    if source == "tokens" and prepared.is_prepared(path):
-        sidecar, rows, heldout_rows = _open_prepared(
-            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
-        )
-        rows = rows[:num_sequences]
-        _check_enough(rows, where, num_streams, subset_frac)
-        if len(heldout_rows) < packing.MIN_HELDOUT_ROWS or not sidecar.heldout.text_bytes:
-            raise DataError(f"{where}: too little held-out text; prepare the data again")
-        return Corpus(
-            rows=rows,
-            heldout_rows=heldout_rows,
-            tokenizer=encoder,
-            fingerprint=_prepared_fingerprint(encoder, sidecar, len(rows)),
-            shards=tuple(sidecar.shards),
-            num_documents=sidecar.train.documents,
-            num_heldout_documents=sidecar.heldout.documents,
-            num_tokens=rows.size,
-            num_dropped_tokens=sidecar.train.tokens - rows.size,
-            tokens_per_byte=sidecar.heldout.tokens / sidecar.heldout.text_bytes,
-            seed=seed,
-            num_streams=num_streams,
-            subset_frac=subset_frac,
-            num_also_heldout=sidecar.also_heldout,
-        )
-    intake = sources.Intake(max_bad_rows, on_bad_shard == "skip")
-    files, heldout_files = find_sides(source, path, heldout_path)
-    heldout_where = f"data.heldout_path={heldout_path}" if heldout_path else where
-    max_tokens = None if num_sequences is None else num_sequences * row_length
-
-    def read(
-        files: Sequence[Path],
-        where: str,
-        *,
-        heldout_frac: float = 0.0,
-        max_tokens: int | None,
-        heldout: Documents | None = None,
-    ) -> Documents:
-        if source != "tokens":
-            return packing.encode_documents(
-                _texts(source, files, text_column, intake),
-                encoder,
-                where=where,
-                heldout_frac=heldout_frac,
-                row_length=row_length,
-                max_tokens=max_tokens,
-                heldout=heldout,
-            )
-        if len(files) > 1:
-            raise ConfigError(f"{where}: have {len(files)} files, data.source=tokens reads one")
-        array = sources.open_tokens(files[0], row_length=row_length)
-        if record := intake.open(files[0], lambda file: None):
-            record["rows"] = len(array)
-        if array.ndim == 2 and not heldout_files:
-            raise ConfigError(
-                f"{where}: ready-packed rows cannot be split by document, need data.heldout_path"
-            )
-        tokens = array.reshape(-1)
-        end = need = tokens.size if heldout is None or max_tokens is None else max_tokens
-        while True:
-            found = packing.read_token_documents(
-                tokens[:end], encoder, where=where, vocab_size=vocab_size
-            )
-            if heldout is None or end >= tokens.size:
-                return found
-            kept = packing.without_heldout(found, heldout).tokens.size
-            if kept >= need:
-                return found
-            end += need - kept
-
-    if heldout_files:
-        heldout = read(heldout_files, heldout_where, max_tokens=None)
-        train = read(files, where, max_tokens=max_tokens, heldout=heldout)
-    elif source == "text" and sum(file.stat().st_size > 0 for file in files) == 1:
-        (text,) = sources.text_documents(files, intake)
-        parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
-        train, heldout = (packing.encode_documents([p], encoder, where=where) for p in parts)
-    else:
-        train, heldout = packing.split_documents(
-            read(files, where, heldout_frac=heldout_frac, max_tokens=max_tokens),
-            where=where,
-            heldout_frac=heldout_frac,
-            row_length=row_length,
-        )
-
-    num_read = len(train.lengths)
-    train = packing.without_heldout(train, heldout)
-    num_also_heldout = num_read - len(train.lengths)
-    rows = packing.pack_rows(train.tokens, row_length)[:num_sequences]
-    heldout_rows = packing.pack_rows(heldout.tokens, row_length)
-    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
-        raise DataError(
-            f"{heldout_where}: too little held-out text: have {len(heldout.tokens)} tokens, need "
-            f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
-            "more text, a larger data.heldout_frac or a smaller data.sequence_length"
-        )
-    _check_enough(rows, where, num_streams, subset_frac, num_also_heldout)
-    num_heldout_bytes = packing.count_bytes(heldout, encoder)
-    if not num_heldout_bytes:
-        raise DataError(
-            f"{heldout_where}: held-out ids decode to no text; is data.tokenizer={tokenizer} the "
-            "tokenizer that made them?"
-        )
-    return Corpus(
-        rows=rows,
-        heldout_rows=heldout_rows,
-        tokenizer=encoder,
-        fingerprint=_fingerprint(encoder, rows, heldout_rows),
-        shards=tuple(intake.shards),
-        num_documents=len(train.lengths),
-        num_heldout_documents=len(heldout.lengths),
-        num_tokens=rows.size,
-        num_dropped_tokens=len(train.tokens) - rows.size,
-        tokens_per_byte=len(heldout.tokens) / num_heldout_bytes,
-        seed=seed,
-        num_streams=num_streams,
-        subset_frac=subset_frac,
-        num_also_heldout=num_also_heldout,
-    )
+    return DATA_SOURCES[settings.data.source].load(settings)
 
 
-def check_corpus(
-    *,
-    source: str,
-    path: str,
-    heldout_path: str,
-    tokenizer: str,
-    sequence_length: int,
-    vocab_size: int,
-) -> None:
+def check_corpus(settings: Settings) -> list[str]:
     """Refuses what `load_corpus` would refuse before it reads any text.
 
     Args:
-      source: As for `load_corpus`, like the others.
-      path: Must lead to files.
-      heldout_path: Must lead to files, if not empty.
-      tokenizer: Is loaded.
-      sequence_length: L.
-      vocab_size: The model's.
+      settings: The run's.
+
+    Returns:
+      What `load_corpus` would check besides, a line each.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
       DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
         headers tell.
     """
-    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
-    where, row_length = f"data.path={path}", sequence_length + 1
-    if source == "tokens" and prepared.is_prepared(path):
-        _open_prepared(
-            path, heldout_path, encoder, where=where, tokenizer=tokenizer, row_length=row_length
-        )
-        return
-    files = [file for side in find_sides(source, path, heldout_path) for file in side]
-    if source == "tokens":
-        for file in files:
-            sources.open_tokens(file, row_length=row_length)
-
-
-def _open_prepared(
-    path: str,
-    heldout_path: str,
-    encoder: Tokenizer,
-    *,
-    where: str,
-    tokenizer: str,
-    row_length: int,
-) -> tuple[prepared.Sidecar, np.ndarray, np.ndarray]:
-    """A prepared folder's sidecar, training and held-out rows."""
-    if heldout_path:
-        raise ConfigError(
-            f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
-            f"{heldout_path} empty"
-        )
-    folder = Path(path).expanduser()
-    sidecar = prepared.read_sidecar(folder)
-    prepared.check_fits(sidecar, encoder, where=where, name=tokenizer, row_length=row_length)
-    return sidecar, *prepared.open_rows(folder, sidecar)
-
-
-def _check_enough(
-    rows: np.ndarray,
-    where: str,
-    num_streams: int,
-    subset_frac: float,
-    num_also_heldout: int = 0,
-) -> None:
-    """DataError where a trainer's subset has no row for one of its streams."""
-    have_rows = min(len(rows), subset_size(len(rows), subset_frac))
-    if have_rows < num_streams:
-        left_out = f", {num_also_heldout} documents held out too are left out"
-        raise DataError(
-            f"{where}: too little text: have {have_rows} rows of {rows.shape[1]} tokens for a "
-            f"trainer ({len(rows)} rows in all, data.subset_frac={subset_frac}"
-            f"{left_out if num_also_heldout else ''}), need "
-            f"{num_streams}, one per worker stream; give more text, fewer workers "
-            "(ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller "
-            "data.sequence_length"
-        )
-
-
-def find_sides(source: str, path: str, heldout_path: str) -> tuple[list[Path], list[Path]]:
-    """Finds a corpus's files; none is read.
-
-    Args:
-      source: As for `load_corpus`.
-      path: Likewise.
-      heldout_path: Likewise.
-
-    Returns:
-      Files to train on and files held out; the latter is empty where the former are split.
-
-    Raises:
-      ConfigError: If keys contradict one another, or a file would be on both sides.
-      DataError: If a path leads to no file.
-    """
-    if source not in ("stdlib", "text", "jsonl", "tokens"):
-        raise ConfigError(f"data.source={source}: need stdlib, text, jsonl or tokens")
-    if source == "stdlib":
-        if path or heldout_path:
-            raise ConfigError(
-                f"data.source=stdlib reads the Python library itself, have "
-                f"{path or heldout_path} as path; leave data.path and data.heldout_path empty, or "
-                "set data.source=text"
-            )
-        return [], []
-    files = sources.find_files(path, key="data.path")
-    if not heldout_path:
-        return files, []
-    heldout_files = sources.find_files(heldout_path, key="data.heldout_path")
-    for file in {f.resolve() for f in files} & {f.resolve() for f in heldout_files}:
-        raise ConfigError(
-            f"data.path={path} and data.heldout_path={heldout_path} both hold {file.name}: text "
-            "that is trained on cannot be held out"
-        )
-    return files, heldout_files
-
-
-def _texts(
-    source: str, files: Sequence[Path], text_column: str, intake: sources.Intake
-) -> Iterator[str]:
-    if source == "stdlib":
-        return sources.stdlib_documents()
-    if source == "text":
-        return sources.text_documents(files, intake)
-    return sources.jsonl_documents(files, intake, text_column=text_column)
-
-
-def _fingerprint(tokenizer: Tokenizer, *arrays: np.ndarray) -> str:
-    digest = hashlib.sha256(tokenizer.fingerprint.encode())
-    for rows in arrays:
-        digest.update(f"{rows.dtype.str} {rows.shape}".encode())
-        digest.update(np.ascontiguousarray(rows).data)
-    return digest.hexdigest()
-
-
-def _prepared_fingerprint(tokenizer: Tokenizer, sidecar: prepared.Sidecar, num_rows: int) -> str:
-    parts = (tokenizer.fingerprint, sidecar.train.sha256, num_rows, sidecar.heldout.sha256)
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
+    load_fitting_tokenizer(settings.data.tokenizer, settings.model.vocab_size)
+    return DATA_SOURCES[settings.data.source].check(settings)

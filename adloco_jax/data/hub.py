@@ -1,5 +1,6 @@
 """Documents through Hugging Face `datasets`: parquet files, and data sets of the hub, streamed."""
 
+import collections
 import contextlib
 import glob
 import gzip
@@ -12,28 +13,27 @@ from typing import Any, NamedTuple
 
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake, find_files, local_path
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, UserError
 
 MAX_LISTED_FILES = 4096  # a checkpoint has room for so many records
 
-_BATCH_ROWS = 256
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _END_BYTES = 2**16  # read of either end of a file
 
 
 class Unreachable(DataError, OSError):
-    """A source that cannot be read just now; as an `OSError`, a run tries the round once more."""
+    """A source that cannot be read at present; as an `OSError`, a run repeats the round once."""
 
 
 class Opened(NamedTuple):
     """A data set that can be read as a stream.
 
     Attributes:
-      open: Starts a reading of its own: a `datasets.IterableDataset` of the text column alone.
+      open: Starts an independent read: a `datasets.IterableDataset` of the text column alone.
       where: The keys and values that name it, for messages; not where its files lie.
-      files: A JSON record of each file in reading order: `name`, and of one on this machine its
-        `bytes` and `sha256`, which is of size and both ends only: a middle that changes shows in
-        the check sum that ends a `.gz`, and in no other format if the size stays.
+      files: A JSON record of each file in reading order: `name`, and of a local one `bytes` and a
+        `sha256` of size and both ends only. A change in the middle shows in the checksum at the
+        end of a `.gz`; in another format of the same size it goes unnoticed.
     """
 
     open: Callable[[], Any]
@@ -42,37 +42,40 @@ class Opened(NamedTuple):
 
 
 def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
-    """One document per row; empty texts are none.
+    """One document per row, except empty texts.
 
     The column is read to its end before any of its rows is used.
 
+    Args:
+      files: Parquet files.
+      intake: Which damage is tolerated.
+      text_column: Column that holds the text.
+
     Raises:
       DataError: While reading, naming the file and, from 1, the row, if a file is damaged or has no
-        such column of strings, or a row has no text; unless it may be left out.
+        such column of strings, or a row has no text; unless tolerated.
     """
-    for file in files:
-        if record := intake.open(file, lambda file: _check_parquet(file, text_column)):
-            batches = _batches(_open_parquet(file, text_column), str(file))
-            yield from _texts(batches, str(file), text_column, record, intake)
+
+    def rows_of(file: Path) -> Iterator[str | DataError]:
+        return _texts(_open_parquet(file, text_column), str(file), text_column)
+
+    return intake.read(files, rows_of, check=lambda file: collections.deque(rows_of(file), 0))
 
 
 def hub_parts(path: str, name: str, split: str) -> list[tuple[str, Iterable[dict]]]:
-    """The files of a data set on the hub, each a name and the data set cut down to it.
+    """The files of a data set on the hub, each with its name as a data set of its own.
+
+    Args:
+      path: Name on the hub.
+      name: Configuration, `""` if there is only one.
+      split: Which part of the data set.
 
     Raises:
       ConfigError: If there is no such data set, configuration or split, or no network.
     """
     datasets = _datasets()
-    try:
+    with _hub_faults(f"path={path}", f"path={path}, name={name}, split={split}", "their path"):
         dataset = datasets.load_dataset(path, name or None, split=split, streaming=True)
-    except OSError as error:
-        raise ConfigError(
-            f"path={path}: no file or folder of that name here, and the Hugging Face hub gave no "
-            "data set for it (wrong or private name, or no network); correct the name, log in, or "
-            "download its files and give their path"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"path={path}, name={name}, split={split}: {_line(error)}") from error
     count = dataset.num_shards
     stem = "/".join(part for part in (path, name, split) if part)
     return [
@@ -84,21 +87,31 @@ def hub_parts(path: str, name: str, split: str) -> list[tuple[str, Iterable[dict
 def hub_documents(
     name: str, part: Iterable[dict], intake: Intake, *, text_column: str
 ) -> Iterator[str]:
-    """One document per row of a part; empty texts are none.
+    """One document per row of a part, except empty texts.
 
-    Its record has bytes and SHA-256 of the texts taken, each closed by a NUL: there is no file.
+    As there is no file, its record has bytes and SHA-256 of the texts taken, each closed by a NUL.
+
+    Args:
+      name: Of the part, for its record and messages.
+      part: Rows, as `hub_parts` gives them.
+      intake: Which damage is tolerated.
+      text_column: Column that holds the text.
 
     Raises:
-      DataError: While reading, if the connection ends, or a row without text may not be left out.
+      DataError: While reading, if the connection is lost, or a row without text is not tolerated.
     """
     record = {"name": name, "bytes": 0, "sha256": "", "rows": 0, "bad_rows": 0}
     intake.shards.append(record)
-    texts = _texts(_batches(part, name), name, text_column, record, intake)
-    yield from hashed(texts, record)
+    yield from hashed(intake.take(_texts(part, name, text_column), record), record)
 
 
 def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
-    """The texts; in the end their bytes and SHA-256 stand in the record."""
+    """Passes texts through, and records their bytes and SHA-256 after the last.
+
+    Args:
+      texts: Documents.
+      record: Its `bytes` are increased, and its `sha256` is set.
+    """
     digest = hashlib.sha256()
     for text in texts:
         content = text.encode()
@@ -109,12 +122,12 @@ def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
 
 
 def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
-    """Finds a data set for a run; reads no more of it than its columns.
+    """Finds a data set for a run, and checks its columns without reading its rows.
 
     Args:
       path: A folder in the hub's layout, or of data files; a file or glob; else a name on the hub.
-      name: Configuration, `""` where there is but one.
-      split: Which; files given by name or glob are the split.
+      name: Configuration, `""` if there is only one.
+      split: Which part; files given by name or glob are all of this part.
       text_column: Column that holds the text.
 
     Raises:
@@ -135,17 +148,8 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
             )
         paths = find_files(path, key="data.path")
         found, files = _format(paths[0]), {split: [glob.escape(str(p.absolute())) for p in paths]}
-    try:
+    with _hub_faults(where, f"{where}: no such data set", "their folder", is_local=is_local):
         builder = datasets.load_dataset_builder(found, name or None, data_files=files)
-    except Exception as error:  # of pyarrow, fsspec, the hub or datasets, a different one per fault
-        if isinstance(error, OSError) and not is_local:
-            raise ConfigError(
-                f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
-                "data set for it (wrong or private name, or no network); correct the name, log in, "
-                "or download its files and give their folder"
-            ) from error
-        kind = ConfigError if isinstance(error, ValueError) else DataError
-        raise kind(f"{where}: no such data set ({_line(error)})") from error
     names = builder.config.data_files or {}
     if split not in names:
         raise ConfigError(f"{where}: no such split, have {', '.join(map(str, names))}")
@@ -153,20 +157,24 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
     def open_again():
         with _faults(where):
             dataset: Any = builder.as_streaming_dataset(split=split)
-            return dataset if dataset.features is None else dataset.select_columns([text_column])
+            if dataset.features is None:
+                return dataset
+            _check_column(dataset.features, where, text_column, key="data.text_column")
+            return dataset.select_columns([text_column])
 
-    with _faults(where):
-        dataset: Any = builder.as_streaming_dataset(split=split)
-    if dataset.features is not None:
-        _check_column(dataset.features, where, text_column, key="data.text_column")
+    open_again()
     return Opened(open_again, where, [_file_record(str(name)) for name in names[split]])
 
 
 def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
-    """The examples of a stream; what goes wrong with it is an error of ours.
+    """The examples of a stream, with its errors as errors of ours.
+
+    Args:
+      dataset: An iterable of examples.
+      where: What names it, for messages.
 
     Raises:
-      Unreachable: If the connection, or a disk, gives no more.
+      Unreachable: If the connection is lost, or a disk cannot be read.
       DataError: If the data are damaged.
     """
     rows = iter(dataset)
@@ -179,16 +187,34 @@ def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def _faults(where: str):
+def _faults(where: str) -> Iterator[None]:
     """Errors of reading as ours."""
     try:
         yield
-    except Exception as error:  # as in `_batches`
+    except UserError:
+        raise
+    except Exception as error:  # deliberately broad, because each library raises its own
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise Unreachable(
                 f"{where}: cannot be read ({_line(error)}); once it can, run the same command again"
             ) from error
         raise DataError(f"{where}: damaged ({_line(error)})") from error
+
+
+@contextlib.contextmanager
+def _hub_faults(where: str, fault: str, remedy: str, *, is_local: bool = False) -> Iterator[None]:
+    """Errors of looking a data set up as ours."""
+    try:
+        yield
+    except Exception as error:  # deliberately broad, because each library raises its own
+        if isinstance(error, OSError) and not is_local:
+            raise ConfigError(
+                f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
+                "data set for it (wrong or private name, or no network); correct the name, log in, "
+                f"or download its files and give {remedy}"
+            ) from error
+        kind = ConfigError if isinstance(error, ValueError) else DataError
+        raise kind(f"{fault} ({_line(error)})") from error
 
 
 def _format(file: Path) -> str:
@@ -204,7 +230,7 @@ def _format(file: Path) -> str:
 
 def _file_record(name: str) -> dict:
     file = Path(name)
-    if not file.is_file():  # on the hub: without the revision, which any change of a card moves
+    if not file.is_file():  # on the hub: without the revision, which an edited card changes too
         return {"name": re.sub(r"@[0-9a-f]{40}/", "/", name)}
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -215,12 +241,6 @@ def _file_record(name: str) -> dict:
     return {"name": file.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def _check_parquet(file: Path, text_column: str) -> None:
-    dataset = _open_parquet(file, text_column)
-    for _ in _batches(dataset, str(file)):
-        pass
-
-
 def _open_parquet(file: Path, text_column: str):
     datasets = _datasets()
     try:
@@ -228,7 +248,7 @@ def _open_parquet(file: Path, text_column: str):
             "parquet", data_files=glob.escape(str(file)), split="train", streaming=True
         )
         features = dataset.features or {}
-    except Exception as error:  # of pyarrow, fsspec or datasets, a different one per fault
+    except Exception as error:  # deliberately broad, because each library raises its own
         raise DataError(f"{file}: damaged or no parquet ({_line(error)})") from error
     _check_column(features, str(file), text_column, key="text_column")
     return dataset.select_columns([text_column])
@@ -244,38 +264,16 @@ def _check_column(
         raise DataError(f"{where}: {text_column!r} must be a column of strings, have {kind}")
 
 
-def _batches(dataset, where: str) -> Iterator[dict]:
-    batches = dataset.iter(batch_size=_BATCH_ROWS)
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:  # as above, and of the network
-            raise DataError(f"{where}: damaged or unreachable ({_line(error)})") from error
-        if batch is None:
-            return
-        yield batch
-
-
-def _texts(
-    batches: Iterable[dict], where: str, text_column: str, record: dict, intake: Intake
-) -> Iterator[str]:
-    number = 0
-    for batch in batches:
-        if text_column not in batch:
+def _texts(dataset: Iterable[dict], where: str, text_column: str) -> Iterator[str | DataError]:
+    for number, row in enumerate(examples(dataset, where), 1):
+        if text_column not in row:
             raise DataError(
-                f"{where}: no column {text_column!r} (text_column), have {', '.join(batch)}"
+                f"{where}: no column {text_column!r} (text_column), have {', '.join(row)}"
             )
-        for text in batch[text_column]:
-            number += 1
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                error = DataError(
-                    f"{where}:{number}: {text_column!r} must be a string, have {kind}"
-                )
-                intake.leave_out(record, error)
-            elif text:
-                record["rows"] += 1
-                yield text
+        text = row[text_column]
+        is_text = isinstance(text, str)
+        problem = f"{text_column!r} must be a string, have {type(text).__name__}"
+        yield text if is_text else DataError(f"{where}:{number}: {problem}")
 
 
 def _line(error: Exception) -> str:
@@ -283,7 +281,7 @@ def _line(error: Exception) -> str:
 
 
 def _datasets():
-    """The library without bars and warnings: what goes wrong is said in one line of ours."""
+    """The library without bars and warnings: a fault is one line of ours."""
     import datasets  # heavy, and not every run needs it
 
     datasets.disable_progress_bars()

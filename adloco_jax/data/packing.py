@@ -1,7 +1,7 @@
 """Documents to rows: tokenised, held out whole, laid end to end, cut every L+1 tokens.
 
 A document of which a copy is held out is not trained on. Copies are found by their ids, so that the
-arrays of tokens have them too; nothing is said of texts that differ in a character.
+arrays of tokens have them too; texts that differ in one character are no copies.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
+MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
 
 _CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which reading stops
-_CHUNK_TOKENS = 2**24  # looked at together in an array on disk
+_CHUNK_TOKENS = 2**24  # of an array on disk, checked at a time
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,15 +129,43 @@ def id_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def read_token_documents(
-    tokens: np.ndarray, tokenizer: Tokenizer, *, where: str, vocab_size: int
+    tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    vocab_size: int,
+    max_tokens: int | None = None,
+    heldout: Documents | None = None,
 ) -> Documents:
-    """Finds the documents of a token stream [T] and checks every id; the stream is not copied.
+    """Finds the documents of a token stream and checks every id; the stream is not copied.
+
+    Args:
+      tokens: Integers [T], each document closed by the end of text.
+      tokenizer: What made the ids.
+      where: The key and value the tokens come from, for messages.
+      vocab_size: The model's; every id must lie below it.
+      max_tokens: With `heldout`, stop soon after so many tokens; None reads all.
+      heldout: Documents that are held out, of another source; they do not count.
 
     Raises:
       DataError: If the stream is empty or an id is not in [0, vocab_size).
     """
     if not tokens.size:
         raise DataError(f"{where}: no token in it")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(f"{where}: token ids are integers, have {tokens.dtype}")
+    end = need = tokens.size if heldout is None or max_tokens is None else max_tokens
+    while True:
+        found = _documents_of(tokens[:end], tokenizer, where, vocab_size)
+        kept = need if heldout is None else without_heldout(found, heldout).tokens.size
+        if kept >= need or end >= tokens.size:
+            return found
+        end += need - kept
+
+
+def _documents_of(
+    tokens: np.ndarray, tokenizer: Tokenizer, where: str, vocab_size: int
+) -> Documents:
     ends = []
     for start in range(0, tokens.size, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]
@@ -162,8 +191,14 @@ def split_documents(
 ) -> tuple[Documents, Documents]:
     """Training and held-out documents; no document is in both.
 
-    Holds out round(heldout_frac · documents), evenly along the reading order. Where they fill
-    fewer than two rows, more are taken: the shortest that fills the gap, else the longest.
+    Holds out round(heldout_frac · documents), evenly along the reading order. If they fill fewer
+    than two rows, more are held out: the shortest that fills the gap, else the longest.
+
+    Args:
+      documents: All documents in reading order.
+      where: The key and value they come from, for messages.
+      heldout_frac: Share to hold out, in (0, 1).
+      row_length: L+1.
 
     Raises:
       DataError: If that would leave no document to train on.
@@ -201,7 +236,7 @@ def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
 
 
 def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The stretches of `tokens` between end-of-text tokens, which are left out."""
+    """Splits `tokens` at the end-of-text tokens, which are in no piece."""
     pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_id))
     return [piece[piece != tokenizer.eot_id] for piece in pieces]
 
@@ -215,7 +250,7 @@ def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Which of `count` documents from number `first` on are held out, whatever comes after.
+    """Which of `count` documents from number `first` on are held out, whatever follows them.
 
     Args:
       first: Number of the first in reading order, from 0.
@@ -240,7 +275,7 @@ def choose(documents: Documents, mask: np.ndarray) -> Documents:
 
 
 def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in order, as many at a time as are tokenised together."""
+    """Batches of texts in order, each to be tokenised together."""
     chunk, num_chars = [], 0
     for text in texts:
         chunk.append(text)

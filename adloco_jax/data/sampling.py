@@ -1,7 +1,7 @@
 """Which row comes k-th, without state: permutations that are evaluated and never stored.
 
-Integer arithmetic only, so the order is the same on every platform and NumPy version; the golden
-values in tests/data_sampling_test.py hold it fast.
+Integer arithmetic only, so the order is the same on every platform and NumPy version; golden values
+in tests/data_sampling_test.py pin it.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ from adloco_jax.errors import DataError
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
 _UINT64_MASK = 2**64 - 1
 _NUM_ROUNDS = 8  # four hide the structure of a large range; small ones need a few more
-# Up to so many entries the network is no fair shuffle, whatever its rounds: of eight entries it
-# makes a small part of the orders only. They are sorted by random numbers instead.
+# Up to this many entries a Feistel network is no fair shuffle, however many rounds it has: of eight
+# entries it reaches few of the orders. They are sorted by random numbers instead.
 _MAX_SORTED = 9
-_SUBSET, _EPOCH = 1, 2  # what a key is for, so that no two uses ever share one
+_SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses share one
 
 
 def stream_rows(
@@ -78,8 +78,8 @@ def subset_size(num_rows: int, subset_frac: float) -> int:
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
     """Images of `index` under a pseudo-random permutation of range(num_items).
 
-    A Feistel network on the smallest power of two that holds the range; what falls outside the
-    range goes through again until it falls inside (cycle walking), less than twice on average.
+    A Feistel network on the smallest power of two that holds the range; an image outside the range
+    goes through again until it is inside (cycle walking), less than twice on average.
     Cost and memory follow `index`, not `num_items`. Ranges of at most 9 are sorted by random
     numbers: over the keys, all their orders are equally likely.
 

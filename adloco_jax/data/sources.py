@@ -5,10 +5,13 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import io
+import itertools
 import json
+import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +22,8 @@ from adloco_jax.errors import ConfigError, DataError
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
-# A shard that unpacks to more than this many times its size, and to more than a few megabytes, is
-# no text: gzip gains a factor of 10 on prose, and 1,030 at most.
+# A shard that decompresses to more than this many times its size, and to more than a few megabytes,
+# is no text: gzip gains a factor of 10 on prose, and 1,030 at most.
 MAX_GZIP_RATIO, FREE_GZIP_BYTES = 200, 2**26
 _MAX_LISTED = 5  # file names in one message
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -28,12 +31,12 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclasses.dataclass
 class Intake:
-    """What reading may leave out, and a record of what it has read.
+    """Which damage reading tolerates, and a record of what it has read.
 
     Attributes:
-      max_bad_rows: JSON lines that may be left out, over all files.
+      max_bad_rows: Rows that may be left out, over all files.
       skip_bad_shards: Whether a damaged file is left out whole, or refused.
-      num_bad_rows: Lines left out so far.
+      num_bad_rows: Rows left out so far.
       shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256`, `rows` (the
         documents taken from it), `bad_rows`; or `name` and why it was `skipped`.
     """
@@ -43,14 +46,35 @@ class Intake:
     num_bad_rows: int = 0
     shards: list[dict] = dataclasses.field(default_factory=list)
 
-    def open(self, file: Path, check: Callable[[Path], object]) -> dict | None:
-        """A new record for a file that is whole, as far as `check` can tell; None to leave it out.
+    def read(
+        self,
+        files: Iterable[Path],
+        rows_of: Callable[[Path], Iterable[T | DataError]],
+        check: Callable[[Path], object] | None = None,
+    ) -> Iterator[T]:
+        """Rows of files in order, with a record of each file.
+
+        Args:
+          files: To be read.
+          rows_of: Rows of a file; empty ones are skipped, and an error among them is a bad row.
+          check: Raises DataError for a damaged file, before any of its rows is used.
+
+        Raises:
+          DataError: While reading, if a file is damaged, or there are more bad rows than tolerated.
+        """
+        for file in files:
+            if record := self.open(file, check):
+                yield from self.take(rows_of(file), record)
+
+    def open(self, file: Path, check: Callable[[Path], object] | None = None) -> dict | None:
+        """A new record for a file that passes `check`; None to leave it out.
 
         Raises:
           DataError: If the file is damaged and may not be left out.
         """
         try:
-            check(file)
+            if check is not None:
+                check(file)
             with open(file, "rb") as raw:
                 digest = hashlib.file_digest(raw, "sha256").hexdigest()
             size = file.stat().st_size
@@ -63,17 +87,32 @@ class Intake:
         self.shards.append(record)
         return record
 
-    def leave_out(self, record: dict, error: DataError) -> None:
-        """Counts a bad row; raises its error once there are more than may be left out."""
-        if self.num_bad_rows >= self.max_bad_rows:
-            budget = f" (data.max_bad_rows={self.max_bad_rows})" if self.max_bad_rows else ""
-            raise DataError(f"{error}{budget}") from error
-        self.num_bad_rows += 1
-        record["bad_rows"] += 1
+    def take(self, rows: Iterable[T | DataError], record: dict) -> Iterator[T]:
+        """The rows that are not empty, counted in `record`.
+
+        Raises:
+          DataError: A bad row's own, once there are more of them than may be left out.
+        """
+        for row in rows:
+            if not isinstance(row, DataError):
+                if row:
+                    record["rows"] += 1
+                    yield row
+                continue
+            if self.num_bad_rows >= self.max_bad_rows:
+                budget = f" (data.max_bad_rows={self.max_bad_rows})" if self.max_bad_rows else ""
+                raise DataError(f"{row}{budget}") from row
+            self.num_bad_rows += 1
+            record["bad_rows"] += 1
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """What differs between two readings, a line for each file; see `Intake.shards`."""
+    """The files that differ between two reads, a line each.
+
+    Args:
+      before: Records of the earlier read, see `Intake.shards`.
+      after: Records of the later one.
+    """
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
     lines = [f"{name}: no longer there" for name in old if name not in new]
@@ -85,10 +124,14 @@ def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
 
 
 def local_path(name: str, *, key: str) -> Path:
-    """The path that a config value names, with `~` expanded; whether it exists is left open.
+    """The path that a config value names, with `~` expanded; it need not exist.
+
+    Args:
+      name: The value.
+      key: The config key, for messages.
 
     Raises:
-      DataError: If it cannot be looked at: too long, of an unknown user, in a closed folder.
+      DataError: If it cannot be accessed: too long, of an unknown user, in a closed folder.
     """
     try:
         path = Path(name).expanduser()
@@ -100,7 +143,7 @@ def local_path(name: str, *, key: str) -> Path:
 
 
 def find_files(path: str, *, key: str) -> list[Path]:
-    """Files that a config value means, in the order of their paths.
+    """Files that a config value names, in the order of their paths.
 
     Args:
       path: A file, a folder (every regular file in it, at any depth), or a glob.
@@ -154,58 +197,55 @@ def text_documents(
 
     Args:
       files: To be read.
-      intake: What may be left out.
+      intake: Which damage is tolerated.
       among: All files of the source, where `files` are a part of them: for the message.
 
     Raises:
       DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out; names
-        all such files, those not yet read among them.
+        all such files, including those not read yet.
     """
-    for file in files:
-        try:
-            record = intake.open(file, _read_text)
-        except DataError as error:
-            raise DataError(_all_unreadable(among or files)) from error
-        if record and (text := _read_text(file)):
-            record["rows"] += 1
-            yield text
+    try:
+        yield from intake.read(files, lambda file: [_read_text(file)], check=_read_text)
+    except DataError as error:
+        raise DataError(_all_unreadable(among or files)) from error
 
 
 def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
-    """One document per JSON line (C4's layout); blank lines and empty texts are none.
+    """One document per JSON line (C4's layout), except blank lines and empty texts.
 
-    A file is looked at as a whole before any of its lines is used: of truncated gzip files nearly
-    all give rows first and an error later. A byte-order mark and CRLF are fine.
+    A file is decompressed to its end before any of its lines is used: most truncated gzip files
+    give rows first and an error later. A byte-order mark and CRLF are accepted.
 
     Args:
       files: `.jsonl` or `.json`, each also with `.gz`.
-      intake: What may be left out.
+      intake: Which damage is tolerated.
       text_column: Name of the field that holds the text.
 
     Raises:
       DataError: While reading, naming file and line, if a file has another suffix, is empty,
-        truncated, no valid gzip or unpacks to too much, or a line is longer than `MAX_LINE_BYTES`
-        or not a JSON object with one string of text; unless it may be left out.
+        truncated, no valid gzip or decompresses to too much, or a line is longer than
+        `MAX_LINE_BYTES` or not a JSON object with one string of text; unless tolerated.
     """
-
-    def read(line: bytes, where: str) -> str:
-        return _text(_json_object(line, where), where, text_column)
-
-    return _jsonl(files, intake, read)
+    return _json_lines(files, intake, lambda record, where: _text(record, where, text_column))
 
 
 def labelled_documents(
     files: Sequence[Path], intake: Intake, *, text_column: str, label_column: str, num_classes: int
 ) -> Iterator[tuple[str, int]]:
-    """Text and class of every JSON line that is not blank; otherwise as `jsonl_documents`.
+    """Text and class of every JSON line that is not blank, read as by `jsonl_documents`.
+
+    Args:
+      files: `.jsonl` or `.json`, each also with `.gz`.
+      intake: Which damage is tolerated.
+      text_column: Name of the field that holds the text.
+      label_column: Name of the field that holds the class.
+      num_classes: C; a class is a whole number in [0, C).
 
     Raises:
-      DataError: As there, and for an empty text or a label that is no whole number in
-        [0, num_classes).
+      DataError: As `jsonl_documents`, and for an empty text or a label that is no class.
     """
 
-    def read(line: bytes, where: str) -> tuple[str, int]:
-        record = _json_object(line, where)
+    def read(record: dict, where: str) -> tuple[str, int]:
         text, label = _text(record, where, text_column), record.get(label_column)
         if not text:
             raise DataError(f"{where}: {text_column!r} is empty")
@@ -216,27 +256,30 @@ def labelled_documents(
             )
         return text, label
 
-    return _jsonl(files, intake, read)
+    return _json_lines(files, intake, read)
 
 
-def _jsonl(files: Sequence[Path], intake: Intake, read: Callable[[bytes, str], T]) -> Iterator[T]:
-    """What `read` makes of each line; nothing of blank lines, nor where it is empty."""
+def _json_lines(
+    files: Sequence[Path], intake: Intake, read: Callable[[dict, str], T]
+) -> Iterator[T]:
+    """What `read` makes of the object on each line that is not blank."""
     for file in files:
         if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
             raise DataError(
                 f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; "
                 "a glob leaves other files out"
             )
-        if record := intake.open(file, _check_unpacks):
-            for number, line in _lines(file):
-                try:
-                    found = read(line, f"{file}:{number}") if line else None
-                except DataError as error:
-                    intake.leave_out(record, error)
-                    continue
-                if found:
-                    record["rows"] += 1
-                    yield found
+
+    def rows_of(file: Path) -> Iterator[T | DataError]:
+        for number, line in _lines(file):
+            where = f"{file}:{number}"
+            try:
+                row = read(_json_object(line, where), where)
+            except DataError as error:
+                row = error
+            yield row
+
+    yield from intake.read(files, rows_of, check=_check_decompresses)
 
 
 def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
@@ -272,25 +315,23 @@ def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Splits a single document at the blank line nearest to 1 - heldout_frac of its length.
 
-    A blank line that would move the cut by more than half of the held-out part gives way to the
-    nearest newline.
+    Where that would move the cut by more than half of the held-out part, the nearest newline is
+    used instead.
+
+    Args:
+      text: The document.
+      where: The key and value it comes from, for messages.
+      heldout_frac: Share of its characters to hold out, in (0, 1).
 
     Raises:
       DataError: If there is no newline to cut at.
     """
     target = (1 - heldout_frac) * len(text)
-    for separator, slack in (
-        ("\n\n", heldout_frac * len(text) / 2),
-        ("\r\n\r\n", heldout_frac * len(text) / 2),
-        ("\n", len(text)),
-    ):
-        ends = (
-            text.rfind(separator, 0, int(target)) + len(separator),
-            text.find(separator, max(0, int(target) - len(separator))) + len(separator),
-        )
-        cuts = [e for e in ends if len(separator) < e < len(text) and abs(e - target) <= slack]
-        if cuts:
-            cut = min(cuts, key=lambda end: abs(end - target))
+    blank_line, newline = r"(?<=\n\n)|(?<=\r\n\r\n)", r"(?<=\n)"
+    for pattern, slack in ((blank_line, heldout_frac * len(text) / 2), (newline, len(text))):
+        ends = (match.end() for match in re.finditer(pattern, text) if match.end() < len(text))
+        cut = min(ends, key=lambda end: abs(end - target), default=0)
+        if cut and abs(cut - target) <= slack:
             return text[:cut], text[cut:]
     raise DataError(
         f"{where}: the only document has no line break to cut a held-out part off at; need two "
@@ -298,13 +339,12 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
-def _check_unpacks(file: Path) -> None:
-    """DataError for a file that is empty, cannot be read to its end, or unpacks to too much."""
-    open_file = gzip.open if file.suffix == ".gz" else open
+def _check_decompresses(file: Path) -> None:
+    """DataError for a file that is empty, cannot be read to its end, or is larger than allowed."""
     try:
         limit = max(FREE_GZIP_BYTES, MAX_GZIP_RATIO * file.stat().st_size)
         size = 0
-        with open_file(file, "rb") as content:  # to the end, where gzip has its checksum
+        with _opened(file) as content:  # to the end, where gzip has its checksum
             while part := content.read(2**20):
                 size += len(part)
                 if size > limit:
@@ -319,16 +359,20 @@ def _check_unpacks(file: Path) -> None:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file that was looked at, from 1, without blanks around them."""
-    open_file = gzip.open if file.suffix == ".gz" else open
-    number = 0
-    with open_file(file, "rb") as lines:
-        while line := lines.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            rest = line
+    """Lines that are not blank, stripped, with their numbers from 1; too long ones are cut."""
+    with _opened(file) as lines:
+        for number in itertools.count(1):
+            line = rest = lines.readline(MAX_LINE_BYTES + 1)
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = lines.readline(MAX_LINE_BYTES + 1)
-            yield number, (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if not line:
+                return
+            if line := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+                yield number, line
+
+
+def _opened(file: Path) -> io.BufferedIOBase:
+    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
 
 
 def _read_text(file: Path) -> str:
@@ -341,19 +385,20 @@ def _read_text(file: Path) -> str:
 
 
 def _all_unreadable(files: Sequence[Path]) -> str:
-    """What is wrong with those of the files that are no text, in a line."""
-    faults, others = [], []
+    """One line that names the files that are no text."""
+    faults = {}
     for file in files:
         try:
             _read_text(file)
         except DataError as error:
-            faults.append(str(error))
-            others.append(file.name)
+            faults[file] = str(error)
+    (_, first), *others = faults.items()
     more = ""
-    if len(faults) > 1:
-        listed = ", ".join(others[1 : 1 + _MAX_LISTED]) + ", …" * (len(faults) > 1 + _MAX_LISTED)
+    if others:
+        listed = ", ".join(file.name for file, _ in others[:_MAX_LISTED])
+        listed += ", …" * (len(others) > _MAX_LISTED)
         more = f"; {len(faults)} of {len(files)} files are no UTF-8 text, also {listed}"
-    return f"{faults[0]}{more}; convert to UTF-8, or leave out with data.on_bad_shard=skip"
+    return f"{first}{more}; convert to UTF-8, or leave out with data.on_bad_shard=skip"
 
 
 def _json_object(line: bytes, where: str) -> dict:

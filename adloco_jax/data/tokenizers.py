@@ -12,6 +12,7 @@ import os
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # that are encoded and decoded before any others
-# Of a hub repository: what a tokenizer of any kind is made from.
+_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
+# Files of a hub repository from which a tokenizer of any kind is made.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 _HUB_FILES += ("added_tokens.json", "config.json")
@@ -97,14 +98,24 @@ def _load(name: str) -> Tokenizer:
         )
     if not HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
         raise DataError(f"data.tokenizer={name}: no such file or folder")
-    return _hub_tokenizer(name)
+    # Not by the library's own call, which tries for most of a minute without a network.
+    where = f"data.tokenizer={name}"
+    return _folder_tokenizer(
+        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
+    )
 
 
 def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """`load_tokenizer`, for a model of that vocabulary.
+    """Loads a tokenizer and checks that the model has an embedding for each of its ids.
+
+    Args:
+      name: What `data.tokenizer` names, see `load_tokenizer`.
+      vocab_size: The model's.
 
     Raises:
-      ConfigError: Also if the tokenizer has more ids than the model.
+      ConfigError: If the name leads nowhere, or the tokenizer has no end-of-text token or more ids
+        than the model.
+      DataError: If a path does not exist or its content is damaged.
     """
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
@@ -116,13 +127,13 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Encodes and decodes a few documents, and refuses a tokenizer that leaves next to nothing.
+    """Encodes and decodes a few documents, and refuses a tokenizer that loses most of their text.
 
-    What comes back is counted byte by byte in any order, and without regard to case and accents,
-    which some tokenizers drop on purpose.
+    Decoded bytes are compared in any order, ignoring case and accents, which some tokenizers drop
+    on purpose.
 
     Args:
-      texts: Documents; the beginnings of 30 of them, evenly along the list, are looked at.
+      texts: Documents; the beginnings of 30 of them, evenly along the list, are compared.
       tokenizer: The configured one.
 
     Raises:
@@ -178,7 +189,7 @@ def _json_tokenizer(path: Path) -> Tokenizer:
 
     with _damage_is_a_data_error(path):
         backend = tokenizers.Tokenizer.from_file(str(path))
-    # A file may carry the settings it was once used with; both would change the text in silence.
+    # A file may have both saved with it; either would silently change the text.
     backend.no_truncation()
     backend.no_padding()
     specials = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
@@ -241,7 +252,7 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
 def _converted(path: Path):
     """A SentencePiece model as a `tokenizers` one of the same ids.
 
-    Texts that spell a control piece are the exception: a unigram model finds it there.
+    The exception is text that spells a control piece: a unigram model finds it there.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -288,33 +299,16 @@ def _converted(path: Path):
 
 
 def _folder_tokenizer(path: Path) -> Tokenizer:
-    auto = _auto_tokenizer()
-    with _damage_is_a_data_error(path):
-        tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
-    return _transformers_tokenizer(str(path), tokenizer)
-
-
-def _hub_tokenizer(name: str) -> Tokenizer:
-    # Not by the library's own call, which tries for most of a minute without a network.
-    where = f"data.tokenizer={name}"
-    return _folder_tokenizer(
-        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
-    )
-
-
-def _auto_tokenizer() -> type:
     # Else its import advises on standard error to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer
-
-
-def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
+    with _damage_is_a_data_error(path):
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if eot_id is None:
         raise ConfigError(
-            f"data.tokenizer={name}: no end-of-text token: set eos_token in tokenizer_config.json"
+            f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
         )
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
@@ -350,7 +344,7 @@ def _transformers_tokenizer(name: str, tokenizer) -> Tokenizer:
 
 @contextlib.contextmanager
 def _damage_is_a_data_error(path: Path) -> Iterator[None]:
-    """Names the file whatever its reader raises.
+    """Names the file in an error, whatever its reader raises.
 
     Deliberately broad except, because `tokenizers` raises plain Exception, and the others a
     different one per fault.

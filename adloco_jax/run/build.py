@@ -17,17 +17,12 @@ from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
-from adloco_jax.data.corpus import check_corpus
-from adloco_jax.data.hub import open_stream
-from adloco_jax.data.labelled import NUM_FIELDS, Labelled, load_labelled
-from adloco_jax.data.sources import Intake
-from adloco_jax.data.streaming import Streaming, load_stream
-from adloco_jax.data.tokenizers import load_fitting_tokenizer
+from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
+from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.hf import Network
 from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
-from adloco_jax.run.evaluate import MAX_GUARD_SEQUENCES
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import AUTO_TEST_MAX, Spec, fewest_model_shards
 from adloco_jax.settings import Settings
@@ -36,86 +31,17 @@ InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
 
-def load_data(settings: Settings) -> Corpus | Labelled | Streaming:
-    """The configured text or tokens; with classes, where the network is to learn them.
+def load_data(settings: Settings) -> Corpus | Streaming:
+    """The configured text or tokens, or labelled texts if the network is a classifier.
 
-    Of `data.source=hf` no more is read than the held-out rows take.
+    Args:
+      settings: The run's.
 
     Raises:
       ConfigError: As `load_corpus`.
       DataError: As `load_corpus`.
     """
-    data, model = settings.data, settings.model
-    if model.arch == "bert":
-        return load_labelled(
-            path=data.path,
-            heldout_path=data.heldout_path,
-            text_column=data.text_column,
-            label_column=data.label_column,
-            num_classes=model.num_classes,
-            tokenizer=load_fitting_tokenizer(data.tokenizer, model.vocab_size),
-            sequence_length=data.sequence_length,
-            num_sequences=data.num_sequences,
-            heldout_frac=data.heldout_frac,
-            subset_frac=data.subset_frac,
-            num_streams=settings.ensemble.num_workers,
-            seed=settings.seed,
-            intake=Intake(data.max_bad_rows, data.on_bad_shard == "skip"),
-        )
-    if data.source == "hf":
-        return load_stream(
-            path=data.path,
-            name=data.name,
-            split=data.split,
-            text_column=data.text_column,
-            tokenizer=data.tokenizer,
-            sequence_length=data.sequence_length,
-            num_sequences=data.num_sequences,
-            heldout_frac=data.heldout_frac,
-            num_heldout_rows=MAX_GUARD_SEQUENCES + settings.eval.num_sequences,
-            vocab_size=model.vocab_size,
-            max_bad_rows=data.max_bad_rows,
-        )
-    return load_corpus(
-        source=data.source,
-        path=data.path,
-        heldout_path=data.heldout_path,
-        text_column=data.text_column,
-        tokenizer=data.tokenizer,
-        sequence_length=data.sequence_length,
-        num_sequences=data.num_sequences,
-        heldout_frac=data.heldout_frac,
-        subset_frac=data.subset_frac,
-        num_streams=settings.ensemble.num_workers,
-        seed=settings.seed,
-        vocab_size=model.vocab_size,
-        on_bad_shard=data.on_bad_shard,
-        max_bad_rows=data.max_bad_rows,
-    )
-
-
-def check_data(settings: Settings) -> None:
-    """Refuses data that `load_data` would refuse before it reads any text: seconds, not minutes.
-
-    Raises:
-      ConfigError: If keys contradict one another, the tokenizer does not suit the model, or a data
-        set is not on the hub.
-      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
-        headers tell.
-    """
-    data, vocab_size = settings.data, settings.model.vocab_size
-    if data.source == "hf":
-        load_fitting_tokenizer(data.tokenizer, vocab_size)
-        open_stream(data.path, data.name, data.split, text_column=data.text_column)
-        return
-    check_corpus(
-        source=data.source,
-        path=data.path,
-        heldout_path=data.heldout_path,
-        tokenizer=data.tokenizer,
-        sequence_length=data.sequence_length,
-        vocab_size=vocab_size,
-    )
+    return (load_corpus if class_count(settings) is None else load_labelled)(settings)
 
 
 def class_count(settings: Settings) -> int | None:

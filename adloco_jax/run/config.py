@@ -10,12 +10,13 @@ import difflib
 import operator
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 
 from adloco_jax.core.batching import BATCH_TESTS
+from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Settings
 
@@ -32,6 +33,9 @@ KNOBS: dict[str, dataclasses.Field] = {
     for name, group in _GROUPS.items()
     for field in dataclasses.fields(group)
 }
+# Set here, as `settings` stands below `data` and cannot import this table.
+_source = KNOBS["data.source"]
+_source.metadata = MappingProxyType({**_source.metadata, "table": DATA_SOURCES})
 
 
 def default_config() -> ConfigDict:
@@ -71,6 +75,11 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
             pairs = ", ".join(f"{key} = {_shown(values[key])}" for key in keys)
             faults.append(f"{pairs}: {need}")
+    source = values.get("data.source")
+    for name, reason in DATA_SOURCES[source].refuses.items() if source else ():
+        key = f"data.{name}"
+        if key in values and values[key] != KNOBS[key].metadata["default"]:
+            faults.append(f"data.source = {source!r}, {key} = {_shown(values[key])}: {reason}")
     if faults:
         raise ConfigError("\n".join(faults))
     values["batching.buckets"] = _resolve_buckets(
@@ -251,43 +260,23 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("data.source", "data.path"),
-        lambda source, path: source == "stdlib" or path != "",
+        lambda source, path: "path" not in DATA_SOURCES[source].needs or path != "",
         "this source needs a file, folder or glob (hf: or a hub name); set data.path",
     ),
     (
         ("data.source", "data.path", "data.heldout_path"),
-        lambda source, path, heldout_path: source != "stdlib" or path == heldout_path == "",
-        "stdlib reads this Python's own library; leave both paths empty or change data.source",
+        lambda source, *paths: "path" in DATA_SOURCES[source].needs or paths == ("", ""),
+        "this source reads no files; leave both paths empty or change data.source",
     ),
     (
         ("data.source", "data.text_column"),
-        lambda source, column: source not in ("jsonl", "hf") or column != "",
+        lambda source, column: "text_column" not in DATA_SOURCES[source].needs or column != "",
         "name the field that holds a row's text; set data.text_column",
-    ),
-    (
-        ("data.source", "data.name", "data.split"),
-        lambda source, name, split: source == "hf" or (name, split) == ("", "train"),
-        "only hf has configurations and splits; leave both as they are or set data.source=hf",
     ),
     (
         ("data.split",),
         lambda split: split != "",
         "no part of the data set; name one, such as train",
-    ),
-    (
-        ("data.source", "data.heldout_path"),
-        lambda source, heldout_path: source != "hf" or heldout_path == "",
-        "hf holds out documents of the data set itself; leave data.heldout_path empty",
-    ),
-    (
-        ("data.source", "data.subset_frac"),
-        lambda source, subset_frac: source != "hf" or subset_frac == 1,
-        "a stream is dealt in its order, and no subset drawn; set 1.0, or prepare the data first",
-    ),
-    (
-        ("data.source", "data.on_bad_shard"),
-        lambda source, on_bad_shard: source != "hf" or on_bad_shard == "reject",
-        "a stream is not read to its end before it is used; set reject, or prepare the data first",
     ),
     (
         ("ensemble.num_workers", "ensemble.num_trainers"),

@@ -12,12 +12,11 @@ from jaxtyping import PyTree
 from adloco_jax.core.merge import merge
 from adloco_jax.core.types import Ensemble
 from adloco_jax.data.labelled import balanced
+from adloco_jax.data.packing import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import permute
 from adloco_jax.errors import DataError
 from adloco_jax.run.programs import Key, Programs
 from adloco_jax.run.sharding import bring
-
-MAX_GUARD_SEQUENCES = 32
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def split_heldout(
             f"corpus.heldout_rows: have {have}, need {fewest}, {use}; hold out more, as by"
             " data.heldout_frac"
         )
-    num_guard = min(MAX_GUARD_SEQUENCES, len(order) // 2)
+    num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
     num_guard -= num_guard % each
     chosen = order[num_guard : num_guard + num_sequences]
     guard, report = np.sort(order[:num_guard]), np.sort(chosen)

@@ -9,17 +9,13 @@ from ml_collections import ConfigDict
 
 from adloco_jax import hf
 from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
-from adloco_jax.data import Corpus
-from adloco_jax.data.labelled import Labelled
-from adloco_jax.data.snapshot import HUB_NAME
+from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.data.streaming import Streaming
-from adloco_jax.data.tokenizers import load_fitting_tokenizer
 from adloco_jax.run import processes
 from adloco_jax.run.batches import classes, round_keys
 from adloco_jax.run.build import (
     attention,
     build_model,
-    check_data,
     class_count,
     program_spec,
     replayed_batches,
@@ -93,7 +89,7 @@ def check_inputs(
       DataError: If a path leads nowhere, or to what is damaged as far as its description shows.
       CheckpointError: If the folder's record of its config cannot be read.
     """
-    data, model, unchecked = settings.data, settings.model, []
+    model, unchecked = settings.model, []
     check_installed(settings.log)
     rounds = []
     if workdir is not None:
@@ -107,22 +103,13 @@ def check_inputs(
         require_same_network(settings, network)
         which = "whether all its numbers are finite" if knows_tensors else "its weights on the hub"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
-    if data.source == "hf" and HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
-        load_fitting_tokenizer(data.tokenizer, model.vocab_size)
-        what = "whether the Hugging Face hub has it, and what it holds"
-        unchecked.append(f"data.path = {data.path}: {what}")
-    else:
-        check_data(settings)
-    if data.source == "stdlib":
-        unchecked.append("data.source = stdlib: whether it is text enough")
-    elif data.source in ("text", "jsonl"):
-        unchecked.append(f"data.path = {data.path}: what its files hold")
+    unchecked += check_corpus(settings)
     if not rounds:
         replayed_batches(settings)
     return unchecked
 
 
-def data_header(corpus: Corpus | Labelled | Streaming) -> str:
+def data_header(corpus: Corpus | Streaming) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from ml_collections import ConfigDict
 
 from adloco_jax.adloco import Control, State, share_done
+from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.checkpoint import (
@@ -320,7 +321,7 @@ def _class(key: str, settings: Settings) -> Change:
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
     # Of a stream, so many documents are held out that there are rows enough: the guard's change.
-    if key == "eval.num_sequences" and settings.data.source == "hf":
+    if key == "eval.num_sequences" and DATA_SOURCES[settings.data.source].is_stream:
         return "accepted"
     return change_class(key)
 
