@@ -20,6 +20,7 @@ from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, DivergedError, ResourceError
+from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run import evaluate
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.config import default_config
@@ -377,13 +378,13 @@ def test_one_of_several_processes_leaves_word_that_an_older_save_does_not_take_a
         "switch": {"mode": "accumulate"},
         "checkpoint": {"every_rounds": 1},
     }
-    after_failure, finish = train_module._after_failure, Saver._finish_together
-    last_checkpoint, noted = train_module._last_checkpoint, threading.Event()
+    after_failure, finish = train_module.after_failure, Saver._finish_together
+    last_checkpoint, noted = attempt_module._last_checkpoint, threading.Event()
 
     def as_one_of_two(*failure):
         with monkeypatch.context() as patch:
             two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 0)
-            patch.setattr(train_module, "jax", two)  # for nobody else: Orbax writes meanwhile
+            patch.setattr(attempt_module, "jax", two)  # for nobody else: Orbax writes meanwhile
             return after_failure(*failure)
 
     def waited_for(*attempt):
@@ -396,8 +397,8 @@ def test_one_of_several_processes_leaves_word_that_an_older_save_does_not_take_a
 
     with monkeypatch.context() as patch:
         Exhausted(patch, largest=2, from_call=3)
-        patch.setattr(train_module, "_after_failure", as_one_of_two)
-        patch.setattr(train_module, "_last_checkpoint", waited_for)
+        patch.setattr(train_module, "after_failure", as_one_of_two)
+        patch.setattr(attempt_module, "_last_checkpoint", waited_for)
         patch.setattr(Saver, "_finish_together", slowly)
         with pytest.raises(ResourceError, match="round 3: process 0 failed .*all start again"):
             run(tmp_path / "r", settings_of(**groups))

@@ -45,14 +45,19 @@ from adloco_jax.settings import Settings
 
 
 def plan(
-    config: ConfigDict, workdir: str | Path | None = None, *, accept_config_change: bool = False
+    config: ConfigDict,
+    workdir: str | Path | None = None,
+    *,
+    accept_config_change: bool = False,
+    config_file: str | Path | None = None,
 ) -> str:
     """What a run would compile, hold and move, as text; nothing is trained and no text is read.
 
     Args:
       config: As for `train`.
       workdir: As for `train`; None leaves it out.
-      accept_config_change: As for `train`.
+      accept_config_change: Whether a run there may resume with other settings that change it.
+      config_file: The file that the config is from, if any, compared with the recorded one.
 
     Returns:
       Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
@@ -64,7 +69,9 @@ def plan(
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
     unchecked = processes.together(
-        lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
+        lambda: check_inputs(
+            settings, folder, accept_config_change=accept_config_change, config_file=config_file
+        )
     )
     init_fn, loss_fn = build_model(settings)
     spec = program_spec(
@@ -75,14 +82,19 @@ def plan(
 
 
 def check_inputs(
-    settings: Settings, workdir: Path | None = None, *, accept_config_change: bool = False
+    settings: Settings,
+    workdir: Path | None = None,
+    *,
+    accept_config_change: bool = False,
+    config_file: str | Path | None = None,
 ) -> list[str]:
     """Refuses all that a run would refuse before it reads text or weights.
 
     Args:
       settings: The run's.
       workdir: Its folder, which need not exist; None leaves it out.
-      accept_config_change: As for `train`.
+      accept_config_change: Whether a run there may resume with other settings that change it.
+      config_file: The file that the settings are from, if any, compared with the recorded one.
 
     Returns:
       What a run would check besides, a line each.
@@ -98,7 +110,7 @@ def check_inputs(
     rounds = []
     if workdir is not None:
         check_workdir(workdir)
-        check_config(workdir, settings, accept=accept_config_change)
+        check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         rounds = list_rounds(workdir / "checkpoints")
     if rounds:
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
