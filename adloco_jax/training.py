@@ -23,7 +23,7 @@ from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
-from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
+from adloco_jax.run.attempt import Failures, Model, Run, after_failure, begin, execute, versions
 from adloco_jax.run.batches import Rows
 from adloco_jax.run.build import (
     InitFn,
@@ -222,19 +222,8 @@ def fit(
     heldout = processes.together(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)
-    run = Run(
-        settings=settings,
-        spec=spec,
-        corpus=corpus,
-        heldout=heldout,
-        init_fn=init_fn,
-        params=params,
-        num_classes=num_classes,
-        workdir=workdir,
-        command=command,
-        config_file=record(config_file, settings),
-        accept_data_change=accept_data_change,
-    )
+    model, file = Model(init_fn, params, num_classes), record(config_file, settings)
+    run = Run(settings, spec, corpus, heldout, model, workdir, command, file, accept_data_change)
     _require_equal_processes(run)
     failures = Failures()
     with exclusive(workdir), stop_requests() as stop:
@@ -260,7 +249,9 @@ def _require_equal_processes(run: Run) -> None:
             "attention, as found there": repr(attention(run.settings)),
             "the config file": repr(file),
             "the data": run.corpus.fingerprint,
-            "the weights it starts from": _digest(run.params) if jax.process_count() > 1 else "",
+            "the weights it starts from": _digest(run.model.params)
+            if jax.process_count() > 1
+            else "",
         },
         "all processes of a run need the same",
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -49,6 +49,14 @@ from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings
 
 
+class Model(NamedTuple):
+    """Where trainers start."""
+
+    init_fn: InitFn
+    params: PyTree | None  # None: drawn by `init_fn`
+    num_classes: int | None  # of labelled rows
+
+
 @dataclass(frozen=True)
 class Run:
     """What all attempts at a run share."""
@@ -57,9 +65,7 @@ class Run:
     spec: Spec
     corpus: Rows
     heldout: evaluate.HeldOut
-    init_fn: InitFn
-    params: PyTree | None
-    num_classes: int | None
+    model: Model
     workdir: Path
     command: str
     config_file: dict  # as `config_file.record` describes it
@@ -104,6 +110,8 @@ def begin(
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = _restore(run)
     host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
+    known = restored.state.control.replayed if restored else {}
+    replayed = known or processes.together(lambda: replayed_batches(settings))
     progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     ledger = processes.together(lambda: _open_ledger(run, stack, host["ledger"], progress))
@@ -112,7 +120,7 @@ def begin(
     if isinstance(run.corpus, SequentialRows):
         stack.callback(run.corpus.close)
         run.corpus.restore(host["data"].get("place") if restored else None)
-    control, noted = _control(run, restored, programs, failures.changes)
+    control, noted = _control(run, restored, programs, failures.changes | {"replayed": replayed})
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
     engine.underway = control
@@ -122,7 +130,7 @@ def begin(
         ledger=ledger,
         progress=progress,
         workdir=run.workdir,
-        num_classes=run.num_classes,
+        num_classes=run.model.num_classes,
         start_s=start_s - host["wall_s"],
         loss=float("nan") if host["loss"] is None else host["loss"],
     )
@@ -296,15 +304,13 @@ def _control(
 ) -> tuple[Control, list[dict]]:
     """The control to go on with, and a fault if an earlier start has run out of memory."""
     settings = run.settings
-    known = restored.state.control.replayed if restored else {}
-    replayed = known or processes.together(lambda: replayed_batches(settings))
     if restored is None:
         control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
     else:
         control, given = restored.state.control, settings.batching.max_batch_size
         if given is not None and given != restored.host["max_batch_size_given"]:
             control = dataclasses.replace(control, max_batch_size=given)
-    control = dataclasses.replace(control, replayed=replayed, **changes)
+    control = dataclasses.replace(control, **changes)
     before = control.max_batch_size
     noted = memory_notes.least(run.workdir, after_round=control.round)
     # A process may not yet see what another has written, but what it has written itself.
@@ -326,7 +332,7 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
 
     def make(key, params):
         stack = init(
-            run.init_fn(key) if params is None else params,
+            run.model.init_fn(key) if params is None else params,
             num_trainers=settings.num_trainers,
             num_workers=settings.num_workers,
             inner_tx=spec.inner_tx,
@@ -334,14 +340,14 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
         )
         if settings.init == "independent":
             keys_M = jax.random.split(key, settings.num_trainers)
-            stack = stack.replace(params_M=jax.vmap(run.init_fn)(keys_M))
+            stack = stack.replace(params_M=jax.vmap(run.model.init_fn)(keys_M))
         if spec.own_params:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
 
     at = placement(spec, Key("stats", tuple(control.owners)))
-    shardings = at.ensemble(jax.eval_shape(make, key, run.params))
-    return jax.jit(make, out_shardings=shardings)(key, run.params)
+    shardings = at.ensemble(jax.eval_shape(make, key, run.model.params))
+    return jax.jit(make, out_shardings=shardings)(key, run.model.params)
 
 
 def _last_checkpoint(run: Run, attempt: Attempt) -> str:
