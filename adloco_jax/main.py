@@ -40,6 +40,10 @@ from adloco_jax.run.config import (
 
 _MIN_ADDRESS_BYTES = 4 * 2**30
 
+_PARSERS: dict[Any, type[flags.ArgumentParser]] = {
+    **{int: flags.IntegerParser, float: flags.FloatParser, bool: flags.BooleanParser},
+    tuple: TupleParser,
+}
 # Of each: type, name, default, help, and limits.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
     (
@@ -219,9 +223,7 @@ def _value(key: str, text: str) -> Any:
         if text == ("none" if default is None else default):
             return default
         kind = get_args(kind)[0]
-    parsers = {int: flags.IntegerParser(), float: flags.FloatParser(), bool: flags.BooleanParser()}
-    parser = parsers.get(kind, TupleParser() if get_origin(kind) is tuple else None)
-    return text if parser is None else parser.parse(text)
+    return _PARSERS.get(get_origin(kind) or kind, flags.ArgumentParser)().parse(text)
 
 
 def _override(config: ConfigDict, key: str, value: Any) -> None:

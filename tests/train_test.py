@@ -548,12 +548,8 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
 
 
 def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):
-    settings = settings_of(
-        num_rounds=5,
-        ensemble=ONE,
-        batching={"test": "constant"},
-        eval={"every_rounds": 2},
-    )
+    seldom = {"num_rounds": 5, "eval": {"every_rounds": 2}}
+    settings = settings_of(**seldom, ensemble=ONE, batching={"test": "constant"})
     run(tmp_path / "r", settings)
     shown = re.findall(r"^round (\d)/5 .*heldout (\S+)", capsys.readouterr().out, re.MULTILINE)
     consensus = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
@@ -580,15 +576,6 @@ def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path, growing):
     assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3, 4]
 
 
-REPLAYED = {"batching": {"eta": 0.5}, "merge": {"every_rounds": 3}}  # grows, and merges
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A run whose batches others replay."""
-    return run(tmp_path_factory.mktemp("recorded") / "r", settings_of(**REPLAYED))
-
-
 def batches(workdir):
     return [
         (e["round"], e["trainer"], e["requested_batch_size"], e["micro_batch_size"])
@@ -596,23 +583,23 @@ def batches(workdir):
     ]
 
 
-def test_a_replayed_run_has_the_recorded_batches_and_is_the_recorded_run(tmp_path, recorded):
-    replay = {"batching": {"test": "replay", "replay": str(recorded.workdir)}}
-    replayed = run(tmp_path / "r", settings_of(**REPLAYED | replay))
+def test_a_replayed_run_has_the_recorded_batches_and_is_the_recorded_run(tmp_path, growing):
+    replay = {"batching": {"test": "replay", "replay": str(growing.workdir)}}
+    replayed = run(tmp_path / "r", settings_of(**GROWING | replay))
     assert len({size for _, _, size, _ in batches(tmp_path / "r")}) > 2
-    assert batches(tmp_path / "r") == batches(recorded.workdir)
-    assert replayed.loss == recorded.loss  # merged alike: nothing else was different
+    assert batches(tmp_path / "r") == batches(growing.workdir)
+    assert replayed.loss == growing.loss  # merged alike: nothing else was different
 
 
-def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp_path, recorded):
+def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp_path, growing):
     """The recorded run is gone by then: its batches are in the state."""
-    shutil.copytree(recorded.workdir, tmp_path / "recorded")
+    shutil.copytree(growing.workdir, tmp_path / "recorded")
     expected = batch_history(read(tmp_path / "recorded" / "ledger.jsonl"), num_trainers=1)["0"]
     replay = {"test": "replay", "replay": str(tmp_path / "recorded")}
     alone = {"ensemble": FOUR, "batching": replay, "merge": APART}
     run(tmp_path / "r", settings_of(**alone | {"num_rounds": 4}))
     shutil.rmtree(tmp_path / "recorded")
-    run(tmp_path / "r", settings_of(**alone))
+    run(tmp_path / "r", settings_of(**alone | {"num_rounds": 7}))
     assert [size for _, _, size, _ in batches(tmp_path / "r")] == expected
 
 
@@ -623,8 +610,8 @@ def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp
         ({"batch_cap": 4}, "begins with 2 and reaches [0-9]+"),
     ],
 )
-def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, recorded, change, message):
-    replay = {"test": "replay", "replay": str(recorded.workdir)}
+def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, growing, change, message):
+    replay = {"test": "replay", "replay": str(growing.workdir)}
     with pytest.raises(ConfigError, match=message):
         run(tmp_path / "r", settings_of(batching=replay | change))
     assert not (tmp_path / "r" / "ledger.jsonl").exists()

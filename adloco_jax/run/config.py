@@ -137,7 +137,7 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
         else:
             given[str(name)] = value
     faults = [
-        f"{key} = {_shown(value)}: must be a group of keys, as in default_config()"
+        f"{key} = {_shown(value)}: must be a group of keys; see default_config()"
         if key in _GROUPS
         else unknown_key_fault(key)
         for key, value in given.items()

@@ -300,13 +300,12 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
     """What a merge and the hand-over after it move, if trainers may merge, in a line."""
     if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
         return []
-    counts = ({"num_absorbed": 1}, {"num_absorbed": 1, "refused": True}, {"num_joining": 1})
-    absorbed, tried, joining = (
-        _human(merge_cost(spec.state_bytes, **count)["bytes"]) for count in counts
-    )
+    absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
+    tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
+    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     return [
-        f"bytes of a merge, one communication: {absorbed} per absorbed trainer ({tried} if"
-        f" refused), {joining} per worker that joins a trainer"
+        f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
+        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer"
     ]
 
 
