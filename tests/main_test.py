@@ -2,6 +2,7 @@ import collections
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,23 +55,12 @@ def refused(capsys, *argv: str) -> list[str]:
 
 
 def test_overrides_reach_the_config():
-    config = configured(
-        "--config.num_rounds=3",
-        "--config.inner.learning_rate",
-        "1e-4",
-        "--config.inner.clip_norm=1",
-        "--config.data.num_sequences=100",
-        "--config.model.remat",
-        "--noconfig.batching.monotone",
-        "--config.batching.test_batch_size",
-        "16",
-        "--config.batching.test=ramp",
-        "--config.batching.ramp=((0, 4), (3, 8))",
-        "--config.batching.buckets=(2,4)",
-        "--config.batching.buckets=8",
-        "--config.inner.tx=sgd",
-        "--config.inner.tx=adamw",
-    )
+    words = """--config.num_rounds=3 --config.inner.learning_rate 1e-4 --config.inner.clip_norm=1
+        --config.data.num_sequences=100 --config.model.remat --noconfig.batching.monotone
+        --config.batching.test_batch_size 16 --config.batching.test=ramp
+        --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
+        --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
+    config = configured(*shlex.split(words))
     settings = validate(config)
     assert settings.num_rounds == 3 and settings.inner.learning_rate == 1e-4
     assert settings.inner.clip_norm == 1.0 and settings.data.num_sequences == 100
@@ -92,12 +82,10 @@ OPTIONAL = [key for key, knob in KNOBS.items() if knob.metadata["default"] is No
 
 
 def test_none_unsets_an_optional_key():
+    values = [f"--config.{key}=60" for key in OPTIONAL]
     unset = [f"--config.{key}=none" for key in OPTIONAL]
-    set_again = [word for key in OPTIONAL for word in (f"--config.{key}", "60")]
-    config = configured(*(word.replace("none", "60") for word in unset), *unset)
-    assert {value_of(config, key) for key in OPTIONAL} == {None}
-    config = configured(*unset, *set_again)
-    assert {value_of(config, key) for key in OPTIONAL} == {60}
+    for words, expected in ((values + unset, None), (unset + values, 60)):
+        assert {value_of(configured(*words), key) for key in OPTIONAL} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -146,25 +134,12 @@ def test_help_names_every_key(capsys):
 
 
 def test_all_bad_overrides_are_listed_at_once(capsys):
-    lines = refused(
-        capsys,
-        "--config.inner.learning_rat=3",
-        "--config.inner.learning_rate",
-        "-1",
-        "--config.num_rounds=1e3",
-        "--config.model.remat",
-        "yes",
-        "--config.inner=3",
-        "--config.batching.buckets[0]=3",
-        "--noconfig.inner.tx",
-        "--confg=3",
-        "stray",
-        "--config.inner.clip_norm=nan",
-        "--config.outer.tx=adam",
-        "--config.model.width=66",
-        "--config.batching.ramp={[1]}",
-        "--config=quickstart",
-    )
+    words = """--config.inner.learning_rat=3 --config.inner.learning_rate -1
+        --config.num_rounds=1e3 --config.model.remat yes --config.inner=3
+        --config.batching.buckets[0]=3 --noconfig.inner.tx --confg=3 stray
+        --config.inner.clip_norm=nan --config.outer.tx=adam --config.model.width=66
+        --config.batching.ramp={[1]} --config=quickstart"""
+    lines = refused(capsys, *words.split())
     starts = [
         "inner.learning_rat: no such key; did you mean inner.learning_rate?",
         "num_rounds = '1e3': must be a whole number",
@@ -243,67 +218,49 @@ def test_broken_config_file_is_refused(capsys, tmp_path, text, expected):
     assert len(lines) == (len(KNOBS) if expected == "seed: missing" else 1)
 
 
-@pytest.mark.parametrize("error, code", [(ConfigError, 2), (DataError, 3)])
-def test_user_errors_end_with_their_own_code(capsys, monkeypatch, error, code):
-    def fail(argv):
-        raise error("one clear line")
-
-    monkeypatch.setattr(cli, "_run", fail)
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (ConfigError("one clear line"), 2, "one clear line\n"),
+        (DataError("one clear line"), 3, "one clear line\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (MemoryError("no more"), 5, "out of resources: no more\n"),
+        (OSError(24, "Too many"), 5, "out of resources: [Errno 24] Too many\n"),
+    ],
+)
+def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch, error, code, line):
+    monkeypatch.setattr(cli, "_run", lambda argv: raise_(error))
     assert cli.main([]) == code
-    assert capsys.readouterr().err == "one clear line\n"
-
-
-def test_interrupt_ends_with_130_and_one_line(capsys, monkeypatch):
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_run", interrupt)
-    assert cli.main([]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == line
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch):
-    def fail(argv):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_run", lambda argv: raise_(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main([])
+
+
+def raise_(error):
+    raise error
 
 
 # --- As a process ---------------------------------------------------------------------------
 
 # D7 of the reliability matrix: twenty values out of range in one command.
-OUT_OF_RANGE = {
-    "num_rounds": "0",
-    "model.num_layers": "-1",
-    "model.norm_eps": "0",
-    "data.heldout_frac": "1",
-    "data.subset_frac": "1.5",
-    "ensemble.num_trainers": "0",
-    "inner.steps_per_round": "0",
-    "inner.learning_rate": "-1",
-    "inner.warmup_updates": "-1",
-    "inner.weight_decay": "inf",
-    "inner.beta2": "1.0",
-    "outer.learning_rate": "nan",
-    "outer.momentum": "1",
-    "batching.eta": "0",
-    "batching.initial_batch_size": "0",
-    "batching.max_batch_size": "9223372036854775808",
-    "switch.multiplier": "0",
-    "merge.every_rounds": "0",
-    "merge.width": "1",
-    "merge.max_barrier": "-0.1",
-}
+OUT_OF_RANGE = """
+    num_rounds=0 model.num_layers=-1 model.norm_eps=0 data.heldout_frac=1 data.subset_frac=1.5
+    ensemble.num_trainers=0 inner.steps_per_round=0 inner.learning_rate=-1 inner.warmup_updates=-1
+    inner.weight_decay=inf inner.beta2=1.0 outer.learning_rate=nan outer.momentum=1 batching.eta=0
+    batching.initial_batch_size=0 batching.max_batch_size=9223372036854775808 switch.multiplier=0
+    merge.every_rounds=0 merge.width=1 merge.max_barrier=-0.1""".split()
 
 
 def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
-    values = OUT_OF_RANGE | {"inner.learning_rat": "1", "seed": "x"}
+    given = [*OUT_OF_RANGE, "inner.learning_rat=1", "seed=x"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "adloco_jax.main", "--config=configs/quickstart.py"]
     done = subprocess.run(
-        [*command, *(f"--config.{key}={value}" for key, value in values.items())],
+        [*command, *(f"--config.{words}" for words in given)],
         cwd=elsewhere,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -312,7 +269,9 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
     )
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
-    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(values)
+    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(
+        words.partition("=")[0] for words in given
+    )
     assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []
 
 
@@ -464,21 +423,12 @@ def test_a_config_file_that_adds_nothing_may_change_and_go(own, elsewhere):
     assert recorded_settings(elsewhere) == settings
 
 
-def test_exhausted_memory_and_disks_end_with_5_and_a_line(elsewhere, capsys, monkeypatch):
+def test_a_full_disk_ends_with_5_and_a_line(capsys, monkeypatch):
     monkeypatch.setenv("ADLOCO_FAIL_AT", "ledger.write:1:ENOSPC")
     monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
     assert cli.main(TINY) == 5
-    out, err = capsys.readouterr()
-    assert "ledger.jsonl: cannot be written (No space left on device)" in err
-    assert len(err.splitlines()) == 1
-    for error in (MemoryError("no more"), OSError(24, "Too many open files")):
-        monkeypatch.setattr(cli, "_run", lambda argv, error=error: raise_(error))
-        assert cli.main([]) == 5
-        assert capsys.readouterr().err.startswith("out of resources: ")
-
-
-def raise_(error):
-    raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ledger.jsonl: cannot be written (No space left on device)" in line
 
 
 def test_only_the_writes_left_behind_by_a_failed_checkpoint_are_silent(monkeypatch):
