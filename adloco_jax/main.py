@@ -3,9 +3,10 @@
 python -m adloco_jax.main --config configs/quickstart.py [--config.GROUP.KEY=VALUE ...]
                           [--workdir DIR] [--plan]
 
-The same command with the same --workdir goes on with a run that was stopped. Of several processes
-each is started with it, and with --distributed (under Slurm, Open MPI, Kubernetes) or with
---coordinator, --num_processes and --process_id.
+The same command with the same --workdir resumes a run that was stopped. Every key of a config is
+an option, of which the last value counts; =none unsets a key whose default is unset. To run on
+several processes, start each with this command and --distributed (under Slurm, Open MPI,
+Kubernetes) or --coordinator, --num_processes and --process_id.
 """
 
 import difflib
@@ -16,13 +17,15 @@ import resource
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin
 
 from absl import flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
+from ml_collections.config_flags.tuple_parser import TupleParser
 
 from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError
 from adloco_jax.run import config_file
@@ -35,16 +38,40 @@ from adloco_jax.run.config import (
     value_fault,
 )
 
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
-
 _MIN_ADDRESS_BYTES = 4 * 2**30
+
+_PARSERS: dict[Any, type[flags.ArgumentParser]] = {
+    **{int: flags.IntegerParser, float: flags.FloatParser, bool: flags.BooleanParser},
+    tuple: TupleParser,
+}
+# Of each: type, name, default, help, and limits.
+_FLAGS: tuple[tuple[Any, ...], ...] = (
+    (
+        flags.DEFINE_string,
+        "config",
+        None,
+        "a file, or the name of one in configs/",
+        {"allow_overwrite": False},
+    ),
+    (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
+    (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
+    (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
+    (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
+    (flags.DEFINE_bool, "rebuild_ledger", False, "resume with what is readable of the ledger"),
+    (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
+    (flags.DEFINE_string, "coordinator", None, "HOST:PORT of process 0 of several"),
+    (flags.DEFINE_integer, "num_processes", None, "number of processes", {"lower_bound": 1}),
+    (flags.DEFINE_integer, "process_id", None, "index of this process", {"lower_bound": 0}),
+    (flags.DEFINE_integer, "meeting_s", 300, "seconds to wait for the other processes"),
+    (flags.DEFINE_bool, "help", False, "print this, and stop"),
+)
 
 
 class _Outlived(io.FileIO):
-    """A standard stream that may go away, as a terminal or a pipe does: then output is dropped."""
+    """A standard stream whose terminal or pipe may disappear: then output is discarded."""
 
     def write(self, data, /) -> int:
-        """As any file, until an error; from then on into nothing."""
+        """Writes until an error; from then on to the null device."""
         try:
             return super().write(data)
         except OSError:
@@ -53,7 +80,7 @@ class _Outlived(io.FileIO):
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own, whose training does not end with its terminal."""
+    """Runs `main` as a process of its own, which survives the loss of its terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
         raw = io.BufferedWriter(_Outlived(os.dup(stream.fileno()), "w"))
@@ -61,11 +88,11 @@ def command() -> NoReturn:
     sys.unraisablehook = _unraisablehook
     try:
         code = main()
-    except Exception:  # as the interpreter ends, but that JAX's own leave-taking may be in the way
+    except Exception:  # deliberately broad: reported as Python does, but JAX may block its exit
         traceback.print_exc()
         code = 1
-    processes = sys.modules.get("adloco_jax.run.processes")  # not where an early mistake ended it
-    # Of a library that ran out of files or memory, a thread may be left that never ends.
+    processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early mistake
+    # A library that ran out of files or memory may leave a thread that never ends.
     if code == ResourceError.exit_code or (processes is not None and not processes.all_end()):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -74,10 +101,7 @@ def command() -> NoReturn:
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    """As Python's own, but for the writes still under way when one of a checkpoint has failed.
-
-    They call back to an event loop that has gone; the failure itself is reported.
-    """
+    """Silences writes of a failed checkpoint that call a closed event loop: it is reported."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -86,10 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-      argv: Arguments without the program's name; None takes the process's own.
+      argv: Arguments without the program's name; None takes those of the process.
 
     Returns:
-      The exit code: 0; a user error's own, its lines then on stderr; 130 after an interrupt.
+      The exit code: 0; that of a user error, whose lines are then on stderr; 130 after an
+      interrupt.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -100,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (OSError, MemoryError, RuntimeError) as error:
-        # The machine's limits; of what JAX raises, exhausted memory alone is one.
+        # Limits of the machine; of JAX's errors only exhausted memory is one.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"out of resources: {' '.join(str(error).split())[:300]}", file=sys.stderr)
@@ -108,154 +133,66 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    options = flags.FlagValues()
-    options.set_gnu_getopt(True)  # options may stand between overrides
-    names = flags.DEFINE_multi_string(
-        "config", None, "config file, or the name of one in configs/", flag_values=options
-    )
-    workdir = flags.DEFINE_string(
-        "workdir", None, "the run's folder; by default a fresh one in runs/", flag_values=options
-    )
-    accept_config = flags.DEFINE_bool(
-        "accept_config_change",
-        False,
-        "go on with a changed learning rate etc.",
-        flag_values=options,
-    )
-    accept_data = flags.DEFINE_bool(
-        "accept_data_change", False, "go on with other data", flag_values=options
-    )
-    rebuild = flags.DEFINE_bool(
-        "rebuild_ledger",
-        False,
-        "go on with the readable lines of a damaged ledger, and record the gap",
-        flag_values=options,
-    )
-    plan_only = flags.DEFINE_bool(
-        "plan", False, "say what would run, and what was not checked", flag_values=options
-    )
-    distributed = flags.DEFINE_bool(
-        "distributed",
-        False,
-        "one of several processes, as what started it says",
-        flag_values=options,
-    )
-    coordinator = flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0 of several", flag_values=options
-    )
-    num_processes = flags.DEFINE_integer(
-        "num_processes", None, "how many processes", flag_values=options, lower_bound=1
-    )
-    process_id = flags.DEFINE_integer(
-        "process_id", None, "which of them this is, from 0", flag_values=options, lower_bound=0
-    )
-    meeting_s = flags.DEFINE_integer(
-        "meeting_s", 300, "seconds to wait for the other processes", flag_values=options
-    )
-    help_only = flags.DEFINE_bool("help", False, "print this, and stop", flag_values=options)
-    try:
-        words = options(["adloco", *map(_with_underscores, argv)], known_only=True)[1:]
-    except (flags.Error, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if help_only.value:
-        print(_help(options))
+    options, words = _parse(argv)
+    if options.help:
+        print(f"{__doc__}\n{options.get_help(include_special_flags=False)}")
         return 0
-    given = names.value or []
-    if len(given) > 1:
-        raise ConfigError(f"--config: given twice ({', '.join(given)}); name one file")
-    path, config = _configure(given[0] if given else None, words)
-
+    path, config = _configure(options, words)
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY and addresses < _MIN_ADDRESS_BYTES:
         raise ResourceError(
             f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
-            "with less, JAX is aborted while it starts its threads"
+            "with less, JAX aborts while it starts its threads"
         )
     logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
-
-    from adloco_jax.run import processes  # late, so that a config error is quick
-    from adloco_jax.run.plan import plan
-    from adloco_jax.run.resume import finished, rebuild_ledger
-    from adloco_jax.study import report
-    from adloco_jax.training import train
-
-    placed = (coordinator.value, num_processes.value, process_id.value)
-    if distributed.value or placed != (None, None, None):
-        processes.connect(
-            coordinator=coordinator.value,
-            num_processes=num_processes.value,
-            process_id=process_id.value,
-            timeout_s=meeting_s.value,
-        )
-        if workdir.value is None and not plan_only.value:
-            raise ConfigError("--workdir: several processes need the name of one folder")
-    if rebuild.value and workdir.value is None:
-        raise ConfigError("--rebuild-ledger: name the run's folder with --workdir")
-    if plan_only.value:
-        with processes.only_first_prints():
-            print(plan(config, workdir.value, accept_config_change=accept_config.value))
-        return 0
-    folder = workdir.value or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if rebuild.value and (gap := rebuild_ledger(folder)) and processes.is_first():
-        print(gap)
-    damage = processes.from_first(
-        processes.together(
-            lambda: finished(folder, config, accept_config_change=accept_config.value)
-        )
-    )
-    if damage is None:
-        train(
-            config,
-            folder,
-            command=shlex.join(["python", "-m", "adloco_jax.main", *_shared(argv)]),
-            accept_config_change=accept_config.value,
-            accept_data_change=accept_data.value,
-        )
-    if processes.is_first():
-        for line in damage or ():
-            print(f"damaged: {line}", file=sys.stderr)
-        print(report.closing_table(folder))
-        try:
-            print(f"report: {report.write([folder], Path(folder) / 'report')}")
-        except (DataError, OSError) as error:  # the run itself is done, and saved
-            print(f"the report was not written: {error}", file=sys.stderr)
-    processes.meet("the report is written")
+    own = ("--coordinator=", "--num_processes=", "--process_id=")  # differ between processes
+    shared = [word for word in argv if not word.startswith(own)]
+    _execute(options, path, config, shlex.join(["python", "-m", "adloco_jax.main", *shared]))
     return 0
 
 
-def _shared(argv: Sequence[str]) -> list[str]:
-    """A command without what is each process's own, and another's at each start."""
-    own = ("--coordinator=", "--num_processes=", "--process_id=")
-    return [word for word in argv if not word.startswith(own)]
+def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """The options, values of config keys as text, and the words that are none."""
+    options = flags.FlagValues()
+    options.set_gnu_getopt(True)  # options may stand between other words
+    for define, name, default, text, *limits in _FLAGS:
+        define(name, default, text, flag_values=options, **dict(*limits))
+    for key, knob in KNOBS.items():
+        parser, is_bool = flags.ArgumentParser(), knob.type is bool
+        flag = flags.Flag(parser, None, f"config.{key}", None, allowed(key), boolean=is_bool)
+        flags.DEFINE_flag(flag, options)
+    try:
+        words = options(["adloco", *map(_with_underscores, argv)], known_only=True)
+    except (flags.Error, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return options, words[1:]
 
 
 def _with_underscores(word: str) -> str:
     """An option as absl knows it: `--accept-data-change` is `--accept_data_change`."""
-    has_dashes = word.startswith(("--accept-", "--rebuild-"))
-    return word.replace("-", "_").replace("__", "--", 1) if has_dashes else word
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
 
-def _help(options: flags.FlagValues) -> str:
-    lines = [(__doc__ or "").strip(), ""]
-    lines += [f"  --{name:10}{options[name].help}" for name in options]
-    lines += ["", "Keys of a config, each overridden by --config.KEY=VALUE; the last one wins,"]
-    lines += ["and --config.KEY=none unsets a key that is unset by default:"]
-    lines += [f"  {key:32}{allowed(key)}" for key in KNOBS]
-    return "\n".join(lines)
-
-
-def _configure(name: str | None, words: Sequence[str]) -> tuple[Path, ConfigDict]:
-    """The config file's path, and its config with all overrides, checked."""
-    faults = []
-    path, config = Path(), default_config()  # to check the overrides against without a file
+def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
+    """The config file's path and its config with all overrides; raises all faults at once."""
+    faults, path, config = [], Path(), default_config()  # to check overrides without a file
     try:
-        path = config_file.find(name)
+        path = config_file.find(options.config)
         config = config_file.load(path, "get_config", ConfigDict)
     except ConfigError as error:
         faults.append(str(error))
     is_loaded = not faults
-    for argument in _arguments(words):
-        faults += _override(config, argument)
+    faults += [_unknown(word, options) for word in words]
+    for key in KNOBS:
+        if (text := options[f"config.{key}"].value) is None:
+            continue
+        try:
+            _override(config, key, _value(key, text))
+        except (SyntaxError, TypeError, ValueError):
+            faults.append(value_fault(key, text))
+    if options.rebuild_ledger and options.workdir is None:
+        faults.append("--rebuild-ledger: name the run's folder with --workdir")
     if is_loaded:
         try:
             validate(config)
@@ -266,49 +203,71 @@ def _configure(name: str | None, words: Sequence[str]) -> tuple[Path, ConfigDict
     return path, config
 
 
-def _arguments(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each override together with its value, each other word alone."""
-    rest = list(words)
-    while rest:
-        argument = [rest.pop(0)]
-        if _OVERRIDE.match(argument[0]) and "=" not in argument[0]:
-            if rest and not rest[0].startswith("--"):
-                argument.append(rest.pop(0))
-        yield argument
+def _unknown(word: str, options: flags.FlagValues) -> str:
+    """The line that refuses a word which is no option."""
+    if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
+        key = override[1]
+        no_value = f"{key}: no value given; must be {allowed(key)}" if key in KNOBS else ""
+        return no_value or unknown_key_fault(key)
+    if not word.startswith("-"):
+        return f"{word}: unexpected; write --config FILE, --config.GROUP.KEY=VALUE"
+    names = [f"--{name}" for name in options]
+    nearest = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
+    return f"{word}: no such option; did you mean {nearest[0]}?"
 
 
-def _override(config: ConfigDict, argument: list[str]) -> list[str]:
-    """Applies one override to the config; the faults it has instead, where it has any."""
-    override = _OVERRIDE.match(argument[0])
-    if override is None:
-        if argument[0].startswith("-"):
-            nearest = difflib.get_close_matches(
-                argument[0], ("--config", "--workdir", "--plan", "--accept-data-change"), 1, 0
-            )
-            return [f"{argument[0]}: no such option; did you mean {nearest[0]}?"]
-        return [f"{argument[0]}: unexpected; write --config FILE, --config.GROUP.KEY=VALUE"]
-    key = override[1]
-    if key not in KNOBS:
-        return [unknown_key_fault(key)]
+def _value(key: str, text: str) -> Any:
+    """A key's value from the command line; ValueError if it is none of the key's type."""
+    kind, default = KNOBS[key].type, KNOBS[key].metadata["default"]
+    if NoneType in get_args(kind):
+        if text == ("none" if default is None else default):
+            return default
+        kind = get_args(kind)[0]
+    return _PARSERS.get(get_origin(kind) or kind, flags.ArgumentParser)().parse(text)
+
+
+def _override(config: ConfigDict, key: str, value: Any) -> None:
     group, _, name = key.rpartition(".")
     holder = config.get(group) if group else config
-    if not isinstance(holder, ConfigDict) or name not in holder:
-        return []  # a file that lacks a key: `validate` says so
-    if len(argument) == 2 and KNOBS[key].type is not bool:
-        argument = ["=".join(argument)]  # read alike by all types of field
-    if KNOBS[key].metadata["default"] is None and argument[0].endswith("=none"):
-        holder[name] = None
-        return []
-    # One parser per override, so that a fault in one does not hide the next.
-    parser = flags.FlagValues()
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=parser, sys_argv=argument)
-        extra = parser(["adloco", *argument])[1:]
-    except (flags.Error, ValueError):
-        if "=" not in argument[0]:
-            return [f"{key}: no value given; must be {allowed(key)}"]
-        return [value_fault(key, argument[0].partition("=")[2])]
-    return [f"{word}: unexpected; to set the key, write --config.{key}=VALUE" for word in extra]
+    if isinstance(holder, ConfigDict) and name in holder:  # else `validate` names what is missing
+        with holder.ignore_type():
+            holder[name] = value
+
+
+def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_line: str) -> None:
+    """Trains, resumes, or prints the plan."""
+    from adloco_jax.run import processes  # here, so that a config error is reported at once
+    from adloco_jax.run.plan import plan
+    from adloco_jax.run.resume import finished, rebuild_ledger
+    from adloco_jax.study import report
+    from adloco_jax.training import train
+
+    place = {name: options[name].value for name in ("coordinator", "num_processes", "process_id")}
+    if options.distributed or any(value is not None for value in place.values()):
+        processes.connect(**place, timeout_s=options.meeting_s)
+        if options.workdir is None and not options.plan:
+            raise ConfigError("--workdir: several processes need the name of one folder")
+    changes = {"accept_config_change": options.accept_config_change, "config_file": path}
+    if options.plan:
+        with processes.only_first_prints():
+            print(plan(config, options.workdir, **changes))
+        return
+    folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    if options.rebuild_ledger and (gap := rebuild_ledger(folder)) and processes.is_first():
+        print(gap)
+    damage = processes.from_first(processes.together(lambda: finished(folder, config, **changes)))
+    if damage is None:
+        accept_data = options.accept_data_change
+        train(config, folder, command=command_line, accept_data_change=accept_data, **changes)
+    if processes.is_first():
+        for line in damage or ():
+            print(f"damaged: {line}", file=sys.stderr)
+        print(report.closing_table(folder))
+        try:
+            print(f"report: {report.write([folder], Path(folder) / 'report')}")
+        except (DataError, OSError) as error:  # the run itself is finished and saved
+            print(f"the report was not written: {error}", file=sys.stderr)
+    processes.meet("the report is written")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Command:   python -m adloco_jax.main --config configs/diloco.py
 Hardware:  two CPU cores
-Source:    Douillard et al. 2023, algorithm 1 (AdamW inside, Nesterov outside)
+Source:    Douillard et al. 2023 (AdamW inside, Nesterov outside)
 """
 
 from ml_collections import ConfigDict

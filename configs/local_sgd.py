@@ -2,7 +2,7 @@
 
 Command:   python -m adloco_jax.main --config configs/local_sgd.py
 Hardware:  two CPU cores
-Source:    Stich 2019, algorithm 1
+Source:    Stich 2019
 """
 
 from ml_collections import ConfigDict

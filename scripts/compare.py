@@ -7,6 +7,7 @@ Several processes share the runs among themselves; so do several such commands w
 """
 
 import argparse
+import functools
 import shlex
 import subprocess
 import sys
@@ -54,8 +55,9 @@ def _compare(options: argparse.Namespace) -> int:
         for _ in range(options.processes - 1)
     ]
     command = shlex.join(["python", *sys.argv])
+    execute = functools.partial(compare.execute, on_end=say, command=command, config_file=path)
     try:
-        whole = compare.execute(comparison, folder, on_end=say, command=command)
+        whole = execute(comparison, folder)
         codes = [other.wait() for other in others]
     finally:
         for other in others:
@@ -63,7 +65,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.only_run:
         return 0
     # Another's replay may have waited for the run that this process made.
-    whole = whole or compare.execute(comparison, folder, on_end=say, command=command)
+    whole = whole or execute(comparison, folder)
     if not whole:
         print("the other runs are in another process's hands")
         return max(codes, default=0)

@@ -5,6 +5,7 @@ python scripts/generate.py --model runs/my-first/export --prompt "Once upon a ti
 
 import argparse
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.models.llama import generate
+from adloco_jax.run.config_file import load_recorded
 
 
 def main() -> int:
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
+        load_recorded(Path(options.model).parent)  # an export in a run's folder
         network, params, _ = hf.load(options.model)
         tokenizer = load_tokenizer(options.model)
         (ids,) = tokenizer.encode_batch([options.prompt])

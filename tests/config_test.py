@@ -14,35 +14,13 @@ from adloco_jax.run.config import KNOBS, default_config, validate
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get_args(knob.type)}]
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
-ZERO_IS_ALLOWED = {
-    "checkpoint.every_s",
-    "data.max_bad_rows",
-    "seed",
-    "model.loss_chunk",
-    "inner.warmup_updates",
-    "inner.weight_decay",
-    "inner.beta1",
-    "inner.beta2",
-    "outer.momentum",
-    "outer.weight_decay",
-    "outer.delay_updates",
-    "outer.mixing",
-    "batching.smoothing",
-    "merge.max_barrier",
-}
-ONE_IS_REFUSED = {
-    "model.vocab_size",
-    "model.num_classes",
-    "model.norm_eps",
-    "data.heldout_frac",
-    "inner.beta1",
-    "inner.beta2",
-    "outer.momentum",
-    "outer.mixing",
-    "batching.smoothing",
-    "batching.test_batch_size",
-    "merge.width",
-}
+ZERO_IS_ALLOWED = """
+    checkpoint.every_s data.max_bad_rows seed model.loss_chunk inner.warmup_updates
+    inner.weight_decay inner.beta1 inner.beta2 outer.momentum outer.weight_decay outer.delay_updates
+    outer.mixing batching.smoothing merge.max_barrier""".split()
+ONE_IS_REFUSED = """
+    model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
+    outer.momentum outer.mixing batching.smoothing batching.test_batch_size merge.width""".split()
 
 
 def changed(**values) -> dict:
@@ -103,35 +81,27 @@ def test_whole_numbers_will_do_for_floats_and_become_floats():
     assert type(learning_rate) is float and learning_rate == 1.0
 
 
-@pytest.mark.parametrize("value, expected", [("auto", None), (16, 16), ("16", 16), (8, 8)])
-def test_test_batch_size_is_auto_or_a_number_or_its_text(value, expected):
-    config = default_config()
-    config.batching.test_batch_size = value
-    assert validate(config).batching.test_batch_size == expected
+def test_an_automatic_value_is_auto_or_a_number():
+    for value, expected in (("auto", None), (16, 16), (8, 8)):
+        config = default_config()
+        config.batching.test_batch_size = value
+        assert validate(config).batching.test_batch_size == expected
 
 
-@pytest.mark.parametrize(
-    "value", [None, "", "Auto", "1", "2.0", "-2", " 16", "1_6", 2.0, True, "9" * 5000]
-)
-def test_test_batch_size_refuses_the_rest(value):
+@pytest.mark.parametrize("value", [None, "", "Auto", "16", 2.0, True, 7])
+def test_an_automatic_value_refuses_the_rest(value):
     (line,) = faults(changed(batching__test_batch_size=value))
     assert line.startswith("batching.test_batch_size = ")
 
 
-@pytest.mark.parametrize(
-    "max_batch_size, expected",
-    [
+def test_default_buckets_are_powers_of_two_and_midpoints_up_to_the_largest():
+    for largest, expected in (
         (1, (1,)),
-        (2, (1, 2)),
         (3, (1, 2, 3)),
         (24, (1, 2, 3, 4, 6, 8, 12, 16, 24)),
         (20, (1, 2, 3, 4, 6, 8, 12, 16, 20)),
-    ],
-)
-def test_default_buckets_are_powers_of_two_and_midpoints_up_to_the_largest(
-    max_batch_size, expected
-):
-    assert validate(changed(batching__max_batch_size=max_batch_size)).batching.buckets == expected
+    ):
+        assert validate(changed(batching__max_batch_size=largest)).batching.buckets == expected
 
 
 def test_given_buckets_are_sorted():
@@ -193,40 +163,32 @@ def test_senseless_numbers_are_refused(key):
         assert line.startswith(f"{key} = ")
 
 
-@pytest.mark.parametrize("key", sorted(ZERO_IS_ALLOWED))
-def test_zero_is_allowed_where_it_means_something(key):
+def test_zero_is_allowed_where_it_means_something():
     config = default_config().to_dict()
-    put(config, key, 0)
-    assert flat(dataclasses.asdict(validate(config)))[key] == 0
+    for key in ZERO_IS_ALLOWED:
+        put(config, key, 0)
+    settings = flat(dataclasses.asdict(validate(config)))
+    assert {settings[key] for key in ZERO_IS_ALLOWED} == {0}
 
 
-@pytest.mark.parametrize("key", ["batching.buckets", "batching.ramp"])
 @pytest.mark.parametrize("bad", [-1, 1.5, float("nan"), 2**63, True, "1", None, [1]])
-def test_members_of_tuples_are_checked(key, bad):
-    config = default_config().to_dict()
-    put(config, key, (bad, 16) if key == "batching.buckets" else ((0, 1), (3, bad)))
-    assert any(line.startswith(f"{key} = ") for line in faults(config))
+def test_members_of_tuples_are_checked(bad):
+    config = changed(batching__buckets=(bad, 16), batching__ramp=((0, 1), (3, bad)))
+    starts = {line.partition(" = ")[0] for line in faults(config)}
+    assert {"batching.buckets", "batching.ramp"} <= starts
 
 
-@pytest.mark.parametrize("group", ["model", "batching", "log"])
 @pytest.mark.parametrize("value", [5, None, [1], "x"])
-def test_a_group_must_be_a_group(group, value):
-    (line,) = faults(changed(**{group: value}))
-    assert line.startswith(f"{group} = {value!r}: must be a group")
-
-
-@pytest.mark.parametrize("config", [None, 5, "configs/quickstart.py", [1]])
-def test_a_config_must_be_a_config(config):
-    (line,) = faults(config)
-    assert line.startswith(f"config = {config!r}")
+def test_a_config_is_groups_of_keys(value):
+    (line,) = faults(changed(model=value))
+    assert line.startswith(f"model = {value!r}: must be a group")
+    (line,) = faults(value)
+    assert line.startswith(f"config = {value!r}")
 
 
 def test_lists_from_json_are_refused_in_a_line():
-    config = json.loads(default_config().to_json())
-    assert [line.split(" = ")[0] for line in faults(config)] == [
-        "batching.buckets",
-        "batching.ramp",
-    ]
+    lines = faults(json.loads(default_config().to_json()))
+    assert [line.split(" = ")[0] for line in lines] == ["batching.buckets", "batching.ramp"]
 
 
 # --- Contradictions -------------------------------------------------------------------------
@@ -299,27 +261,25 @@ def test_contradiction_is_one_line_that_names_its_keys(values):
 
 def test_every_rule_has_a_contradiction():
     lines = {line for values in CONTRADICTIONS.values() for line in faults(changed(**values))}
-    assert all(any(line.endswith(need) for line in lines) for _, _, need in run_config._RULES)
+    assert all(any(line.endswith(need) for line in lines) for need in run_config._RULES)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         dict(data__source="text", data__path="x.txt", data__heldout_path="y.txt"),
-        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 1024))),
+        dict(data__source="hf", data__path="allenai/c4", data__name="en", data__split="test"),
+        dict(data__sequence_length=512),
+        dict(model__vocab_size=256, data__tokenizer="tokenizer.json"),
+        dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
+        dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
+        dict(ensemble__num_trainers=1, ensemble__num_workers=1),
+        dict(inner__tx="sgd", inner__weight_decay=0, outer__tx="adamw", outer__weight_decay=0.1),
+        dict(batching__initial_batch_size=16, batching__batch_cap=16),
+        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 4), (6, 1024))),
         dict(
             batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 2)), batching__monotone=False
         ),
-        dict(inner__tx="sgd", inner__weight_decay=0, outer__tx="adamw", outer__weight_decay=0.1),
-        dict(model__vocab_size=256, data__tokenizer="tokenizer.json"),
-        dict(ensemble__num_trainers=1, ensemble__num_workers=1),
-        dict(batching__initial_batch_size=16),
-        dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
-        dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
-        dict(data__sequence_length=512),
-        dict(batching__initial_batch_size=16, batching__batch_cap=16),
-        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 4))),
-        dict(data__source="hf", data__path="allenai/c4", data__name="en", data__split="test"),
     ],
     ids=str,
 )
@@ -327,7 +287,7 @@ def test_what_is_no_contradiction_passes(values):
     validate(changed(**values))
 
 
-def test_all_faults_are_told_at_once_in_one_line_each():
+def test_all_faults_are_reported_at_once_in_one_line_each():
     config = changed(
         num_rounds=0,
         inner__tx="adam",
@@ -340,12 +300,12 @@ def test_all_faults_are_told_at_once_in_one_line_each():
     del config["seed"]
     lines = faults(config)
     assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == [
-        "batching.initial_batch_size",  # above what a device holds
-        "batching.initial_batch_size",  # and above the cap
+        "batching.initial_batch_size",  # above the cap
+        "batching.max_batch_size",  # below the first batch
         "inner.learning_rate",
         "inner.tx",
         "merge.evry_rounds",
-        "model.num_kv_heads",
+        "model.num_heads",
         "num_rounds",
         "seed",
     ]
@@ -390,31 +350,25 @@ def test_microllama_is_the_real_one_with_the_papers_numbers(monkeypatch):
 
 
 FEWER = {"ensemble.num_trainers", "batching.test", "merge.policy"}
+OTHER_TX = {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
 
 
 @pytest.mark.parametrize(
     "name, keys",
     [
-        ("diloco", FEWER),
-        (
-            "streaming_diloco",
-            FEWER | {"outer.fragments", "outer.delay_updates", "outer.mixing"},
-        ),
-        (
-            "local_sgd",
-            FEWER | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"},
-        ),
+        ("diloco", set()),
+        ("streaming_diloco", {"outer.fragments", "outer.delay_updates", "outer.mixing"}),
+        ("local_sgd", OTHER_TX),
         (
             "data_parallel",
-            FEWER
-            | {"inner.tx", "inner.learning_rate", "outer.tx", "outer.learning_rate"}
+            OTHER_TX
             | {"inner.steps_per_round", "num_rounds", "eval.every_rounds", "log.every_rounds"},
         ),
     ],
 )
 def test_baselines_differ_from_the_quickstart_by_these_keys_only(name, keys, monkeypatch):
     quickstart, baseline = (flat(load(which, monkeypatch)) for which in ("quickstart", name))
-    assert {key for key in KNOBS if quickstart[key] != baseline[key]} == keys
+    assert {key for key in KNOBS if quickstart[key] != baseline[key]} == FEWER | keys
 
 
 def test_baselines_make_as_many_updates_as_the_quickstart(monkeypatch):

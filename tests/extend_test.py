@@ -57,9 +57,12 @@ def test_a_snippet_trains(index, tmp_path):
     groups = {name: dict(values) for name, values in TOY.items() if isinstance(values, dict)}
     groups["batching"] |= {"test": test}
     groups["merge"] |= {"policy": policy}
+    num_trainers = 2 if policy in SNIPPETS[index] else 1
+    groups["ensemble"] = {"num_trainers": num_trainers, "num_workers": 2}
     groups |= {"inner": {"tx": inner}, "outer": {"tx": outer}, "num_rounds": 3}
-    result = run(tmp_path / "run", settings_of(**groups))
+    result = run(tmp_path / "run", settings_of(**groups), config_file=path)
     assert np.isfinite(result.loss) and result.loss < 1.79  # log 6 without training
+    assert str(path) in (tmp_path / "run" / "config.json").read_text()
     events = read(tmp_path / "run" / "ledger.jsonl")
     if test == "noise_scale":
         assert any(e["test_value"] for e in events if e["event"] == "round")
@@ -78,7 +81,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
 
 def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
     """AdamW given is AdamW named; so is Nesterov outside."""
-    named = settings_of(**TOY)
+    named = settings_of(num_rounds=2, ensemble={"num_trainers": 1, "num_workers": 2})
     given = {
         "inner_tx": optax.adamw(1.0, weight_decay=named.inner.weight_decay),
         "outer_tx": optax.sgd(1.0, momentum=0.9, nesterov=True),

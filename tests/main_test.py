@@ -1,5 +1,8 @@
 import collections
+import hashlib
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,10 +12,13 @@ from pathlib import Path
 import pytest
 from ledgers import write_run
 
+from adloco_jax import BATCH_TESTS
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import crashpoints
-from adloco_jax.run.config import KNOBS, validate
+from adloco_jax.run.config import KNOBS, default_config, validate
+from adloco_jax.run.config_file import record
+from adloco_jax.run.resume import check_config, recorded_settings, write_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -29,7 +35,12 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*overrides: str, config: str = "quickstart"):
-    return cli._configure(config, overrides)[1]
+    return cli._configure(*cli._parse([f"--config={config}", *overrides]))[1]
+
+
+def value_of(config, key: str):
+    group, _, name = key.rpartition(".")
+    return (config[group] if group else config)[name]
 
 
 def refused(capsys, *argv: str) -> list[str]:
@@ -44,23 +55,12 @@ def refused(capsys, *argv: str) -> list[str]:
 
 
 def test_overrides_reach_the_config():
-    config = configured(
-        "--config.num_rounds=3",
-        "--config.inner.learning_rate",
-        "1e-4",
-        "--config.inner.clip_norm=1",
-        "--config.data.num_sequences=100",
-        "--config.model.remat",
-        "--noconfig.batching.monotone",
-        "--config.batching.test_batch_size",
-        "16",
-        "--config.batching.test=ramp",
-        "--config.batching.ramp=((0, 4), (3, 8))",
-        "--config.batching.buckets=(2,4)",
-        "--config.batching.buckets=8",
-        "--config.inner.tx=sgd",
-        "--config.inner.tx=adamw",
-    )
+    words = """--config.num_rounds=3 --config.inner.learning_rate 1e-4 --config.inner.clip_norm=1
+        --config.data.num_sequences=100 --config.model.remat --noconfig.batching.monotone
+        --config.batching.test_batch_size 16 --config.batching.test=ramp
+        --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
+        --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
+    config = configured(*shlex.split(words))
     settings = validate(config)
     assert settings.num_rounds == 3 and settings.inner.learning_rate == 1e-4
     assert settings.inner.clip_norm == 1.0 and settings.data.num_sequences == 100
@@ -71,28 +71,21 @@ def test_overrides_reach_the_config():
     assert settings.inner.tx == "adamw"
 
 
-@pytest.mark.parametrize("key", KNOBS)
-def test_every_key_can_be_overridden_by_its_own_value(key):
-    group, _, name = key.rpartition(".")
+def test_every_key_can_be_overridden_by_its_own_value():
     before = configured()
-    value = (before[group] if group else before)[name]
-    unset = {"inner.clip_norm": 1.0, "data.num_sequences": 100, "merge.max_barrier": 0.5}
-    unset |= {"checkpoint.watchdog_s": 60.0}
-    value = (unset | {"checkpoint.every_rounds": 5, "num_tokens": 10**6}).get(key, value)
-    after = configured(f"--config.{key}={value}")
-    assert (after[group] if group else after)[name] == value
+    values = {key: value_of(before, key) for key in KNOBS} | dict.fromkeys(OPTIONAL, 60)
+    after = configured(*(f"--config.{key}={value}" for key, value in values.items()))
+    assert {key: value_of(after, key) for key in KNOBS} == values
 
 
 OPTIONAL = [key for key, knob in KNOBS.items() if knob.metadata["default"] is None]
 
 
-@pytest.mark.parametrize("key", OPTIONAL)
-def test_none_unsets_an_optional_key(key):
-    group, _, name = key.rpartition(".")
-    config = configured(f"--config.{key}=60", f"--config.{key}=none")
-    assert (config[group] if group else config)[name] is None
-    again = configured(f"--config.{key}", "none", f"--config.{key}=60")
-    assert (again[group] if group else again)[name] == 60
+def test_none_unsets_an_optional_key():
+    values = [f"--config.{key}=60" for key in OPTIONAL]
+    unset = [f"--config.{key}=none" for key in OPTIONAL]
+    for words, expected in ((values + unset, None), (unset + values, 60)):
+        assert {value_of(configured(*words), key) for key in OPTIONAL} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -132,34 +125,21 @@ def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypa
 def test_help_names_every_key(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {key} " in out for key in KNOBS) and "--workdir" in out
-    assert "--rebuild_ledger" in out and "=none unsets" in out
+    assert all(f"config.{key}: " in out for key in KNOBS) and "--workdir: " in out
+    assert "--[no]rebuild_ledger: " in out and "=none unsets" in out
+    assert "config.batching.nu: a number in (0, 100] (default: 1.0)" in out
 
 
 # --- Overrides and files that do not --------------------------------------------------------
 
 
 def test_all_bad_overrides_are_listed_at_once(capsys):
-    lines = refused(
-        capsys,
-        "--config.inner.learning_rat=3",
-        "--config.inner.learning_rate",
-        "-1",
-        "--config.num_rounds=1e3",
-        "--config.model.remat",
-        "yes",
-        "--config.inner=3",
-        "--config.batching.buckets[0]=3",
-        "--noconfig.inner.tx",
-        "--config.batching.smoothing",
-        "--confg=3",
-        "stray",
-        "--config.inner.clip_norm=nan",
-        "--config.outer.tx=adam",
-        "--config.model.width=66",
-        "--config.batching.ramp={[1]}",
-        "--config=quickstart",
-    )
+    words = """--config.inner.learning_rat=3 --config.inner.learning_rate -1
+        --config.num_rounds=1e3 --config.model.remat yes --config.inner=3
+        --config.batching.buckets[0]=3 --noconfig.inner.tx --confg=3 stray
+        --config.inner.clip_norm=nan --config.outer.tx=adam --config.model.width=66
+        --config.batching.ramp={[1]} --config=quickstart"""
+    lines = refused(capsys, *words.split())
     starts = [
         "inner.learning_rat: no such key; did you mean inner.learning_rate?",
         "num_rounds = '1e3': must be a whole number",
@@ -167,14 +147,13 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         "inner: no such key",
         "batching.buckets[0]: no such key; did you mean batching.buckets?",
         "inner.tx: no value given",
-        "batching.smoothing: no value given",
         "--confg=3: no such option; did you mean --config?",
         "stray: unexpected",
         "batching.ramp = '{[1]}': must be a tuple",
         "inner.learning_rate = -1.0: must be a number in (0, 100]",
         "inner.clip_norm = nan",
         "outer.tx = 'adam': must be 'nesterov' or",
-        "model.num_heads = 4, model.width = 66: ",
+        "model.width = 66, model.num_heads = 4: ",
     ]
     assert len(lines) == len(starts)
     for start in starts:
@@ -185,13 +164,13 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
     "argv, start",
     [
         ([], "--config: missing"),
-        (["configs/quickstart.py"], "--config: missing"),
         (["--config"], "Missing value for flag --config"),
+        (["--config=quickstart", "--config.seed"], "Missing value for flag --config.seed"),
         (["--config", "nowhere.py"], "--config nowhere.py: no such file"),
-        (["--config", "."], "--config .: no such file"),
-        (["--config=a.py", "--config", "b.py"], "--config: given twice (a.py, b.py); name one"),
+        (["--config=a.py", "--config", "b.py"], "flag --config=b.py: already defined as a.py"),
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
+        (["--config=quickstart", "--rebuild-ledger"], "--rebuild-ledger: name the run's folder"),
         (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
         (["--config=quickstart", "--noplan=1"], "--noplan=1 does not take"),
         (["--config=quickstart", "--workdir"], "Missing value for flag --workdir"),
@@ -214,13 +193,10 @@ def test_overrides_are_checked_though_the_file_is_missing(capsys):
         ("import nowhere_to_be_found", "line 1: ModuleNotFoundError"),
         ("def get_config():\n    return undefined", "line 2: NameError"),
         ("def get_config(needed):\n    return needed", "TypeError"),
-        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
         ("def get_config():\n    raise SystemExit('no')", "line 2: SystemExit: no"),
         ("x = 1", "needs a get_config()"),
-        ("def get_config():\n    pass", "needs a get_config()"),
         ("def get_config():\n    return {}", "needs a get_config()"),
         ("\0", "null bytes"),
-        ("", "needs a get_config()"),
         (
             "from adloco_jax.run.config import default_config\n"
             "def get_config():\n    c = default_config()\n    c.inner.txx = 1\n    return c",
@@ -239,70 +215,52 @@ def test_broken_config_file_is_refused(capsys, tmp_path, text, expected):
     (tmp_path / "mine.py").write_text(text)
     lines = refused(capsys, f"--config={tmp_path / 'mine.py'}", "--config.seed=1")
     assert expected in "\n".join(lines)
-    assert len(lines) == (len(KNOBS) if "missing" in expected else 1)
+    assert len(lines) == (len(KNOBS) if expected == "seed: missing" else 1)
 
 
-@pytest.mark.parametrize("error, code", [(ConfigError, 2), (DataError, 3)])
-def test_user_errors_end_with_their_own_code(capsys, monkeypatch, error, code):
-    def fail(argv):
-        raise error("one clear line")
-
-    monkeypatch.setattr(cli, "_run", fail)
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (ConfigError("one clear line"), 2, "one clear line\n"),
+        (DataError("one clear line"), 3, "one clear line\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (MemoryError("no more"), 5, "out of resources: no more\n"),
+        (OSError(24, "Too many"), 5, "out of resources: [Errno 24] Too many\n"),
+    ],
+)
+def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch, error, code, line):
+    monkeypatch.setattr(cli, "_run", lambda argv: raise_(error))
     assert cli.main([]) == code
-    assert capsys.readouterr().err == "one clear line\n"
-
-
-def test_interrupt_ends_with_130_and_one_line(capsys, monkeypatch):
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_run", interrupt)
-    assert cli.main([]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == line
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch):
-    def fail(argv):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_run", lambda argv: raise_(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main([])
+
+
+def raise_(error):
+    raise error
 
 
 # --- As a process ---------------------------------------------------------------------------
 
 # D7 of the reliability matrix: twenty values out of range in one command.
-OUT_OF_RANGE = {
-    "num_rounds": "0",
-    "model.num_layers": "-1",
-    "model.norm_eps": "0",
-    "data.heldout_frac": "1",
-    "data.subset_frac": "1.5",
-    "ensemble.num_trainers": "0",
-    "inner.steps_per_round": "0",
-    "inner.learning_rate": "-1",
-    "inner.warmup_updates": "-1",
-    "inner.weight_decay": "inf",
-    "inner.beta2": "1.0",
-    "outer.learning_rate": "nan",
-    "outer.momentum": "1",
-    "batching.eta": "0",
-    "batching.initial_batch_size": "0",
-    "batching.max_batch_size": "9223372036854775808",
-    "switch.multiplier": "0",
-    "merge.every_rounds": "0",
-    "merge.width": "1",
-    "merge.max_barrier": "-0.1",
-}
+OUT_OF_RANGE = """
+    num_rounds=0 model.num_layers=-1 model.norm_eps=0 data.heldout_frac=1 data.subset_frac=1.5
+    ensemble.num_trainers=0 inner.steps_per_round=0 inner.learning_rate=-1 inner.warmup_updates=-1
+    inner.weight_decay=inf inner.beta2=1.0 outer.learning_rate=nan outer.momentum=1 batching.eta=0
+    batching.initial_batch_size=0 batching.max_batch_size=9223372036854775808 switch.multiplier=0
+    merge.every_rounds=0 merge.width=1 merge.max_barrier=-0.1""".split()
 
 
-@pytest.mark.parametrize("values", [OUT_OF_RANGE, {"inner.learning_rat": "1", "seed": "x"}])
-def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere, values):
+def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
+    given = [*OUT_OF_RANGE, "inner.learning_rat=1", "seed=x"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "adloco_jax.main", "--config=configs/quickstart.py"]
     done = subprocess.run(
-        [*command, *(f"--config.{key}={value}" for key, value in values.items())],
+        [*command, *(f"--config.{words}" for words in given)],
         cwd=elsewhere,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -311,7 +269,9 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere, values):
     )
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
-    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(values)
+    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == sorted(
+        words.partition("=")[0] for words in given
+    )
     assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []
 
 
@@ -320,28 +280,51 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere, values):
 TINY = ["--config=quickstart", "--config.num_rounds=1", "--config.model.width=16"]
 TINY += ["--config.model.num_layers=1", "--config.model.mlp_width=16", "--workdir=run"]
 TINY += ["--config.data.num_sequences=200", "--config.inner.steps_per_round=2"]
+TINY += ["--config.ensemble.num_trainers=1", "--config.ensemble.num_workers=1"]
+TINY += ["--config.batching.test=constant"]
 
 
-def test_a_finished_run_prints_its_table_again_and_warns_of_damage(elsewhere, capsys):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert cli.main([*TINY, f"--workdir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished, elsewhere) -> Path:
+    """A finished run of `TINY`, as `run` in the working folder."""
+    return Path(shutil.copytree(finished, elsewhere / "run"))
+
+
+def test_a_run_records_its_config_file(finished):
+    recorded = json.loads((finished / "config.json").read_text())["config_file"]
+    text = (ROOT / "configs" / "quickstart.py").read_text()
+    assert recorded == {
+        "path": str(ROOT / "configs" / "quickstart.py"),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "text": text,
+        "entries": [],
+    }
+
+
+def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
+    ledger = (run / "ledger.jsonl").read_bytes()
     assert cli.main(TINY) == 0
     table = capsys.readouterr().out.splitlines()[-8:]
-    ledger = (elsewhere / "run" / "ledger.jsonl").read_bytes()
-    assert cli.main(TINY) == 0
-    assert capsys.readouterr().out.splitlines()[-8:] == table
-    (elsewhere / "run" / "checkpoints" / "1" / "host.json").write_text("{}")
+    assert any(line.startswith("held-out loss ") for line in table)
+    (run / "checkpoints" / "1" / "host.json").write_text("{}")
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-8:] == table
     assert err.startswith("damaged: ") and "1/host.json" in err and len(err.splitlines()) == 1
-    assert (elsewhere / "run" / "ledger.jsonl").read_bytes() == ledger
-    shutil.rmtree(elsewhere / "run" / "checkpoints")
+    assert (run / "ledger.jsonl").read_bytes() == ledger
+    shutil.rmtree(run / "checkpoints")
     assert cli.main(TINY) == 0 and "checkpoints: gone" in capsys.readouterr().err
 
 
-def test_a_flag_rebuilds_a_damaged_ledger(elsewhere, capsys):
-    assert cli.main(TINY) == 0
-    table = capsys.readouterr().out.splitlines()[-8:]
-    path = elsewhere / "run" / "ledger.jsonl"
+def test_a_flag_rebuilds_a_damaged_ledger(run, capsys):
+    path = run / "ledger.jsonl"
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([whole[0], b"x\n", *whole[1:]]))
     assert cli.main(TINY) == 3
@@ -350,10 +333,7 @@ def test_a_flag_rebuilds_a_damaged_ledger(elsewhere, capsys):
     assert cli.main([*TINY, "--rebuild-ledger"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "lines that could not be read: 1, rounds without a line: none" in out[0]
-    assert out[-8:] == table
     assert path.read_bytes().splitlines(keepends=True)[:-1] == whole
-    assert cli.main(["--config=quickstart", "--rebuild-ledger"]) == 2
-    assert capsys.readouterr().err.startswith("--rebuild-ledger: name the run's folder")
 
 
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):
@@ -366,10 +346,8 @@ def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, c
     assert err.startswith("the report was not written: ") and len(err.splitlines()) == 1
 
 
-def test_flags_let_a_run_go_on_with_changes(elsewhere, capsys):
-    assert cli.main(TINY) == 0
+def test_flags_let_a_run_resume_with_changes(run, capsys):
     changed = [*TINY, "--config.num_rounds=2", "--config.inner.learning_rate=1e-4"]
-    capsys.readouterr()
     assert cli.main(changed) == 2
     out, err = capsys.readouterr()
     assert out == "" and "inner.learning_rate: was 0.001, is 0.0001" in err
@@ -379,27 +357,84 @@ def test_flags_let_a_run_go_on_with_changes(elsewhere, capsys):
     assert "seed: was 0, is 5" in capsys.readouterr().err
 
 
-def test_exhausted_memory_and_disks_end_with_5_and_a_line(elsewhere, capsys, monkeypatch):
+OWN = """
+from adloco_jax import BATCH_TESTS
+from configs import quickstart
+
+def get_config():
+    BATCH_TESTS["own"] = BATCH_TESTS["constant"]
+    config = quickstart.get_config()
+    config.batching.test = "own"
+    return config
+"""
+
+
+@pytest.fixture
+def own(elsewhere, monkeypatch) -> Path:
+    """A config file that registers a batch-size test; the table is restored afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    monkeypatch.setitem(BATCH_TESTS, "own", None)
+    del BATCH_TESTS["own"]
+    path = elsewhere / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_changed_config_file_that_a_run_depends_on_is_refused_but_by_the_flag(own, capsys):
+    command = ["--config=own.py", *TINY[1:], "--config.batching.test=own"]
+    settings = validate(configured(*command[1:], config="own.py"))
+    Path("run").mkdir()
+    write_config(Path("run"), settings, config_file=record(own, settings))
+    own.write_text(f"{OWN}\n# Changed.\n")
+    for more in ([], ["--plan"]):
+        assert cli.main([*command, *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            "run: the config file, which defines the entry of batching.test, was"
+        )
+        assert "--accept-config-change" in line
+    check_config(Path("run"), settings, accept=True, config_file=own)
+
+
+def test_commands_that_read_a_run_know_what_its_config_file_registers(own, elsewhere):
+    settings = validate(configured(config="own.py"))
+    write_config(elsewhere, settings, config_file=record(own, settings))
+    del BATCH_TESTS["own"]
+    assert recorded_settings(elsewhere) == settings and "own" in BATCH_TESTS
+    own.write_text(f"{OWN}\n")
+    with pytest.raises(ConfigError, match="own.py: has changed, and the run in .* batching.test; "):
+        recorded_settings(elsewhere)
+    own.unlink()
+    with pytest.raises(
+        ConfigError, match="own.py: is gone, .* its text is in .*config.json under "
+    ):
+        recorded_settings(elsewhere)
+    with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
+        validate(configured("--config.batching.test=mine"))
+
+
+def test_a_config_file_that_adds_nothing_may_change_and_go(own, elsewhere):
+    plain = elsewhere / "plain.py"
+    plain.write_text(OWN.replace('= "own"', '= "norm"').replace("BATCH", "# BATCH", 1))
+    settings = validate(default_config())
+    write_config(elsewhere, settings, config_file=record(plain, settings))
+    plain.write_text("raise SystemExit")
+    check_config(elsewhere, settings, accept=False, config_file=plain)
+    assert recorded_settings(elsewhere) == settings
+
+
+def test_a_full_disk_ends_with_5_and_a_line(capsys, monkeypatch):
     monkeypatch.setenv("ADLOCO_FAIL_AT", "ledger.write:1:ENOSPC")
     monkeypatch.setattr(crashpoints, "_arrivals", collections.Counter())
     assert cli.main(TINY) == 5
-    out, err = capsys.readouterr()
-    assert "ledger.jsonl: cannot be written (No space left on device)" in err
-    assert len(err.splitlines()) == 1
-    for error in (MemoryError("no more"), OSError(24, "Too many open files")):
-        monkeypatch.setattr(cli, "_run", lambda argv, error=error: raise_(error))
-        assert cli.main([]) == 5
-        assert capsys.readouterr().err.startswith("out of resources: ")
-
-
-def raise_(error):
-    raise error
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ledger.jsonl: cannot be written (No space left on device)" in line
 
 
 def test_only_the_writes_left_behind_by_a_failed_checkpoint_are_silent(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "__unraisablehook__", told.append)
+    reported = []
+    monkeypatch.setattr(sys, "__unraisablehook__", reported.append)
     for text in ("Event loop is closed", "something else"):
         error = RuntimeError(text)
         cli._unraisablehook(types.SimpleNamespace(exc_value=error))
-    assert [str(each.exc_value) for each in told] == ["something else"]
+    assert [str(each.exc_value) for each in reported] == ["something else"]

@@ -1,10 +1,11 @@
-"""Every knob of a run: declared once with its default and range, and checked all at once.
+"""Every knob of a run: declared once with its default and range, and validated at once.
 
 A config file starts from `default_config()`, a locked ConfigDict, and overrides what differs.
-`validate` turns the whole into frozen dataclasses; nothing after it meets a ConfigDict. The knobs
-are declared in `adloco_jax.settings`.
+`validate` turns it into frozen dataclasses; no code after it reads a ConfigDict. The knobs are
+declared in `adloco_jax.settings`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import operator
@@ -36,10 +37,15 @@ KNOBS: dict[str, dataclasses.Field] = {
 # Set here, as `settings` stands below `data` and cannot import this table.
 _source = KNOBS["data.source"]
 _source.metadata = MappingProxyType({**_source.metadata, "table": DATA_SOURCES})
+_SHIPPED: dict[str, dict] = {
+    key: dict(knob.metadata["table"])
+    for key, knob in KNOBS.items()
+    if knob.metadata["table"] is not None
+}
 
 
 def default_config() -> ConfigDict:
-    """The locked config that every config file starts from: each knob at its default."""
+    """Returns the locked config that every config file starts from: each knob at its default."""
     config: dict[str, Any] = {group: {} for group in _GROUPS}
     for key, knob in KNOBS.items():
         group, _, name = key.rpartition(".")
@@ -52,10 +58,10 @@ def default_config() -> ConfigDict:
 
 
 def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
-    """Checks a whole config and gives it as plain frozen dataclasses.
+    """Checks a whole config and returns it as frozen dataclasses.
 
     Args:
-      config: The groups and knobs of `default_config()`; unlocked or nested plain dicts will do.
+      config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
 
     Returns:
       The settings; `batching.buckets` is resolved to every size in use, ascending.
@@ -71,10 +77,12 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
-    for keys, holds, need in _RULES:
-        if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
-            pairs = ", ".join(f"{key} = {_shown(values[key])}" for key in keys)
-            faults.append(f"{pairs}: {need}")
+    for need, holds in _RULES.items():
+        read: dict[str, Any] = {}
+        with contextlib.suppress(KeyError):  # a value with a fault of its own
+            if not holds(_Watched(values, read)):
+                pairs = ", ".join(f"{key} = {_shown(value)}" for key, value in read.items())
+                faults.append(f"{pairs}: {need}")
     source = values.get("data.source")
     for name, reason in DATA_SOURCES[source].refuses.items() if source else ():
         key = f"data.{name}"
@@ -95,8 +103,18 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
     return Settings(**{key: values[key] for key in KNOBS if "." not in key}, **groups)
 
 
+def custom_entries(settings: Settings) -> list[str]:
+    """The keys whose value names an entry that this library does not define in the key's table."""
+    return [
+        key
+        for key, entries in _SHIPPED.items()
+        if (name := operator.attrgetter(key)(settings)) not in entries
+        or KNOBS[key].metadata["table"][name] is not entries[name]
+    ]
+
+
 def allowed(key: str) -> str:
-    """What a known key may hold, and its default, in words."""
+    """Describes what a known key may hold, and its default."""
     default = KNOBS[key].metadata["default"]
     shown = "unset" if default is None else repr(default)
     table = KNOBS[key].metadata["table"]
@@ -105,12 +123,12 @@ def allowed(key: str) -> str:
 
 
 def value_fault(key: str, value: object) -> str:
-    """The line that refuses a known key's value."""
+    """Returns the line that refuses a known key's value."""
     return f"{key} = {_shown(value)}: must be {allowed(key)}"
 
 
 def unknown_key_fault(key: str) -> str:
-    """The line that refuses an unknown key and names the nearest known one."""
+    """Returns the line that refuses an unknown key and names the nearest known one."""
     name = key.rpartition(".")[2]
     namesakes = [known for known in KNOBS if known.rpartition(".")[2] == name]
     nearest = namesakes or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
@@ -118,9 +136,9 @@ def unknown_key_fault(key: str) -> str:
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """The values under known keys, and a line for each key that is unknown, missing or no group."""
+    """The values of known keys, and a line for each key that is unknown, missing or no group."""
     if not isinstance(config, ConfigDict | Mapping):
-        return {}, [f"config = {_shown(config)}: must be a config, as default_config() gives one"]
+        return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
     given: dict[str, Any] = {}
     for name, value in config.items():
         if name in _GROUPS and isinstance(value, ConfigDict | Mapping):
@@ -128,7 +146,7 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
         else:
             given[str(name)] = value
     faults = [
-        f"{key} = {_shown(value)}: must be a group of keys, as in default_config()"
+        f"{key} = {_shown(value)}: must be a group of keys; see default_config()"
         if key in _GROUPS
         else unknown_key_fault(key)
         for key, value in given.items()
@@ -148,8 +166,6 @@ def _read(knob: dataclasses.Field, value: Any) -> Any:
     if NoneType in get_args(annotation):
         if type(value) is type(default) and value == default:
             return None
-        if default == "auto" and type(value) is str and value.isdecimal():
-            value = int(value)
         annotation = get_args(annotation)[0]
     if not _fits(value, annotation, knob.metadata["within"]):
         raise ValueError
@@ -159,7 +175,7 @@ def _read(knob: dataclasses.Field, value: Any) -> Any:
 
 
 def _fits(value: Any, annotation: Any, within: str) -> bool:
-    """Strictly: a bool is no int and a list no tuple; an int will do for a float."""
+    """Whether a value has the type: a bool is no int, a list no tuple, but an int is a float."""
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type(value) is str and value in members
@@ -193,6 +209,20 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+class _Watched:
+    """A config as attributes that records what is read; KeyError for a value with a fault."""
+
+    def __init__(self, values: Mapping[str, Any], read: dict[str, Any], group: str = ""):
+        self._values, self._read, self._group = values, read, group
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _GROUPS:
+            return _Watched(self._values, self._read, f"{name}.")
+        key = f"{self._group}{name}"
+        self._read[key] = self._values[key]
+        return self._values[key]
+
+
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
     """The sizes to use, ascending: as given, else powers of two and their midpoints."""
     powers = [2**n for n in range(largest.bit_length())]
@@ -200,196 +230,152 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
-# What values must hold together: keys, condition, remedy. A rule is asked where each of its values
-# is allowed by itself.
-_RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
-    (
-        ("model.num_heads", "model.width"),
-        lambda heads, width: width % heads == 0,
-        "the heads must divide the width; choose a width that is a multiple of num_heads",
+# What values must satisfy together, by the end of the message. A rule is checked if each value that
+# it reads is allowed by itself; the message begins with those values.
+_RULES: dict[str, Callable[..., bool]] = {
+    "the heads must divide the width; choose a width that is a multiple of num_heads": (
+        lambda c: c.model.width % c.model.num_heads == 0
+    ),
+    "rotary embeddings need an even head size (width / num_heads); choose another width": (
+        lambda c: (
+            c.model.arch == "bert"
+            or c.model.width % c.model.num_heads != 0
+            or c.model.width // c.model.num_heads % 2 == 0
+        )
+    ),
+    "the key/value heads must divide the query heads; choose a divisor of num_heads": (
+        lambda c: c.model.num_heads % c.model.num_kv_heads == 0 or c.model.arch == "bert"
+    ),
+    "without a checkpoint every head is random; set model.init_from or leave it off": (
+        lambda c: c.model.init_from != "" or not c.model.reinit_head
+    ),
+    "trainers that start from a checkpoint share it; set ensemble.init=shared": (
+        lambda c: c.ensemble.init == "shared" or c.model.init_from == ""
+    ),
+    "rows must not be longer than the model's context; lower the first or raise the second": (
+        lambda c: c.data.sequence_length <= c.model.max_length
+    ),
+    "bert classifies JSON lines of a text and a label; set data.source=jsonl": (
+        lambda c: c.model.arch != "bert" or c.data.source == "jsonl"
+    ),
+    "a text has a first and a last token of its own; set at least 3": (
+        lambda c: c.model.arch != "bert" or c.data.sequence_length >= 3
+    ),
+    "no field for the class; name it": (lambda c: c.data.label_column != ""),
+    "bytes need 257 ids (256 and end of text); raise model.vocab_size": (
+        lambda c: c.data.tokenizer != "bytes" or c.model.vocab_size >= 257
+    ),
+    "no tokenizer; name bytes, a tokenizer.json, a .model file, a folder, or a hub name": (
+        lambda c: c.data.tokenizer != ""
+    ),
+    "this source needs a file, folder or glob (hf: or a hub name); set data.path": (
+        lambda c: "path" not in DATA_SOURCES[c.data.source].needs or c.data.path != ""
+    ),
+    "this source reads no files; leave both paths empty or change data.source": (
+        lambda c: (
+            "path" in DATA_SOURCES[c.data.source].needs or c.data.path == c.data.heldout_path == ""
+        )
+    ),
+    "name the field that holds a row's text; set data.text_column": (
+        lambda c: "text_column" not in DATA_SOURCES[c.data.source].needs or c.data.text_column != ""
+    ),
+    "no part of the data set; name one, such as train": (lambda c: c.data.split != ""),
+    "each trainer needs a worker; raise the first (the whole pool) or lower the second": (
+        lambda c: c.ensemble.num_workers >= c.ensemble.num_trainers
+    ),
+    "the warm-up would outlast the run's updates; shorten it": (
+        lambda c: c.inner.warmup_updates < c.num_rounds * c.inner.steps_per_round
     ),
     (
-        ("model.arch", "model.num_heads", "model.width"),
-        lambda arch, heads, width: arch == "bert" or width % heads != 0 or width // heads % 2 == 0,
-        "rotary embeddings need an even head size (width / num_heads); choose another width",
+        "rounds that grow, or that accumulate within so many micro-batches, make a number of"
+        " updates not known in advance; end the run, and its schedule, by num_tokens, or set"
+        " inner.schedule=constant"
+    ): (
+        lambda c: (
+            c.inner.schedule == "constant"
+            or c.num_tokens
+            or c.switch.mode == "clip"
+            or (c.switch.mode != "lengthen" and c.inner.unit == "updates")
+        )
+    ),
+    "sgd decays no weights; set inner.weight_decay=0.0": (
+        lambda c: c.inner.tx != "sgd" or c.inner.weight_decay == 0
+    ),
+    "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0": (
+        lambda c: c.outer.tx not in ("sgd", "nesterov") or c.outer.weight_decay == 0
+    ),
+    "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round": (
+        lambda c: c.inner.steps_per_round % c.outer.fragments == 0
     ),
     (
-        ("model.num_kv_heads", "model.num_heads", "model.arch"),
-        lambda kv_heads, heads, arch: arch == "bert" or heads % kv_heads == 0,
-        "the key/value heads must divide the query heads; choose a divisor of num_heads",
-    ),
-    (
-        ("model.reinit_head", "model.init_from"),
-        lambda reinit_head, init_from: init_from != "" or not reinit_head,
-        "without a checkpoint every head is random; set model.init_from or leave it off",
-    ),
-    (
-        ("ensemble.init", "model.init_from"),
-        lambda init, init_from: init == "shared" or init_from == "",
-        "trainers that start from a checkpoint share it; set ensemble.init=shared",
-    ),
-    (
-        ("data.sequence_length", "model.max_length"),
-        lambda length, max_length: length <= max_length,
-        "rows must not be longer than the model's context; lower the first or raise the second",
-    ),
-    (
-        ("model.arch", "data.source"),
-        lambda arch, source: arch != "bert" or source == "jsonl",
-        "bert classifies JSON lines of a text and a label; set data.source=jsonl",
-    ),
-    (
-        ("data.sequence_length", "model.arch"),
-        lambda length, arch: arch != "bert" or length >= 3,
-        "a text has a first and a last token of its own; set at least 3",
-    ),
-    (
-        ("data.label_column",),
-        lambda label_column: label_column != "",
-        "no field for the class; name it",
-    ),
-    (
-        ("data.tokenizer", "model.vocab_size"),
-        lambda tokenizer, vocab_size: tokenizer != "bytes" or vocab_size >= 257,
-        "bytes need 257 ids (256 and end of text); raise model.vocab_size",
-    ),
-    (
-        ("data.tokenizer",),
-        lambda tokenizer: tokenizer != "",
-        "no tokenizer; name bytes, a tokenizer.json, a .model file, a folder, or a hub name",
-    ),
-    (
-        ("data.source", "data.path"),
-        lambda source, path: "path" not in DATA_SOURCES[source].needs or path != "",
-        "this source needs a file, folder or glob (hf: or a hub name); set data.path",
-    ),
-    (
-        ("data.source", "data.path", "data.heldout_path"),
-        lambda source, *paths: "path" in DATA_SOURCES[source].needs or paths == ("", ""),
-        "this source reads no files; leave both paths empty or change data.source",
-    ),
-    (
-        ("data.source", "data.text_column"),
-        lambda source, column: "text_column" not in DATA_SOURCES[source].needs or column != "",
-        "name the field that holds a row's text; set data.text_column",
-    ),
-    (
-        ("data.split",),
-        lambda split: split != "",
-        "no part of the data set; name one, such as train",
-    ),
-    (
-        ("ensemble.num_workers", "ensemble.num_trainers"),
-        lambda workers, trainers: workers >= trainers,
-        "each trainer needs a worker; raise the first (the whole pool) or lower the second",
-    ),
-    (
-        ("inner.warmup_updates", "num_rounds", "inner.steps_per_round"),
-        lambda warmup, rounds, steps: warmup < rounds * steps,
-        "the warm-up would outlast the run's updates; shorten it",
-    ),
-    (
-        ("switch.mode", "inner.unit", "inner.schedule", "num_tokens"),
-        lambda mode, unit, schedule, tokens: (
-            schedule == "constant"
-            or tokens
-            or mode == "clip"
-            or (mode != "lengthen" and unit == "updates")
-        ),
-        "rounds that grow, or that accumulate within so many micro-batches, make as many updates as"
-        " nobody knows; end the run, and its schedule, by num_tokens, or set"
-        " inner.schedule=constant",
-    ),
-    (
-        ("inner.tx", "inner.weight_decay"),
-        lambda tx, decay: tx != "sgd" or decay == 0,
-        "sgd decays no weights; set inner.weight_decay=0.0",
-    ),
-    (
-        ("outer.tx", "outer.weight_decay"),
-        lambda tx, decay: tx not in ("sgd", "nesterov") or decay == 0,
-        "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0",
-    ),
-    (
-        ("outer.fragments", "inner.steps_per_round"),
-        lambda fragments, steps: steps % fragments == 0,
-        "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round",
-    ),
-    (
-        ("outer.delay_updates", "outer.fragments", "inner.steps_per_round"),
-        lambda delay, fragments, steps: delay == 0 or delay * fragments < steps,
         "a fragment must arrive before the next one's turn; lower the first below"
-        " steps_per_round / fragments",
+        " steps_per_round / fragments"
+    ): (
+        lambda c: (
+            c.outer.delay_updates == 0
+            or c.outer.delay_updates * c.outer.fragments < c.inner.steps_per_round
+        )
     ),
     (
-        ("outer.tx", "outer.fragments"),
-        lambda tx, fragments: tx != "adamw" or fragments == 1,
         "adamw counts updates of all parameters at once, which a fragment's is not; set"
-        " outer.tx='nesterov' or 'sgd', or outer.fragments=1",
+        " outer.tx='nesterov' or 'sgd', or outer.fragments=1"
+    ): (lambda c: c.outer.tx != "adamw" or c.outer.fragments == 1),
+    "only what arrives in fragments or late is mixed; set outer.mixing=0.0": (
+        lambda c: c.outer.mixing == 0 or c.outer.fragments > 1 or c.outer.delay_updates > 0
     ),
-    (
-        ("outer.mixing", "outer.fragments", "outer.delay_updates"),
-        lambda mixing, fragments, delay: mixing == 0 or fragments > 1 or delay > 0,
-        "only what arrives in fragments or late is mixed; set outer.mixing=0.0",
+    "a run starts without accumulation; lower the first or raise the second": (
+        lambda c: (
+            c.batching.max_batch_size is None
+            or c.batching.initial_batch_size <= c.batching.max_batch_size
+        )
     ),
-    (
-        ("batching.initial_batch_size", "batching.max_batch_size"),
-        lambda initial, largest: largest is None or initial <= largest,
-        "a run starts without accumulation; lower the first or raise the second",
+    "the first request is above the cap; lower the first or raise the second": (
+        lambda c: c.batching.initial_batch_size <= c.batching.batch_cap
     ),
-    (
-        ("batching.initial_batch_size", "batching.batch_cap"),
-        lambda initial, cap: initial <= cap,
-        "the first request is above the cap; lower the first or raise the second",
+    "jvp measures inner products, which this test does not use; set batching.estimator='auto'": (
+        lambda c: (
+            c.batching.estimator != "jvp" or BATCH_TESTS[c.batching.test].needs == "inner_products"
+        )
     ),
-    (
-        ("batching.estimator", "batching.test"),
-        lambda estimator, test: estimator != "jvp" or BATCH_TESTS[test].needs == "inner_products",
-        "jvp measures inner products, which this test does not use; set batching.estimator='auto'",
+    "the largest bucket must be max_batch_size; add it, or remove what is above it": (
+        lambda c: (
+            not c.batching.buckets
+            or c.batching.max_batch_size is None
+            or max(c.batching.buckets) == c.batching.max_batch_size
+        )
     ),
-    (
-        ("batching.buckets", "batching.max_batch_size"),
-        lambda buckets, largest: not buckets or largest is None or max(buckets) == largest,
-        "the largest bucket must be max_batch_size; add it, or remove what is above it",
+    "no bucket is from the first batch to the cap; add one": (
+        lambda c: (
+            not c.batching.buckets
+            or c.batching.max_batch_size is not None
+            or any(
+                c.batching.initial_batch_size <= size <= c.batching.batch_cap
+                for size in c.batching.buckets
+            )
+        )
     ),
-    (
-        (
-            *("batching.buckets", "batching.max_batch_size"),
-            *("batching.initial_batch_size", "batching.batch_cap"),
-        ),
-        lambda buckets, largest, initial, cap: (
-            not buckets or largest is not None or any(initial <= size <= cap for size in buckets)
-        ),
-        "no bucket is from the first batch to the cap; add one",
+    "the two belong together; set test='ramp' and (round, batch) pairs, or neither": (
+        lambda c: (c.batching.test == "ramp") == (c.batching.ramp != ())
     ),
-    (
-        ("batching.test", "batching.ramp"),
-        lambda test, ramp: (test == "ramp") == (ramp != ()),
-        "the two belong together; set test='ramp' and (round, batch) pairs, or neither",
+    "the first round must be 0 and rounds must increase; correct the (round, batch) pairs": (
+        lambda c: (
+            not c.batching.ramp
+            or (
+                c.batching.ramp[0][0] == 0
+                and all(a[0] < b[0] for a, b in pairwise(c.batching.ramp))
+            )
+        )
     ),
-    (
-        ("batching.ramp",),
-        lambda ramp: not ramp or (ramp[0][0] == 0 and all(a[0] < b[0] for a, b in pairwise(ramp))),
-        "the first round must be 0 and rounds must increase; mend the (round, batch) pairs",
+    "the two belong together; set test='replay' and the folder of a run, or neither": (
+        lambda c: (c.batching.test == "replay") == (c.batching.replay != "")
     ),
-    (
-        ("batching.test", "batching.replay"),
-        lambda test, replay: (test == "replay") == (replay != ""),
-        "the two belong together; set test='replay' and the folder of a run, or neither",
+    "both name the first batch; make them equal": (
+        lambda c: not c.batching.ramp or c.batching.ramp[0][1] == c.batching.initial_batch_size
     ),
-    (
-        ("batching.ramp", "batching.initial_batch_size"),
-        lambda ramp, initial: not ramp or ramp[0][1] == initial,
-        "both name the first batch; make them equal",
+    "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
+        lambda c: all(1 <= size <= c.batching.batch_cap for _, size in c.batching.ramp)
     ),
-    (
-        ("batching.ramp", "batching.batch_cap"),
-        lambda ramp, cap: all(1 <= size <= cap for _, size in ramp),
-        "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap",
+    "a monotone batch does not fall; order the batches or set batching.monotone=False": (
+        lambda c: not c.batching.monotone or all(a[1] <= b[1] for a, b in pairwise(c.batching.ramp))
     ),
-    (
-        ("batching.ramp", "batching.monotone"),
-        lambda ramp, monotone: not monotone or all(a[1] <= b[1] for a, b in pairwise(ramp)),
-        "a monotone batch does not fall; order the batches or set batching.monotone=False",
-    ),
-)
+}

@@ -1,4 +1,4 @@
-"""Losses on held-out text: of each trainer, of the consensus, and of a merge about to happen."""
+"""Losses on held-out text: of each trainer, of the consensus, and of a planned merge."""
 
 import functools
 import math
@@ -36,11 +36,18 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draws the guard's rows and the reported rows, at most `num_sequences`, from held-out rows.
+    """Draws the guard's rows and the reported rows from held-out rows.
 
-    No seed enters: runs that differ in theirs report on the same rows, so that the spread of their
-    losses is that of training. Rows of classes are drawn in equal numbers of each, as many as there
-    are of the rarest.
+    The draw does not depend on the run's seed: runs with other seeds report on the same rows, so
+    that the spread of their losses is that of training. Labelled rows are drawn in equal numbers
+    of each class, as many as there are of the rarest.
+
+    Args:
+      rows_EL: Held-out rows of integers; of a labelled row the first one is its class.
+      num_sequences: Largest number of reported rows.
+      batch_size: Rows per call of the evaluation program.
+      num_classes: Classes of labelled rows; None for rows of text.
+      num_trainers: Of several trainers, guard rows choose the best.
 
     Raises:
       DataError: If none are left to report on, or to choose among several trainers by.
@@ -66,14 +73,14 @@ def split_heldout(
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Token-mean loss of one model over rows, nats/token; rows are weighted alike."""
+    """Token-mean loss of one model over rows, nats/token; all rows have equal weight."""
     return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
 
 
 def class_report(
     programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
 ) -> dict:
-    """How well one model tells the classes of labelled rows apart.
+    """Evaluates one model's predictions of the classes of labelled rows.
 
     A row's loss under each label in turn is the negative log-probability of that class, so that the
     program of the held-out loss also predicts.
@@ -82,31 +89,23 @@ def class_report(
       `accuracy`, the share of rows whose likeliest class is theirs, and `classes`: for each class
       its `precision`, `recall`, `f1` (None where undefined) and `support` in rows.
     """
-    losses_EC = np.stack(
-        [
-            _losses(programs, params, _relabelled(rows_EL, label), batch_size)
-            for label in range(num_classes)
-        ],
-        axis=1,
-    )
-    predicted_E, labels_E = np.argmin(losses_EC, axis=1), rows_EL[:, 0]
+
+    def losses_under(label: int) -> np.ndarray:
+        labels_E1 = np.full_like(rows_EL[:, :1], label)
+        return _losses(programs, params, np.hstack([labels_E1, rows_EL[:, 1:]]), batch_size)
+
+    predicted_E = np.argmin([losses_under(label) for label in range(num_classes)], axis=0)
+    count_CC = np.zeros((num_classes, num_classes), int)  # by class and predicted class
+    np.add.at(count_CC, (rows_EL[:, 0], predicted_E), 1)
     classes = []
-    for label in range(num_classes):
-        hits = int(np.sum((predicted_E == label) & (labels_E == label)))
-        claims, support = int(np.sum(predicted_E == label)), int(np.sum(labels_E == label))
-        classes.append(
-            {
-                "precision": hits / claims if claims else None,
-                "recall": hits / support if support else None,
-                "f1": 2 * hits / (claims + support) if claims + support else None,
-                "support": support,
-            }
-        )
-    return {"accuracy": float(np.mean(predicted_E == labels_E)), "classes": classes}
-
-
-def _relabelled(rows_EL: np.ndarray, label: int) -> np.ndarray:
-    return np.concatenate([np.full_like(rows_EL[:, :1], label), rows_EL[:, 1:]], axis=1)
+    for hits, claims, support in zip(
+        count_CC.diagonal().tolist(), *(count_CC.sum(axis).tolist() for axis in (0, 1)), strict=True
+    ):
+        precision = hits / claims if claims else None
+        recall = hits / support if support else None
+        f1 = 2 * hits / (claims + support) if claims + support else None
+        classes.append({"precision": precision, "recall": recall, "f1": f1, "support": support})
+    return {"accuracy": float(np.mean(predicted_E == rows_EL[:, 0])), "classes": classes}
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
@@ -116,16 +115,15 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
     params = bring(params, params_at)
     losses = []
     for start in range(0, len(rows_EL), batch_size):
-        rows = rows_EL[start : start + batch_size]
-        # The last part is filled up with copies of its first row, whose losses are dropped.
-        full = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
-        loss_B = program(params, bring(full.astype(np.int32), rows_at))
-        losses.append((loss_B, len(rows)))
-    return np.concatenate([np.asarray(loss_B)[:n] for loss_B, n in losses])
+        rows = rows_EL[start : start + batch_size].astype(np.int32)
+        # The last part is padded with copies of its last row, whose losses are dropped.
+        padded = np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), mode="edge")
+        losses.append(program(params, bring(padded, rows_at)))
+    return np.concatenate(losses)[: len(rows_EL)]
 
 
 def loss_key(batch_size: int) -> Key:
-    """The one evaluation program: a model at a time, on any number of trainers."""
+    """The key of the one evaluation program, which takes one model at a time."""
     return Key("loss", micro_batch_size=batch_size)
 
 
@@ -135,14 +133,14 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """The parameters that `merge` would give its representative, without touching the ensemble."""
+    """Parameters that `merge` would give the representative; the ensemble stays as it is."""
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """The one model to use now, and where it comes from; a trainer of weight 0 has no part in it.
+    """Chooses the one model to use now; trainers of weight 0 are left out.
 
     Returns:
       Parameters, and `only`, `best` (the best trainer) or `average` (of all, weighted by requested

@@ -1,18 +1,19 @@
 """What a run is and will need, as text: the header of a run, and `--plan`."""
 
+import inspect
 from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
 from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
+from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.run import processes
-from adloco_jax.run.batches import classes, round_keys
+from adloco_jax.run.batches import Group, classes, round_keys
 from adloco_jax.run.build import (
     attention,
     build_model,
@@ -41,14 +42,19 @@ from adloco_jax.settings import Settings
 
 
 def plan(
-    config: ConfigDict, workdir: str | Path | None = None, *, accept_config_change: bool = False
+    config: ConfigDict,
+    workdir: str | Path | None = None,
+    *,
+    accept_config_change: bool = False,
+    config_file: str | Path | None = None,
 ) -> str:
     """What a run would compile, hold and move, as text; nothing is trained and no text is read.
 
     Args:
       config: As for `train`.
       workdir: As for `train`; None leaves it out.
-      accept_config_change: As for `train`.
+      accept_config_change: Whether a run there may resume with other settings that change it.
+      config_file: The file that the config is from, if any, compared with the recorded one.
 
     Returns:
       Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
@@ -60,7 +66,9 @@ def plan(
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
     unchecked = processes.together(
-        lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
+        lambda: check_inputs(
+            settings, folder, accept_config_change=accept_config_change, config_file=config_file
+        )
     )
     init_fn, loss_fn = build_model(settings)
     spec = program_spec(
@@ -71,14 +79,19 @@ def plan(
 
 
 def check_inputs(
-    settings: Settings, workdir: Path | None = None, *, accept_config_change: bool = False
+    settings: Settings,
+    workdir: Path | None = None,
+    *,
+    accept_config_change: bool = False,
+    config_file: str | Path | None = None,
 ) -> list[str]:
     """Refuses all that a run would refuse before it reads text or weights.
 
     Args:
       settings: The run's.
       workdir: Its folder, which need not exist; None leaves it out.
-      accept_config_change: As for `train`.
+      accept_config_change: Whether a run there may resume with other settings that change it.
+      config_file: The file that the settings are from, if any, compared with the recorded one.
 
     Returns:
       What a run would check besides, a line each.
@@ -94,7 +107,7 @@ def check_inputs(
     rounds = []
     if workdir is not None:
         check_workdir(workdir)
-        check_config(workdir, settings, accept=accept_config_change)
+        check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         rounds = list_rounds(workdir / "checkpoints")
     if rounds:
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
@@ -122,36 +135,31 @@ def data_header(corpus: Corpus | Streaming) -> str:
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
-    """The run in a few lines: model, ensemble, batches."""
+    """The run in a few lines: model, speed, placement, ensemble, batches."""
     ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
-    test = {
-        "norm": f"norm test, eta {batching.eta}",
-        "inner_product": f"inner-product test, vartheta {batching.vartheta}",
-        "augmented": f"augmented test, vartheta {batching.vartheta}, nu {batching.nu}",
-        "constant": "constant",
-        "ramp": "declared ramp",
-        "replay": f"those of {batching.replay}",
-    }.get(batching.test, batching.test)
+    wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
+    knobs = ("eta", "vartheta", "nu", "ramp", "replay")
+    test = [f"{batching.test} test", *(f"{k} {getattr(batching, k)}" for k in knobs if k in wanted)]
     if measures_gradients(settings):
-        test += f", {batching.mode}, estimator {spec.estimator}"
-    sizes = [size for size in batching.buckets if size <= max_batch]
+        test += [batching.mode, f"estimator {spec.estimator}"]
+    sizes = [str(size) for size in batching.buckets if size <= max_batch]
     owners = tuple(start(settings, max_batch).owners)
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
-    rate = matmul_flops_per_s(settings.model.dtype)
+    rate, flops = matmul_flops_per_s(settings.model.dtype), flops_per_token(spec.params)
     speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
-    if flops := flops_per_token(spec.params):
-        speed += f"; at that rate {rate / flops:,.0f} tokens/s"
+    length = f"{settings.num_rounds} rounds"
+    if settings.num_tokens is not None:
+        length = f"{settings.num_tokens:,} tokens, or {length},"
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" attention by {attention(settings)}; on {devices()}",
-        speed,
+        speed + (f"; at that rate {rate / flops:,.0f} tokens/s" if flops else ""),
         f"placement: {at.describe()}",
-        f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers;"
-        f" {_length(settings)} of {inner.steps_per_round} inner {inner.unit}"
-        f" ({inner.tx}), then {settings.outer.tx}",
+        f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers; {length}"
+        f" of {inner.steps_per_round} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",
         *_fragments(settings, spec),
-        f"batches: {test}; from {batching.initial_batch_size}, at most {max_batch}"
-        f" per worker at once, in buckets {', '.join(map(str, sizes))}",
+        f"batches: {', '.join(test)}; from {batching.initial_batch_size}, at most {max_batch}"
+        f" per worker at once, in buckets {', '.join(sizes)}",
     ]
 
 
@@ -169,13 +177,6 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def _length(settings: Settings) -> str:
-    """How long a run is, in words."""
-    if settings.num_tokens is None:
-        return f"{settings.num_rounds} rounds"
-    return f"{settings.num_tokens:,} tokens, or {settings.num_rounds} rounds,"
-
-
 def max_batch_size(settings: Settings, programs: Programs) -> int:
     """The configured largest micro-batch, or the one that the devices' memory allows.
 
@@ -187,101 +188,99 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
         return batching.max_batch_size
     sizes = [size for size in batching.buckets if size >= batching.initial_batch_size]
 
-    def keys_of(size: int) -> list[Key]:
-        keys = [*first_keys(settings, programs.spec, size), loss_key(size)]
-        if _accumulates(settings):
-            keys += first_keys(settings, programs.spec, size, num_accum_steps=2)
-        return keys
-
+    accumulates = _accumulates(settings)
     return find_max_batch(
         programs,
         tuple(start(settings, sizes[0]).owners),
-        keys_of=keys_of,
+        keys_of=lambda size: [
+            *_first_keys(settings, programs.spec, size, accumulates=accumulates),
+            loss_key(size),
+        ],
         sizes=sizes,
         memory_frac=batching.memory_frac,
     )
 
 
-def first_keys(
-    settings: Settings, spec: Spec, micro_batch_size: int, num_accum_steps: int = 1
-) -> list[Key]:
-    """The programs of a first round in which all trainers ran such a plan."""
-    control, steps = start(settings, micro_batch_size), settings.inner.steps_per_round
-    num_micro_batches = steps * num_accum_steps
-    plan = RoundPlan(micro_batch_size, num_accum_steps, num_micro_batches, steps)
-    plans = dict.fromkeys(range(len(control.trainers)), plan)
-    return round_keys(control, plans, settings, spec)
-
-
-def _accumulates(settings: Settings) -> bool:
-    return settings.switch.mode != "clip" and settings.batching.test != "constant"
+def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) -> list[Key]:
+    """The programs of a first round in which all trainers run this micro-batch."""
+    control, steps = start(settings, size), settings.inner.steps_per_round
+    keys = []
+    for count in (1, 2) if accumulates else (1,):
+        plan = RoundPlan(size, count, steps * count, steps)
+        plans = dict.fromkeys(range(len(control.trainers)), plan)
+        keys += round_keys(control, plans, settings, spec)
+    return keys
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
-    inner_bytes = _tree_bytes(jax.eval_shape(spec.inner_tx.init, spec.params))
-    outer_bytes = _tree_bytes(jax.eval_shape(spec.outer_tx.init, spec.params))
+    inner_bytes, outer_bytes = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        for state in jax.eval_shape(
+            lambda params: (spec.inner_tx.init(params), spec.outer_tx.init(params)), spec.params
+        )
+    )
     own_bytes = inner_bytes + (spec.param_bytes if spec.own_params else 0)
     state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * own_bytes
     programs = Programs(spec)
     max_batch = max_batch_size(settings, programs)
-    lines = [
+    control = start(settings, max_batch)
+    groups = classes(control, range(num_trainers), spec.model_shards)
+    keys = _planned_keys(settings, spec, max_batch, groups)
+    peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
+    costs = [
+        sync_cost(count, spec.sync_bytes, spec.num_fragments)
+        for count in np.bincount(control.owners).tolist()
+    ]
+    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
+    drawn, moved_here = [], 0
+    for group in groups:
+        at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
+        drawn += at.draw([f"{w} (trainer {control.owners[w]})" for w in group.workers])
+        sent = spec.sync_bytes * spec.num_fragments
+        moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
+    sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
+    least = sequences * batching.initial_batch_size
+    most = sequences * max(batching.batch_cap, batching.initial_batch_size)
+    total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
+    if settings.num_tokens is not None:
+        total = f"the run ends with the round that reaches {settings.num_tokens:,}"
+    return [
         *run_header(settings, spec, max_batch),
-        f"parameters: {spec.num_params:,}, {_human(spec.param_bytes)} per trainer",
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
         f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
         f"max_batch_size: {max_batch}"
-        + (" (found)" if batching.max_batch_size is None else " (given)")
-        + f", of {_human(device_bytes())} per device",
+        f" ({'found' if batching.max_batch_size is None else 'given'}),"
+        f" of {_human(device_bytes())} per device",
         "memory per device while a program runs, by the compiler's analysis:",
-    ]
-    control = start(settings, max_batch)
-    owners, groups = tuple(control.owners), classes(control, range(num_trainers), spec.model_shards)
-    sizes = [size for size in batching.buckets if size <= max_batch]
-    keys = [key for size in sizes for key in first_keys(settings, spec, size)]
-    if _accumulates(settings) and batching.batch_cap > max_batch:
-        keys += first_keys(settings, spec, max_batch, num_accum_steps=2)
-    if settings.outer.leaves_unsynchronised:
-        keys += [group.key("flush") for group in groups]
-    keys = list(dict.fromkeys([*keys, loss_key(max_batch)]))
-    peak = 0
-    for key in keys:
-        total = peak_bytes(programs, key, owners)
-        peak = max(peak, total)
-        lines.append(f"  {str(key):32} {_human(total)}")
-    lines.append("placement in the first round:")
-    moved_here = 0
-    for group in groups:
-        at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
-        names = [f"{w} (trainer {owners[w]})" for w in group.workers]
-        lines += at.draw(names)
-        sent = spec.sync_bytes * spec.num_fragments
-        moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
-    costs = [
-        sync_cost(count, spec.sync_bytes, spec.num_fragments)
-        for count in np.bincount(owners).tolist()
-    ]
-    moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
-    sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
-    first = batching.initial_batch_size
-    least = sequences * first * settings.num_rounds
-    most = sequences * max(batching.batch_cap, first) * settings.num_rounds
-    in_the_run = f"{least:,} to {most:,} in the run"
-    if settings.num_tokens is not None:
-        in_the_run = f"the run ends with the round that reaches {settings.num_tokens:,}"
-    lines += [
-        f"peak: {peak} bytes ({_human(peak)})",
+        *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
+        "placement in the first round:",
+        *drawn,
+        f"peak: {max(peaks.values())} bytes ({_human(max(peaks.values()))})",
         f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; later, at"
         " most as many for each other division of the workers",
         f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
-        f" ({settings.outer.precision}); between these devices"
-        f" {_human(moved_here)}",
+        f" ({settings.outer.precision}); between these devices {_human(moved_here)}",
         *_merge_lines(settings, spec),
-        f"tokens: {sequences * first:,} a round at batch {first}; {in_the_run}",
+        f"tokens: {least:,} a round at batch {batching.initial_batch_size}; {total}",
     ]
-    return lines
+
+
+def _planned_keys(settings: Settings, spec: Spec, max_batch: int, groups: list[Group]) -> list[Key]:
+    """The programs of the rounds before the first merge, and of evaluation."""
+    batching, keys = settings.batching, []
+    for size in (size for size in batching.buckets if size <= max_batch):
+        accumulates = size == max_batch < batching.batch_cap and _accumulates(settings)
+        keys += _first_keys(settings, spec, size, accumulates=accumulates)
+    if settings.outer.leaves_unsynchronised:
+        keys += [group.key("flush") for group in groups]
+    return list(dict.fromkeys([*keys, loss_key(max_batch)]))
+
+
+def _accumulates(settings: Settings) -> bool:
+    return settings.switch.mode != "clip" and settings.batching.test != "constant"
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
@@ -310,7 +309,3 @@ def _human(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
-
-
-def _tree_bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

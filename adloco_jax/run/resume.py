@@ -31,6 +31,7 @@ from adloco_jax.run.checkpoint import (
     verify,
 )
 from adloco_jax.run.config import KNOBS, default_config, validate
+from adloco_jax.run.config_file import changes, load_recorded
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finish, read, rebuild
 from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
@@ -136,7 +137,11 @@ def exclusive(workdir: Path) -> Iterator[None]:
 
 
 def finished(
-    workdir: str | Path, config: ConfigDict, *, accept_config_change: bool = False
+    workdir: str | Path,
+    config: ConfigDict,
+    *,
+    accept_config_change: bool = False,
+    config_file: str | Path | None = None,
 ) -> list[str] | None:
     """Whether a folder holds a run with nothing left to do.
 
@@ -144,6 +149,7 @@ def finished(
       workdir: The run's folder; it need not exist.
       config: The run's config, compared with the recorded one.
       accept_config_change: As in `train`.
+      config_file: The file that the config is from, compared with the recorded one.
 
     Returns:
       None if there is something to do; else what is damaged in the newest checkpoint, a line each.
@@ -153,7 +159,7 @@ def finished(
     """
     folder, settings = Path(workdir), validate(config)
     check_workdir(folder)
-    check_config(folder, settings, accept=accept_config_change)
+    check_config(folder, settings, accept=accept_config_change, config_file=config_file)
     ledger = folder / "ledger.jsonl"
     end = finish(read(ledger)) if ledger.exists() else None
     if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
@@ -235,13 +241,17 @@ def change_class(key: str) -> Change:
     return _CLASSES[key] if key in _CLASSES else _CLASSES[key.partition(".")[0]]
 
 
-def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
+def check_config(
+    workdir: Path, settings: Settings, *, accept: bool, config_file: str | Path | None = None
+) -> None:
     """Compares a run's config with the one its folder was made with, if it was.
 
     Args:
       workdir: The run's folder.
       settings: Those of the run that is about to go on.
       accept: Whether changes that alter the run from here on are meant.
+      config_file: The file that the config is from, if any: a run that uses its entries of the
+        tables needs the same file.
 
     Raises:
       ConfigError: Listing what has changed, if it may not or not without `accept`.
@@ -267,6 +277,8 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
         lines.append(
             f"{workdir}: these change the run from here on; --accept-config-change to do so"
         )
+    if not accept:
+        lines += changes(workdir, config_file, settings)
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -274,14 +286,18 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 def recorded_settings(workdir: Path) -> Settings:
     """The settings of the run that a folder holds; keys of later versions are at their defaults.
 
+    A config file that the run depends on is run first (`config_file.load_recorded`).
+
     Raises:
       CheckpointError: If there is no record, or it cannot be read.
+      ConfigError: If that config file is gone, or has changed.
     """
     path = workdir / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; name the folder of a run")
-    config = default_config().to_dict()
-    for key, value in _read(path).items():
+    config, recorded = default_config().to_dict(), _read(path)
+    load_recorded(workdir)
+    for key, value in recorded.items():
         group, _, name = key.rpartition(".")
         if key in KNOBS and value is not None:  # null is what an unset default resolves to
             (config[group] if group else config)[name] = _as_tuples(value)

@@ -171,6 +171,7 @@ def execute(
     *,
     on_end: Callable[[Run, bool], None],
     command: str = "",
+    config_file: str | Path | None = None,
 ) -> bool:
     """Makes the runs that are not finished, one after the other.
 
@@ -183,6 +184,7 @@ def execute(
       folder: Where; runs that are there go on.
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
+      config_file: The file that the comparison is from, recorded as in `train`.
 
     Returns:
       Whether all are finished.
@@ -192,7 +194,7 @@ def execute(
     """
     whole = True
     for run in runs_of(comparison, folder):
-        if finished(run.workdir, run.config) is not None:
+        if finished(run.workdir, run.config, config_file=config_file) is not None:
             on_end(run, False)
             continue
         replayed = comparison.variants[run.variant].get("batching.replay")
@@ -203,7 +205,7 @@ def execute(
         with open(run.workdir / "output.txt", "a", encoding="utf-8") as output:
             try:
                 with contextlib.redirect_stdout(output):
-                    train(run.config, run.workdir, command=command)
+                    train(run.config, run.workdir, command=command, config_file=config_file)
             except ConfigError as error:
                 if "another process runs there" not in str(error):
                     raise

@@ -1,0 +1,434 @@
+"""One attempt at a run: restored from its newest checkpoint, trained to its end or to a failure."""
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+import optax
+import orbax.checkpoint
+from jaxtyping import PyTree
+
+from adloco_jax import __version__
+from adloco_jax.adloco import (
+    Control,
+    State,
+    adloco,
+    is_over,
+    planned_max_batch_size,
+    share_done,
+    start,
+)
+from adloco_jax.core.types import Ensemble, init, of_owners
+from adloco_jax.data.sources import shard_changes
+from adloco_jax.errors import CheckpointError, DataError, DivergedError, ResourceError
+from adloco_jax.run import checkpoint, evaluate, memory_notes, observers, processes, resume
+from adloco_jax.run.batches import Rows, SequentialRows
+from adloco_jax.run.build import InitFn, attention, replayed_batches
+from adloco_jax.run.checkpoint import Saved, Saver
+from adloco_jax.run.engine import LocalEngine
+from adloco_jax.run.health import Diverged
+from adloco_jax.run.ledger import START, Ledger, cut, finish, read
+from adloco_jax.run.plan import devices, max_batch_size, run_header
+from adloco_jax.run.programs import Compiled, Key, Programs, Spec, placement
+from adloco_jax.run.progress import Progress
+from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
+from adloco_jax.run.trackers import Trackers
+from adloco_jax.settings import Settings
+
+
+class Model(NamedTuple):
+    """Where trainers start."""
+
+    init_fn: InitFn
+    params: PyTree | None  # None: drawn by `init_fn`
+    num_classes: int | None  # of labelled rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all attempts at a run share."""
+
+    settings: Settings
+    spec: Spec
+    corpus: Rows
+    heldout: evaluate.HeldOut
+    model: Model
+    workdir: Path
+    command: str
+    config_file: dict  # as `config_file.record` describes it
+    accept_data_change: bool
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What the attempts so far have failed of, for the next one."""
+
+    faults: tuple[dict, ...] = ()  # to record
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of control, to need less
+    round: int | None = None  # before which the last one failed
+
+
+@dataclass
+class Attempt:
+    """A run that is ready to go on."""
+
+    state: State
+    ended: bool  # according to its ledger
+    watch: observers.Watch
+    recorder: observers.Recorder
+    evaluator: observers.Evaluator
+    checkpoints: observers.Checkpoints
+
+
+def begin(
+    run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
+) -> Attempt:
+    """Restores the newest checkpoint, or starts from the beginning if there is none.
+
+    Args:
+      run: What to run.
+      stack: Closes what is opened here.
+      stop: Set at a signal.
+      failures: Of the attempts before this one.
+
+    Raises:
+      UserError: As `train`.
+    """
+    settings, spec, start_s = run.settings, run.spec, time.perf_counter()
+    restored, damage, end = _restore(run)
+    host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
+    known = restored.state.control.replayed if restored else {}
+    replayed = known or processes.together(lambda: replayed_batches(settings))
+    progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
+    stack.callback(progress.close)
+    ledger = processes.together(lambda: _open_ledger(run, stack, host["ledger"], progress))
+    programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
+    stack.callback(programs.close)
+    if isinstance(run.corpus, SequentialRows):
+        stack.callback(run.corpus.close)
+        run.corpus.restore(host["data"].get("place") if restored else None)
+    control, noted = _control(run, restored, programs, failures.changes | {"replayed": replayed})
+    heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
+    engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
+    engine.underway = control
+    watch = observers.Watch(
+        settings=settings,
+        engine=engine,
+        ledger=ledger,
+        progress=progress,
+        workdir=run.workdir,
+        num_classes=run.model.num_classes,
+        start_s=start_s - host["wall_s"],
+        loss=float("nan") if host["loss"] is None else host["loss"],
+    )
+    ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
+    ended = ended and is_over(control, settings)
+    if not ended:  # a finished run whose checkpoint is damaged trains again
+        _write_start(run, ledger, control, damage, [*failures.faults, *noted])
+    notes = [f"damaged, and set aside: {line}" for line in damage]
+    notes += [f"resuming after round {control.round}"] if control.round else []
+    for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
+        progress.note(line)
+    ensemble = restored.state.ensemble if restored else _initial_ensemble(run, control)
+    on_saved = _on_saved(run.workdir, ledger)
+    saver = Saver(run.workdir / "checkpoints", keep=settings.checkpoint.keep, on_saved=on_saved)
+    stack.callback(saver.close)
+    recorder = observers.Recorder(watch)
+    return Attempt(
+        state=State(ensemble, control),
+        ended=ended,
+        watch=watch,
+        recorder=recorder,
+        evaluator=observers.Evaluator(watch, recorder),
+        checkpoints=observers.Checkpoints(
+            watch, recorder, saver, stop.is_set, lambda state: _host(run, watch, state)
+        ),
+    )
+
+
+def execute(run: Run, attempt: Attempt) -> State:
+    """Runs all remaining rounds; `attempt.watch` then has the consensus and its loss.
+
+    Raises:
+      DivergedError: If every trainer's loss is not finite.
+      Exception: Whatever a round raises; `after_failure` says if another attempt may succeed.
+    """
+    settings, watch, state = run.settings, attempt.watch, attempt.state
+    if is_over(state.control, settings):
+        attempt.evaluator.consensus(state)
+        if not attempt.ended:
+            attempt.recorder.write_end(state.control, "finished")
+        return state
+    # Compilation first, while the devices are busy with the round.
+    observe = [observers.prefetch(watch), attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    with contextlib.ExitStack() as stack:
+        if settings.checkpoint.watchdog_s is not None:
+            stack.callback(faulthandler.cancel_dump_traceback_later)
+            faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
+            observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
+        ahead = observers.programs_ahead(state.control, settings, run.spec)
+        watch.engine.programs.prefetch([*ahead, evaluate.loss_key(watch.engine.heldout.batch_size)])
+        try:
+            state = adloco(state, settings=settings, engine=watch.engine, observers=observe)
+        except Diverged as error:
+            attempt.recorder.flush(state)
+            saved = _last_checkpoint(run, attempt)
+            attempt.recorder.write_end(watch.engine.underway, "diverged")
+            raise DivergedError(
+                f"round {error.round}: the loss of every trainer is not finite; {saved}; try a"
+                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+            ) from None
+        return watch.engine.settled(state)  # as it was saved
+
+
+def after_failure(
+    run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
+) -> Failures:
+    """Decides what the next attempt records and changes.
+
+    Raises:
+      ResourceError: If memory is exhausted at a micro-batch of one sequence, or this process is one
+        of several, which all restart.
+      Exception: The error itself, if the same round has failed before.
+    """
+    attempt.recorder.write_events()
+    control = attempt.watch.engine.underway
+    index, size = control.round + 1, control.max_batch_size
+    cause = " ".join(str(error).split())[:300]
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)
+    if exhausted and size == 1:
+        raise ResourceError(
+            f"round {index}: out of memory at a micro-batch of 1: {cause}; use fewer workers, a"
+            " smaller model or shorter sequences, or model.remat"
+        ) from error
+    if jax.process_count() > 1:
+        process = jax.process_index()
+        if exhausted:
+            memory_notes.leave(
+                run.workdir, round_index=index, process=process, max_batch_size=size // 2
+            )
+        raise ResourceError(
+            f"round {index}: process {process} failed ({cause}); all start again from the"
+            f" newest checkpoint: {_last_checkpoint(run, attempt)}"
+        ) from error
+    if not exhausted and control.round == before.round:
+        raise error
+    attempt.watch.progress.note(f"round {index} failed ({cause}); restoring the newest checkpoint")
+    fault, changes = {"kind": "round_failed", "round": index, "cause": cause}, before.changes
+    if exhausted:
+        fault |= {"kind": "out_of_memory", **_halved(size, size // 2)}
+        changes = {
+            "max_batch_size": size // 2,
+            "redo_round": max(index, control.redo_round),
+            "redo_max_batch_size": planned_max_batch_size(control),
+        }
+    return Failures((*before.faults, fault), changes, control.round)
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that may change a run's bits, by name."""
+    packages = (jax, jaxlib, flax, optax, orbax.checkpoint, np)
+    names = {package.__name__: package.__version__ for package in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **names}
+
+
+def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
+    """The newest whole checkpoint, what is damaged in newer ones, and the ledger's `end` line."""
+    folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
+    found = checkpoint.newest(folder, lambda at: resume.read_state(at, run.settings, run.spec))
+    restored, damage = found or (None, [])
+    events = read(path) if path.exists() else []
+    processes.gather(None)  # all have read what the first one is about to change
+    if restored is None and any(event["event"] == "checkpoint" for event in events):
+        raise CheckpointError(
+            f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
+            " copy, or name another folder"
+        )
+    recorded = restored.host["data"] if restored else None
+    if (
+        recorded
+        and not run.accept_data_change
+        and recorded["fingerprint"] != run.corpus.fingerprint
+    ):
+        changes = shard_changes(recorded["shards"], list(run.corpus.shards))
+        advice = (
+            f"{run.workdir}: the data are not those that this run began with; restore them, or"
+            " --accept-data-change to resume with these"
+        )
+        raise DataError("\n".join([*changes, advice]))
+    return restored, damage, finish(events)
+
+
+def _open_ledger(
+    run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
+) -> Ledger:
+    """The run's ledger, up to what the restored state knows of it, and its trackers."""
+    if not processes.is_first():
+        return stack.enter_context(Ledger(os.devnull))
+    path = run.workdir / "ledger.jsonl"
+    resume.write_config(
+        run.workdir,
+        run.settings,
+        versions=versions(),
+        data_fingerprint=run.corpus.fingerprint,
+        config_file=run.config_file,
+    )
+    cut(path, position)
+    kept = read(path) if path.exists() else []
+
+    def drop(name: str, at_round: int, cause: str) -> None:
+        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        progress.note(f"log.{name} is off from here on: {cause}")
+
+    trackers = Trackers(run.settings.log, run.workdir, kept, drop)
+    ledger = stack.enter_context(Ledger(path, trackers))
+    stack.callback(trackers.close)
+    return ledger
+
+
+def _control(
+    run: Run, restored: resume.Restored | None, programs: Programs, changes: dict[str, Any]
+) -> tuple[Control, list[dict]]:
+    """The control to go on with, and a fault if an earlier start has run out of memory."""
+    settings = run.settings
+    if restored is None:
+        control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
+    else:
+        control, given = restored.state.control, settings.batching.max_batch_size
+        if given is not None and given != restored.host["max_batch_size_given"]:
+            control = dataclasses.replace(control, max_batch_size=given)
+    control = dataclasses.replace(control, **changes)
+    before = control.max_batch_size
+    noted = memory_notes.least(run.workdir, after_round=control.round)
+    # A process may not yet see what another has written, but what it has written itself.
+    least = min(processes.gather(before if noted is None else noted))
+    if least >= before:
+        return control, []
+    fault = {"kind": "out_of_memory", "round": control.round + 1, **_halved(before, least)}
+    fault["cause"] = "a process had run out of memory"
+    return dataclasses.replace(control, max_batch_size=least), [fault]
+
+
+def _halved(before: int, now: int) -> dict[str, int]:
+    return {"max_batch_size_before": before, "max_batch_size": now}
+
+
+def _initial_ensemble(run: Run, control: Control) -> Ensemble:
+    settings, spec = run.settings.ensemble, run.spec
+    key = jax.random.key(run.settings.seed)
+
+    def make(key, params):
+        stack = init(
+            run.model.init_fn(key) if params is None else params,
+            num_trainers=settings.num_trainers,
+            num_workers=settings.num_workers,
+            inner_tx=spec.inner_tx,
+            outer_tx=spec.outer_tx,
+        )
+        if settings.init == "independent":
+            keys_M = jax.random.split(key, settings.num_trainers)
+            stack = stack.replace(params_M=jax.vmap(run.model.init_fn)(keys_M))
+        if spec.own_params:
+            stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
+        return stack
+
+    at = placement(spec, Key("stats", tuple(control.owners)))
+    shardings = at.ensemble(jax.eval_shape(make, key, run.model.params))
+    return jax.jit(make, out_shardings=shardings)(key, run.model.params)
+
+
+def _last_checkpoint(run: Run, attempt: Attempt) -> str:
+    with contextlib.suppress(CheckpointError, ResourceError):
+        attempt.checkpoints.saver.wait()
+    return checkpoint.last(run.workdir / "checkpoints")
+
+
+def _host(run: Run, watch: observers.Watch, state: State) -> dict:
+    """What a checkpoint holds of a state beside its arrays."""
+    return {
+        "control": dataclasses.asdict(state.control),
+        "max_batch_size_given": run.settings.batching.max_batch_size,
+        "loss": watch.loss if np.isfinite(watch.loss) else None,
+        "wall_s": time.perf_counter() - watch.start_s,
+        "ledger": watch.ledger.position() if processes.is_first() else None,
+        "data": {
+            "fingerprint": run.corpus.fingerprint,
+            "shards": list(run.corpus.shards),
+            "place": watch.engine.place,
+        },
+        "config": dataclasses.asdict(run.settings),
+        "versions": versions(),
+        "devices": devices(),
+    }
+
+
+def _on_saved(workdir: Path, ledger: Ledger) -> Callable[[Saved], None]:
+    def record(saved: Saved) -> None:
+        if processes.is_first():
+            memory_notes.forget(workdir, up_to_round=saved.round)
+        ledger.write(
+            "checkpoint",
+            round=saved.round,
+            bytes=saved.size_bytes,
+            blocked_s=round(saved.blocked_s, 4),
+            save_s=round(saved.save_s, 4),
+        )
+
+    return record
+
+
+def _compile_fields(compiled: Compiled) -> dict:
+    return {
+        "key": str(compiled.key),
+        "seconds": round(compiled.seconds, 3),
+        "cache": "hit" if compiled.hit else "miss",
+        "where": "background" if compiled.background else "foreground",
+        "needed_bytes": compiled.needed_bytes,
+    }
+
+
+def _write_start(
+    run: Run, ledger: Ledger, control: Control, damage: list[str], faults: list[dict]
+) -> None:
+    settings, spec = run.settings, run.spec
+    ledger.write(
+        "start",
+        time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        run=run.workdir.resolve().name,
+        command=run.command,
+        config=dataclasses.asdict(settings),
+        num_params=spec.num_params,
+        state_bytes=spec.state_bytes._asdict(),
+        attention=attention(settings),
+        flops_per_token=flops_per_token(spec.params),
+        matmul_flops_per_s=round(matmul_flops_per_s(settings.model.dtype)),
+        devices=devices(),
+        jax=jax.__version__,
+        versions=versions(),
+        data_fingerprint=run.corpus.fingerprint,
+        tokens_per_byte=run.corpus.tokens_per_byte,
+        round=control.round,
+        max_batch_size=control.max_batch_size,
+        buckets=settings.batching.buckets,
+    )
+    damaged = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
+    bad_data = [
+        {"kind": "bad_data", "round": control.round, **shard}
+        for shard in run.corpus.shards
+        if shard.get("skipped") or shard.get("bad_rows")
+    ]
+    for fault in [*damaged, *bad_data, *faults]:
+        ledger.write("fault", **fault)
