@@ -188,15 +188,7 @@ def replay(
     end_s: dict[int, float] = {}
     retired: list[tuple[float, int]] = []  # since when, number of replicas
     for index, lines in rounds.items():
-        ended = {
-            line["trainer"]: simulation.round(
-                line,
-                replicas[line["trainer"]],
-                ready_s[line["trainer"]],
-                is_flushed=(index, line["trainer"]) in flushed,
-            )
-            for line in lines
-        }
+        ended = {e["trainer"]: simulation.round(e, replicas, ready_s, flushed) for e in lines}
         merge = merges.get(index)
         after = _replicas_after(replicas, merge, workers.get(index + 1), index)
         ended = simulation.merge(ended, merge, replicas, after)
@@ -286,25 +278,24 @@ class _Simulation:
         self.sites = [frozenset(range(site, site + num_sites)) for site in first]
 
     def round(
-        self, line: dict, own: Sequence[int], start_s: float, *, is_flushed: bool
+        self,
+        line: dict,
+        replicas: Mapping[int, Sequence[int]],
+        ready_s: Mapping[int, float],
+        flushed: set[tuple[int, int]],
     ) -> RoundTime:
-        """A trainer's round; `is_flushed` adds a synchronisation of all parameters at its end."""
+        """A trainer's round; `flushed` says after which all parameters are synchronised."""
+        place = (line["round"], line["trainer"])
+        own, start_s = replicas[line["trainer"]], ready_s[line["trainer"]]
         parts_RP = np.array([self._replica_s(line, replica) for replica in own])
         total_R = parts_RP.sum(axis=1)
         slowest_s = float(total_R.max())
-        sync_s = self._sync_s(line, own, slowest_s, is_flushed=is_flushed)
+        sync_s = self._sync_s(line, own, slowest_s, is_flushed=place in flushed)
         parts_P = parts_RP.mean(axis=0)
         parts_P += [0.0, sync_s, slowest_s - float(total_R.mean()), 0.0, 0.0]
         end_s = start_s + slowest_s + sync_s
-        num_devices = self.width * len(own)
         return RoundTime(
-            line["round"],
-            line["trainer"],
-            tuple(own),
-            num_devices,
-            start_s,
-            end_s,
-            *parts_P.tolist(),
+            *place, tuple(own), self.width * len(own), start_s, end_s, *parts_P.tolist()
         )
 
     def _replica_s(self, line: dict, replica: int) -> np.ndarray:

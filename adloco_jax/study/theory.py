@@ -10,13 +10,11 @@ bound only where the run violates the theory's assumptions, `ASSUMPTIONS`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
-
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import DataError
 from adloco_jax.study import curves
 from adloco_jax.study.rounds import read_rounds
 
@@ -47,20 +45,13 @@ ASSUMPTIONS: tuple[str, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Constants of the bounds, which use L and Delta0 as their product only."""
+class Constants(NamedTuple):
+    """Constants of the bounds, all above 0; L and Delta0 enter as their product only."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
     noise: float  # sigma^2, the trace of the covariance of single sequences' gradients
     eta: float  # of the norm test
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{field.name}={value}: expected a finite number above 0")
 
 
 class Point(NamedTuple):
@@ -76,7 +67,6 @@ class Point(NamedTuple):
     mean_batch_size: float  # requested, sequences per worker
     mean_total_batch_size: float  # requested, sequences of all workers of a trainer
     communications: float  # the paper's C(N), of a trainer
-    syncs: int  # blocking communications so far, summed over trainers
     signal_bound: float | None = None  # Lemma 2, upper
     local_batch_bound: float | None = None  # Lemma 1 with this round's workers and steps, lower
     batch_bound: float | None = None  # Theorem 1, lower; of the total batch, which is tested
@@ -156,10 +146,10 @@ def paper_communications(num_steps: int, constants: Constants, *, max_batch_size
 
     Source: AdLoCo, Theorem 2.
     """
-    # Beyond 100 terms by Euler and Maclaurin, to 1e-10.
-    n, direct = min(num_steps, 100), communications_bound(constants, max_batch_size=max_batch_size)
-    tails = [math.log(k) + 1 / (2 * k) - 1 / (12 * k**2) for k in (num_steps, n)]
-    return direct * (math.fsum(1 / k for k in range(1, n + 1)) + tails[0] - tails[1])
+    n = min(num_steps, 100)  # beyond it by Euler and Maclaurin, to 1e-10
+    last, first = (math.log(k) + 1 / (2 * k) - 1 / (12 * k**2) for k in (num_steps, n))
+    harmonic = math.fsum(1 / k for k in range(1, n + 1)) + last - first
+    return communications_bound(constants, max_batch_size=max_batch_size) * harmonic
 
 
 def fit(events: Iterable[dict]) -> Constants:
@@ -232,47 +222,43 @@ def measured(events: Iterable[dict], constants: Constants | None = None) -> list
     Raises:
       DataError: If the ledger lacks a start or a round.
     """
-    events = list(events)
-    rounds = read_rounds(events)
-    syncs = curves.cumulative(curves.spending(events), "syncs")
-    points, sums, measured_steps, signal_sum = [], np.zeros(4), 0.0, 0.0
-    for index, lines in rounds.items():
+    points, sums, signals = [], [0.0] * 4, [0.0, 0.0]
+    for index, lines in read_rounds(events).items():
         size = {"max_batch_size": lines[0]["start"]["max_batch_size"]}
-        steps = sum(line["updates"] for line in lines) / len(lines)
-        workers = sum(line["workers"] for line in lines) / len(lines)
-        batch_T = np.array([line["requested_batch_size"] for line in lines])
-        total_T = batch_T * [line["workers"] for line in lines]
-        sums += steps * np.array(
-            [1, batch_T.mean(), total_T.mean(), np.mean(size["max_batch_size"] / total_T)]
-        )
-        num_steps, batch_sum, total_sum, communications = sums.tolist()
-        if (signal := _mean([line["signal"] for line in lines])) is not None:
-            measured_steps += steps
-            signal_sum += steps * signal
-        point = Point(
-            round=index,
-            num_steps=num_steps,
-            mean_signal=signal_sum / measured_steps if measured_steps else None,
-            mean_batch_size=batch_sum / num_steps,
-            mean_total_batch_size=total_sum / num_steps,
-            communications=communications,
-            syncs=syncs[index],
-        )
+        batches = [line["requested_batch_size"] for line in lines]
+        totals = [line["requested_batch_size"] * line["workers"] for line in lines]
+        updates, workers = [line["updates"] for line in lines], [line["workers"] for line in lines]
+        communications = [size["max_batch_size"] / total for total in totals]
+        steps, signal = fmean(updates), _mean([line["signal"] for line in lines])
+        means = [1.0, *map(fmean, (batches, totals, communications))]
+        sums = [total + steps * mean for total, mean in zip(sums, means, strict=True)]
+        if signal is not None:
+            signals = [signals[0] + steps * signal, signals[1] + steps]
+        num_steps, shape = sums[0], {"steps_per_round": steps, "num_workers": fmean(workers)}
+        bounds = {}
         if constants is not None:
-            point = point._replace(
-                signal_bound=signal_bound(num_steps, constants),
-                local_batch_bound=batch_bound(
-                    num_steps, constants, steps_per_round=steps, num_workers=workers
-                ),
-                batch_bound=batch_bound(num_steps, constants),
-                communications_bound=communications_bound(constants, **size),
-                paper_communications=paper_communications(round(num_steps), constants, **size),
+            bounds = {
+                "signal_bound": signal_bound(num_steps, constants),
+                "local_batch_bound": batch_bound(num_steps, constants, **shape),
+                "batch_bound": batch_bound(num_steps, constants),
+                "communications_bound": communications_bound(constants, **size),
+                "paper_communications": paper_communications(round(num_steps), constants, **size),
+            }
+        points.append(
+            Point(
+                round=index,
+                num_steps=num_steps,
+                mean_signal=signals[0] / signals[1] if signals[1] else None,
+                mean_batch_size=sums[1] / num_steps,
+                mean_total_batch_size=sums[2] / num_steps,
+                communications=sums[3],
+                **bounds,
             )
-        points.append(point)
+        )
     return points
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     """Mean of the values that are not None."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return fmean(known) if known else None
