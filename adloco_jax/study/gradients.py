@@ -364,13 +364,17 @@ def analyse_run(
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
+    _write(folder, result)
+    return result
+
+
+def _write(folder: Path, result: dict) -> None:
     try:
         text = json.dumps(result, indent=2, allow_nan=False)
         (folder / "gradient_analysis.json").write_text(text + "\n", encoding="utf-8")
         figure(result).savefig(folder / "gradient_analysis.png", dpi=150)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot be written ({error.strerror})") from error
-    return result
 
 
 @contextlib.contextmanager
@@ -390,17 +394,16 @@ def _training_rows(
     workdir: Path, settings: Settings, starts: Sequence[dict]
 ) -> tuple[np.ndarray, str]:
     """All rows that the run was trained on, and their fingerprint."""
-    if not starts:
-        raise DataError(f"{workdir / 'ledger.jsonl'}: holds no start of a run; restore it")
     corpus = load_data(settings)
     if isinstance(corpus, Streaming):
         raise ConfigError(
             f"{workdir}: its data are a stream, of which no random rows can be drawn; prepare them"
             " (scripts/prepare_data.py) and train on that"
         )
-    if corpus.fingerprint != starts[-1]["data_fingerprint"]:
+    if not starts or corpus.fingerprint != starts[-1]["data_fingerprint"]:
         raise DataError(
-            f"{workdir}: the data are not those that this run was trained on; restore them"
+            f"{workdir}: the data are not those that this run was trained on, as its ledger records"
+            " them; restore both"
         )
     return corpus.rows, corpus.fingerprint
 

@@ -65,10 +65,10 @@ def figure(result: dict) -> Figure:
     shown = Figure(figsize=(12.5, 9.5), layout="constrained")
     (pooled, own), (norms, text) = shown.subplots(2, 2)
     _draw_histograms(pooled, result, "counts", "num_deviations")
-    pooled.set_xlabel("deviation of a coordinate / standard deviation of all (dimensionless)")
+    pooled.set(xlabel="deviation of a coordinate / standard deviation of all (dimensionless)")
     pooled.set_title("All coordinates on one scale", fontsize=10)
     _draw_histograms(own, result, "own_counts", "num_own_deviations")
-    own.set_xlabel("deviation of a coordinate / its own root mean square (dimensionless)")
+    own.set(xlabel="deviation of a coordinate / its own root mean square (dimensionless)")
     own.set_title("Each coordinate on its own scale", fontsize=10)
     _draw_norms(norms, result)
     for ax in (pooled, own, norms):
@@ -95,9 +95,7 @@ def _draw_histograms(ax: Axes, result: dict, counts: str, total: str) -> None:
     x = np.linspace(edges[0], edges[-1], 801)
     normal = np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)
     ax.plot(x, normal, color="black", lw=1, label="normal, same variance", zorder=1)
-    ax.set_yscale("log")
-    ax.set_ylim(lowest / 2, None)
-    ax.set_xlim(edges[0], edges[-1])
+    ax.set(yscale="log", ylim=(lowest / 2, None), xlim=(edges[0], edges[-1]))
     ax.set_ylabel("density (per unit of the axis below)")
 
 
@@ -131,15 +129,12 @@ def _draw_norms(ax: Axes, result: dict) -> None:
 
 def _caption(result: dict) -> str:
     shown = (
-        f"Gradients of run {result['run']} after round {result['round']}, {_model(result)}. Top:"
-        " deviations of single coordinates of g_b, the gradient of a random batch of b sequences,"
-        f" from those of G, the mean gradient over all n = {result['num_sequences']:,};"
-        f" {result['draws']} batches of each size, {result['num_coordinates']:,} of"
-        f" {result['num_params']:,} coordinates; deviations beyond the axis count in the variance."
-        " Bottom: the norm over all coordinates, and the numbers. Gradients are in"
+        "Top: deviations of single coordinates of g_b, the gradient of a random batch of b"
+        " sequences, from those of G, the mean over all n; deviations beyond the axis count"
+        " in the variance. Bottom: the norm over all coordinates, and the numbers. Gradients are in"
         f" {result['unit']}, as parameters are dimensionless; kurt. is the excess kurtosis (0 if"
-        " normal), own kurt. that of the right panel; smoothed is the noise scale the run's test"
-        " acted on."
+        " normal), own kurt. that of the right panel; smoothed is the noise scale on which the"
+        " run's test acted."
     )
     command = f"Command: {result['command']}" if result["command"] else ""
     return "\n".join(textwrap.wrap(shown, 205) + textwrap.wrap(command, 205, max_lines=3))
