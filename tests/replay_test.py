@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 from adloco_jax.adloco import Control, Trainer, after_merge
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import read
+from adloco_jax.study import predictions
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
+from adloco_jax.study.curves import Run
 from adloco_jax.study.replay import BITS_PER_PARAM, PARTS, Traffic, replay
 from adloco_jax.training import fit
 
@@ -504,15 +507,21 @@ def test_free_links_leave_only_computing(events, place):
         assert result.compute_s == pytest.approx(0.1 * sequences)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_takes_a_run_from_8_to_4096_devices(name):
-    events = [start(), *(line(index, 0, 4, 64) for index in (1, 2))]
-    step_time = roofline("a100_80gb", num_params=10**8, sequence_length=64)
-    few, many = (
-        replay(events, PRESETS[name](num_devices=n, step_time=step_time)) for n in (8, 4096)
-    )
-    assert few.num_devices == 8 and few.wall_s > 0
-    assert few.frac("compute_s") > many.frac("compute_s")
+def test_the_table_of_clusters_accounts_for_all_device_time():
+    batching = {"test": "norm", "eta": 0.5, "nu": 1.0}
+    config = start()["config"] | {"data": {"sequence_length": 64}, "batching": batching}
+    events = [start(config=config, max_batch_size=64, num_params=10**8)]
+    events += [line(index, 0, 4, 64) for index in (1, 2)]
+    rows = predictions.cluster_table(Run(Path("r"), events))
+    assert [(row["preset"], row["devices"]) for row in rows] == list(predictions.SIZES)
+    assert {row["preset"] for row in rows} == set(PRESETS)
+    step_time = roofline(predictions.DEVICE, num_params=10**8, sequence_length=64)
+    for row in rows:
+        parts = ("communication_frac", "waiting_frac", "idle_frac", "lost_frac", "utilisation")
+        assert sum(row[name] for name in parts) == pytest.approx(1)
+        place = PRESETS[row["preset"]](num_devices=row["devices"], step_time=step_time)
+        assert (row["sites"], row["wall_s"]) == (place.num_sites, replay(events, place).wall_s)
+    assert rows[-2]["utilisation"] > rows[-1]["utilisation"]  # 256 and 4096 devices
 
 
 @pytest.mark.parametrize(

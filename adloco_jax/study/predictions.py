@@ -6,19 +6,10 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.study import curves, theory
+from adloco_jax.study import curves, figures, theory
 from adloco_jax.study.cluster import PRESETS, Cluster, roofline
 from adloco_jax.study.curves import Run
-from adloco_jax.study.figures import (
-    WIDTH,
-    Clock,
-    Drawing,
-    finish,
-    legend,
-    look_every,
-    plain_decades,
-    small_letters,
-)
+from adloco_jax.study.figures import Clock, Drawing, small_letters
 from adloco_jax.study.replay import replay
 
 DEVICE = "a100_80gb"
@@ -32,7 +23,7 @@ SIZES = (
 
 # Fields of a start line that the models read; a ledger may be older than one of them.
 _NEEDED = (
-    *("num_params", "devices", "max_batch_size", "config.data.sequence_length"),
+    *("num_params", "max_batch_size", "config.data.sequence_length"),
     *("config.inner.unit", "config.inner.steps_per_round"),
     *("config.batching.test", "config.batching.eta", "config.batching.nu"),
 )
@@ -145,13 +136,13 @@ def theory_of(run: Run) -> Theory | str:
         points = theory.measured(run.events, constants)
     except DataError as error:
         return str(error)
-    figure = Figure(figsize=(WIDTH, 6.8), layout="constrained")
+    figure = Figure(figsize=(figures.WIDTH, 6.8), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(4, 5, 4))
     for panel, field, label, color, marker, dashes in _CURVES:
         drawn = [(p.num_steps, getattr(p, field)) for p in points if (getattr(p, field) or 0) > 0]
         if drawn:
             style = {"color": color, "marker": marker, "ls": dashes, "lw": 1.3, "ms": 4}
-            every = look_every(len(drawn))
+            every = figures.look_every(len(drawn))
             panels[panel].plot(*zip(*drawn, strict=True), markevery=every, label=label, **style)
     panels[-1].set_xlabel("updates of a worker, N")
     for ax, label in zip(panels, _PANELS, strict=True):
@@ -159,13 +150,13 @@ def theory_of(run: Run) -> Theory | str:
         ax.set_yscale("log")
         values = [value for line in ax.lines for value in line.get_ydata()]
         if values:
-            plain_decades(ax, min(values), max(values))
+            figures.plain_decades(ax, min(values), max(values))
         else:
             ax.text(0.5, 0.5, "nothing measured", ha="center", transform=ax.transAxes)
             ax.set_yticks([])
-        finish(ax)
+        figures.finish(ax)
     figure.align_ylabels()
-    legend(figure)
+    figures.legend(figure)
     caption = (
         "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD. Top: the"
         " squared norm of the gradient, which Lemma 2 bounds from above. Middle: the requested"
