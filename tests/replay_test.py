@@ -298,6 +298,9 @@ def test_outer_gradients_travel_as_the_start_line_says():
     older = start(config=config | {"outer": {"lr": 0.7}})
     assert replay([older, *rounds], place) == replay([start(), *rounds], place, traffic=Traffic())
     assert recorded.wall_s < replay([older, *rounds], place).wall_s
+    unknown = start(config=config | {"outer": {"precision": "int3"}})
+    with pytest.raises(DataError, match="precision is 'int3': expected one of float32, bfloat16"):
+        replay([unknown, *rounds], place)
 
 
 def test_a_trainer_blocks_for_a_synchronisation_of_all_its_parameters():

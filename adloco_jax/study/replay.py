@@ -172,6 +172,11 @@ def replay(
     # A ledger may be older than these keys.
     outer = {"precision": "float32", "fragments": 1, "delay_updates": 0}
     outer |= start["config"].get("outer", {})
+    if outer["precision"] not in BITS_PER_PARAM:
+        raise DataError(
+            f"the start line's outer.precision is {outer['precision']!r}: expected one of"
+            f" {', '.join(BITS_PER_PARAM)}"
+        )
     bits_per_param = BITS_PER_PARAM[outer["precision"]]
     simulation = _Simulation(
         cluster,
