@@ -328,11 +328,7 @@ def analyse_run(
         raise ConfigError(
             f"--num-sequences {num_sequences}: the run has {len(rows)} to train on; give fewer"
         )
-    folder = workdir / "report" if out is None else Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # a file in the way, no access, a name too long
-        raise ConfigError(f"--out {str(folder)[:200]!r}: {error}; name another") from error
+    folder = _made(workdir / "report" if out is None else Path(out))
     rng = np.random.default_rng([seed, _SEQUENCES])
     chosen = np.sort(rng.choice(len(rows), num_sequences, replace=False))
     _, loss_fn = build_model(settings)
@@ -366,6 +362,14 @@ def analyse_run(
     }
     _write(folder, result)
     return result
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a file in the way, no access, a name too long
+        raise ConfigError(f"--out {str(folder)[:200]!r}: {error}; name another") from error
+    return folder
 
 
 def _write(folder: Path, result: dict) -> None:
