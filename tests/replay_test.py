@@ -175,6 +175,8 @@ def test_retired_workers_are_idle_after_their_merge():
     result = replay(events, cluster(2, within=Link(1000.0, 0.0)))
     assert result.wall_s == pytest.approx(4 + 1 + 4)
     assert (result.idle_s, result.waiting_s) == pytest.approx((4, 3))
+    wide = replay(events, cluster(4))  # trainer 1 uses one of its two devices for a second
+    assert wide.idle_s == pytest.approx(1 + 2 * 2)
 
 
 def test_nobody_waits_for_a_quarantined_trainer():
