@@ -1,5 +1,6 @@
-"""The bandwidth that a utilisation takes: by hand, and beside the Streaming DiLoCo paper's."""
+"""The bandwidth that a utilisation needs: against the simulator, and the Streaming DiLoCo paper."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -8,42 +9,29 @@ import pytest
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.study import bandwidth
-from adloco_jax.study.bandwidth import METHODS, PAPER, UTILISATIONS, needed_bandwidth, needed_gbits
+from adloco_jax.study.bandwidth import GRID_STEP_S, METHODS, PAPER, UTILISATIONS, needed_gbits
 from adloco_jax.study.cluster import Cluster, Link
-from adloco_jax.study.network import Traffic
-
-FREE = Link(math.inf, 0.0)
-RUN = {"num_params": 250, "num_workers": 2, "batch_size": 4, "steps_per_round": 10}
+from adloco_jax.study.replay import Traffic, replay
 
 
-def cluster(between=FREE, within=FREE):
-    return Cluster(2, 2, lambda num_sequences: 0.1 * num_sequences, within, between)
+@pytest.mark.parametrize("utilisation", [0.5, 0.95])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_simulator_reaches_the_utilisation_at_the_needed_bandwidth(method, utilisation):
+    num_steps, traffic = METHODS[method]
+    config = {"inner": {"unit": "updates", "steps_per_round": num_steps}}
+    start = {"event": "start", "num_params": bandwidth.NUM_PARAMS, "config": config}
+    plan = {"micro_batch_size": 1, "num_accum_steps": 1, "updates": num_steps}
+    line = {"event": "round", "round": 1, "trainer": 0, "workers": 2} | plan
+    link = Link(needed_gbits(method, utilisation, step_s=0.11) * 1e9 / 8, 0.0)
+    place = Cluster(2, 2, lambda num_sequences: 0.11 * num_sequences, link, link)
+    result = replay([start, line], place, traffic=traffic)
+    assert result.frac("compute_s") == pytest.approx(utilisation)
 
 
-@pytest.mark.parametrize(
-    "traffic, latency_s, expected",
-    [
-        (Traffic(), 0.0, 1000 / 1.0),  # a round of 4 s, and 1 s more is 80 %
-        (Traffic(), 0.2, 1000 / 0.6),
-        (Traffic(4.0), 0.0, 125 / 1.0),
-        (Traffic(num_fragments=2, delay_updates=1), 0.0, 1000 / (1.0 + 2 * 0.4)),
-        (Traffic(early_frac=0.5), 0.0, 1000 / (1.0 + 0.2)),
-    ],
-)
-def test_needed_bandwidth_by_hand(traffic, latency_s, expected):
-    place = cluster(Link(math.inf, latency_s))
-    assert needed_bandwidth(place, 0.8, traffic=traffic, **RUN) == pytest.approx(expected)
-
-
-def test_any_bandwidth_does_where_nothing_is_synchronised():
-    assert needed_bandwidth(cluster(), 0.99, num_trainers=2, **RUN) == 0.0
-
-
-def test_a_utilisation_out_of_reach_says_why():
-    with pytest.raises(ConfigError, match="out of reach at any bandwidth .* less latency"):
-        needed_bandwidth(cluster(Link(math.inf, 0.6)), 0.8, **RUN)
-    with pytest.raises(ConfigError, match="utilisation=1.0: expected a fraction"):
-        needed_bandwidth(cluster(), 1.0, **RUN)
+@pytest.mark.parametrize("utilisation", [0.0, 1.0, math.nan])
+def test_a_utilisation_out_of_reach_is_refused(utilisation):
+    with pytest.raises(ConfigError, match="utilisation=.*: expected a fraction"):
+        needed_gbits("DiLoCo", utilisation, step_s=0.1)
 
 
 # Streaming DiLoCo, arXiv 2501.18512v1, Table 4: 1 B model, 24 layers, step time 0.1 s, Gbit/s at a
@@ -72,33 +60,28 @@ def test_with_a_step_of_exactly_a_tenth_only_diloco_is_further_off():
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values())
 
 
-def test_data_parallel_rests_on_the_overlap_with_the_backward_pass():
-    run = RUN | {"num_params": bandwidth.NUM_PARAMS, "steps_per_round": 1, "batch_size": 1}
-    place = Cluster(2, 2, lambda num_sequences: bandwidth.STEP_S * num_sequences, FREE, FREE)
-    needed = needed_bandwidth(place, 0.95, traffic=Traffic(16.0), **run)
-    assert 8 * needed / 1e9 == pytest.approx(2760, rel=0.002)  # 16 Gbit in 0.11 / 0.95 - 0.11 s
+def test_data_parallel_rests_on_the_overlap_with_the_backward_pass(monkeypatch):
+    traffic = dataclasses.replace(METHODS["data parallel"][1], early_frac=0.0)
+    assert traffic == Traffic(16.0)
+    monkeypatch.setattr(bandwidth, "METHODS", {"data parallel": (1, traffic)})
+    needed = needed_gbits("data parallel", 0.95, step_s=bandwidth.STEP_S)
+    assert needed == pytest.approx(2760, rel=0.002)  # 16 Gbit in 0.11 / 0.95 - 0.11 s
 
 
 def test_on_the_papers_grid_all_but_two_of_its_25_figures_are_met():
-    ours = {
-        (method, utilisation): bandwidth.on_grid(
-            needed_gbits(method, utilisation, step_s=bandwidth.GRID_STEP_S)
-        )
-        for method in METHODS
-        for utilisation in UTILISATIONS
-    }
-    paper = {
-        (method, utilisation): figure
+    others = {
+        (method, utilisation)
         for method, figures in PAPER.items()
         for utilisation, figure in zip(UTILISATIONS, figures, strict=True)
+        if bandwidth.on_grid(needed_gbits(method, utilisation, step_s=GRID_STEP_S)) != figure
     }
-    assert set(paper.values()) <= {float(f"{tried:.1f}") for tried in bandwidth.GRID}
-    others = {key for key, figure in paper.items() if ours[key] != figure}
     assert others == {("data parallel", 0.99), ("and in 4 bits", 0.5)}
-    assert round(bandwidth.GRID_STEP_S, 1) == 0.1
+    printed = {float(f"{tried:.1f}") for tried in bandwidth.GRID}
+    assert {figure for figures in PAPER.values() for figure in figures} <= printed
+    assert round(GRID_STEP_S, 1) == 0.1
 
 
 def test_the_table_in_the_docs_is_what_the_command_prints():
-    page = Path(__file__).parents[1] / "docs" / "NETWORK.md"
+    page = Path(__file__).parents[1] / "docs" / "CLUSTER.md"
     (table,) = re.findall(r"^\| Gbit/s for 95 % .*?(?=\n\n)", page.read_text("utf-8"), re.M | re.S)
     assert table == bandwidth.table()

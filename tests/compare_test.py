@@ -17,7 +17,7 @@ from adloco_jax.run import config_file
 from adloco_jax.run.build import build_model
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
-from adloco_jax.study import compare, compare_figure, curves, network, summary
+from adloco_jax.study import compare, compare_figure, curves, replay, summary
 from adloco_jax.study.compare import Comparison, Point, Simulated, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
 
@@ -201,7 +201,7 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
     transfer_s = 4e9 / cluster.between.bandwidth + 2 * cluster.between.latency_s
     compute_s = 5 * cluster.step_time(4)
     assert point.time_s == pytest.approx(2 * (compute_s + transfer_s), rel=0.5)
-    assert point.time_s == network.replay(
+    assert point.time_s == replay.replay(
         [e | {"num_params": 10**9} if e["event"] == "start" else e
          for e in ledger(rounds=rounds, evals=evals)],
         cluster,

@@ -37,7 +37,7 @@ from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.programs import Key, Programs, lower
 from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.curves import read_run, training_points
-from adloco_jax.study.network import Traffic, replay
+from adloco_jax.study.replay import Traffic, replay
 from adloco_jax.study.summary import totals
 from adloco_jax.study.theory import measured
 from adloco_jax.training import fit

@@ -1,23 +1,19 @@
-"""The bounds' algebra, a quadratic on which they are known to be tight, and poor ledgers."""
+"""The bounds' algebra, a quadratic on which they are tight, and ledgers without constants."""
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import DataError
 from adloco_jax.study.theory import (
     ASSUMPTIONS,
     Constants,
     batch_bound,
     communications_bound,
     fit,
-    local_batch_bound,
-    local_signal_bound,
     measured,
     paper_communications,
-    reach,
     signal_bound,
 )
 
@@ -40,7 +36,6 @@ def line(round, **changes):
         "noise": 8.0,
         "signal": 1.0,
         "train_loss": 3.0 - 0.5 * round,
-        "syncs": 1,
     }
     return event | changes
 
@@ -56,58 +51,36 @@ def test_the_bounds_by_hand():
     assert communications_bound(C, max_batch_size=8) == pytest.approx(8 * 0.25 * 15 / 50)
     # 2 x 3 x (5 x 4 + 0.25) x 2 / (4 x 10)
     local = {"steps_per_round": 5, "num_workers": 4}
-    assert local_signal_bound(10, C, **local) == pytest.approx(6.075)
-    assert local_batch_bound(10, C, **local) == pytest.approx(50 / (4 * 0.25 * 6.075))
+    assert signal_bound(10, C, **local) == pytest.approx(6.075)
+    assert batch_bound(10, C, **local) == pytest.approx(50 / (4 * 0.25 * 6.075))
+    # L and Delta0 enter as their product.
+    other = C._replace(smoothness=7 * C.smoothness, gap=C.gap / 7)
+    assert signal_bound(10, other) == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize("num_steps", [1, 7, 1000])
-def test_one_worker_and_one_step_turn_lemma_1_into_lemma_2_and_theorem_1(num_steps):
-    alone = {"steps_per_round": 1, "num_workers": 1}
-    assert local_signal_bound(num_steps, C, **alone) == pytest.approx(signal_bound(num_steps, C))
-    assert local_batch_bound(num_steps, C, **alone) == pytest.approx(batch_bound(num_steps, C))
-
-
-def test_the_corollary_follows_from_lemma_2():
-    steps, communications, batch_size = reach(0.01, C, steps_per_round=20)
-    assert signal_bound(steps, C) == pytest.approx(0.01)
-    assert communications == pytest.approx(steps / 20)
-    assert batch_size == pytest.approx(50 / (0.25 * 0.01))
-    assert batch_size == pytest.approx(batch_bound(steps, C))  # it ends where Theorem 1 points
-
-
-@pytest.mark.parametrize("num_steps", [1, 50, 4000])
-def test_the_direct_bound_holds_for_any_signal_of_lemma_2s_budget(num_steps):
-    # Whatever way the budget is spent over the steps, the sum of max_batch / b_k is the same.
-    budget = num_steps * signal_bound(num_steps, C)
-    shares = np.random.default_rng(0).dirichlet(np.full(num_steps, 0.3)) * budget
+def test_the_direct_bound_holds_for_any_signal_of_lemma_2s_budget():
+    # However the budget is divided over the steps, the sum of max_batch / b_k is the same.
+    budget = 50 * signal_bound(50, C)
+    shares = np.random.default_rng(0).dirichlet(np.full(50, 0.3)) * budget
     batches = C.noise / (C.eta**2 * np.maximum(shares, 1e-300))
-    total = np.sum(8 / batches)
-    assert total == pytest.approx(communications_bound(C, max_batch_size=8))
+    assert np.sum(8 / batches) == pytest.approx(communications_bound(C, max_batch_size=8))
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 99, 100, 5000])
+@pytest.mark.parametrize("num_steps", [1, 2, 100, 101, 5000])
 def test_the_papers_communications_are_a_sum_over_theorem_1(num_steps):
     expected = sum(8 / batch_bound(k, C) for k in range(1, num_steps + 1))
     assert paper_communications(num_steps, C, max_batch_size=8) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("scale", [0.1, 7.0])
-def test_smoothness_and_gap_enter_as_their_product(scale):
-    other = dataclasses.replace(C, smoothness=scale * C.smoothness, gap=C.gap / scale)
-    assert signal_bound(9, other) == pytest.approx(signal_bound(9, C))
-    assert batch_bound(9, other) == pytest.approx(batch_bound(9, C))
-    assert reach(0.1, other, steps_per_round=5) == pytest.approx(reach(0.1, C, steps_per_round=5))
-
-
 QUADRATIC = Constants(smoothness=2.0, gap=4.0, noise=3000.0, eta=2.0)
 
 
-def quadratic_run(num_steps, *, num_trainers=500, width=8, test_noise=0.0):
+def quadratic_run(num_steps, *, num_trainers=500, test_noise=0.0):
     """SGD with the exact norm test on L/2 |x|^2, on which Lemma 2 is an equality for large N.
 
     E|G|^2 shrinks by eta^2 / (1 + eta^2) a step, so its sum is |G_0|^2 (1 + eta^2).
     """
-    c, rng = QUADRATIC, np.random.default_rng(5)
+    c, rng, width = QUADRATIC, np.random.default_rng(5), 8
     x_MW = np.zeros((num_trainers, width))
     x_MW[:, 0] = math.sqrt(2 * c.gap / c.smoothness)
     events = [start(eta=c.eta)]
@@ -128,7 +101,6 @@ def quadratic_run(num_steps, *, num_trainers=500, width=8, test_noise=0.0):
                     noise=c.noise,
                     signal=float(estimate_M[trainer]),
                     train_loss=float(loss_M[trainer]),
-                    syncs=0,
                 )
             )
         deviation_MW = rng.standard_normal(x_MW.shape) * np.sqrt(c.noise / width / batch_M)[:, None]
@@ -149,7 +121,7 @@ def test_constants_of_a_quadratic_are_found(test_noise):
 
 def test_a_quadratic_obeys_the_bounds():
     events = quadratic_run(25)
-    for constants in (fit([*events, evaluation(0.0)]), dataclasses.replace(QUADRATIC, gap=4.3)):
+    for constants in (fit([*events, evaluation(0.0)]), QUADRATIC._replace(gap=4.3)):
         points = measured(events, constants)
         assert [point.num_steps for point in points] == list(range(1, 26))
         for point in points:
@@ -168,11 +140,11 @@ def test_measured_means_by_hand():
         start(),
         line(1, signal=None),
         line(2, trainer=0, signal=-1.0, requested_batch_size=8),
-        line(2, trainer=1, signal=4.0, workers=1, requested_batch_size=2, syncs=0),
+        line(2, trainer=1, signal=4.0, workers=1, requested_batch_size=2),
         line(3, trainer=1, workers=3, updates=20, signal=6.0, requested_batch_size=8),
     ]
     first, second, third = measured(events)
-    assert (first.mean_signal, first.num_steps, first.syncs) == (None, 10, 1)
+    assert (first.mean_signal, first.num_steps) == (None, 10)
     assert second.mean_signal == pytest.approx(1.5)
     assert third.mean_signal == pytest.approx((10 * 1.5 + 20 * 6) / 30)
     assert third.num_steps == 40
@@ -180,7 +152,6 @@ def test_measured_means_by_hand():
     assert third.mean_total_batch_size == pytest.approx((10 * 8 + 10 * 9 + 20 * 24) / 40)
     # 16 over the totals 8; 16 and 2; 24.
     assert third.communications == pytest.approx(10 * 2 + 10 * (1 + 8) / 2 + 20 * 16 / 24)
-    assert third.syncs == 3
     assert third.signal_bound is third.batch_bound is third.paper_communications is None
 
 
@@ -200,7 +171,7 @@ def test_constants_by_hand():
     assert fit([start(test="augmented"), *events[1:]]).eta == 1.0
 
 
-def test_lemma_2_holds_of_the_fitted_run_and_of_no_smaller_constant():
+def test_lemma_2_is_tight_somewhere_for_the_fitted_constants():
     rng = np.random.default_rng(0)
     events = [start(), *(line(1 + i, signal=float(rng.normal(0.3))) for i in range(4))]
     found = fit(events)
@@ -223,7 +194,7 @@ def test_lemma_2_holds_of_the_fitted_run_and_of_no_smaller_constant():
         ([start(), line(1), evaluation(2.75)], "no loss is below"),
     ],
 )
-def test_a_ledger_that_does_not_determine_the_constants_says_why(events, message):
+def test_a_ledger_that_does_not_determine_the_constants_is_refused(events, message):
     with pytest.raises(DataError, match=message):
         fit(events)
 
@@ -233,14 +204,6 @@ def test_no_value_is_nan_even_where_nothing_was_measured(constants):
     events = [start(), line(1, signal=None, noise=None, train_loss=None), line(2, signal=-1e-300)]
     for point in measured(events, constants):
         assert all(value is None or math.isfinite(value) for value in point)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_constants_have_to_be_positive_numbers(value):
-    with pytest.raises(ConfigError, match="gap="):
-        dataclasses.replace(C, gap=value)
-    with pytest.raises(ConfigError, match="epsilon="):
-        reach(value, C, steps_per_round=1)
 
 
 def test_assumptions_are_sentences():

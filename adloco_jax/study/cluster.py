@@ -1,21 +1,25 @@
-"""Clusters that a run may be timed on: devices, their step times, and the links between them."""
+"""Clusters to simulate a run on: devices, their step times, and the links between them."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
-
-import numpy as np
+from typing import NamedTuple
 
 from adloco_jax.errors import ConfigError
 
 StepTime = Callable[[int], float]
-"""Seconds of one forward and backward pass, by the sequences that one device holds."""
+"""Seconds of one forward and backward pass, by the number of sequences on one device."""
+
+EFFICIENCY = 0.4  # of the peak in matrix products; assumed, as reported of well tuned training
+# Memory traffic of a pass, whatever its batch: float32 weights are read forward and backward,
+# gradients read and written.
+PASS_BYTES_PER_PARAM = 16.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a transfer between two neighbours of a ring goes through."""
+    """The path of a transfer between two neighbours of a ring."""
 
     bandwidth: float  # bytes/s, may be infinite
     latency_s: float
@@ -24,23 +28,22 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.bandwidth > 0 <= self.latency_s < math.inf > self.jitter >= 0):
             raise ConfigError(
-                f"{self}: expected a bandwidth above 0 bytes/s, and a latency and a jitter of 0 or"
-                " more"
+                f"{self}: expected bandwidth > 0 bytes/s, latency_s >= 0 and jitter >= 0"
             )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind, evenly spread over sites."""
+    """Devices of one kind, in equal numbers per site."""
 
     num_devices: int
     num_sites: int
-    step_time: StepTime  # from `roofline` or `measured`
+    step_time: StepTime
     within: Link  # between devices of one site
     between: Link  # between sites
-    compute_jitter: float = 0.0  # coefficient of variation of a replica's computing in a round
+    compute_jitter: float = 0.0  # coefficient of variation of a replica's compute time in a round
     failures_per_device_hour: float = 0.0
-    restart_s: float = 0.0  # from a failure until the replica begins its round again
+    restart_s: float = 0.0  # from a failure until the replica restarts its round
 
     def __post_init__(self) -> None:
         if not self.num_devices >= self.num_sites >= 1:
@@ -53,9 +56,8 @@ class Cluster:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number of 0 or more")
 
 
-@dataclass(frozen=True)
-class Device:
-    """An accelerator's public figures."""
+class Device(NamedTuple):
+    """An accelerator's published figures."""
 
     peak_flops: float  # dense bfloat16 tensor FLOP/s
     memory_bandwidth: float  # bytes/s
@@ -69,112 +71,52 @@ DEVICES: Mapping[str, Device] = {
     "l4": Device(121e12, 0.3e12),
 }
 
-
-class Preset(TypedDict):
-    """A cluster but for its devices: `Cluster(num_devices=..., step_time=..., **preset)`."""
-
-    num_sites: int
-    within: Link
-    between: Link
-    compute_jitter: float
-
-
-# NVLink is the A100's 600 GB/s, of which half goes each way. The rest are round figures of our own:
-# what one may rent, not what was measured.
+# NVLink is the A100's 600 GB/s, half of it in each direction. The other links are round figures of
+# our own: what one may rent, not what was measured.
 _NVLINK = Link(300e9, 5e-6)
 _ETHERNET = Link(100e9 / 8, 20e-6)
-PRESETS: Mapping[str, Preset] = {
+PRESETS: Mapping[str, Callable[..., Cluster]] = {
     # One host; `between` is never crossed.
-    "one_host": Preset(num_sites=1, within=_NVLINK, between=_NVLINK, compute_jitter=0.0),
+    "one_host": functools.partial(Cluster, num_sites=1, within=_NVLINK, between=_NVLINK),
     # One data centre: every transfer over 100 Gbit/s Ethernet.
-    "one_datacenter": Preset(num_sites=1, within=_ETHERNET, between=_ETHERNET, compute_jitter=0.01),
+    "one_datacenter": functools.partial(
+        Cluster, num_sites=1, within=_ETHERNET, between=_ETHERNET, compute_jitter=0.01
+    ),
     # Two data centres, a leased line of 10 Gbit/s and 30 ms.
-    "two_sites": Preset(
-        num_sites=2, within=_NVLINK, between=Link(10e9 / 8, 0.03, 0.1), compute_jitter=0.01
+    "two_sites": functools.partial(
+        Cluster, num_sites=2, within=_NVLINK, between=Link(1.25e9, 0.03, 0.1), compute_jitter=0.01
     ),
     # Eight sites on the open internet: 1 Gbit/s, 100 ms.
-    "eight_sites": Preset(
-        num_sites=8, within=_ETHERNET, between=Link(1e9 / 8, 0.1, 0.3), compute_jitter=0.05
+    "eight_sites": functools.partial(
+        Cluster, num_sites=8, within=_ETHERNET, between=Link(125e6, 0.1, 0.3), compute_jitter=0.05
     ),
 }
+"""Clusters by name, without their devices: `PRESETS[name](num_devices=..., step_time=...)`."""
 
 
-def roofline(
-    device: str | Device,
-    *,
-    num_params: int,
-    sequence_length: int,
-    efficiency: float = 0.4,
-    overhead_s: float = 0.0,
-    bytes_per_param: float = 16.0,
-) -> StepTime:
-    """A device's step time from its data sheet.
+def roofline(device: str, *, num_params: int, sequence_length: int) -> StepTime:
+    """Step time of a device according to its data sheet.
 
     Args:
-      device: One of `DEVICES`, or figures of one's own.
-      num_params: Of the model.
-      sequence_length: Tokens of a sequence.
-      efficiency: Of the peak that matrix multiplications reach; 0.4 is our assumption, what well
-        tuned training of large models reports.
-      overhead_s: Seconds per pass that do not depend on the batch.
-      bytes_per_param: Moved to and from memory per pass whatever the batch: by default float32
-        weights read forward and backward, gradients read and written.
+      device: One of `DEVICES`.
+      num_params: Parameters of the model.
+      sequence_length: Tokens per sequence.
 
     Returns:
-      Seconds of a pass: the longer of 6 * parameters * tokens FLOPs (Kaplan et al. 2020, section
-      2.1; the attention scores, small for short sequences, are left out) and the parameters'
-      traffic, plus the overhead.
+      Seconds of a pass: the longer of compute, 6 * parameters * tokens FLOPs (Kaplan et al. 2020,
+      section 2.1; the attention scores, small for short sequences, are left out) at `EFFICIENCY`,
+      and of memory traffic, `PASS_BYTES_PER_PARAM` per parameter.
 
     Raises:
-      ConfigError: If the device is unknown or a figure is not positive.
+      ConfigError: If the device is unknown or a number is not positive.
     """
-    if isinstance(device, str):
-        if device not in DEVICES:
-            raise ConfigError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
-        device = DEVICES[device]
-    if not (min(num_params, sequence_length, efficiency) > 0 <= min(overhead_s, bytes_per_param)):
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
+    if min(num_params, sequence_length) <= 0:
         raise ConfigError(
-            f"roofline of num_params={num_params}, sequence_length={sequence_length}, "
-            f"efficiency={efficiency}, overhead_s={overhead_s}, bytes_per_param={bytes_per_param}: "
-            "expected the first three above 0 and the others not below"
+            f"num_params={num_params}, sequence_length={sequence_length}: expected both above 0"
         )
-    sequence_s = 6 * num_params * sequence_length / (device.peak_flops * efficiency)
-    memory_s = bytes_per_param * num_params / device.memory_bandwidth
-    return lambda num_sequences: max(num_sequences * sequence_s, memory_s) + overhead_s
-
-
-def measured(step_times: Mapping[int, float]) -> StepTime:
-    """A step time that goes through measured ones.
-
-    Args:
-      step_times: Seconds of one pass by sequences on the device, e.g. of
-        `network.measured_step_times`.
-
-    Returns:
-      Straight lines between them. Below the smallest batch, the line through the two smallest ones
-      as far as it lies between that batch's time and its time per sequence; with a single one, its
-      time per sequence, which flatters small shares. Above the largest, its time per sequence.
-
-    Raises:
-      ConfigError: If there is none, or one is not positive.
-    """
-    if not step_times or not all(
-        size > 0 and 0 < seconds < math.inf for size, seconds in step_times.items()
-    ):
-        raise ConfigError(
-            f"step times {dict(step_times)}: expected one at least, of positive batches and seconds"
-        )
-    sizes, seconds = zip(*sorted(step_times.items()), strict=True)
-    fixed_s = 0.0
-    if len(sizes) > 1:
-        slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
-        fixed_s = min(max(seconds[0] - slope * sizes[0], 0.0), seconds[0])
-
-    def step_time(num_sequences: int) -> float:
-        if num_sequences < sizes[0]:
-            return fixed_s + (seconds[0] - fixed_s) * num_sequences / sizes[0]
-        if num_sequences > sizes[-1]:
-            return seconds[-1] * num_sequences / sizes[-1]
-        return float(np.interp(num_sequences, sizes, seconds))
-
-    return step_time
+    figures = DEVICES[device]
+    sequence_s = 6 * num_params * sequence_length / (figures.peak_flops * EFFICIENCY)
+    memory_s = PASS_BYTES_PER_PARAM * num_params / figures.memory_bandwidth
+    return lambda num_sequences: max(num_sequences * sequence_s, memory_s)

@@ -23,7 +23,7 @@ from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
 from adloco_jax.study.cluster import PRESETS, Cluster, roofline
 from adloco_jax.study.curves import heldout_points, lines, read_run
-from adloco_jax.study.network import replay
+from adloco_jax.study.replay import replay
 from adloco_jax.training import train
 
 MEASURES = {
@@ -58,7 +58,7 @@ class Simulated:
     sequence_length: int = 1024  # tokens
 
     def cluster(self) -> Cluster:
-        """As the network model takes it.
+        """The cluster, as the simulator takes it.
 
         Raises:
           ConfigError: If there is no such preset or device, or fewer devices than sites.
@@ -68,7 +68,7 @@ class Simulated:
         step_time = roofline(
             self.device, num_params=self.num_params, sequence_length=self.sequence_length
         )
-        return Cluster(num_devices=self.num_devices, step_time=step_time, **PRESETS[self.preset])
+        return PRESETS[self.preset](num_devices=self.num_devices, step_time=step_time)
 
     def __str__(self) -> str:
         return (

@@ -1,32 +1,31 @@
-"""The figure and the lines of a gradient analysis, from its numbers alone (`study.gradients`)."""
+"""The figure and the printed lines of a gradient analysis, from its numbers (`study.gradients`)."""
 
 import textwrap
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
-# Okabe and Ito's blue, vermilion, green, purple, sky and orange; dashes tell them apart in print.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
+from adloco_jax.study.figures import finish, look, plain_decades
 
 
 def describe(result: dict) -> list[str]:
-    """The numbers as lines of text, in columns, at most 80 wide.
+    """The numbers as lines of text, in columns, at most 80 characters wide.
 
     Args:
-      result: As `analyse_run` returns it.
+      result: What `analyse_run` returns.
 
     Returns:
       The measured noise, the scatter by batch size, and the run's own tests beside it.
     """
-    unit = result["unit"]
-    n, sampled, total = (result[k] for k in ("num_sequences", "num_coordinates", "num_params"))
-    drawn = "all" if sampled == total else f"{sampled:,} at random"
+    unit, total = result["unit"], result["num_params"]
+    is_sampled = result["num_coordinates"] < total
+    drawn = f"{result['num_coordinates']:,} at random" if is_sampled else "all"
     lines = [
         f"run {result['run']}, round {result['round']}, {_model(result)}",
-        f"{n:,} of {result['num_training_sequences']:,} training sequences, seed {result['seed']}",
+        f"{result['num_sequences']:,} of {result['num_training_sequences']:,} training sequences,"
+        f" seed {result['seed']}",
         f"{total:,} parameters; histograms of {drawn}",
         "",
         f"norm of the mean gradient   {_number(result['mean_gradient_norm'])} {unit}",
@@ -36,146 +35,106 @@ def describe(result: dict) -> list[str]:
         "",
         *_columns(
             ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt."),
-            [_batch_cells(batch) for batch in result["batches"]],
+            *(_batch_cells(batch) for batch in result["batches"]),
         ),
         "",
     ]
     if not result["ledger"]:
         return [*lines, "the run tested no batch around this round"]
     is_marked = any(line["at_checkpoint"] for line in result["ledger"])
-    marks = ["* at the checkpoint's own parameters"] if is_marked else []
     return [
         *lines,
         "the run's own tests, and (ratio to the above)",
         *_columns(
             ("round", "trainer", "noise", "signal", "noise scale", "smoothed"),
-            [_test_cells(line) for line in result["ledger"]],
+            *(_test_cells(line) for line in result["ledger"]),
         ),
-        *marks,
+        *(["* at the checkpoint's own parameters"] if is_marked else []),
     ]
 
 
 def figure(result: dict) -> Figure:
-    """Histograms (two ways), the norm against batch size, and the numbers.
+    """Draw histograms on two scales, the norm against batch size, and the numbers.
 
     Args:
-      result: As `analyse_run` returns it.
+      result: What `analyse_run` returns.
 
     Returns:
       The figure, for print at 150 dots per inch.
     """
     shown = Figure(figsize=(12.5, 9.5), layout="constrained")
     (pooled, own), (norms, text) = shown.subplots(2, 2)
-    edges = np.array(result["bin_edges"])
-    batches = result["batches"]
-    _draw_histogram(
-        pooled, edges, [(b["batch_size"], b["counts"], b["num_deviations"]) for b in batches]
-    )
-    pooled.set_xlabel("deviation of a coordinate / standard deviation of all (dimensionless)")
+    _draw_histograms(pooled, result, "counts", "num_deviations")
+    pooled.set(xlabel="deviation of a coordinate / standard deviation of all (dimensionless)")
     pooled.set_title("All coordinates on one scale", fontsize=10)
-    _draw_histogram(
-        own, edges, [(b["batch_size"], b["own_counts"], b["num_own_deviations"]) for b in batches]
-    )
-    own.set_xlabel("deviation of a coordinate / its own root mean square (dimensionless)")
+    _draw_histograms(own, result, "own_counts", "num_own_deviations")
+    own.set(xlabel="deviation of a coordinate / its own root mean square (dimensionless)")
     own.set_title("Each coordinate on its own scale", fontsize=10)
     _draw_norms(norms, result)
+    for ax in (pooled, own, norms):
+        finish(ax)
+        ax.legend(fontsize=8, frameon=False)
     text.axis("off")
-    text.text(
-        0.0,
-        1.0,
-        "\n".join(describe(result)),
-        family="monospace",
-        fontsize=8,
-        va="top",
-        transform=text.transAxes,
-        parse_math=False,
-    )
+    style = {"family": "monospace", "fontsize": 8, "va": "top", "parse_math": False}
+    text.text(0.0, 1.0, "\n".join(describe(result)), transform=text.transAxes, **style)
     shown.supxlabel(_caption(result), fontsize=8, x=0.01, ha="left", parse_math=False)
     return shown
 
 
-def _draw_histogram(ax: Axes, edges: np.ndarray, counted: list[tuple[int, list[int], int]]) -> None:
+def _draw_histograms(ax: Axes, result: dict, counts: str, total: str) -> None:
     """Densities by batch size, and the normal density of the same variance: 1, in these units."""
-    lowest = 1.0
-    for place, (batch_size, counts, total) in enumerate(counted):
-        density = np.array(counts) / (max(1, total) * np.diff(edges))
+    edges, lowest = np.array(result["bin_edges"]), 1.0
+    for place, batch in enumerate(result["batches"]):
+        density = np.array(batch[counts]) / (max(1, batch[total]) * np.diff(edges))
         lowest = min([lowest, *density[density > 0]])
-        style = {"color": _COLORS[place % 6], "ls": _DASHES[place % 6], "lw": 1.4}
-        label = f"b = {batch_size:,}"
+        style = {"color": look(place)["color"], "linestyle": look(place)["linestyle"], "lw": 1.4}
+        label = f"b = {batch['batch_size']:,}"
         ax.stairs(
             np.where(density > 0, density, np.nan), edges, baseline=None, label=label, **style
         )
     x = np.linspace(edges[0], edges[-1], 801)
     normal = np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)
     ax.plot(x, normal, color="black", lw=1, label="normal, same variance", zorder=1)
-    ax.set_yscale("log")
-    ax.set_ylim(lowest / 2, None)
-    ax.set_xlim(edges[0], edges[-1])
+    ax.set(yscale="log", ylim=(lowest / 2, None), xlim=(edges[0], edges[-1]))
     ax.set_ylabel("density (per unit of the axis below)")
-    _finish(ax)
 
 
 def _draw_norms(ax: Axes, result: dict) -> None:
+    """Norms of the deviations by batch size, beside their laws."""
     batches, n = result["batches"], result["num_sequences"]
-    sizes = np.array([batch["batch_size"] for batch in batches])
+    sizes, mean, low, high, rms = (
+        np.array([batch[name] for batch in batches])
+        for name in ("batch_size", "norm_mean", "norm_p10", "norm_p90", "norm_rms")
+    )
     b = np.geomspace(max(1, sizes[0] / 1.6), min((sizes[-1] + n) / 2, sizes[-1] * 1.6), 200)
-    ax.plot(
-        b,
-        np.sqrt(result["noise"] / b),
-        color="0.45",
-        ls="--",
-        lw=1.2,
-        label=r"law for independent draws, $\sqrt{\mathrm{tr}\,\Sigma/b}$",
-    )
-    ax.plot(
-        b,
-        np.sqrt(result["noise"] / b * (1 - b / n)),
-        color="black",
-        lw=1.2,
-        label=rf"law for draws without replacement from n = {n:,}",
-    )
-    mean, low, high = (
-        np.array([batch[f"norm_{name}"] for batch in batches]) for name in ("mean", "p10", "p90")
-    )
+    law = np.sqrt(result["noise"] / b)
+    label = r"law for independent draws, $\sqrt{\mathrm{tr}\,\Sigma/b}$"
+    ax.plot(b, law, color="0.45", ls="--", lw=1.2, label=label)
+    label = f"law for draws without replacement from n = {n:,}"
+    ax.plot(b, law * np.sqrt(1 - b / n), color="black", lw=1.2, label=label)
     spread = np.maximum(0.0, [mean - low, high - mean])
     label = f"mean, 10th to 90th percentile, {result['draws']:,} draws"
-    ax.errorbar(
-        sizes, mean, spread, fmt="o", color=_COLORS[0], ms=5, capsize=4, lw=1.2, label=label
-    )
-    label = "root mean square, which the law is of"
-    rms = [batch["norm_rms"] for batch in batches]
-    ax.plot(sizes, rms, "D", color=_COLORS[1], mfc="none", ms=8, label=label)
+    ax.errorbar(sizes, mean, spread, fmt="o", color=look(0)["color"], capsize=4, label=label)
+    label = "root mean square, to which the law applies"
+    ax.plot(sizes, rms, "D", color=look(1)["color"], mfc="none", ms=8, label=label)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    plain_decades(ax, *ax.get_ylim())
     ax.set_xlabel("batch size b (sequences)")
     ax.set_ylabel(rf"norm of the deviation, $|g_b - G|$ ({result['unit']})")
     ax.set_title("Norm of a batch gradient's deviation", fontsize=10)
-    _finish(ax)
-
-
-def _finish(ax: Axes) -> None:
-    ax.grid(color="0.92")
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(fontsize=8, frameon=False)
 
 
 def _caption(result: dict) -> str:
     shown = (
-        f"Gradients of run {result['run']} after round {result['round']}, {_model(result)}. Top:"
-        f" how far coordinates of g_b, the gradient of a random batch of b sequences, lie from"
-        f" those of G, the mean gradient over all n = {result['num_sequences']:,};"
-        f" {result['draws']} batches of each size, {result['num_coordinates']:,} of"
-        f" {result['num_params']:,} coordinates. Deviations beyond the axis count in the variance."
-        " Bottom: the norm over all coordinates, and the numbers. Parameters are dimensionless, so"
-        f" a gradient is in {result['unit']}; kurt. is the excess kurtosis, 0 for a normal"
-        " distribution, own kurt. that of the panel on the right; smoothed is the noise scale the"
-        " run's test acted on."
+        "Top: deviations of single coordinates of g_b, the gradient of a random batch of b"
+        " sequences, from those of G, the mean over all n; deviations beyond the axis count"
+        " in the variance. Bottom: the norm over all coordinates, and the numbers. Gradients are in"
+        f" {result['unit']}, as parameters are dimensionless; kurt. is the excess kurtosis (0 if"
+        " normal), own kurt. that of the right panel; smoothed is the noise scale on which the"
+        " run's test acted."
     )
     command = f"Command: {result['command']}" if result["command"] else ""
     return "\n".join(textwrap.wrap(shown, 205) + textwrap.wrap(command, 205, max_lines=3))
@@ -195,31 +154,22 @@ def _batch_cells(batch: dict) -> tuple[str, ...]:
         f"{batch['norm_mean']:.3g} +- {batch['norm_std']:.2g}",
         f"{batch['rms_over_law']:.3f}",
         *(f"{whole[name]:.2g}" for name in ("std", "mean", "median")),
-        f"{whole['excess_kurtosis']:.3g}",
-        f"{own['excess_kurtosis']:.3g}",
+        *(_number(values["excess_kurtosis"], 3) for values in (whole, own)),
     )
 
 
 def _test_cells(line: dict) -> tuple[str, ...]:
-    def cell(name: str) -> str:
+    cells = [f"{line['round']}{'*' if line['at_checkpoint'] else ''}", f"{line['trainer']}"]
+    for name in ("noise", "signal", "noise_scale", "smoothed_noise_scale"):
         ratio = line[f"{name}_ratio"]
-        return _number(line[name]) + ("" if ratio is None else f" ({ratio:.2f})")
-
-    return (
-        f"{line['round']}{'*' if line['at_checkpoint'] else ''}",
-        f"{line['trainer']}",
-        *map(cell, ("noise", "signal", "noise_scale", "smoothed_noise_scale")),
-    )
+        cells.append(_number(line[name]) + ("" if ratio is None else f" ({ratio:.2f})"))
+    return tuple(cells)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    cells = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
+def _columns(*rows: tuple[str, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]

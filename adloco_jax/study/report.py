@@ -323,9 +323,9 @@ def _cluster_table(run: Run) -> str:
         for row in table
     ]
     caption = (
-        f"The network model's replay of this run on {predictions.DEVICE} devices at the pace of"
+        f"A simulation of this run on {predictions.DEVICE} devices at the pace of"
         " their data sheet: wall-clock time, and shares of all device-time. A worker of the run is"
-        " as many devices as there are to share out; adloco_jax/study/network.py states the model."
+        " as many devices as there are to share out; adloco_jax/study/replay.py states the model."
     )
     header = (
         *("cluster", "devices", "sites", "time (s)", "useful (%)", "waiting (%)"),
@@ -345,7 +345,7 @@ def _clusters_table(variants: Sequence[Variant]) -> str:
             rows.append((variant.label, *(_short(row["wall_s"]) for row in table)))
     header = [f"{preset} {devices:,}" for preset, devices in predictions.SIZES]
     caption = (
-        "Wall-clock seconds of each variant's first seed in the network model's replay, by cluster"
+        "Wall-clock seconds of each variant's first seed in a simulation, by cluster"
         f" and its number of {predictions.DEVICE} devices at the pace of their data sheet. More"
         " about each is in the variant's own part below."
     )

@@ -1,7 +1,8 @@
-"""Replays against cases computed by hand, closed forms, and what must hold of any run."""
+"""The cluster simulator against cases by hand, a closed form, and properties of every run."""
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,21 +13,17 @@ from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 from adloco_jax.adloco import Control, Trainer, after_merge
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import read
+from adloco_jax.study import predictions
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
-from adloco_jax.study.network import (
-    BITS_PER_PARAM,
-    BLOCKING,
-    Traffic,
-    closed_form_s,
-    measured_step_times,
-    replay,
-    scaling,
-)
+from adloco_jax.study.curves import Run
+from adloco_jax.study.replay import BITS_PER_PARAM, PARTS, Traffic, replay
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 FREE = Link(math.inf, 0.0)
+# All 250 parameters in one piece and float32 take 1000 / 100 + 2 x 0.5 = 11 s in a ring of two.
+SLOW = Link(100.0, 0.5)
 
 
 def tenth(num_sequences):
@@ -36,24 +33,15 @@ def tenth(num_sequences):
 
 def start(**changes):
     inner = {"unit": "updates", "steps_per_round": 10}
-    event = {"event": "start", "num_params": 250, "config": {"inner": inner}, "devices": "1 x cpu"}
+    event = {"event": "start", "num_params": 250, "config": {"inner": inner}}
     # 250 parameters are 1000 bytes; no momentum, no moments.
     state_bytes = {"params": 1000, "outer_state": 0, "inner_state": 0}
     return event | {"state_bytes": state_bytes} | changes
 
 
-def line(round, trainer, workers, batch, *, accum=1, updates=10, step_s=1.0, stall_s=0.0):
-    return {
-        "event": "round",
-        "round": round,
-        "trainer": trainer,
-        "workers": workers,
-        "micro_batch_size": batch,
-        "num_accum_steps": accum,
-        "updates": updates,
-        "step_s": step_s,
-        "stall_s": stall_s,
-    }
+def line(round, trainer, workers, batch, *, accum=1, updates=10):
+    plan = {"micro_batch_size": batch, "num_accum_steps": accum, "updates": updates}
+    return {"event": "round", "round": round, "trainer": trainer, "workers": workers} | plan
 
 
 def merge(round, members, **changes):
@@ -66,13 +54,13 @@ def cluster(num_devices, num_sites=1, *, within=FREE, between=FREE, step_time=te
 
 def test_diloco_over_two_sites_by_hand():
     events = [start(), line(1, 0, 2, 4), line(2, 0, 2, 4)]
-    result = replay(events, cluster(2, 2, between=Link(100.0, 0.5)))
+    result = replay(events, cluster(2, 2, between=SLOW))
     # Compute 10 x 0.4; ring of two: 2 x 1/2 x 1000 / 100 + 2 x 0.5.
     first, second = result.rounds
     assert (first.compute_s, first.communication_s) == pytest.approx((4, 11))
     assert (first.end_s, second.start_s, second.end_s) == pytest.approx((15, 15, 30))
     assert result.end_s == pytest.approx({1: 15, 2: 30})
-    assert result.utilisation == pytest.approx(8 / 30)
+    assert result.frac("compute_s") == pytest.approx(8 / 30)
     assert result.frac("communication_s") == pytest.approx(22 / 30)
     assert (result.waiting_s, result.idle_s, result.lost_s) == (0, 0, 0)
 
@@ -94,8 +82,7 @@ def test_trainers_wait_for_one_another_only_at_a_merge():
     assert times[3, 2].start_s == pytest.approx(4)
     assert times[3, 2].end_s == pytest.approx(6)
     # Ring of two: 2 x 1/2 x 1000 / 1000 + 2 x 0.25 = 1.5.
-    assert result.wall_s == pytest.approx(10.5 + 4 + 1.5)
-    assert result.end_s == pytest.approx({1: 4, 2: 10.5, 3: 16})
+    assert result.end_s == pytest.approx({1: 4, 2: 10.5, 3: 10.5 + 4 + 1.5})
     assert result.waiting_s == pytest.approx(6 + (16 - 6))
     assert result.compute_s == pytest.approx(2 * (1 + 4 + 2) + 2 * 4 + 2)
 
@@ -104,24 +91,19 @@ def test_a_trainer_whose_workers_change_waits_for_the_merge():
     events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1), line(1, 2, 1, 2)]
     events += [merge(1, [0, 1]), line(2, 0, 1, 4), line(2, 2, 2, 2)]
     result = replay(events, cluster(3, within=Link(1000.0, 0.25)))
-    bystander = next(time for time in result.rounds if (time.round, time.trainer) == (1, 2))
-    assert bystander.waiting_s == pytest.approx((4 - 2) + 1.25)  # it gets trainer 1's worker
+    bystander = result.rounds[2]  # it gets trainer 1's worker
+    assert bystander.waiting_s == pytest.approx((4 - 2) + 1.25)
     assert bystander.communication_s == pytest.approx(1.25)
     assert bystander.end_s == pytest.approx(6.5)
 
 
-def test_a_merge_of_three_moves_two_trainers_parameters():
-    events = [start(), *(line(1, trainer, 1, 1) for trainer in range(3)), merge(1, [2, 0, 1])]
-    events += [line(2, 2, 3, 1)]
-    # Sites 0, 0, 1 of the three workers: both others lie across the slow link.
-    slow = replay(events, cluster(4, 2, between=Link(100.0, 0.5)))
-    assert slow.end_s[1] == pytest.approx(1 + 2 * 10.5 + 2 * 10.5)  # and back, to two workers
-    near = replay([*events[:4], merge(1, [0, 1]), line(2, 0, 2, 1), line(2, 2, 1, 1)], _slow())
-    assert near.end_s[1] == pytest.approx(1)  # trainers 0 and 1 share a site
-
-
-def _slow():
-    return cluster(4, 2, between=Link(100.0, 0.5))
+def test_a_merge_moves_parameters_over_the_link_of_the_nearest_replicas():
+    place = cluster(4, 2, between=SLOW)  # the three workers are at sites 0, 0 and 1
+    events = [start(), *(line(1, trainer, 1, 1) for trainer in range(3))]
+    far = replay([*events, merge(1, [2, 0, 1]), line(2, 2, 3, 1)], place)
+    assert far.end_s[1] == pytest.approx(1 + 2 * 10.5 + 2 * 10.5)  # and back, to two workers
+    near = [*events, merge(1, [0, 1]), line(2, 0, 2, 1), line(2, 2, 1, 1)]
+    assert replay(near, place).end_s[1] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +111,13 @@ def _slow():
     [
         (6, 0.15, 0.05, 0.0),  # shares of 2, 2, 1, 1
         (3, 0.075, 0.0, 0.025),  # one device has none
-        (8, 0.2, 0.0, 0.0),
     ],
 )
 def test_a_replicas_devices_share_its_batch(batch, compute_s, waiting_s, idle_s):
     (time,) = replay([start(), line(1, 0, 1, batch, updates=1)], cluster(4)).rounds
-    assert time.compute_s == pytest.approx(compute_s)
-    assert time.waiting_s == pytest.approx(waiting_s)
-    assert time.idle_s == pytest.approx(idle_s)
-    assert time.end_s == pytest.approx(compute_s + waiting_s + idle_s)
+    parts = (time.compute_s, time.waiting_s, time.idle_s)
+    assert parts == pytest.approx((compute_s, waiting_s, idle_s))
+    assert time.end_s == pytest.approx(sum(parts))
 
 
 def test_every_update_is_reduced_over_the_devices_that_have_a_sequence():
@@ -167,14 +147,12 @@ def test_the_last_update_of_a_round_counted_in_micro_batches_may_be_short():
     assert replay(events, cluster(1)).wall_s == pytest.approx(0.4 + 0.4 + 0.2)
 
 
-def test_workers_share_devices_where_there_are_too_few():
-    result = replay([start(), line(1, 0, 4, 1, updates=1)], cluster(2))
+@pytest.mark.parametrize("num_workers, utilisation", [(4, 1), (3, 3 / 4)])
+def test_workers_share_devices_where_there_are_too_few(num_workers, utilisation):
+    result = replay([start(), line(1, 0, num_workers, 1, updates=1)], cluster(2))
     assert result.wall_s == pytest.approx(0.2)
-    assert result.utilisation == pytest.approx(1)
-    three = replay([start(), line(1, 0, 3, 1, updates=1)], cluster(2))
-    assert three.wall_s == pytest.approx(0.2)
-    assert three.utilisation == pytest.approx(3 / 4)
-    assert three.idle_s == pytest.approx(0.1)
+    assert result.frac("compute_s") == pytest.approx(utilisation)
+    assert result.frac("idle_s") == pytest.approx(1 - utilisation)
 
 
 def test_devices_left_over_by_equal_replicas_are_idle():
@@ -184,32 +162,31 @@ def test_devices_left_over_by_equal_replicas_are_idle():
 
 
 def test_a_replica_spans_sites_only_where_there_are_fewer_workers_than_sites():
-    slow = Link(100.0, 0.5)
-    one = replay([start(), line(1, 0, 1, 2, updates=1)], cluster(2, 2, between=slow))
+    one = replay([start(), line(1, 0, 1, 2, updates=1)], cluster(2, 2, between=SLOW))
     assert one.wall_s == pytest.approx(0.1 + 11)
-    two = replay([start(), line(1, 0, 2, 2, updates=1)], cluster(4, 2, between=slow))
-    assert two.wall_s == pytest.approx(0.1 + 11)  # one synchronisation, within nothing to pay
+    two = replay([start(), line(1, 0, 2, 2, updates=1)], cluster(4, 2, between=SLOW))
+    assert two.wall_s == pytest.approx(0.1 + 11)  # one synchronisation; links within are free
     apart = [start(), line(1, 0, 1, 2, updates=1), line(1, 1, 1, 2, updates=1)]
-    assert replay(apart, cluster(4, 2, between=slow)).wall_s == pytest.approx(0.1)
+    assert replay(apart, cluster(4, 2, between=SLOW)).wall_s == pytest.approx(0.1)
 
 
-def test_retired_workers_are_idle_from_their_merge_on():
+def test_retired_workers_are_idle_after_their_merge():
     events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1), merge(1, [0, 1]), line(2, 0, 1, 4)]
     result = replay(events, cluster(2, within=Link(1000.0, 0.0)))
     assert result.wall_s == pytest.approx(4 + 1 + 4)
-    assert result.idle_s == pytest.approx(4)
-    assert result.waiting_s == pytest.approx(3)
+    assert (result.idle_s, result.waiting_s) == pytest.approx((4, 3))
+    wide = replay(events, cluster(4))  # trainer 1 uses one of its two devices for a second
+    assert wide.idle_s == pytest.approx(1 + 2 * 2)
 
 
-def test_a_quarantined_trainer_holds_nobody_up():
+def test_nobody_waits_for_a_quarantined_trainer():
     events = [start(), line(1, 0, 1, 4), line(1, 1, 1, 1)]
     events += [{"event": "fault", "kind": "quarantine", "round": 1, "trainer": 0}]
     result = replay([*events, line(2, 1, 1, 1), line(3, 1, 1, 1)], cluster(2))
     assert result.rounds[2].start_s == pytest.approx(1)
-    assert result.wall_s == pytest.approx(4)
-    assert result.idle_s == pytest.approx(0)  # its round was the longest thing
+    assert result.idle_s == pytest.approx(0)  # its round took longest
     assert result.waiting_s == pytest.approx(1)
-    assert list(result.end_s.values()) == pytest.approx([4, 4, 4])  # never back in time
+    assert list(result.end_s.values()) == pytest.approx([4, 4, 4])  # never decreasing
 
 
 @pytest.mark.parametrize("action, workers", [("keep", (1, 1)), ("retire", (2,))])
@@ -236,35 +213,29 @@ def test_a_merge_takes_the_bytes_that_the_ledger_counts_scaled_with_the_model(
     seconds = num_params / 250 * (absorbed_bytes + 3000) / 1000 + 2 * 0.25
     assert replay(events, place, num_params=num_params).end_s[1] == pytest.approx(1 + seconds)
     # At the run's end, too; a worker that retires receives nothing.
-    last = [*events[:3], events[3] | {"workers": {"0": 2}}]
-    assert replay(last, place, num_params=num_params).wall_s == pytest.approx(1 + seconds)
-    if kind == "merge":
-        retired = [*events[:3], events[3] | {"workers": {"0": 1}}]
-        seconds -= num_params / 250 * 3 + 0.25
-        assert replay(retired, place, num_params=num_params).wall_s == pytest.approx(1 + seconds)
+    for workers, handed in (({"0": 2}, 1), ({"0": 1}, 0)):
+        last = [*events[:3], events[3] | {"workers": workers}]
+        less_s = (1 - handed) * (num_params / 250 * 3 + 0.25)
+        wall_s = replay(last, place, num_params=num_params).wall_s
+        assert wall_s == pytest.approx(1 + seconds - less_s)
 
 
-def test_a_merge_of_an_older_ledger_is_not_timed_by_guesswork():
+def test_a_merge_of_an_older_ledger_is_refused():
     events = [start(state_bytes=None), line(1, 0, 1, 1), line(1, 1, 1, 1)]
     assert replay(events, cluster(2)).wall_s == pytest.approx(1)
     with pytest.raises(DataError, match="state_bytes = None.*run it again"):
         replay([*events, merge(1, [0, 1])], cluster(2))
 
 
-def test_a_resumed_ledger_and_one_in_file_order_replay_alike():
+def test_resuming_changes_no_time_and_only_the_seed_decides_jitter():
     events = [start(), line(1, 0, 2, 4), line(2, 0, 2, 4), line(3, 0, 2, 8)]
     eval_line = {"event": "eval", "round": 1, "trainer": 0, "loss": 1.0}
     resumed = [*events[:2], eval_line, start(round=1), *events[2:]]
-    place = cluster(4, 2, between=Link(100.0, 0.5, 0.2), compute_jitter=0.1)
-    assert replay(resumed, place) == replay(events, place)
-    assert replay(events[:3], place).end_s == {k: replay(events, place).end_s[k] for k in (1, 2)}
-
-
-def test_the_seed_alone_decides_jitter():
-    events = [start(), line(1, 0, 2, 4)]
-    place = cluster(2, 2, between=Link(100.0, 0.5, 0.2), compute_jitter=0.1)
-    assert replay(events, place, seed=1) == replay(events, place, seed=1)
-    assert replay(events, place, seed=1).wall_s != replay(events, place, seed=2).wall_s
+    place = cluster(4, 2, between=dataclasses.replace(SLOW, jitter=0.2), compute_jitter=0.1)
+    whole = replay(events, place)
+    assert replay(resumed, place) == whole
+    assert replay(events[:3], place).end_s == {k: whole.end_s[k] for k in (1, 2)}
+    assert replay(events, place, seed=1).wall_s != whole.wall_s
 
 
 def test_jitter_has_mean_one_and_the_given_variation():
@@ -276,40 +247,23 @@ def test_jitter_has_mean_one_and_the_given_variation():
 
 
 def test_failures_cost_what_a_poisson_process_predicts():
-    # With rate a and restart c, a round of T takes (exp(aT) - 1)(1/a + c) in the mean.
-    events = [start(), *(line(index, 0, 1, 10) for index in range(1, 3001))]
-    rate, restart_s, round_s = 0.05, 4.0, 10.0
-    result = replay(
-        events, cluster(2, failures_per_device_hour=3600 * rate / 2, restart_s=restart_s)
-    )
-    round_s /= 2  # two devices share the batch, and the rate is theirs together
+    # With rate a and restart c, a round of T takes (exp(aT) - 1)(1/a + c) in the mean. Two devices
+    # share the batch, and the rate is of both together; the others have no sequence to lose.
+    events = [start(), *(line(index, 0, 1, 2) for index in range(1, 3001))]
+    rate, restart_s, round_s = 0.25, 0.8, 1.0
+    failing = {"failures_per_device_hour": 3600 * rate / 2, "restart_s": restart_s}
+    result = replay(events, cluster(2, **failing))
     expected_s = (math.exp(rate * round_s) - 1) * (1 / rate + restart_s)
     assert result.wall_s / 3000 == pytest.approx(expected_s, rel=0.05)
     assert result.lost_s == pytest.approx(2 * (result.wall_s - 3000 * round_s))
     assert result.compute_s == pytest.approx(2 * 3000 * round_s)
-
-
-def test_devices_without_a_sequence_do_not_fail():
-    events = [start(), *(line(index, 0, 1, 1) for index in range(1, 401))]
-    few, many = (
-        replay(events, cluster(count, failures_per_device_hour=360.0, restart_s=1.0))
-        for count in (1, 64)
-    )
-    assert few.lost_s > 0
-    assert many.wall_s == pytest.approx(few.wall_s)
-
-
-def test_a_round_that_no_replica_survives_is_an_error():
-    with pytest.raises(ConfigError, match="failures_per_device_hour=3600.0: .* 10 times"):
-        replay([start(), line(1, 0, 1, 10)], cluster(1, failures_per_device_hour=3600.0))
-
-
-# Ten updates of 0.4 s; all parameters in one piece and float32 take 1000 / 100 + 2 x 0.5 = 11 s.
-SLOW = Link(100.0, 0.5)
+    assert replay(events, cluster(64, **failing)).wall_s == pytest.approx(result.wall_s)
+    with pytest.raises(ConfigError, match="failures_per_device_hour=18000.0: .* 10 times"):
+        replay(events, cluster(1, failures_per_device_hour=18000.0))
 
 
 @pytest.mark.parametrize(
-    "traffic, still_s",
+    "traffic, blocked_s",
     [
         (Traffic(), 11),
         (Traffic(16.0), 5 + 1),
@@ -321,13 +275,11 @@ SLOW = Link(100.0, 0.5)
         (Traffic(1.0, delay_updates=5), 0),
     ],
 )
-def test_a_trainer_stands_still_for_what_its_updates_do_not_hide(traffic, still_s):
-    events = [start(), line(1, 0, 2, 4)]
+def test_a_trainer_blocks_for_what_its_updates_do_not_hide(traffic, blocked_s):
+    events = [start(), line(1, 0, 2, 4)]  # ten updates of 0.4 s
     result = replay(events, cluster(2, 2, between=SLOW), traffic=traffic)
-    assert result.rounds[0].communication_s == pytest.approx(still_s)
-    assert result.wall_s == pytest.approx(4 + still_s)
-    alone = replay([start(), line(1, 0, 1, 4)], cluster(1), traffic=traffic)
-    assert alone.wall_s == pytest.approx(4)  # nobody to synchronise with
+    assert result.rounds[0].communication_s == pytest.approx(blocked_s)
+    assert result.wall_s == pytest.approx(4 + blocked_s)
 
 
 def test_the_peak_falls_with_fragments_and_with_precision():
@@ -343,26 +295,25 @@ def test_outer_gradients_travel_as_the_start_line_says():
     outer = {"precision": "int8", "fragments": 2, "delay_updates": 1}
     place, rounds = cluster(2, 2, between=SLOW), [line(1, 0, 2, 4), line(2, 0, 2, 4)]
     recorded = replay([start(config=config | {"outer": outer}), *rounds], place)
-    said = Traffic(BITS_PER_PARAM["int8"], 2, 1)
-    assert recorded == replay([start(), *rounds], place, traffic=said)
-    assert recorded.wall_s < replay([start(), *rounds], place).wall_s
+    traffic = Traffic(BITS_PER_PARAM["int8"], 2, 1)
+    assert recorded == replay([start(), *rounds], place, traffic=traffic)
     older = start(config=config | {"outer": {"lr": 0.7}})
-    assert replay([older, *rounds], place) == replay([start(), *rounds], place, traffic=BLOCKING)
+    assert replay([older, *rounds], place) == replay([start(), *rounds], place, traffic=Traffic())
+    assert recorded.wall_s < replay([older, *rounds], place).wall_s
     unknown = start(config=config | {"outer": {"precision": "int3"}})
     with pytest.raises(DataError, match="precision is 'int3': expected one of float32, bfloat16"):
         replay([unknown, *rounds], place)
 
 
-def test_a_trainer_stands_still_for_a_synchronisation_of_all_its_parameters():
+def test_a_trainer_blocks_for_a_synchronisation_of_all_its_parameters():
     traffic = Traffic(num_fragments=2, delay_updates=5)
-    rounds = [line(1, 0, 2, 4), line(1, 1, 1, 4)]
-    whole = {"event": "sync", "round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 1}
+    events = [start(), line(1, 0, 2, 4), line(1, 1, 1, 4)]
+    flush = {"event": "sync", "round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 1}
     place = cluster(3, 3, between=SLOW)
-    without, absorbed = (
-        replay([start(), *rounds, *more], place, traffic=traffic) for more in ([], [whole])
-    )
-    assert absorbed.rounds[0].end_s - without.rounds[0].end_s == pytest.approx(11)
-    assert absorbed.rounds[1].end_s == without.rounds[1].end_s  # one worker, nobody to wait for
+    without = replay(events, place, traffic=traffic).rounds
+    flushed = replay([*events, flush], place, traffic=traffic).rounds
+    assert flushed[0].end_s - without[0].end_s == pytest.approx(11)
+    assert flushed[1].end_s == without[1].end_s  # a single worker
 
 
 def test_where_updates_accumulate_a_delay_is_of_micro_batches():
@@ -374,77 +325,43 @@ def test_where_updates_accumulate_a_delay_is_of_micro_batches():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"bits_per_param": 0.0},
-        {"num_fragments": 0},
-        {"delay_updates": -1},
-        {"early_frac": 1.5},
-        {"early_frac": math.nan},
-    ],
+    "wrong", [(0.0,), (32.0, 0), (32.0, 1, -1), (32.0, 1, 0, 1.5), (32.0, 1, 0, math.nan)]
 )
-def test_traffic_that_cannot_be_says_why(wrong):
+def test_impossible_traffic_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected more than 0 bits, 1 or more fragments"):
-        Traffic(**wrong)
+        Traffic(*wrong)
 
 
 @pytest.mark.parametrize("num_sites", [1, 2])
 @pytest.mark.parametrize(
-    "traffic", [BLOCKING, Traffic(4.0, 2, 1), Traffic(16.0, early_frac=0.6)], ids=str
+    "traffic", [Traffic(), Traffic(4.0, 2, 1), Traffic(16.0, early_frac=0.6)], ids=str
 )
 @pytest.mark.parametrize(
-    "num_trainers, num_workers, steps",
-    [(1, 4, 1), (1, 4, 25), (4, 4, 25), (2, 4, 5)],
-    ids=["data parallel", "DiLoCo", "one-worker trainers", "two trainers of two"],
+    "num_trainers, steps",
+    [(1, 1), (1, 25), (4, 25), (2, 5)],
+    ids=["data parallel", "DiLoCo", "single workers", "two trainers of two"],
 )
 @pytest.mark.parametrize("num_devices", [4, 16, 256])
-def test_replay_equals_the_closed_form(
-    num_sites, num_trainers, num_workers, steps, num_devices, traffic
-):
+def test_replay_equals_the_closed_form(num_sites, num_trainers, steps, num_devices, traffic):
+    """Three rounds of four workers with batch 8: every time in one expression."""
     place = cluster(num_devices, num_sites, within=Link(1e4, 1e-3), between=Link(300.0, 0.2))
-    each = num_workers // num_trainers
+    each, num_used = 4 // num_trainers, min(8, num_devices // 4)
     events = [start()] + [
         line(index, trainer, each, 8, updates=steps)
         for index in (1, 2, 3)
         for trainer in range(num_trainers)
     ]
-    expected_s = closed_form_s(
-        place,
-        num_params=250,
-        num_trainers=num_trainers,
-        num_workers=num_workers,
-        batch_size=8,
-        steps_per_round=steps,
-        num_rounds=3,
-        traffic=traffic,
-    )
-    assert replay(events, place, traffic=traffic).wall_s == pytest.approx(expected_s)
 
+    def ring_s(m, num_bytes, bandwidth, latency_s):
+        return 2 * (m - 1) / m * num_bytes / bandwidth + 2 * (m - 1) * latency_s
 
-def test_the_closed_form_by_hand():
-    # 4 workers of 2 devices, 2 per site; batch 8: 0.4 s; ring of two within: 0.1 + 0.002; ring of
-    # four between: 2 x 3/4 x 1000 / 300 + 6 x 0.2 = 6.2.
-    place = cluster(8, 2, within=Link(1e4, 1e-3), between=Link(300.0, 0.2))
-    shared = {"num_params": 250, "num_workers": 4, "batch_size": 8, "num_rounds": 3}
-    diloco_s = closed_form_s(place, steps_per_round=25, **shared)
-    assert diloco_s == pytest.approx(3 * (25 * 0.502 + 6.2))
-    parallel_s = closed_form_s(place, steps_per_round=1, **shared)
-    assert parallel_s == pytest.approx(3 * (0.502 + 6.2))
-    alone_s = closed_form_s(place, steps_per_round=25, num_trainers=4, **shared)
-    assert alone_s == pytest.approx(3 * 25 * 0.502)
-    with pytest.raises(ConfigError, match="4 workers do not divide evenly among 3"):
-        closed_form_s(place, steps_per_round=1, num_trainers=3, **shared)
-
-
-def test_freed_replicas_go_to_trainers_in_order():
-    before, after = {0: 1, 1: 2, 2: 2, 3: 1}, {0: 2, 1: 1, 3: 3}
-    events = [start(), *(line(1, trainer, count, 1) for trainer, count in before.items())]
-    events += [merge(1, [2, 1]), *(line(2, trainer, count, 1) for trainer, count in after.items())]
-    with pytest.raises(DataError, match="round 2: workers"):
-        replay(events, cluster(6))  # trainer 1 was absorbed
-    events[5] = merge(1, [1, 2])
-    times = replay(events, cluster(6)).rounds
-    assert [time.replicas for time in times[4:]] == [(0, 2), (1,), (3, 4, 5)]
+    round_s = steps * (0.1 * 8 / num_used + ring_s(num_used, 1000, 1e4, 1e-3))
+    link = (300.0, 0.2) if num_sites == 2 and num_trainers == 1 else (1e4, 1e-3)
+    f, hidden_updates = traffic.num_fragments, traffic.delay_updates + traffic.early_frac
+    transfer_s = ring_s(each, 250 * traffic.bits_per_param / 8 / f, *link)
+    blocked_s = f * max(0, transfer_s - round_s * min(hidden_updates / steps, 1 / f))
+    wall_s = replay(events, place, traffic=traffic).wall_s
+    assert wall_s == pytest.approx(3 * (round_s + blocked_s))
 
 
 @settings(max_examples=60, deadline=None)
@@ -452,13 +369,8 @@ def test_freed_replicas_go_to_trainers_in_order():
 def test_replicas_move_as_a_run_moves_workers(data, allocation):
     num_trainers = data.draw(st.integers(2, 5))
     num_workers = data.draw(st.integers(num_trainers, 9))
-    knobs = settings_of(
-        ensemble={
-            "num_trainers": num_trainers,
-            "num_workers": num_workers,
-            "allocation": allocation,
-        }
-    )
+    counts = {"num_trainers": num_trainers, "num_workers": num_workers}
+    knobs = settings_of(ensemble=counts | {"allocation": allocation})
     trainers = [Trainer(i, data.draw(st.integers(1, 40))) for i in range(num_trainers)]
     owners = [r * num_trainers // num_workers for r in range(num_workers)]
     control = Control(trainers, owners, list(range(num_workers)), 8, 8)
@@ -535,23 +447,17 @@ def ledgers(draw):
 
 
 links = st.builds(Link, st.floats(1, 1e6), st.floats(0, 1))
-clusters = st.builds(
-    lambda devices, sites, within, between, jitter, failures: cluster(
-        max(devices, sites),
-        sites,
-        within=within,
-        between=dataclasses.replace(between, jitter=jitter),
-        compute_jitter=jitter,
-        failures_per_device_hour=failures,
-        restart_s=2.0,
-    ),
-    st.integers(1, 40),
-    st.integers(1, 5),
-    links,
-    links,
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from([0.0, 0.01]),
-)
+
+
+@st.composite
+def clusters(draw):
+    sites, jitter = draw(st.integers(1, 5)), draw(st.sampled_from([0.0, 0.2]))
+    between = dataclasses.replace(draw(links), jitter=jitter)
+    failing = {"failures_per_device_hour": draw(st.sampled_from([0.0, 0.01])), "restart_s": 2.0}
+    place = {"within": draw(links), "between": between, "compute_jitter": jitter}
+    return cluster(max(draw(st.integers(1, 40)), sites), sites, **place, **failing)
+
+
 traffics = st.builds(
     Traffic,
     st.sampled_from(list(BITS_PER_PARAM.values())),
@@ -563,49 +469,40 @@ few = settings(max_examples=60, deadline=None)
 
 
 @few
-@given(ledgers(), clusters, traffics)
+@given(ledgers(), clusters(), traffics)
 def test_every_second_of_every_device_is_accounted_for(events, place, traffic):
     result = replay(events, place, traffic=traffic, seed=3)
-    parts = ("compute_s", "communication_s", "waiting_s", "idle_s", "lost_s")
-    assert sum(map(result.frac, parts)) == pytest.approx(1)
-    assert all(-1e-9 <= result.frac(name) for name in parts)
-    assert 0 < result.utilisation <= 1 + 1e-9
+    assert sum(map(result.frac, PARTS)) == pytest.approx(1)
+    assert all(-1e-9 <= result.frac(name) for name in PARTS)
+    assert 0 < result.frac("compute_s") <= 1 + 1e-9
     for time in result.rounds:
-        spent_s = sum(getattr(time, name) for name in parts)
+        spent_s = sum(getattr(time, name) for name in PARTS)
         assert spent_s == pytest.approx(time.end_s - time.start_s)
 
 
 @few
-@given(ledgers(), clusters, traffics, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(events, place, traffic, factor):
+@given(ledgers(), clusters(), traffics, st.floats(1, 100))
+def test_more_bandwidth_overlap_or_fewer_bits_is_never_slower(events, place, traffic, factor):
     def faster(link):
         return dataclasses.replace(link, bandwidth=factor * link.bandwidth)
 
     place = dataclasses.replace(place, failures_per_device_hour=0.0)
-    before = replay(events, place, traffic=traffic)
+    most_s = replay(events, place, traffic=traffic).wall_s * (1 + 1e-9)
     wide = dataclasses.replace(place, within=faster(place.within), between=faster(place.between))
-    assert replay(events, wide, traffic=traffic).wall_s <= before.wall_s * (1 + 1e-9)
+    assert replay(events, wide, traffic=traffic).wall_s <= most_s
+    smaller = dataclasses.replace(traffic, bits_per_param=traffic.bits_per_param / factor)
+    assert replay(events, place, traffic=smaller).wall_s <= most_s
+    earlier = dataclasses.replace(traffic, delay_updates=traffic.delay_updates + 1, early_frac=1.0)
+    assert replay(events, place, traffic=earlier).wall_s <= most_s
 
 
 @few
-@given(ledgers(), clusters, traffics)
-def test_waiting_less_and_sending_less_is_never_slower(events, place, traffic):
-    place = dataclasses.replace(place, failures_per_device_hour=0.0, compute_jitter=0.0)
-    place = dataclasses.replace(place, between=dataclasses.replace(place.between, jitter=0.0))
-    waiting = dataclasses.replace(traffic, delay_updates=0, early_frac=0.0)
-    larger = dataclasses.replace(traffic, bits_per_param=32.0)
-    wall_s = replay(events, place, traffic=traffic).wall_s
-    assert wall_s <= replay(events, place, traffic=waiting).wall_s * (1 + 1e-9)
-    assert wall_s <= replay(events, place, traffic=larger).wall_s * (1 + 1e-9)
-
-
-@few
-@given(ledgers(), clusters)
+@given(ledgers(), clusters())
 def test_free_links_leave_only_computing(events, place):
     place = dataclasses.replace(place, within=FREE, between=FREE)
     result = replay(events, place)
     assert result.communication_s == 0
-    # What was computed is the recorded sequences, wherever it happened.
+    # What was computed is the recorded sequences, on whichever device.
     sequences = sum(
         e["workers"] * e["micro_batch_size"] * e["num_accum_steps"] * e["updates"]
         for e in events
@@ -615,60 +512,21 @@ def test_free_links_leave_only_computing(events, place):
         assert result.compute_s == pytest.approx(0.1 * sequences)
 
 
-@few
-@given(ledgers(), clusters)
-def test_twice_the_times_are_twice_the_wall_clock(events, place):
-    def slower(link):
-        return dataclasses.replace(link, bandwidth=link.bandwidth / 2, latency_s=2 * link.latency_s)
-
-    place = dataclasses.replace(place, failures_per_device_hour=0.0)
-    twice = dataclasses.replace(
-        place,
-        step_time=lambda num_sequences: 2 * place.step_time(num_sequences),
-        within=slower(place.within),
-        between=slower(place.between),
-    )
-    assert replay(events, twice).wall_s == pytest.approx(2 * replay(events, place).wall_s)
-
-
-def test_a_table_from_4_to_4096_devices():
-    events = [start(), *(line(index, 0, 4, 64) for index in (1, 2))]
-    step_time = roofline("a100_80gb", num_params=250, sequence_length=64, overhead_s=1e-3)
-    places = [
-        Cluster(num_devices=num_devices, step_time=step_time, **PRESETS["two_sites"])
-        for num_devices in (4, 64, 4096)
-    ]
-    rows = scaling(events, places)
-    assert [(row["devices"], row["sites"]) for row in rows] == [(4, 2), (64, 2), (4096, 2)]
+def test_the_table_of_clusters_accounts_for_all_device_time():
+    batching = {"test": "norm", "eta": 0.5, "nu": 1.0}
+    config = start()["config"] | {"data": {"sequence_length": 64}, "batching": batching}
+    events = [start(config=config, max_batch_size=64, num_params=10**8)]
+    events += [line(index, 0, 4, 64) for index in (1, 2)]
+    rows = predictions.cluster_table(Run(Path("r"), events))
+    assert [(row["preset"], row["devices"]) for row in rows] == list(predictions.SIZES)
+    assert {row["preset"] for row in rows} == set(PRESETS)
+    step_time = roofline(predictions.DEVICE, num_params=10**8, sequence_length=64)
     for row in rows:
         parts = ("communication_frac", "waiting_frac", "idle_frac", "lost_frac", "utilisation")
         assert sum(row[name] for name in parts) == pytest.approx(1)
-    assert rows[0]["utilisation"] > rows[2]["utilisation"]
-    assert rows[0]["wall_s"] == replay(events, places[0]).wall_s
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_clusters(name):
-    place = Cluster(num_devices=64, step_time=tenth, **PRESETS[name])
-    assert replay([start(), line(1, 0, 8, 8)], place).wall_s > 1.0
-
-
-def test_step_times_are_read_from_rounds_that_ran_alone_and_without_stall():
-    events = [
-        start(devices="2 x gpu"),
-        line(1, 0, 1, 4, step_s=9.0, stall_s=5.0),  # waited for a program
-        line(1, 1, 3, 4, step_s=9.0, stall_s=5.0),
-        line(2, 0, 1, 4, step_s=2.0),
-        line(2, 1, 3, 4, step_s=2.0),
-        line(3, 0, 1, 4, step_s=7.0),  # two programs, one after the other
-        line(3, 1, 3, 8, step_s=7.0),
-        merge(3, [1, 0]),
-        line(4, 1, 4, 8, accum=2, step_s=6.0),
-        line(5, 1, 4, 8, accum=2, step_s=8.0),
-    ]
-    # Four workers on two devices: twice the batch on each. Ten passes; then twenty.
-    assert measured_step_times(events) == pytest.approx({8: 0.2, 16: 0.35})
-    assert measured_step_times(events[:3]) == {}
+        place = PRESETS[row["preset"]](num_devices=row["devices"], step_time=step_time)
+        assert (row["sites"], row["wall_s"]) == (place.num_sites, replay(events, place).wall_s)
+    assert rows[-2]["utilisation"] > rows[-1]["utilisation"]  # 256 and 4096 devices
 
 
 @pytest.mark.parametrize(
@@ -679,11 +537,11 @@ def test_step_times_are_read_from_rounds_that_ran_alone_and_without_stall():
         ([line(1, 0, 1, 4)], "no start"),
         ([start(), line(2, 0, 1, 4)], "rounds begin 2; expected every one from 1 on"),
         ([start(), line(1, 0, 1, 4), line(1, 0, 1, 4)], "round 1: more than one line"),
-        ([start(), line(1, 0, 1, 4), merge(1, [0, 5])], r"names trainers \[5\], not in it"),
+        ([start(), line(1, 0, 1, 4), merge(1, [0, 5])], r"round 2: .* a merge of \[0, 5\]"),
         ([start(), line(1, 0, 1, 4), line(2, 0, 2, 4)], "round 2: workers {0: 2}"),
         ([start(), line(1, 0, 1, 4), line(2, 7, 1, 4)], "round 2: workers {7: 1}"),
     ],
 )
-def test_a_ledger_that_cannot_be_replayed_says_why(events, message):
+def test_a_ledger_that_cannot_be_replayed_is_refused(events, message):
     with pytest.raises(DataError, match=message):
         replay(events, cluster(4))
