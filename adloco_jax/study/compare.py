@@ -189,9 +189,9 @@ def execute(
         if finished(run.workdir, run.config) is not None:
             on_end(run, False)
             continue
-        replayed = run.config.batching.replay
-        if replayed and not _is_finished(Path(replayed)):
-            whole = False  # another process is making it
+        replays = "batching.replay" in comparison.variants[run.variant]
+        if replays and not _is_finished(Path(run.config.batching.replay)):
+            whole = False  # another process is making the run that is replayed
             continue
         run.workdir.mkdir(parents=True, exist_ok=True)
         with (
@@ -275,21 +275,19 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
         for name in MEASURES
     }
     baseline = {seed: points[-1].loss for seed, points in curves[comparison.baseline].items()}
-    rows = {}
-    for name in comparison.variants:
-        seeds = curves[name]
-        finals = [points[-1] for points in seeds.values()]
-        rows[name] = {
-            "final": {key: _spread([getattr(p, key) for p in finals]) for key in Point._fields},
-            "at_equal": {
-                key: _spread([_lowest(points, key, budgets[key]) for points in seeds.values()])
-                for key in MEASURES
-            },
+    rows = {
+        name: {
+            "final": _over_seeds([points[-1]._asdict() for points in seeds.values()]),
+            "at_equal": _over_seeds(
+                [{m: _lowest(points, m, budgets[m]) for m in MEASURES} for points in seeds.values()]
+            ),
             "to_target": [
                 _costs(seeds, dict.fromkeys(seeds, loss)) for loss in comparison.target_losses
             ],
             "to_baseline": _costs(seeds, baseline),
         }
+        for name, seeds in ((name, curves[name]) for name in comparison.variants)
+    }
     return {
         "baseline": comparison.baseline,
         "target_losses": list(comparison.target_losses),
@@ -373,7 +371,11 @@ def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | Non
 def _costs(seeds: Mapping[int, Sequence[Point]], losses: Mapping[int, float]) -> dict[str, dict]:
     """What the seeds had spent, by measure, when they first had their losses."""
     first = [next((p for p in seeds[s] if p.loss <= losses[s]), None) for s in seeds]
-    return {key: _spread([getattr(point, key, None) for point in first]) for key in MEASURES}
+    return _over_seeds([{m: getattr(point, m, None) for m in MEASURES} for point in first])
+
+
+def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, dict]:
+    return {key: _spread([own[key] for own in found]) for key in found[0]}
 
 
 def _spread(values: Sequence[float | None]) -> dict:

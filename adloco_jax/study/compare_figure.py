@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adloco_jax.study.figures import finish, legend, look, small_letters, thousands
+from adloco_jax.study.figures import Thousands, finish, legend, look, small_letters
 
 _DECADES = 30  # the ratio from which an axis is logarithmic
 
@@ -108,7 +108,7 @@ def _span(axes: Sequence[Axes], name: str, spreads: Sequence[dict], is_whole: bo
             getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
         else:  # a whole number to see it by, where nothing was spent
             axis.set_major_locator(MaxNLocator(6 if positive else 1, integer=is_whole))
-        axis.set_major_formatter(thousands())
+        axis.set_major_formatter(Thousands())
         ax.set(**{f"{name}lim": (0, (2 if high > _DECADES * low else 1.1) * high)})
 
 

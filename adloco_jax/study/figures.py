@@ -12,14 +12,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import (
-    EngFormatter,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    NullLocator,
-)
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from adloco_jax.study import curves
 from adloco_jax.study.curves import Run, Variant
@@ -218,7 +211,7 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
             ax.text(0.5, 0.5, f"no finite {field}", ha="center", transform=ax.transAxes)
         finish(ax)
     legend(figure)
-    caption = _loss_caption(variants, costs, clock, field, heldout)
+    caption = _loss_caption(variants, clock, field, heldout)
     return Drawing(field, f"{field.capitalize()} against what it cost", figure, caption)
 
 
@@ -268,8 +261,8 @@ def _draw(
     if len(seeds) > 1:
         x, low, y, high = curves.band(seeds)
         ax.fill_between(x, low, high, color=style["color"], alpha=0.25, lw=0)
-    # Evenly apart on paper, which Matplotlib cannot do for a curve without a point.
-    every = _APART if np.isfinite(y).any() else None
+    # Evenly apart on paper, which Matplotlib cannot do for less than two points.
+    every = _APART if np.isfinite(y).sum() > 1 else None
     ax.plot(x, y, markevery=every, label=name or None, **style)
 
 
@@ -285,33 +278,23 @@ def _cost_axis(ax: Axes, cost: str, spent: Sequence[Sequence[float]]) -> None:
     else:
         ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
-    units = {"simulated_s": "{x:g}", "bytes": thousands(unit="B")}
-    ax.xaxis.set_major_formatter(units.get(cost, thousands()))
+    units = {"simulated_s": "{x:g}", "bytes": Thousands(unit="B")}
+    ax.xaxis.set_major_formatter(units.get(cost, Thousands()))
 
 
-def thousands(*, unit: str = "") -> FuncFormatter:
+class Thousands(EngFormatter):
     """A tick's label with a prefix from 1 k on; below, and below 1, the plain number."""
-    prefixed = EngFormatter(unit=unit, sep=" ")
 
-    def label(value: float, position: int | None = None) -> str:
-        return prefixed(value, position) if abs(value) >= 1000 else f"{value:g} {unit}".strip()
-
-    return FuncFormatter(label)
+    ENG_PREFIXES = {power: name for power, name in EngFormatter.ENG_PREFIXES.items() if power >= 0}
 
 
 def _decades(ax: Axes, lowest: float, highest: float) -> None:
     """A logarithmic x axis; one that begins at 0 where there is something to see."""
-    first, last = math.floor(math.log10(lowest)), math.floor(math.log10(highest))
-    ticks = [10.0**power for power in range(first, last + 1, math.ceil((last - first + 1) / 6))]
-    if any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines):
-        ax.set_xscale("symlog", linthresh=ticks[0], linscale=1)
-        ax.set_xlim(-0.2 * ticks[0], 1.3 * highest)
-        ticks.insert(0, 0.0)
-    else:
-        ax.set_xscale("log")
-        ax.set_xlim(lowest / 1.3, 1.3 * highest)
-    ax.set_xticks(ticks)
-    ax.xaxis.set_minor_locator(NullLocator())
+    first = 10.0 ** math.floor(math.log10(lowest))
+    begins_at_0 = any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines)
+    ax.set_xscale("symlog", linthresh=first)
+    ax.set_xlim(-0.2 * first if begins_at_0 else lowest / 1.3, 1.3 * highest)
+    ax.xaxis.get_major_locator().set_params(numticks=7)
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
@@ -322,47 +305,27 @@ def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
 
 
 def _loss_caption(
-    variants: Sequence[Variant],
-    costs: Mapping[str, str],
-    clock: Clock | None,
-    field: str,
-    heldout: bool,
+    variants: Sequence[Variant], clock: Clock | None, field: str, heldout: bool
 ) -> str:
     runs = [run for variant in variants for run in variant.runs]
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
-        shown += " by trainer (thin) and of the consensus (bold)." if heldout else " by trainer."
-        shown += others_caption(runs[0])
+        shown += " by trainer (thin) and of the consensus (bold)" if heldout else " by trainer"
+        shown += f".{others_caption(runs[0])}"
     else:
         shown += " of the consensus" if heldout else " averaged over the trainers of a round"
-        shown += ", a curve per variant."
-        most = max(len(variant.runs) for variant in variants)
-        if most > 1:
-            spread = "quartiles" if most >= 5 else "minimum to maximum"
-            shown += (
-                f" Where a variant has several seeds: their median, and a band ({spread}), on the"
-                " interval that all its seeds cover."
-            )
+        shown += (
+            ", a curve per variant: of several seeds the median, with a band from minimum to"
+            " maximum (from five on, between quartiles), on the interval that all seeds cover."
+        )
         left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
         if heldout and left_out:
             shown += f" Never evaluated, so not drawn: {', '.join(left_out)}."
-    names = {"tokens": "tokens", "syncs": "blocking communications", "bytes": "bytes moved"}
-    over = [names[cost] for cost in costs if cost in names]
-    shown += f" Over {', '.join(over)}, summed over trainers"
-    shown += f", and over simulated time on the cluster “{clock.cluster}”." if clock else "."
-    if "syncs" not in costs:
-        shown += " Nothing was communicated, so there are no communications to draw over."
-    else:
-        shown += (
-            " A trainer with one worker has no synchronisation, so where all have one the curve"
-            " moves straight up or down."
-        )
-        if heldout and any(curves.gathering(run.events) for run in runs):
-            shown += (
-                " Where the consensus is an average of trainers, gathering them is counted with its"
-                " communications."
-            )
-    return shown + (
-        " A horizontal axis that spans decades is logarithmic, except next to zero. A gap is a"
-        " value that was not finite."
+    shown += (
+        " Costs are summed over trainers, and one that stays zero has no panel. Communications are"
+        " blocking; where the consensus is an average of trainers, gathering them is counted too. A"
+        " trainer with one worker has no synchronisation, so where all have one the curve moves"
+        " straight up or down. A horizontal axis over decades is logarithmic, except next to"
+        " zero. A gap is a value that was not finite."
     )
+    return shown + (f" Time is simulated on the cluster “{clock.cluster}”." if clock else "")

@@ -10,21 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from adloco_jax.study import curves, summary
+from adloco_jax.study import curves, figures, summary
 from adloco_jax.study.curves import Run
-from adloco_jax.study.figures import (
-    WIDTH,
-    Drawing,
-    finish,
-    legend,
-    look_every,
-    others_caption,
-    over_rounds,
-    plain_decades,
-    printable,
-    small_letters,
-    trainer_looks,
-)
+from adloco_jax.study.figures import WIDTH, Drawing, finish, legend, look_every, small_letters
 
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _ROOM = 0.1  # of the axis, between merges whose weights and barriers are written beside them
@@ -47,7 +35,7 @@ def batches(run: Run) -> Drawing:
     rounds = curves.lines(run.events, "round")
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
     sizes_ax, accum_ax, alive_ax = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 2))
-    looks = trainer_looks(run)
+    looks = figures.trainer_looks(run)
     for trainer, own in curves.by_trainer(rounds).items():
         style, label = looks[trainer]
         effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
@@ -71,7 +59,7 @@ def batches(run: Run) -> Drawing:
         "Top: batch per worker that the test requested (solid) and that updates used (dashed):"
         " buckets round it up, max_batch_size cuts it or accumulation takes over. Middle:"
         " micro-batches that are accumulated into one update. Bottom: trainers that took part in"
-        f" the round. Both upper axes are logarithmic.{others_caption(run)}"
+        f" the round. Both upper axes are logarithmic.{figures.others_caption(run)}"
     )
     return Drawing("batches", "Batches and accumulation", figure, caption)
 
@@ -80,7 +68,7 @@ def batches(run: Run) -> Drawing:
 def merges(run: Run) -> Drawing | None:
     """The tree of merges, with weights and barriers; None with a single trainer."""
     rounds, merged = (curves.lines(run.events, name) for name in ("round", "merge"))
-    joined = merged + (refused := curves.lines(run.events, "refusal"))
+    joined = merged + curves.lines(run.events, "refusal")
     by_trainer, last = curves.by_trainer(rounds), max(e["round"] for e in rounds)
     if len(by_trainer) < 2:
         return None
@@ -90,7 +78,7 @@ def merges(run: Run) -> Drawing | None:
     height = 1.3 + (0.32 if len(lanes) <= 16 else 0.18) * len(lanes)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = figure.subplots()
-    for trainer, (style, _) in trainer_looks(run).items():
+    for trainer, (style, _) in figures.trainer_looks(run).items():
         for workers, group in itertools.groupby(by_trainer[trainer], lambda e: e["workers"]):
             x = [e["round"] for e in group]
             line = {"color": style["color"], "lw": min(8, 0.8 + 0.9 * workers)}
@@ -110,22 +98,14 @@ def merges(run: Run) -> Drawing | None:
     ax.grid(visible=False, axis="y")
     caption = (
         "A line per trainer for the rounds it lived, thicker with more workers (at most"
-        f" {max(e['workers'] for e in rounds)}). At a merge the upright line joins its members; the"
-        " dot is the one that goes on, the crosses the ones that end."
+        f" {max(e['workers'] for e in rounds)}). At a merge the upright line joins its members: the"
+        " dot is the one that goes on, the crosses the ones that end; dashed, a merge that was"
+        " refused, because its barrier was too high. Beside each member its weight in the average;"
+        " below the dot the barrier, the loss after less the weighted mean of the losses before"
+        " (nats), on a fixed batch; merges that are too close have them in the table below only."
+        " Quarantined trainers left the run, because their updates were not finite."
     )
-    if not joined:
-        caption += " This run merged nothing."
-    elif is_noted:
-        caption += (
-            " Beside each member its weight in the average; below the dot the barrier, the loss"
-            " after less the weighted mean of the losses before (nats), on a fixed batch."
-        )
-    else:
-        caption += " Weights and barriers are in the table of merges below."
-    if refused:
-        caption += " Dashed: a merge that was refused, because its barrier was too high."
-    if left:
-        caption += " Quarantined trainers left the run, because their updates were not finite."
+    caption += "" if joined else " This run merged nothing."
     return Drawing("merges", "The tree of merges", figure, caption)
 
 
@@ -138,7 +118,7 @@ def noise(run: Run) -> Drawing | None:
     if all(e[name] is None for e in rounds for name in labels):
         return None
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
-    looks = trainer_looks(run)
+    looks = figures.trainer_looks(run)
     for ax, name in zip(figure.subplots(3, 1, sharex=True), labels, strict=True):
         ax.set_yscale("log")
         positive = [e[name] for e in rounds if e[name] is not None and e[name] > 0]
@@ -155,7 +135,7 @@ def noise(run: Run) -> Drawing | None:
                 following = [e["next_batch_size"] for e in own]
                 ax.plot(x, following, **style | {"marker": "", "linestyle": "--"})
         if positive:
-            plain_decades(ax, min(positive), max(positive))
+            figures.plain_decades(ax, min(positive), max(positive))
     ax.plot([], [], color="0.4", ls="--", label="next batch per worker")
     marked = curves.lines(run.events, "merge")
     _finish(figure, max(e["round"] for e in rounds), [*labels.values()], marked=marked)
@@ -167,7 +147,7 @@ def noise(run: Run) -> Drawing | None:
         " (squared norm of the mean gradient, unbiased, so it can come out negative: triangles at"
         " the lower edge), and the batch per worker that the test asks for, before rounding, limits"
         " and caps (solid; the next round's batch dashed). All axes are logarithmic."
-        f" A gap is a test that was skipped or not finite.{others_caption(run)}"
+        f" A gap is a test that was skipped or not finite.{figures.others_caption(run)}"
     )
     return Drawing("noise", "Noise, signal and test value", figure, caption)
 
@@ -225,7 +205,9 @@ def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
             hatch=hatch if is_hit else None,
             label=f"{'from the cache' if is_hit else 'compiled'}, {e['where']}",
         )
-    ax.set_yticks(range(len(programs)), [printable(e["key"]) for e in programs], parse_math=False)
+    ax.set_yticks(
+        range(len(programs)), [figures.printable(e["key"]) for e in programs], parse_math=False
+    )
     ax.set_ylim(len(programs) - 0.4, -0.6)
     ax.set_xlabel("time to compile or load (s)")
     finish(ax)
@@ -275,7 +257,7 @@ def _finish(
         for number, event in enumerate(marked):
             style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
             ax.axvline(event["round"], label=None if number else "merge", **style)
-        over_rounds(ax, num_rounds)
+        figures.over_rounds(ax, num_rounds)
         finish(ax)
     for ax, label in zip(figure.axes, labels, strict=False):
         ax.set_ylabel(label)
