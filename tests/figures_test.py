@@ -279,7 +279,7 @@ def test_a_run_that_cannot_be_simulated_says_why(tmp_path):
     assert "num_params" in predictions.theory_of(run)
 
 
-MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(40)]
+MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(20)]
 SITUATIONS = {
     "growth and a merge": {},
     "one round without a start line": {"rounds": ROUNDS[:3], "merge": False, "start": False},
@@ -288,7 +288,7 @@ SITUATIONS = {
         "merge": False,
         "no_loss": range(7),
     },
-    "forty trainers": {"rounds": MANY, "merge": False, "evals": False, "end": False},
+    "twenty trainers": {"rounds": MANY, "merge": False, "evals": False, "end": False},
 }
 
 
@@ -316,4 +316,4 @@ def test_of_many_trainers_the_last_ones_stand_out(tmp_path):
     run = read(tmp_path, rounds=MANY, merge=False)
     looks = figures.trainer_looks(run)
     assert [label for _, label in looks.values() if label] == [f"trainer {t}" for t in range(6)]
-    assert "34 of the 40 trainers are drawn in grey" in figures.others_caption(run)
+    assert "14 of the 20 trainers are drawn in grey" in figures.others_caption(run)
