@@ -175,10 +175,10 @@ def test_comparison_and_report_count_the_same_for_the_same_run():
     evals = [(2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     (point,) = curve(events, Simulated(num_devices=3))
-    told = summary.totals(events)
-    assert point.syncs == told["syncs_total"] + told["consensus_syncs"] == 1 + 1 + 1
-    assert point.bytes == told["bytes_total"] + told["consensus_bytes"] == 80 + 80 + 40
-    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(told)
+    totals = summary.totals(events)
+    assert point.syncs == totals["syncs_total"] + totals["consensus_syncs"] == 1 + 1 + 1
+    assert point.bytes == totals["bytes_total"] + totals["consensus_bytes"] == 80 + 80 + 40
+    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(totals)
     assert curves.heldout_points(events)[-1]["bytes"] == point.bytes
 
 

@@ -94,8 +94,9 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _mark(ax: Axes, x: dict, y: dict, **style) -> None:
     """A point at the medians, with bars over the ranges."""
-    bars = [[[s["median"] - s["low"]], [_high(s) - s["median"]]] for s in (x, y)]
-    ax.errorbar(x["median"], y["median"], *reversed(bars), ms=8, lw=1, capsize=2, **style)
+    across, up = ([[s["median"] - s["low"]], [_high(s) - s["median"]]] for s in (x, y))
+    style |= {"xerr": across, "yerr": up, "ms": 8, "lw": 1, "capsize": 2}
+    ax.errorbar(x["median"], y["median"], **style)
 
 
 def _span(axes: Sequence[Axes], name: str, spreads: Sequence[dict], is_whole: bool = True) -> None:

@@ -125,8 +125,8 @@ def legend(figure: Figure) -> None:
     ncols = max(1, min(len(handles), int(figure.get_figwidth() * 72 / (4.7 * longest + 42))))
     more_rows = math.ceil(len(handles) / ncols) - 1
     figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
-    where = {"loc": "outside upper center", "ncols": ncols, "frameon": False}
-    shown = figure.legend(handles.values(), handles, **where)
+    shown = figure.legend(handles.values(), handles, "outside upper center", ncols=ncols)
+    shown.set_frame_on(False)
     for text in shown.get_texts():
         text.set_parse_math(False)
 
@@ -293,8 +293,8 @@ def _decades(ax: Axes, lowest: float, highest: float) -> None:
     first = 10.0 ** math.floor(math.log10(lowest))
     begins_at_0 = any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines)
     ax.set_xscale("symlog", linthresh=first)
+    ax.locator_params("x", numticks=7)
     ax.set_xlim(-0.2 * first if begins_at_0 else lowest / 1.3, 1.3 * highest)
-    ax.xaxis.get_major_locator().set_params(numticks=7)
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:

@@ -203,7 +203,8 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
 def _measures(run: Run) -> dict:
     """The totals, with gathering trainers for a consensus that is their average; and the times."""
     own = totals(run.events)
-    step_s, stall_s = map(sum, zip(*curves.stalls(run.events).values(), strict=True))
+    rounds = curves.stalls(run.events).values()
+    step_s, stall_s = (sum(pair[i] for pair in rounds) for i in (0, 1))
     return own | {
         "syncs_total": own["syncs_total"] + own["consensus_syncs"],
         "bytes_total": own["bytes_total"] + own["consensus_bytes"],
@@ -311,12 +312,15 @@ def _clusters_table(variants: Sequence[Variant]) -> str:
     columns: dict[str, Callable[[list[str]], str]] = {"variant": lambda row: row[0]}
     for place, (preset, devices) in enumerate(predictions.SIZES, start=1):
         columns[f"{preset} {devices:,}"] = lambda row, place=place: row[place]
-    rows = []
-    for variant in variants:
-        table = predictions.cluster_table(variant.runs[0])
-        is_known = not isinstance(table, str)
-        times = [_short(row["wall_s"]) for row in table] if is_known else ["-"] * (len(columns) - 1)
-        rows.append([variant.label, *times])
+    tables = [predictions.cluster_table(variant.runs[0]) for variant in variants]
+    unknown = ["-"] * len(predictions.SIZES)
+    rows = [
+        [
+            v.label,
+            *(unknown if isinstance(found, str) else [_short(row["wall_s"]) for row in found]),
+        ]
+        for v, found in zip(variants, tables, strict=True)
+    ]
     caption = (
         "Wall-clock seconds of each variant's first seed in the simulator's replay, by cluster and"
         f" number of {predictions.DEVICE} devices at the pace of their data sheet. The variant's"

@@ -51,7 +51,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
 
-def totals(events: Sequence[dict]) -> dict[str, int | float | str | list | None]:
+def totals(events: Sequence[dict]) -> dict:
     """The run in numbers; None for what the ledger does not have (yet), or was not finite."""
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
