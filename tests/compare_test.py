@@ -144,7 +144,7 @@ def test_an_average_of_trainers_is_charged_for_being_made():
     assert [(p.updates, p.rounds, p.tokens) for p in points] == [(5, 1, 480), (10, 2, 960)]
 
 
-def test_a_merge_leaves_fewer_to_average():
+def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
     evals = [(1, spent(3.0, 480, 1, 80, "average")), (2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
@@ -152,6 +152,11 @@ def test_a_merge_leaves_fewer_to_average():
     assert (first.syncs, first.bytes) == (2, 80 + 40)  # two were left when it was taken
     assert (second.syncs, second.bytes) == (3, 160 + 40)
     assert second.updates == 5 + 9  # in a row: of the trainer that makes the most
+    totals = summary.totals(events)
+    assert second.syncs == totals["syncs_total"] + totals["consensus_syncs"]
+    assert second.bytes == totals["bytes_total"] + totals["consensus_bytes"]
+    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(totals)
+    assert curves.heldout_points(events)[-1]["bytes"] == second.bytes
 
 
 def test_time_is_that_of_the_large_model_on_the_cluster():
@@ -167,19 +172,6 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
     large = ledger(rounds=rounds, evals=evals)
     large[0]["num_params"] = 10**9
     assert point.time_s == network.replay(large, cluster).end_s[2]
-
-
-def test_comparison_and_report_count_the_same_for_the_same_run():
-    """A merge with its hand-over, and an average of the two trainers that are left."""
-    rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 5)]
-    evals = [(2, spent(2.5, 960, 2, 160, "average"))]
-    events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
-    (point,) = curve(events, Simulated(num_devices=3))
-    totals = summary.totals(events)
-    assert point.syncs == totals["syncs_total"] + totals["consensus_syncs"] == 1 + 1 + 1
-    assert point.bytes == totals["bytes_total"] + totals["consensus_bytes"] == 80 + 80 + 40
-    assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(totals)
-    assert curves.heldout_points(events)[-1]["bytes"] == point.bytes
 
 
 def point(loss, **spent):

@@ -125,7 +125,7 @@ def legend(figure: Figure) -> None:
     ncols = max(1, min(len(handles), int(figure.get_figwidth() * 72 / (4.7 * longest + 42))))
     more_rows = math.ceil(len(handles) / ncols) - 1
     figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
-    shown = figure.legend(handles.values(), handles, "outside upper center", ncols=ncols)
+    shown = figure.legend(handles.values(), handles, loc="outside upper center", ncols=ncols)
     shown.set_frame_on(False)
     for text in shown.get_texts():
         text.set_parse_math(False)

@@ -94,43 +94,39 @@ def totals(events: Sequence[dict]) -> dict:
 
 def described(totals: dict) -> list[tuple[str, str]]:
     """The totals, from `totals`, in words: name and value of each line."""
-    t = totals
-    facts = [
-        ("rounds", f"{t['rounds']:,}"),
-        ("tokens", f"{t['tokens_total']:,}"),
-        ("updates", f"{t['updates_total']:,}"),
-        (
-            "communications",
-            f"{t['syncs_total']:,} blocking, summed over trainers; "
-            f"{in_bytes(t['bytes_total'])} moved",
-        ),
-    ]
-    if t["consensus_syncs"]:
-        moved = in_bytes(t["consensus_bytes"])
-        facts.append(("", f"and {t['consensus_syncs']} with {moved}, to average the consensus"))
-    refused, accumulating = t["num_refusals"], t["first_accumulating_round"]
-    from_round = f", accumulating from round {accumulating}" if accumulating else ""
+    t = totals | {
+        "moved": in_bytes(totals["bytes_total"]),
+        "gathered": in_bytes(totals["consensus_bytes"]),
+        "compiling": seconds(totals["compile_s"]),
+        "wall": seconds(totals["wall_s"]),
+    }
     memory = {
         "host {} peak": t["host_peak_bytes"],
         "device {} peak": t["device_peak_bytes"],
         "largest program {}": t["program_bytes"],
     }
     known = [text.format(in_bytes(value)) for text, value in memory.items() if value is not None]
-    facts += [
-        ("merges", f"{t['num_merges']}" + (f", {refused} refused" if refused else "")),
-        ("batch growths", f"{t['num_batch_growths']}{from_round}"),
-        (
-            "programs",
-            f"{t['num_programs']} compiled in {seconds(t['compile_s'])}, "
-            f"{t['num_programs_cached']} of them from the cache",
-        ),
-        ("memory", ", ".join(known) or "-"),
-        ("wall time", seconds(t["wall_s"])),
-    ]
-    if t["tokens_per_s"] is not None:
-        share = f"{t['share_of_matmul']:.1%} of a matrix product's rate"
-        facts.append(("speed", f"{t['tokens_per_s']:,.0f} tokens/s, {share}"))
-    return facts + _heldout(t)
+    accumulating = ", accumulating from round {first_accumulating_round}"
+    facts = {
+        "rounds": "{rounds:,}",
+        "tokens": "{tokens_total:,}",
+        "updates": "{updates_total:,}",
+        "communications": "{syncs_total:,} blocking, summed over trainers; {moved} moved",
+        "": "and {consensus_syncs} with {gathered}, to average the consensus",
+        "merges": "{num_merges}" + (", {num_refusals} refused" if t["num_refusals"] else ""),
+        "batch growths": "{num_batch_growths}"
+        + (accumulating if t["first_accumulating_round"] else ""),
+        "programs": "{num_programs} compiled in {compiling}, {num_programs_cached} of them from the"
+        " cache",
+        "memory": ", ".join(known) or "-",
+        "wall time": "{wall}",
+        "speed": "{tokens_per_s:,.0f} tokens/s, {share_of_matmul:.1%} of a matrix product's rate",
+    }
+    if not t["consensus_syncs"]:
+        del facts[""]
+    if t["tokens_per_s"] is None:
+        del facts["speed"]
+    return [(name, text.format(**t)) for name, text in facts.items()] + _heldout(totals)
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
