@@ -17,7 +17,7 @@ from adloco_jax.run.build import build_model
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import compare, curves, network, summary
-from adloco_jax.study.compare import Comparison, Point, Simulated, curve, markdown, runs_of
+from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "compare.py")
@@ -140,8 +140,9 @@ def test_an_average_of_trainers_is_charged_for_being_made():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, t, 1, 5) for t in range(3)]
     evals = [(1, spent(3.0, 480, 0, 0, "average")), (2, spent(2.5, 960, 0, 0, "best"))]
     points = curve(ledger(rounds=rounds, evals=evals), Simulated(num_devices=3))
-    assert [(p.syncs, p.bytes) for p in points] == [(1, 2 * 4 * 10), (0, 0)]
-    assert [(p.updates, p.rounds, p.tokens) for p in points] == [(5, 1, 480), (10, 2, 960)]
+    assert [(p["syncs"], p["bytes"]) for p in points] == [(1, 2 * 4 * 10), (0, 0)]
+    found = [(p["updates"], p["rounds"], p["tokens"]) for p in points]
+    assert found == [(5, 1, 480), (10, 2, 960)]
 
 
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
@@ -149,14 +150,14 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     evals = [(1, spent(3.0, 480, 1, 80, "average")), (2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     first, second = curve(events, Simulated(num_devices=3))
-    assert (first.syncs, first.bytes) == (2, 80 + 40)  # two were left when it was taken
-    assert (second.syncs, second.bytes) == (3, 160 + 40)
-    assert second.updates == 5 + 9  # in a row: of the trainer that makes the most
+    assert (first["syncs"], first["bytes"]) == (2, 80 + 40)  # two were left when it was taken
+    assert (second["syncs"], second["bytes"]) == (3, 160 + 40)
+    assert second["updates"] == 5 + 9  # in a row: of the trainer that makes the most
     totals = summary.totals(events)
-    assert second.syncs == totals["syncs_total"] + totals["consensus_syncs"]
-    assert second.bytes == totals["bytes_total"] + totals["consensus_bytes"]
+    assert second["syncs"] == totals["syncs_total"] + totals["consensus_syncs"]
+    assert second["bytes"] == totals["bytes_total"] + totals["consensus_bytes"]
     assert ("", "and 1 with 40 bytes, to average the consensus") in summary.described(totals)
-    assert curves.heldout_points(events)[-1]["bytes"] == second.bytes
+    assert curves.heldout_points(events)[-1]["bytes"] == second["bytes"]
 
 
 def test_time_is_that_of_the_large_model_on_the_cluster():
@@ -168,23 +169,19 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
     # Two synchronisations over the slow link, without its jitter: 2 x (1/2) x P x 4 bytes each.
     transfer_s = 4e9 / cluster.between.bandwidth + 2 * cluster.between.latency_s
     compute_s = 5 * cluster.step_time(4)
-    assert point.time_s == pytest.approx(2 * (compute_s + transfer_s), rel=0.5)
+    assert point["time_s"] == pytest.approx(2 * (compute_s + transfer_s), rel=0.5)
     large = ledger(rounds=rounds, evals=evals)
     large[0]["num_params"] = 10**9
-    assert point.time_s == network.replay(large, cluster).end_s[2]
-
-
-def point(loss, **spent):
-    return Point(**{"loss": loss} | dict.fromkeys(Point._fields[1:], 0) | spent)
+    assert point["time_s"] == network.replay(large, cluster).end_s[2]
 
 
 def test_at_equal_tokens_is_at_equal_tokens():
-    points = [point(3.0, tokens=100, bytes=8), point(2.0, tokens=300, bytes=16)]
+    points = [{"loss": 3.0, "tokens": 100, "bytes": 8}, {"loss": 2.0, "tokens": 300, "bytes": 16}]
     assert compare._lowest(points, "tokens", 200) == pytest.approx(2.5)
     assert compare._lowest(points, "tokens", 300) == 2.0
     assert compare._lowest(points, "tokens", 99) is None  # nothing is known before the first
     assert compare._lowest(points, "bytes", 12) == 3.0  # which jump: the next 8 are not yet spent
-    worse = [*points, point(4.0, tokens=400)]
+    worse = [*points, {"loss": 4.0, "tokens": 400}]
     assert compare._lowest(worse, "tokens", 350) == 2.0  # the lowest reached, not the last
 
 

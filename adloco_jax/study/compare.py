@@ -101,18 +101,6 @@ class Run(NamedTuple):
     workdir: Path
 
 
-class Point(NamedTuple):
-    """What a run had spent at an evaluation of its consensus, and the loss (nats/token)."""
-
-    loss: float
-    tokens: int
-    syncs: int
-    bytes: int
-    updates: int
-    time_s: float
-    rounds: int
-
-
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """The runs, checked, in the order in which they have to be made.
 
@@ -209,7 +197,7 @@ def execute(
     return whole
 
 
-def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
+def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]]:
     """What a run had spent at each evaluation of its consensus.
 
     Args:
@@ -217,7 +205,7 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
       simulated: The cluster and the model whose time is simulated.
 
     Returns:
-      One point per evaluation with a finite loss, in order.
+      `loss` (nats/token) and each of `MEASURES` at every evaluation with a finite loss, in order.
 
     Raises:
       DataError: If the ledger has no evaluation or no round.
@@ -227,13 +215,13 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
     for event in lines(events, "round"):
         updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
     points = [
-        Point(
-            loss=found["value"],
-            updates=sum(count for index, count in updates.items() if index <= found["round"]),
-            time_s=end_s[found["round"]],
-            rounds=found["round"],
-            **{cost: found[cost] for cost in COSTS},
-        )
+        {cost: found[cost] for cost in COSTS}
+        | {
+            "loss": found["value"],
+            "updates": sum(count for index, count in updates.items() if index <= found["round"]),
+            "time_s": end_s[found["round"]],
+            "rounds": found["round"],
+        }
         for found in heldout_points(events)
         if math.isfinite(found["value"])
     ]
@@ -263,21 +251,18 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     Raises:
       DataError: If a run is missing or not finished.
     """
-    curves: dict[str, dict[int, list[Point]]] = {}
+    curves: dict[str, dict[int, list[dict[str, float]]]] = {}
     for run in runs_of(comparison, folder):
         if not _is_finished(run.workdir):
             raise DataError(f"{run.workdir}: not finished; run the comparison again")
         events = read_run(run.workdir).events
         curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
     ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
-    budgets = {
-        name: min((v for v in (getattr(end, name) for end in ends) if v > 0), default=0)
-        for name in MEASURES
-    }
-    baseline = {seed: points[-1].loss for seed, points in curves[comparison.baseline].items()}
+    budgets = {m: min((end[m] for end in ends if end[m] > 0), default=0) for m in MEASURES}
+    baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
     rows = {
         name: {
-            "final": _over_seeds([points[-1]._asdict() for points in seeds.values()]),
+            "final": _over_seeds([points[-1] for points in seeds.values()]),
             "at_equal": _over_seeds(
                 [{m: _lowest(points, m, budgets[m]) for m in MEASURES} for points in seeds.values()]
             ),
@@ -360,22 +345,23 @@ def _is_finished(workdir: Path) -> bool:
     return path.exists() and finish(read(path)) is not None
 
 
-def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | None:
-    losses = [p.loss for p in points if getattr(p, measure) <= budget]
-    spent = [getattr(p, measure) for p in points]
+def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None:
+    spent, losses = [p[measure] for p in points], [p["loss"] for p in points]
+    reached = [loss for x, loss in zip(spent, losses, strict=True) if x <= budget]
     if measure in STEADY and spent[0] <= budget <= spent[-1]:
-        losses.append(float(np.interp(budget, spent, [p.loss for p in points])))
-    return min(losses, default=None)
+        reached.append(float(np.interp(budget, spent, losses)))
+    return min(reached, default=None)
 
 
-def _costs(seeds: Mapping[int, Sequence[Point]], losses: Mapping[int, float]) -> dict[str, dict]:
+def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
     """What the seeds had spent, by measure, when they first had their losses."""
-    first = [next((p for p in seeds[s] if p.loss <= losses[s]), None) for s in seeds]
-    return _over_seeds([{m: getattr(point, m, None) for m in MEASURES} for point in first])
+    never = dict.fromkeys(MEASURES)
+    first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
+    return _over_seeds(first)
 
 
 def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, dict]:
-    return {key: _spread([own[key] for own in found]) for key in found[0]}
+    return {key: _spread([own.get(key) for own in found]) for key in ("loss", *MEASURES)}
 
 
 def _spread(values: Sequence[float | None]) -> dict:

@@ -131,23 +131,19 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
         raise ConfigError("runs: name at least one run's folder, and each only once")
     if labels is not None and len(labels) != len(runs):
         raise ConfigError(f"labels: {len(labels)} for {len(runs)} runs; give one for each run")
-    groups: dict[str, list[int]] = {}
-    for index, run in enumerate(runs):
+    groups: dict[str, list[Run]] = {}
+    for run, folder in zip(runs, folders, strict=True):
         config = {k: v for k, v in run.start.get("config", {}).items() if k != "seed"}
         if config.get("batching", {}).get("replay"):  # which run that is follows from the seed
             config["batching"] = config["batching"] | {"replay": "a run"}
-        key = json.dumps(config, sort_keys=True) if config else str(folders[index])
-        groups.setdefault(key, []).append(index)
-    if labels is None:
-        names = _labels([[folders[i] for i in members] for members in groups.values()])
-    else:
-        names = [labels[members[0]] for members in groups.values()]
+        key = json.dumps(config, sort_keys=True) if config else str(folder)
+        groups.setdefault(key, []).append(run)
+    names = _labels([[run.folder.resolve() for run in own] for own in groups.values()])
+    if labels is not None:
+        names = [labels[runs.index(first)] for first, *_ in groups.values()]
     if len(set(names)) < len(names):
         raise ConfigError(f"labels: {names}: runs of one label must differ in their seed alone")
-    return [
-        Variant(name, [runs[i] for i in members])
-        for name, members in zip(names, groups.values(), strict=True)
-    ]
+    return [Variant(name, own) for name, own in zip(names, groups.values(), strict=True)]
 
 
 def _labels(folders_by_variant: list[list[Path]]) -> list[str]:

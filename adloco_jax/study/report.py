@@ -110,9 +110,9 @@ def write(
 
     sections = [_runs_section(variants, book.command), _totals_section(variants)]
     sections.append(_loss_section(variants, book))
+    title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
     if len(read) == 1:
         sections += _sections_of(read[0], book, stem="")
-        title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
     else:
         sections += _compared_sections(variants, book)
         title = f"{len(variants)} variants, {len(read)} runs"
@@ -120,11 +120,9 @@ def write(
     assumptions = page.bullets(theory.ASSUMPTIONS)
     sections.append(Section("assumptions", "What the theory assumes", assumptions))
     path = folder / "index.html"
-    for file, text in (
-        (folder / "summary.json", json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n"),
-        (path, page.page(title, lead, sections)),
-    ):
-        file.write_text(text, encoding="utf-8", errors="replace")
+    path.write_text(page.page(title, lead, sections), encoding="utf-8", errors="replace")
+    summary = json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n"
+    (folder / "summary.json").write_text(summary, encoding="utf-8", errors="replace")
     return path
 
 
@@ -249,13 +247,12 @@ def _loss_section(variants: Sequence[Variant], book: _Book) -> Section:
     fields = ["loss", "accuracy"] if any(map(curves.is_classifier, runs)) else ["loss"]
     parts = [book.figure(figures.loss(variants, clock, field=field)) for field in fields]
     if clock:
-        parts.append(
-            page.paragraph(
-                f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
-                " each worker of the largest run, computing at the pace of its data sheet, and"
-                " trains the run's own model."
-            )
+        cluster = (
+            f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
+            " each worker of the largest run, computing at the pace of its data sheet, and trains"
+            " the run's own model."
         )
+        parts.append(page.paragraph(cluster))
     if not_simulated:
         parts.append(page.paragraph("Without simulated time: " + "; ".join(not_simulated)))
     return Section("loss", "Loss", "\n".join(parts))
@@ -312,15 +309,11 @@ def _clusters_table(variants: Sequence[Variant]) -> str:
     columns: dict[str, Callable[[list[str]], str]] = {"variant": lambda row: row[0]}
     for place, (preset, devices) in enumerate(predictions.SIZES, start=1):
         columns[f"{preset} {devices:,}"] = lambda row, place=place: row[place]
-    tables = [predictions.cluster_table(variant.runs[0]) for variant in variants]
-    unknown = ["-"] * len(predictions.SIZES)
-    rows = [
-        [
-            v.label,
-            *(unknown if isinstance(found, str) else [_short(row["wall_s"]) for row in found]),
-        ]
-        for v, found in zip(variants, tables, strict=True)
-    ]
+    rows = []
+    for variant in variants:
+        found = predictions.cluster_table(variant.runs[0])
+        times = [] if isinstance(found, str) else [_short(row["wall_s"]) for row in found]
+        rows.append([variant.label, *(times or ["-"] * len(predictions.SIZES))])
     caption = (
         "Wall-clock seconds of each variant's first seed in the simulator's replay, by cluster and"
         f" number of {predictions.DEVICE} devices at the pace of their data sheet. The variant's"
