@@ -126,6 +126,8 @@ def test_costs_that_span_decades_are_drawn_on_a_logarithmic_axis(tmp_path):
     x = axes["tokens"].transData.transform([[n, 1] for n in (128, 1280, 12800)])[:, 0]
     assert x[2] - x[1] == pytest.approx(x[1] - x[0])  # 128 tokens beside 17,920
     assert axes["communications"].get_xscale() == "linear"
+    every = [line.get_markevery() for line in axes["tokens"].lines]
+    assert every[0] and every[1] is None  # else a single point has no marker
 
 
 def test_labels_that_are_equal_once_shortened_are_numbered(tmp_path):
