@@ -211,6 +211,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     assert spread("DiLoCo", "final", "loss") == [3, 4, 2]
     assert spread("DiLoCo", "at_equal", "tokens") == [4, 4, 2]
     assert spread("AdLoCo", "at_equal", "bytes") == [2, 3, 2]
+    assert table["rows"]["AdLoCo"]["at_equal"].keys() == compare.MEASURES.keys()
     assert spread("AdLoCo", "to_target", 0, "tokens") == [320, 640, 2]
     assert spread("DiLoCo", "to_target", 0, "updates") == [15, None, 1]
     assert spread("AdLoCo", "to_target", 1, "tokens") == [None, None, 0]

@@ -262,7 +262,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
     rows = {
         name: {
-            "final": _over_seeds([points[-1] for points in seeds.values()]),
+            "final": _over_seeds([points[-1] for points in seeds.values()], "loss"),
             "at_equal": _over_seeds(
                 [{m: _lowest(points, m, budgets[m]) for m in MEASURES} for points in seeds.values()]
             ),
@@ -360,8 +360,8 @@ def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> 
     return _over_seeds(first)
 
 
-def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, dict]:
-    return {key: _spread([own.get(key) for own in found]) for key in ("loss", *MEASURES)}
+def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> dict[str, dict]:
+    return {key: _spread([own[key] for own in found]) for key in (*others, *MEASURES)}
 
 
 def _spread(values: Sequence[float | None]) -> dict:
