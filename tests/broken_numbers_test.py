@@ -36,7 +36,7 @@ def loss_fn(params, tokens):
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """The toy's rows; some of a trainer's get a marker in their first place."""
+    """The toy's rows; some rows of a trainer get a marker as their first id."""
 
     trainers: tuple[int, ...]
     first: int  # of each stream

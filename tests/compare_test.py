@@ -135,7 +135,7 @@ def spent(loss, tokens, syncs, moved, source="only"):
     return {"loss": loss, "source": source, "updates_total": 0, **totals}
 
 
-def test_an_average_of_trainers_is_charged_for_being_made():
+def test_averaging_trainers_for_the_consensus_is_charged():
     """Three trainers are averaged: two of them move, once, and all wait for it."""
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, t, 1, 5) for t in range(3)]
     evals = [(1, spent(3.0, 480, 0, 0, "average")), (2, spent(2.5, 960, 0, 0, "best"))]
@@ -175,7 +175,7 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
     assert point["time_s"] == network.replay(large, cluster).end_s[2]
 
 
-def test_at_equal_tokens_is_at_equal_tokens():
+def test_loss_at_equal_tokens_is_interpolated():
     points = [{"loss": 3.0, "tokens": 100, "bytes": 8}, {"loss": 2.0, "tokens": 300, "bytes": 16}]
     assert compare._lowest(points, "tokens", 200) == pytest.approx(2.5)
     assert compare._lowest(points, "tokens", 300) == 2.0
@@ -222,7 +222,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
 
 
 def a_table(*losses_reached, values=(2,)):
-    """Two variants; the first reaches those target losses that are said to be reached."""
+    """Two variants; the first reaches the target losses marked as reached."""
     spread, never = compare._spread(values), compare._spread([None] * len(values))
     every, nothing = dict.fromkeys(compare.MEASURES, spread), dict.fromkeys(compare.MEASURES, never)
     costs = [every if ok else nothing for ok in losses_reached]
@@ -247,7 +247,7 @@ def drawn(table):
     return page, page.get_supxlabel().replace("\n", " ")
 
 
-def test_what_nobody_reached_has_no_empty_row_in_table_or_figure():
+def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
     table = a_table(True, False)
     text = compare.markdown(table)
     assert "| - |" not in text and "0 of 1" not in text

@@ -13,7 +13,7 @@ from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import curves
 
 
-def test_two_curves_make_a_band_on_the_stretch_that_both_cover():
+def test_two_curves_make_a_band_on_the_interval_that_both_cover():
     # On [2, 6]: the first falls from 8 to 4 (and stays), the second from 10 at x = 1 to 0 at 11.
     band = curves.band([([2, 6, 8], [8.0, 4.0, 4.0]), ([1, 6, 11], [10.0, 5.0, 0.0])])
     assert band.x.tolist() == [2, 6, 8]
@@ -28,7 +28,7 @@ def test_where_a_curve_moves_straight_down_its_last_value_counts():
     assert band.low.tolist() == [5, 4, 3]
 
 
-def test_a_curve_whose_cost_goes_back_is_read_in_the_order_of_its_cost():
+def test_a_curve_whose_cost_decreases_is_sorted_by_cost():
     """An average of trainers had cost more than the single trainer that was best later."""
     band = curves.band([([0, 3, 2, 4], [9.0, 6.0, 7.0, 5.0])])
     assert band.x.tolist() == [0, 2, 3, 4] and band.median.tolist() == [9, 7, 6, 5]
@@ -73,7 +73,7 @@ def test_a_resumed_run_goes_by_its_last_start(tmp_path):
     assert grouped(curves.variants([again, second])) == {"a": ["a", "b"]}
 
 
-def test_labels_are_as_much_of_the_path_as_tells_variants_apart(tmp_path):
+def test_labels_are_the_shortest_ends_of_paths_that_differ(tmp_path):
     rates = {"x/0": 1e-3, "x/1": 1e-3, "y/0": 1e-2, "z/0": 1e-1}
     own = {n: dict(learning_rate=rate, seed=i) for i, (n, rate) in enumerate(rates.items())}
     read = runs(tmp_path, **own)

@@ -192,7 +192,7 @@ def test_the_tree_of_merges_has_weights_barriers_and_the_workers(tmp_path):
     assert drawn(ax)["quarantined", "None"] == [[6, 1]]
 
 
-def test_no_upright_line_of_a_merge_crosses_a_trainer_that_is_alive():
+def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
     members = [(3, 1), (2, 0), (3, 4), (2, 3)]  # each into its first
     order = run_figures._lanes(range(6), [{"members": [*own], "into": own[0]} for own in members])
     assert sorted(order) == list(range(6))
@@ -203,7 +203,7 @@ def test_no_upright_line_of_a_merge_crosses_a_trainer_that_is_alive():
         alive.remove(own[1])
 
 
-def test_merges_that_no_run_could_make_are_drawn_all_the_same(tmp_path):
+def test_merges_in_a_ring_or_of_unknown_trainers_are_drawn(tmp_path):
     run = read(tmp_path)
     [merge] = curves.lines(run.events, "merge")
     ring = merge | {"members": [1, 2], "into": 1, "weights": [0, 0], "barrier": None}

@@ -101,7 +101,7 @@ def test_losses_that_are_not_finite_are_named_so(tmp_path):
     assert "held-out loss   not finite, consensus (best) after round 6" in table
 
 
-def test_bytes_are_in_the_unit_a_person_would_take():
+def test_bytes_are_in_the_largest_unit_they_fill():
     shown = {0: "0 bytes", 1: "1 bytes", 1023: "1,023 bytes", 1024: "1 KiB", 1536: "1.5 KiB"}
     shown |= {1024**3: "1 GiB", 5000 * 1024**4: "5,000 TiB"}
     assert {count: in_bytes(count) for count in shown} == shown
@@ -222,7 +222,7 @@ def test_nothing_on_the_page_is_fetched_or_run_and_links_lead_to_its_parts(which
     assert links and {link.removeprefix("#") for link in links} <= set(anchors)
 
 
-def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path):
+def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
     settings = {"rounds": ROUNDS[:3], "merge": False}
     command = f"python {HOSTILE}"
     # Not evaluated, so its label is in a caption too.
@@ -272,7 +272,7 @@ def test_a_ledger_without_start_or_evaluation_says_what_is_missing(tmp_path):
     assert "diverged, resumed 1 ×" in Page(sketch([run], tmp_path / "report")).text
 
 
-def test_nothing_to_draw_is_the_users_mistake_and_leaves_no_folder(tmp_path):
+def test_runs_without_rounds_are_a_users_mistake_and_leave_no_folder(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("start", run="quickstart")
     for wrong in ([tmp_path], [tmp_path / "absent"], []):

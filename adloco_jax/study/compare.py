@@ -45,7 +45,7 @@ CHARGED = (
 
 @dataclass(frozen=True)
 class Simulated:
-    """The cluster whose time is reported, and the model that is to be trained there.
+    """The cluster whose time is reported, and the size of the model trained there.
 
     A small model's run is timed as if its schedule were a large one's.
     """
@@ -198,7 +198,7 @@ def execute(
 
 
 def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]]:
-    """What a run had spent at each evaluation of its consensus.
+    """Costs and loss of a run at each evaluation of its consensus.
 
     Args:
       events: The ledger's lines.
@@ -231,7 +231,7 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]
 
 
 def tabulate(comparison: Comparison, folder: str | Path) -> dict:
-    """The comparison in numbers.
+    """Computes the comparison's table from the runs' ledgers.
 
     "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
     end (of communications and bytes: every run that communicates), where loss between two
@@ -285,7 +285,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
 
 
 def markdown(table: dict) -> str:
-    """The table for people: medians, with the range over seeds in brackets; of two the range.
+    """Formats the table: medians with the range over seeds in brackets; of two seeds the range.
 
     Args:
       table: From `tabulate`.
@@ -354,7 +354,7 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """What the seeds had spent, by measure, when they first had their losses."""
+    """Costs of the seeds, by measure, when they first reached their losses."""
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)

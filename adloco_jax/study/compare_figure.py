@@ -21,7 +21,7 @@ _PANELS = (
 
 @small_letters
 def figure(table: dict, *, command: str) -> Figure:
-    """For each variant, what reaching the target losses took: a row of panels for each loss.
+    """Draws each variant's costs of reaching the target losses: a row of panels for each loss.
 
     Args:
       table: From `compare.tabulate`. A loss that no variant reached has no row of panels.
@@ -84,7 +84,7 @@ def _caption(table: dict, reached: dict[str, dict]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one is at most equal to in both coordinates, by the first."""
+    """The Pareto front: points that no other one beats in both coordinates, sorted by the first."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:

@@ -62,7 +62,7 @@ class Run:
 
     @property
     def start(self) -> dict:
-        """The last start line, which a resumed run goes by; empty where there is none."""
+        """The last start line, whose config holds for a resumed run; empty if there is none."""
         return last(self.events, "start")
 
     @property
@@ -80,7 +80,7 @@ class Variant:
 
 
 class Band(NamedTuple):
-    """Several curves on one grid: their median and spread, NaN where one of them is not finite."""
+    """Several curves on one grid: their median and spread, NaN where a curve is not finite."""
 
     x: np.ndarray
     low: np.ndarray
@@ -89,7 +89,7 @@ class Band(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads a run's ledger, and checks that what reports show of it is there.
+    """Reads a run's ledger, and checks the fields that reports use.
 
     Args:
       folder: The run's folder, of a finished run or of one that still goes on.
@@ -245,7 +245,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def state_bytes(events: Sequence[dict]) -> StateBytes:
-    """Bytes of what trainers and workers of a run send one another, from its first start line.
+    """Bytes that a run's trainers and workers send, from its first start line.
 
     Raises:
       DataError: If no start line has them, as in the ledger of an older version.
@@ -307,5 +307,5 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """Seconds of each round on record: the whole round, and of it waiting for compilation."""
+    """Seconds of each round: in all, and of these waiting for compilation."""
     return {e["round"]: (e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}

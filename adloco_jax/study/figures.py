@@ -1,4 +1,4 @@
-"""The look that all figures share, and the figures that compare runs: loss against its costs."""
+"""The style of all figures, and the figure that compares runs: loss against its costs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class Clock:
 
     @property
     def unit(self) -> tuple[float, str]:
-        """Seconds per unit, and the unit, in which the longest run is a handy number."""
+        """Seconds per unit, and the unit, in which the longest run is at least 3."""
         longest_s = max((max(end.values(), default=0) for end in self.end_s.values()), default=0)
         units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
         return next((unit for unit in units if longest_s >= 3 * unit[0]), (1e-6, "µs"))
@@ -83,7 +83,7 @@ def look(index: int) -> Look:
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
-    """How each trainer's curves look, and its label: empty for what the legend does not name.
+    """Style of each trainer's curves, and its label, which is empty if the legend omits it.
 
     Up to twelve trainers each have a look of their own. Of more, those that took part in the
     last round (at most six of them) have, and the others are thin and grey.
@@ -149,7 +149,7 @@ def plain_decades(ax: Axes, lowest: float, highest: float) -> None:
 
 
 def printable(label: str) -> str:
-    """A label for a figure: one line, not too long, of letters that the font has."""
+    """A label for a figure: one line of at most 36 characters that the font has."""
     glyphs = _glyphs()
     text = "".join(c if ord(c) in glyphs else "\N{REPLACEMENT CHARACTER}" for c in label.strip())
     if len(text) > _MAX_LABEL:
@@ -267,7 +267,7 @@ def _draw(
 
 
 def _cost_axis(ax: Axes, cost: str, spent: Sequence[Sequence[float]]) -> None:
-    """Scale and ticks; logarithmic where curves, or most of their points, would be lost."""
+    """Scale and ticks; logarithmic where curves, or most of their points, would be unreadable."""
     drawn = [own for x in spent if (own := [value for value in x if value > 0])]
     if not drawn:
         ax.set_xlim(-0.5, 1)
@@ -289,7 +289,7 @@ class Thousands(EngFormatter):
 
 
 def _decades(ax: Axes, lowest: float, highest: float) -> None:
-    """A logarithmic x axis; one that begins at 0 where there is something to see."""
+    """A logarithmic x axis, linear next to 0 where a curve begins at 0."""
     first = 10.0 ** math.floor(math.log10(lowest))
     begins_at_0 = any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines)
     ax.set_xscale("symlog", linthresh=first)

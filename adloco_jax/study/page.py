@@ -1,4 +1,4 @@
-"""A web page that opens offline: figures and styles are within, and nothing is fetched or run.
+"""A self-contained web page: figures and styles are embedded, and nothing is fetched or run.
 
 Texts may come from a ledger or a path: every function escapes what it is given, except where an
 argument is called `html`.
@@ -12,7 +12,7 @@ from string import Template
 from typing import NamedTuple, TypeVar
 
 Cell = str | tuple[str, str]
-"""A table's text; of two, the second is set smaller and below, such as a number's spread."""
+"""Text of a table's cell; the second of two is smaller and below, such as a range."""
 
 _LONGEST_COMMAND = 300  # characters that a caption repeats; a longer one is on the page once
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))

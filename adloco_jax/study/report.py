@@ -1,4 +1,4 @@
-"""The report on one run or many: a page that opens offline, its figures, and their numbers."""
+"""The report on one run or many: a self-contained page, its figures, and their numbers."""
 
 import io
 import json
@@ -199,7 +199,7 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
 
 
 def _measures(run: Run) -> dict:
-    """The totals, with gathering trainers for a consensus that is their average; and the times."""
+    """A run's totals, which include averaging trainers for the consensus, and its times."""
     own = totals(run.events)
     rounds = curves.stalls(run.events).values()
     step_s, stall_s = (sum(pair[i] for pair in rounds) for i in (0, 1))
@@ -275,7 +275,7 @@ def _sections_of(run: Run, book: _Book, *, stem: str) -> list[Section]:
 
 
 def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section]:
-    """What compares variants beyond their losses, then each variant's first seed, folded."""
+    """Tables that compare variants, then each variant's first seed, folded."""
     details = []
     for place, (label, (run, *_)) in enumerate(((v.label, v.runs) for v in variants), start=1):
         stem = f"{place:02d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', label)[:40]}-"

@@ -97,13 +97,14 @@ def merges(run: Run) -> Drawing | None:
     _finish(figure, last)
     ax.grid(visible=False, axis="y")
     caption = (
-        "A line per trainer for the rounds it lived, thicker with more workers (at most"
-        f" {max(e['workers'] for e in rounds)}). At a merge the upright line joins its members: the"
-        " dot is the one that goes on, the crosses the ones that end; dashed, a merge that was"
-        " refused, because its barrier was too high. Beside each member its weight in the average;"
-        " below the dot the barrier, the loss after less the weighted mean of the losses before"
-        " (nats), on a fixed batch; merges that are too close have them in the table below only."
-        " Quarantined trainers left the run, because their updates were not finite."
+        "A line per trainer for the rounds it took part in, thicker with more workers (at most"
+        f" {max(e['workers'] for e in rounds)})."
+        " At a merge the vertical line joins its members: the dot is the trainer that goes on, the"
+        " crosses those that end; dashed, a merge refused because its barrier was too high. Beside"
+        " each member its weight in the average; below the dot the barrier, the loss after less"
+        " the weighted mean of the losses before (nats), on a fixed batch; for merges that are too"
+        " close only the table below has them. Quarantined trainers left the run, because their"
+        " updates were not finite."
     )
     caption += "" if joined else " This run merged nothing."
     return Drawing("merges", "The tree of merges", figure, caption)
@@ -154,7 +155,7 @@ def noise(run: Run) -> Drawing | None:
 
 @small_letters
 def times(run: Run) -> Drawing:
-    """Seconds of each round, of them waiting for compilation, and what programs cost to compile."""
+    """Seconds of each round, its waits for compilation, and compile time by program."""
     rounds, programs = curves.stalls(run.events), curves.lines(run.events, "compile")
     longest = sorted(programs, key=lambda e: -e["seconds"])[:_MAX_PROGRAMS]
     shown = [e for e in programs if e in longest][:_MAX_PROGRAMS]
@@ -252,7 +253,7 @@ def memory(run: Run) -> Drawing | None:
 def _finish(
     figure: Figure, num_rounds: int, labels: Sequence[str] = (), marked: Sequence[dict] = ()
 ) -> None:
-    """Round axes, labels of the upright axes, marks of merges, and the legend."""
+    """Round axes, y labels, marks of merges, and the legend."""
     for ax in figure.axes:
         for number, event in enumerate(marked):
             style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
@@ -267,7 +268,7 @@ def _finish(
 
 
 def _steps(ax: Axes, own: Sequence[dict], values: Sequence[float], **style) -> None:
-    """A value that holds during each round, from the end of the round before to its own end."""
+    """A value that is constant within each round."""
     x = [own[0]["round"] - 1, *(e["round"] for e in own)]
     every = look_every(len(x))
     ax.plot(x, [*values, values[-1]], drawstyle="steps-post", markevery=every, **style)
@@ -285,7 +286,7 @@ def _powers_of_two(ax: Axes) -> None:
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """An order in which no upright line of a merge crosses a trainer that is still alive."""
+    """An order in which no vertical line of a merge crosses a trainer that is still alive."""
     absorbed: dict[int, list[int]] = {}
     for event in merged:
         members = [member for member in event["members"] if member != event["into"]]

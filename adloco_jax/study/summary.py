@@ -1,4 +1,4 @@
-"""A run in numbers and in words: its totals, and the table that ends it."""
+"""A run's totals as numbers and as text, and the closing table."""
 
 import math
 import os
@@ -11,7 +11,7 @@ _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "upda
 
 
 def closing_table(workdir: str | os.PathLike[str]) -> str:
-    """The table that ends a run: a line per trainer, then the totals.
+    """Closing table of a run: a line per trainer, then the totals.
 
     Args:
       workdir: The run's folder. An interrupted or running run gives the table of what it has done
@@ -52,7 +52,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
 
 
 def totals(events: Sequence[dict]) -> dict:
-    """The run in numbers; None for what the ledger does not have (yet), or was not finite."""
+    """A run's totals; None for values that the ledger lacks (yet), or that were not finite."""
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
     final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
@@ -93,7 +93,7 @@ def totals(events: Sequence[dict]) -> dict:
 
 
 def described(totals: dict) -> list[tuple[str, str]]:
-    """The totals, from `totals`, in words: name and value of each line."""
+    """The result of `totals` as text: name and value of each line."""
     t = totals | {
         "moved": in_bytes(totals["bytes_total"]),
         "gathered": in_bytes(totals["consensus_bytes"]),
@@ -130,7 +130,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """What the last evaluation of the consensus measured, in words."""
+    """The last evaluation of the consensus, as text."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     measured = f"consensus ({t['loss_source']}) after round {t['loss_round']}"
@@ -151,18 +151,18 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
 
 
 def number(value: float | None) -> str:
-    """A loss, or the like, to four decimals."""
+    """A loss or a score to four decimals."""
     return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
-    """A duration: seconds, from a minute on hours, minutes and seconds."""
+    """A duration in seconds; from a minute on in hours, minutes and seconds."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
 
 
 def in_bytes(value: float) -> str:
-    """A number of bytes in the binary unit that a person would take."""
+    """A number of bytes in the largest binary unit that it fills."""
     power = min(4, max(0, int(value).bit_length() - 1) // 10)
     return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
