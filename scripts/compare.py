@@ -17,7 +17,7 @@ from pathlib import Path
 from adloco_jax.errors import UserError
 from adloco_jax.run import config_file
 from adloco_jax.study import compare, report
-from adloco_jax.study.compare_figure import draw
+from adloco_jax.study.compare_figure import figure
 
 
 def main() -> int:
@@ -71,7 +71,8 @@ def _compare(options: argparse.Namespace) -> int:
         return max(codes, default=0)
     table = compare.write(comparison, folder)
     print(compare.markdown(table))
-    print(f"front: {draw(table, folder, command=command)}")
+    figure(table, command=command).savefig(folder / "front.png", dpi=150)
+    print(f"front: {folder / 'front.png'}")
     groups = [run.workdir for run in runs]
     print(f"report: {report.write(groups, folder / 'report', labels=[r.variant for r in runs])}")
     return 0

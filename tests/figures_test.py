@@ -8,7 +8,6 @@ from ledgers import ROUNDS, write_run
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import curves, figures, predictions, run_figures
 from adloco_jax.study.curves import Variant
 from adloco_jax.study.figures import Clock
@@ -20,6 +19,10 @@ CONSENSUS = [5.25, 4.15, 3.35, 2.65, 2.25, 2.0]
 
 def read(folder, **settings):
     return curves.read_run(write_run(folder, **settings))
+
+
+def rounds_of(run, **having):
+    return [e for e in curves.lines(run.events, "round") if having.items() <= e.items()]
 
 
 def drawn(ax):
@@ -34,15 +37,16 @@ def points(x, y):
     return [[a, pytest.approx(b)] for a, b in zip(x, y, strict=True)]
 
 
-def panels(drawing):
-    """Axes by the first word of their x label."""
-    return {ax.get_xlabel().split()[0].strip(","): ax for ax in drawing.figure.axes}
+def panels(*runs, clock=None, **field):
+    """Axes of the loss figure by the first word of their x label, and the caption."""
+    drawing = figures.loss([Variant(run.folder.name, [run]) for run in runs], clock, **field)
+    axes = {ax.get_xlabel().split()[0].strip(","): ax for ax in drawing.figure.axes}
+    return axes, drawing.caption
 
 
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path):
-    run = read(tmp_path)
     clock = Clock("two_sites, 4 × l4", {tmp_path: {n: 100.0 * n for n in range(1, 7)}})
-    by_cost = panels(figures.loss([Variant("run", [run])], clock))
+    by_cost, _ = panels(read(tmp_path), clock=clock)
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
     costs = {
         "tokens": TOKENS,
@@ -60,38 +64,34 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path):
     assert by_cost["simulated"].get_xlabel() == "simulated time on two_sites, 4 × l4 (min)"
 
 
-@pytest.mark.parametrize(
-    ("value", "label"), [(0.8, "0.8"), (0.004, "0.004"), (0, "0"), (999, "999"), (2.5e6, "2.5 M")]
-)
-def test_no_number_has_the_prefix_of_a_thousandth(value, label):
-    assert figures.thousands()(value) == label
-    assert figures.thousands(unit="B")(value) == label + ("B" if label[-1] == "M" else " B")
+def test_no_number_has_the_prefix_of_a_thousandth():
+    labels = {0.8: "0.8", 0.004: "0.004", 0: "0", 999: "999", 2.5e6: "2.5 M"}
+    for value, label in labels.items():
+        assert figures.Thousands()(value) == label
+        assert figures.Thousands(unit="B")(value) == label + ("B" if label[-1] == "M" else " B")
 
 
 def test_costs_that_stay_zero_have_no_panel(tmp_path):
     alone = [row for row in ROUNDS if row[1] == 2]
-    drawing = figures.loss([Variant("run", [read(tmp_path, rounds=alone, merge=False)])], None)
-    assert panels(drawing).keys() == {"tokens"}
-    assert "no communications to draw over" in drawing.caption
+    axes, _ = panels(read(tmp_path, rounds=alone, merge=False))
+    assert axes.keys() == {"tokens"}
 
 
 def test_before_an_evaluation_the_training_loss_is_drawn(tmp_path):
-    drawing = figures.loss([Variant("run", [read(tmp_path, evals=False)])], None)
-    ax = panels(drawing)["tokens"]
+    ax = panels(read(tmp_path, evals=False))[0]["tokens"]
     assert ax.get_ylabel() == "training loss (nats/token)"
     assert drawn(ax)["trainer 1", "-"] == points(TOKENS[:3], [5.52, 4.72, 4.12])
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path):
-    drawing = figures.loss([Variant("run", [read(tmp_path, no_loss=(2,))])], None)
-    y = [y for _, y in drawn(panels(drawing)["tokens"])["consensus", "-"]]
+    y = [y for _, y in drawn(panels(read(tmp_path, no_loss=(2,)))[0]["tokens"])["consensus", "-"]]
     assert y == pytest.approx([5.25, math.nan, *CONSENSUS[2:]], nan_ok=True)
 
 
 def test_a_classifier_has_accuracies_and_losses_per_example(tmp_path):
-    variants = [Variant("run", [read(tmp_path, accuracy=0.75)])]
-    assert figures.loss(variants, None).figure.axes[0].get_ylabel().endswith("(nats/example)")
-    lines = drawn(panels(figures.loss(variants, None, field="accuracy"))["tokens"])
+    run = read(tmp_path, accuracy=0.75)
+    assert panels(run)[0]["tokens"].get_ylabel().endswith("(nats/example)")
+    lines = drawn(panels(run, field="accuracy")[0]["tokens"])
     assert lines["consensus", "-"] == points(TOKENS, [0.75] * 6)
 
 
@@ -99,22 +99,20 @@ def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path):
     seeds = [read(tmp_path / str(i), seed=i, loss_shift=shift) for i, shift in enumerate((0, 2, 1))]
     other = read(tmp_path / "b", learning_rate=1.0)
     drawing = figures.loss([Variant("a", seeds), Variant("b", [other])], None)
-    ax = panels(drawing)["tokens"]
+    ax = drawing.figure.axes[0]
     assert drawn(ax)["a (3 seeds)", "-"] == points(TOKENS, [y + 1 for y in CONSENSUS])
     [band] = ax.collections
     edges = {tuple(vertex) for vertex in np.round(band.get_paths()[0].vertices, 9).tolist()}
     for x, y in zip(TOKENS, CONSENSUS, strict=True):
         assert {(x, round(y, 9)), (x, round(y + 2, 9))} <= edges
-    assert "minimum to maximum" in drawing.caption
     other_line = next(line for line in ax.get_lines() if line.get_label() == "b")
     assert other_line.get_xydata().tolist() == points(TOKENS, CONSENSUS)
 
 
 def test_a_variant_looks_the_same_in_every_panel_and_like_no_other(tmp_path):
-    runs = [read(tmp_path / str(i), learning_rate=float(i)) for i in range(9)]
-    drawing = figures.loss([Variant(f"v{i}", [run]) for i, run in enumerate(runs)], None)
+    axes, _ = panels(*(read(tmp_path / str(i), learning_rate=float(i)) for i in range(9)))
     looks = {}
-    for ax in drawing.figure.axes:
+    for ax in axes.values():
         for line in ax.get_lines():
             look = (to_hex(line.get_color()), line.get_marker(), str(line.get_linestyle()))
             looks.setdefault(line.get_label(), set()).add(look)
@@ -124,12 +122,15 @@ def test_a_variant_looks_the_same_in_every_panel_and_like_no_other(tmp_path):
 
 def test_costs_that_span_decades_are_drawn_on_a_logarithmic_axis(tmp_path):
     short = [(1, 0, 2, 1, 1, 1, 5.0, 1, "kept")]
-    runs = [read(tmp_path / "a"), read(tmp_path / "b", rounds=short, merge=False)]
-    ax = panels(figures.loss([Variant(r.folder.name, [r]) for r in runs], None))["tokens"]
-    assert ax.get_xscale() == "log"  # 128 tokens beside 17,920
+    axes, _ = panels(read(tmp_path / "a"), read(tmp_path / "b", rounds=short, merge=False))
+    x = axes["tokens"].transData.transform([[n, 1] for n in (128, 1280, 12800)])[:, 0]
+    assert x[2] - x[1] == pytest.approx(x[1] - x[0])  # 128 tokens beside 17,920
+    assert axes["communications"].get_xscale() == "linear"
+    every = [line.get_markevery() for line in axes["tokens"].lines]
+    assert every[0] and every[1] is None  # else a single point has no marker
 
 
-def test_labels_that_come_out_alike_stay_apart(tmp_path):
+def test_labels_that_are_equal_once_shortened_are_numbered(tmp_path):
     long = "x" * 40
     runs = [read(tmp_path / str(i), learning_rate=float(i)) for i in range(2)]
     named = [Variant(f"{long}{i}{long}", [run]) for i, run in enumerate(runs)]
@@ -138,18 +139,15 @@ def test_labels_that_come_out_alike_stay_apart(tmp_path):
     assert len(set(texts)) == 2 and max(map(len, texts)) < 45
 
 
-@pytest.mark.parametrize(
-    ("label", "shown"),
-    [
-        ("adloco", "adloco"),
-        ("_hidden", " _hidden"),
-        ("two\nlines", "two\N{REPLACEMENT CHARACTER}lines"),
-        ("日", "\N{REPLACEMENT CHARACTER}"),
-        ("a" * 30 + "b" * 30, "a" * 18 + "…" + "b" * 17),
-    ],
-)
-def test_a_label_is_one_line_of_letters_that_the_font_has(label, shown):
-    assert figures.printable(label) == shown
+def test_a_label_is_one_line_of_letters_that_the_font_has():
+    shown = {
+        "adloco": "adloco",
+        "_hidden": " _hidden",
+        "two\nlines": "two\N{REPLACEMENT CHARACTER}lines",
+        "日": "\N{REPLACEMENT CHARACTER}",
+        "a" * 30 + "b" * 30: "a" * 18 + "…" + "b" * 17,
+    }
+    assert {label: figures.printable(label) for label in shown} == shown
 
 
 def test_batches_are_steps_from_round_to_round(tmp_path):
@@ -168,7 +166,9 @@ def test_batches_are_steps_from_round_to_round(tmp_path):
 
 
 def test_the_tree_of_merges_has_weights_barriers_and_the_workers(tmp_path):
-    [ax] = run_figures.merges(read(tmp_path, refusal=True)).figure.axes
+    run = read(tmp_path, refusal=True)
+    run.events.append({"event": "fault", "kind": "quarantine", "round": 6, "trainer": 2})
+    [ax] = run_figures.merges(run).figure.axes
     lanes = {
         label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
     }
@@ -189,51 +189,35 @@ def test_the_tree_of_merges_has_weights_barriers_and_the_workers(tmp_path):
     of_0 = [line for line in ax.get_lines() if (line.get_ydata() == 0).all()]
     assert [line.get_xdata().tolist() for line in of_0] == [[0, 3], [3, 6]]
     assert of_0[1].get_linewidth() > of_0[0].get_linewidth()  # three workers after two
+    assert drawn(ax)["quarantined", "None"] == [[6, 1]]
 
 
-def test_no_upright_line_of_a_merge_crosses_a_trainer_that_is_alive():
-    merged = [
-        {"members": [3, 1], "into": 3},
-        {"members": [2, 0], "into": 2},
-        {"members": [3, 4], "into": 3},
-        {"members": [2, 3], "into": 2},
-    ]
-    order = run_figures._lanes(range(6), merged)
+def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
+    members = [(3, 1), (2, 0), (3, 4), (2, 3)]  # each into its first
+    order = run_figures._lanes(range(6), [{"members": [*own], "into": own[0]} for own in members])
     assert sorted(order) == list(range(6))
     alive = set(range(6))
-    for event in merged:
-        gone = [t for t in event["members"] if t != event["into"]]
-        low, high = sorted(order.index(t) for t in event["members"])
+    for own in members:
+        low, high = sorted(map(order.index, own))
         assert not alive & set(order[low + 1 : high])
-        alive -= set(gone)
+        alive.remove(own[1])
 
 
-def test_merges_that_no_run_could_make_are_drawn_all_the_same(tmp_path):
+def test_merges_in_a_ring_or_of_unknown_trainers_are_drawn(tmp_path):
     run = read(tmp_path)
-    [merge] = [e for e in run.events if e["event"] == "merge"]
+    [merge] = curves.lines(run.events, "merge")
     ring = merge | {"members": [1, 2], "into": 1, "weights": [0, 0], "barrier": None}
     stranger = merge | {"members": [0, 77], "into": 77}
     run.events.extend([ring, stranger])
     [ax] = run_figures.merges(run).figure.axes
-    assert sorted(label.get_text() for label in ax.get_yticklabels()) == [
-        *("trainer 0", "trainer 1", "trainer 2", "trainer 77")
-    ]
+    labels = sorted(label.get_text() for label in ax.get_yticklabels())
+    assert labels == ["trainer 0", "trainer 1", "trainer 2", "trainer 77"]
     assert "not finite" in [text.get_text() for text in ax.texts]
-
-
-def test_a_quarantined_trainer_is_marked_where_it_left(tmp_path):
-    write_run(tmp_path)
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        ledger.write("fault", kind="quarantine", round=6, trainer=2, skipped_in_a_row=9)
-    drawing = run_figures.merges(curves.read_run(tmp_path))
-    [ax] = drawing.figure.axes
-    assert drawn(ax)["quarantined", "None"] == [[6, 1]]
-    assert "Quarantined" in drawing.caption
 
 
 def test_noise_has_gaps_and_marks_what_is_not_positive(tmp_path):
     run = read(tmp_path)
-    rounds = [e for e in run.events if e["event"] == "round" and e["trainer"] == 2]
+    rounds = rounds_of(run, trainer=2)
     rounds[1]["noise"], rounds[2]["signal"] = None, -0.5
     noise, signal, value = run_figures.noise(run).figure.axes
     shown = [y for _, y in drawn(noise)["trainer 2", "-"]]
@@ -241,21 +225,15 @@ def test_noise_has_gaps_and_marks_what_is_not_positive(tmp_path):
     assert drawn(signal)["not positive", "None"] == [[3, 0.05]]  # at the edge: half the smallest
     following = next(line for line in value.get_lines() if line.get_linestyle() == "--")
     assert following.get_ydata().tolist() == [4, 12, 20, 20, 20, 20]  # of trainer 0
-
-
-def test_a_run_that_tested_nothing_has_no_figure_of_noise(tmp_path):
-    run = read(tmp_path)
-    for event in run.events:
-        if event["event"] == "round":
-            event.update(noise=None, signal=None, test_value=None)
+    for event in rounds_of(run):
+        event.update(noise=None, signal=None, test_value=None)
     assert run_figures.noise(run) is None
 
 
 def test_time_has_each_round_once_and_its_stall_within(tmp_path):
     run = read(tmp_path)
-    for event in run.events:
-        if event["event"] == "round" and event["round"] == 2:
-            event.update(step_s=3.0, stall_s=1.25)
+    for event in rounds_of(run, round=2):
+        event.update(step_s=3.0, stall_s=1.25)
     drawing = run_figures.times(run)
     rounds, programs = drawing.figure.axes
     step, stall = (patch.get_data().values.tolist() for patch in rounds.patches)
@@ -303,15 +281,16 @@ def test_a_run_that_cannot_be_simulated_says_why(tmp_path):
     assert "num_params" in predictions.theory_of(run)
 
 
-MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(40)]
+MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(20)]
 SITUATIONS = {
     "growth and a merge": {},
-    "one round": {"rounds": ROUNDS[:3], "merge": False},
-    "one trainer": {"rounds": [row for row in ROUNDS if row[1] == 0], "merge": False},
-    "no evaluation": {"evals": False, "end": False},
-    "no finite loss": {"no_loss": range(7)},
-    "no start line": {"start": False},
-    "forty trainers": {"rounds": MANY, "merge": False},
+    "one round without a start line": {"rounds": ROUNDS[:3], "merge": False, "start": False},
+    "one trainer, no finite loss": {
+        "rounds": [row for row in ROUNDS if row[1] == 0],
+        "merge": False,
+        "no_loss": range(7),
+    },
+    "twenty trainers": {"rounds": MANY, "merge": False, "evals": False, "end": False},
 }
 
 
@@ -323,12 +302,11 @@ def test_every_panel_is_filled_and_no_legend_lies_over_it(tmp_path, situation):
         figure.draw_without_rendering()
         assert figure.get_figwidth() == figures.WIDTH
         boxes = [box for ax in figure.axes if (box := ax.get_tightbbox())]
-        for legend in figure.legends:
-            assert not any(box.overlaps(legend.get_window_extent()) for box in boxes)
+        legends = [legend.get_window_extent() for legend in figure.legends]
+        assert not any(box.overlaps(legend) for box in boxes for legend in legends)
         for ax in figure.axes:
             assert ax.get_lines() or ax.patches
             assert ax.bbox.height > 0.09 * figure.bbox.height
-        legends = [legend.get_window_extent() for legend in figure.legends]
         for box in [*boxes, *legends]:  # nothing is cut off
             assert figure.bbox.padded(1).contains(box.x0, box.y0)
             assert figure.bbox.padded(1).contains(box.x1, box.y1)
@@ -340,4 +318,4 @@ def test_of_many_trainers_the_last_ones_stand_out(tmp_path):
     run = read(tmp_path, rounds=MANY, merge=False)
     looks = figures.trainer_looks(run)
     assert [label for _, label in looks.values() if label] == [f"trainer {t}" for t in range(6)]
-    assert "34 of the 40 trainers are drawn in grey" in figures.others_caption(run)
+    assert "14 of the 20 trainers are drawn in grey" in figures.others_caption(run)

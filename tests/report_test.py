@@ -1,7 +1,6 @@
 """The closing table and the page, on a small written ledger whose numbers are added by hand."""
 
 import base64
-import contextlib
 import json
 import math
 import re
@@ -31,24 +30,17 @@ def coarse():
         yield
 
 
-@contextlib.contextmanager
-def only_losses_drawn():
-    """Draws the losses alone, the one figure with a user's words in it; the others are empty."""
+def sketch(runs, folder, **options):
+    """A report's path; all figures but the loss, which has a user's words in it, are left empty."""
     savefig = Figure.savefig
 
-    def save(figure, file, *, metadata, **options):
+    def save(figure, file, *, metadata, **settings):
         is_drawn = metadata["Title"].startswith("Loss")
-        savefig(figure if is_drawn else Figure((1, 1)), file, metadata=metadata, **options)
+        savefig(figure if is_drawn else Figure((1, 1)), file, metadata=metadata, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
-        yield
-
-
-@pytest.fixture
-def losses_only():
-    with only_losses_drawn():
-        yield
+        return report.write(runs, folder, **options)
 
 
 def script(monkeypatch, capsys, *arguments):
@@ -59,6 +51,8 @@ def script(monkeypatch, capsys, *arguments):
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
     lines = report.closing_table(write_run(tmp_path, refusal=True)).splitlines()
+    assert set(lines[1]) == {"-"}
+    assert len({len(line) for line in lines[:5]}) == 1  # columns are flush
     assert [line.split() for line in lines[2:5]] == [
         # 16 tokens x 4 updates = 64 per sequence of the batch: 64 x (2x2 + 2x4 + 2x8 + 3x3x24)
         ["0", "1-6", "-", "2", "->", "20", "3", "15,616", "24", "2.2500"],
@@ -85,21 +79,11 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
     assert max(map(len, lines)) <= 80
 
 
-def test_memory_that_nobody_measured_is_not_made_up(tmp_path):
-    write_run(tmp_path, memory=False)
-    assert "memory          -\n" in report.closing_table(tmp_path)
-
-
-def test_columns_of_the_table_are_flush(tmp_path):
-    header, rule, *rows = report.closing_table(write_run(tmp_path)).splitlines()[:5]
-    assert set(rule) == {"-"}
-    assert {len(line) for line in (header, rule, *rows)} == {len(header)}
-
-
 def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
-    table = report.closing_table(write_run(tmp_path, evals=False, end=False, start=False))
+    run = write_run(tmp_path, evals=False, end=False, start=False, memory=False)
+    table = report.closing_table(run)
     assert "held-out loss   not evaluated" in table
-    assert "wall time       -" in table
+    assert "wall time       -" in table and "memory          -\n" in table
     assert "per byte" not in table
 
 
@@ -117,20 +101,10 @@ def test_losses_that_are_not_finite_are_named_so(tmp_path):
     assert "held-out loss   not finite, consensus (best) after round 6" in table
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0 bytes"),
-        (1, "1 bytes"),
-        (1023, "1,023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1024**3, "1 GiB"),
-        (5000 * 1024**4, "5,000 TiB"),
-    ],
-)
-def test_bytes_are_in_the_unit_a_person_would_take(count, shown):
-    assert in_bytes(count) == shown
+def test_bytes_are_in_the_largest_unit_they_fill():
+    shown = {0: "0 bytes", 1: "1 bytes", 1023: "1,023 bytes", 1024: "1 KiB", 1536: "1.5 KiB"}
+    shown |= {1024**3: "1 GiB", 5000 * 1024**4: "5,000 TiB"}
+    assert {count: in_bytes(count) for count in shown} == shown
 
 
 class Page(HTMLParser):
@@ -183,8 +157,7 @@ def many(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many" * 20)
     runs = [write_run(folder / f"a{i}", seed=i, loss_shift=0.1 * i) for i in range(3)]
     runs.append(write_run(folder / "b", learning_rate=1.0, evals=False))
-    with only_losses_drawn():
-        return runs, report.write(runs, folder / "report")
+    return runs, sketch(runs, folder / "report")
 
 
 def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
@@ -211,19 +184,15 @@ def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
     assert summary["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
 
 
-def test_every_figure_says_what_it_shows_and_the_command_that_made_it(single):
+def test_every_figure_says_what_it_shows_and_the_command_that_made_it(single, many):
     run, path = single
     command = shlex.join(["python", "scripts/report.py", str(run), "--out", str(path.parent)])
     for figure in Page(path).figures:
         assert figure["alt"] and figure["caption"].startswith(f"{figure['alt']}. ")
         assert figure["caption"].endswith(f"made by {command}")
         assert len(figure["caption"]) > len(command) + 100
-
-
-def test_a_long_command_stands_on_the_page_once_and_captions_point_there(many):
-    runs, path = many
-    page = Page(path)
-    assert page.text.count(f"{runs[-1]} --out") == 1
+    page = Page(many[1])  # a long command is on the page once
+    assert page.text.count(f"{many[0][-1]} --out") == 1
     assert all("the command at the top of Runs" in figure["caption"] for figure in page.figures)
 
 
@@ -240,42 +209,32 @@ def test_the_command_makes_the_same_page_again_without_pyplot(single, monkeypatc
 
 
 @pytest.mark.parametrize("which", ["single", "many"])
-def test_nothing_on_the_page_is_fetched_or_run(which, request):
+def test_nothing_on_the_page_is_fetched_or_run_and_links_lead_to_its_parts(which, request):
     page = Page(request.getfixturevalue(which)[1])
     for name, value in page.attributes:
         assert not name.startswith("on") and name not in ("srcset", "action", "style", "data")
         assert name not in ("src", "href") or re.match(r"#[\w-]+$|data:image/png;base64,", value)
     assert not {"script", "link", "iframe", "object", "base", "form", "svg"} & set(page.tags)
     assert "url(" not in page.source and "@import" not in page.source
-
-
-@pytest.mark.parametrize("which", ["single", "many"])
-def test_links_lead_to_parts_of_the_page_and_no_two_parts_share_a_name(which, request):
-    page = Page(request.getfixturevalue(which)[1])
     anchors = [value for name, value in page.attributes if name == "id"]
     assert len(anchors) == len(set(anchors))
     links = [value for name, value in page.attributes if name == "href"]
     assert links and {link.removeprefix("#") for link in links} <= set(anchors)
 
 
-def test_what_a_ledger_or_a_path_says_is_text_on_the_page(tmp_path, losses_only):
+def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
     settings = {"rounds": ROUNDS[:3], "merge": False}
     command = f"python {HOSTILE}"
     # Not evaluated, so its label is in a caption too.
     run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, evals=False, **settings)
     strange = "_日本 𝔛 $a_$"
-    plain = write_run(tmp_path / strange, learning_rate=1.0, **settings)
-    page = Page(report.write([run, plain], tmp_path / "report", labels=[HOSTILE, strange]))
+    plain = write_run(tmp_path / f"{strange}\udcff", learning_rate=1.0, **settings)
+    page = Page(sketch([run, plain], tmp_path / "report", labels=[HOSTILE, strange]))
     assert "script" not in page.tags and page.tags.count("title") == 1
     assert page.tags.count("img") == len(page.figures)
     assert command in page.text and HOSTILE in page.text.replace(command, "")
-    assert strange in page.text
+    assert f"{strange}?" in page.text  # a folder's name that is no text
     assert f"not drawn: {HOSTILE}." in page.text
-
-
-def test_a_folder_whose_name_is_no_text_can_be_reported_on(tmp_path, losses_only):
-    run = write_run(tmp_path / "run-\udcff", rounds=ROUNDS[:3], merge=False)
-    assert "run-?" in Page(report.write([run], tmp_path / "report")).text
 
 
 def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
@@ -284,7 +243,7 @@ def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
     assert page.tags.count("details") == 2
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
     assert "Never evaluated, so not drawn: b." in page.text
-    assert "bringing them together is counted with them" in page.text
+    assert "gathering them is counted too" in page.text
     assert page.text.count("eight_sites 4,096") == 1 and page.text.count("eight_sites") == 6
     assert len(page.figures) == 1 + 2 * (len(SINGLE) - 1)
     summary = json.loads((path.parent / "summary.json").read_text())
@@ -292,31 +251,28 @@ def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
     assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
 
 
-def test_a_classifier_has_its_accuracy_drawn(tmp_path, losses_only):
+def test_a_classifier_has_its_accuracy_drawn(tmp_path):
     run = write_run(tmp_path / "run", accuracy=0.75, memory=False)
-    page = Page(report.write([run], tmp_path / "report"))
+    page = Page(sketch([run], tmp_path / "report"))
     drawn = [figure["alt"] for figure in page.figures]
     assert drawn[:2] == ["Loss against what it cost", "Accuracy against what it cost"]
     assert "Memory" not in drawn
 
 
-def test_a_ledger_without_start_or_evaluation_says_what_there_is_not(tmp_path, losses_only):
+def test_a_ledger_without_start_or_evaluation_says_what_is_missing(tmp_path):
     run = write_run(tmp_path / "run", start=False, evals=False, end=False)
-    page = Page(report.write([run], tmp_path / "report"))
+    page = Page(sketch([run], tmp_path / "report"))
     for words in ("unfinished", "the start line lacks num_params", "no evaluation is on record"):
         assert words in page.text
     assert {figure["alt"] for figure in page.figures} >= {"Batches and accumulation", "Memory"}
-
-
-def test_a_run_that_went_on_says_how_often_and_how_it_ended(tmp_path, losses_only):
-    run = write_run(tmp_path / "run", rounds=ROUNDS[:3], merge=False, end=False)
     with Ledger(run / "ledger.jsonl") as ledger:
-        ledger.write("start", run="run", config={"seed": 0})
+        for _ in range(2):
+            ledger.write("start", run="run", config={"seed": 0})
         ledger.write("end", reason="diverged")
-    assert "diverged, resumed 1 ×" in Page(report.write([run], tmp_path / "report")).text
+    assert "diverged, resumed 1 ×" in Page(sketch([run], tmp_path / "report")).text
 
 
-def test_nothing_to_draw_is_the_users_mistake_and_leaves_no_folder(tmp_path):
+def test_runs_without_rounds_are_a_users_mistake_and_leave_no_folder(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write("start", run="quickstart")
     for wrong in ([tmp_path], [tmp_path / "absent"], []):

@@ -1,14 +1,13 @@
-"""Runs against each other: a declared set of variants and seeds, and the table that comes of them.
+"""Comparisons: a declared set of variants and seeds, their runs, and the tables of the results.
 
-Every figure is read from the runs' ledgers, at the points where a consensus was evaluated, with
-communications and bytes as the report has them (`curves.heldout_points`).
+Every number is read from the runs' ledgers, at the points where a consensus was evaluated, with
+communications and bytes as the report counts them (`curves.heldout_points`).
 """
 
 import contextlib
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
 from adloco_jax.study.cluster import PRESETS, Cluster, roofline
-from adloco_jax.study.curves import heldout_points, lines, read_run
+from adloco_jax.study.curves import COSTS, heldout_points, lines, read_run
 from adloco_jax.study.replay import replay
 from adloco_jax.training import train
 
@@ -34,19 +33,19 @@ MEASURES = {
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
-# What grows while devices compute: between two evaluations, loss is a straight line over it. Over
-# the others, which jump, an evaluation's loss holds until the next.
+# Measures that grow while devices compute: between two evaluations, loss is a straight line over
+# them. Over the others, which jump, an evaluation's loss holds until the next.
 STEADY = ("tokens", "updates", "time_s")
 CHARGED = (
     "Communications are blocking and summed over trainers: synchronisations of workers, merges and"
     " refused attempts, each with the hand-over to workers that join a trainer; where the consensus"
-    " is an average of trainers, bringing them together is counted with them (its time is not)."
+    " is an average of trainers, gathering them is counted too (its time is not)."
 )
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The cluster whose time is reported, and the model that is to be trained there.
+    """The cluster whose time is reported, and the size of the model trained there.
 
     A small model's run is timed as if its schedule were a large one's.
     """
@@ -58,7 +57,7 @@ class Simulated:
     sequence_length: int = 1024  # tokens
 
     def cluster(self) -> Cluster:
-        """The cluster, as the simulator takes it.
+        """The cluster for the simulator.
 
         Raises:
           ConfigError: If there is no such preset or device, or fewer devices than sites.
@@ -79,16 +78,16 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What runs, and what is asked of the runs."""
+    """The runs to make, and the losses to compare them at."""
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
-    """By name: the keys in which it departs from `base`. `batching.replay` may name a variant,
-    whose run of the same seed is replayed."""
+    """By name, the keys that differ from `base`. `batching.replay` may name a variant, whose run of
+    the same seed is replayed."""
     baseline: str
-    """The variant whose own final loss the others are asked to reach."""
+    """The variant whose final loss the others are to reach."""
     target_losses: Sequence[float]
-    """Nats per token, which all are asked to reach."""
+    """Nats per token."""
     seeds: Sequence[int] = (0, 1, 2)
     simulated: Simulated = field(default_factory=Simulated)
 
@@ -102,18 +101,6 @@ class Run(NamedTuple):
     workdir: Path
 
 
-class Point(NamedTuple):
-    """What a run had spent when its consensus had a loss; of one that never had it, None."""
-
-    loss: float
-    tokens: int
-    syncs: int
-    bytes: int
-    updates: int
-    time_s: float
-    rounds: int
-
-
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """The runs, checked, in the order in which they have to be made.
 
@@ -122,7 +109,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
       folder: Where they are, or will be: `<folder>/<variant>/seed-<seed>`.
 
     Returns:
-      Every variant with every seed; what is replayed comes before what replays it.
+      Every variant with every seed; a run that is replayed comes before the run that replays it.
 
     Raises:
       ConfigError: All faults at once, each with its variant.
@@ -137,24 +124,19 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
         comparison.simulated.cluster()
     except ConfigError as error:
         faults.append(f"simulated: {error}")
-    folders = [str(_workdir(folder, name, 0)) for name in variants]
-    if len(set(folders)) < len(folders):
+    if len({_workdir(folder, name, 0) for name in variants}) < len(variants):
         faults.append(f"variants = {tuple(variants)}: two would share a folder; name them apart")
     for name, changes in variants.items():
         source = changes.get("batching.replay")
         if source is not None and (source not in variants or "batching.replay" in variants[source]):
             faults.append(f"{name}: batching.replay = {source!r}: no variant that can be replayed")
-        unknown = [key for key in changes if key not in KNOBS]
-        faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
-        if unknown:
+        if unknown := [key for key in changes if key not in KNOBS]:
+            faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
             continue
         for seed in seeds:
+            replay = {"batching.replay": str(_workdir(folder, str(source), seed))} if source else {}
             config = ConfigDict(comparison.base.to_dict())
-            for key, value in {**changes, "seed": seed}.items():
-                if key == "batching.replay":
-                    value = str(_workdir(folder, str(value), seed))
-                group, _, knob = key.rpartition(".")
-                (config[group] if group else config)[knob] = value
+            config.update_from_flattened_dict({**changes, "seed": seed, **replay})
             runs.append(Run(name, seed, config, _workdir(folder, name, seed)))
         try:
             validate(runs[-1].config)
@@ -175,13 +157,13 @@ def execute(
 ) -> bool:
     """Makes the runs that are not finished, one after the other.
 
-    A run that another process has in hand is left to it, so that several may work at one
-    comparison. What each says goes to `output.txt` in its folder. Programs that runs share are
-    compiled once: the compilation cache is on.
+    Runs that another process is making are skipped, so several processes may share a comparison.
+    The output of a run goes to `output.txt` in its folder. Programs that runs share are compiled
+    once: the compilation cache is on.
 
     Args:
       comparison: What runs.
-      folder: Where; runs that are there go on.
+      folder: Where; unfinished runs found there are resumed.
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
       config_file: The file that the comparison is from, recorded as in `train`.
@@ -190,22 +172,24 @@ def execute(
       Whether all are finished.
 
     Raises:
-      UserError: As `train`; the comparison can be taken up again.
+      UserError: From `train`; calling again resumes the comparison.
     """
     whole = True
     for run in runs_of(comparison, folder):
         if finished(run.workdir, run.config, config_file=config_file) is not None:
             on_end(run, False)
             continue
-        replayed = comparison.variants[run.variant].get("batching.replay")
-        if replayed is not None and not _is_finished(_workdir(folder, str(replayed), run.seed)):
-            whole = False  # in another process's hands
+        replays = "batching.replay" in comparison.variants[run.variant]
+        if replays and not _is_finished(Path(run.config.batching.replay)):
+            whole = False  # another process is making the run that is replayed
             continue
         run.workdir.mkdir(parents=True, exist_ok=True)
-        with open(run.workdir / "output.txt", "a", encoding="utf-8") as output:
+        with (
+            open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
+            contextlib.redirect_stdout(output),
+        ):
             try:
-                with contextlib.redirect_stdout(output):
-                    train(run.config, run.workdir, command=command, config_file=config_file)
+                train(run.config, run.workdir, command=command, config_file=config_file)
             except ConfigError as error:
                 if "another process runs there" not in str(error):
                     raise
@@ -215,15 +199,15 @@ def execute(
     return whole
 
 
-def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
-    """What a run had spent at each evaluation of its consensus.
+def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]]:
+    """Costs and loss of a run at each evaluation of its consensus.
 
     Args:
       events: The ledger's lines.
-      simulated: Where, and what for, its time is simulated.
+      simulated: The cluster and the model whose time is simulated.
 
     Returns:
-      One point per evaluation with a finite loss, in order.
+      `loss` (nats/token) and each of `MEASURES` at every evaluation with a finite loss, in order.
 
     Raises:
       DataError: If the ledger has no evaluation or no round.
@@ -233,15 +217,13 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
     for event in lines(events, "round"):
         updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
     points = [
-        Point(
-            loss=found["value"],
-            tokens=found["tokens"],
-            syncs=found["syncs"],
-            bytes=found["bytes"],
-            updates=sum(count for index, count in updates.items() if index <= found["round"]),
-            time_s=end_s[found["round"]],
-            rounds=found["round"],
-        )
+        {cost: found[cost] for cost in COSTS}
+        | {
+            "loss": found["value"],
+            "updates": sum(count for index, count in updates.items() if index <= found["round"]),
+            "time_s": end_s[found["round"]],
+            "rounds": found["round"],
+        }
         for found in heldout_points(events)
         if math.isfinite(found["value"])
     ]
@@ -251,7 +233,7 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[Point]:
 
 
 def tabulate(comparison: Comparison, folder: str | Path) -> dict:
-    """The comparison in numbers.
+    """Computes the comparison's table from the runs' ledgers.
 
     "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
     end (of communications and bytes: every run that communicates), where loss between two
@@ -260,7 +242,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
 
     Args:
       comparison: What ran.
-      folder: Where; all of it finished.
+      folder: Where; all runs have finished.
 
     Returns:
       Plain JSON: `budgets` by measure, `target_losses`, in words `simulated` (where time is) and
@@ -271,35 +253,28 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     Raises:
       DataError: If a run is missing or not finished.
     """
-    curves: dict[str, dict[int, list[Point]]] = {}
+    curves: dict[str, dict[int, list[dict[str, float]]]] = {}
     for run in runs_of(comparison, folder):
         if not _is_finished(run.workdir):
             raise DataError(f"{run.workdir}: not finished; run the comparison again")
         events = read_run(run.workdir).events
         curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
     ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
-    budgets = {
-        name: min((v for v in (getattr(end, name) for end in ends) if v > 0), default=0)
-        for name in MEASURES
-    }
-    rows = {}
-    for name in comparison.variants:
-        seeds = curves[name]
-        targets = {s: curves[comparison.baseline][s][-1].loss for s in seeds}
-        to_baseline = [_first(points, targets[seed]) for seed, points in seeds.items()]
-        finals = [points[-1] for points in seeds.values()]
-        rows[name] = {
-            "final": {key: _spread([getattr(p, key) for p in finals]) for key in Point._fields},
-            "at_equal": {
-                key: _spread([_lowest(points, key, budgets[key]) for points in seeds.values()])
-                for key in MEASURES
-            },
+    budgets = {m: min((end[m] for end in ends if end[m] > 0), default=0) for m in MEASURES}
+    baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
+    rows = {
+        name: {
+            "final": _over_seeds([points[-1] for points in seeds.values()], "loss"),
+            "at_equal": _over_seeds(
+                [{m: _lowest(points, m, budgets[m]) for m in MEASURES} for points in seeds.values()]
+            ),
             "to_target": [
-                _costs([_first(points, loss) for points in seeds.values()])
-                for loss in comparison.target_losses
+                _costs(seeds, dict.fromkeys(seeds, loss)) for loss in comparison.target_losses
             ],
-            "to_baseline": _costs(to_baseline),
+            "to_baseline": _costs(seeds, baseline),
         }
+        for name, seeds in ((name, curves[name]) for name in comparison.variants)
+    }
     return {
         "baseline": comparison.baseline,
         "target_losses": list(comparison.target_losses),
@@ -312,47 +287,38 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
 
 
 def markdown(table: dict) -> str:
-    """The table for people: medians, with the range over seeds in brackets; of two the range.
+    """Formats the table: medians with the range over seeds in brackets; of two seeds the range.
 
     Args:
-      table: As `tabulate` gives it.
+      table: From `tabulate`.
 
     Returns:
-      Three tables in Markdown: loss at equal cost, cost of the target, cost of the baseline's loss.
+      Tables in Markdown: loss at equal cost, cost of the baseline's loss, cost of each target.
     """
     rows, num_seeds = table["rows"], len(table["seeds"])
     shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
     if num_seeds == 2:
         shown, dash = "range of 2 seeds", "for a seed that did not"
     equal = [f"{MEASURES[m]} ({_short(table['budgets'][m])})" for m in MEASURES]
-    lines = [
+    losses = [
+        [name, *(_described(row["at_equal"][m], _loss) for m in MEASURES)]
+        + [_described(row["final"]["loss"], _loss)]
+        for name, row in rows.items()
+    ]
+    parts = [
         f"{table['charged']} Simulated seconds are {table['simulated']}.",
-        "",
         f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
         f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
         f" {shown}.",
-        "",
-        *_grid(
-            ["variant", *equal, "at its end"],
-            (
-                [name, *(_loss(row["at_equal"][m]) for m in MEASURES), _loss(row["final"]["loss"])]
-                for name, row in rows.items()
-            ),
-        ),
-        "",
+        _grid([["variant", *equal, "at its end"], *losses]),
         f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash"
         f" {dash}.",
-        "",
-        *_cost_table({name: row["to_baseline"] for name, row in rows.items()}),
+        *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
     ]
     for index, loss in enumerate(table["target_losses"]):
-        lines += [
-            "",
-            f"What it took to reach {loss:g} nats/token.",
-            "",
-            *_cost_table({name: row["to_target"][index] for name, row in rows.items()}),
-        ]
-    return "\n".join(lines) + "\n"
+        parts.append(f"What it took to reach {loss:g} nats/token.")
+        parts += _cost_tables({name: row["to_target"][index] for name, row in rows.items()})
+    return "\n\n".join(parts) + "\n"
 
 
 def write(comparison: Comparison, folder: str | Path) -> dict:
@@ -362,7 +328,7 @@ def write(comparison: Comparison, folder: str | Path) -> dict:
       The table.
 
     Raises:
-      DataError: As `tabulate`.
+      DataError: From `tabulate`.
     """
     table = tabulate(comparison, folder)
     text = json.dumps(table, indent=2, allow_nan=False)
@@ -381,73 +347,56 @@ def _is_finished(workdir: Path) -> bool:
     return path.exists() and finish(read(path)) is not None
 
 
-def _first(points: Sequence[Point], loss: float) -> Point | None:
-    return next((point for point in points if point.loss <= loss), None)
-
-
-def _lowest(points: Sequence[Point], measure: str, budget: float) -> float | None:
-    losses = [p.loss for p in points if getattr(p, measure) <= budget]
-    spent = [getattr(p, measure) for p in points]
+def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None:
+    spent, losses = [p[measure] for p in points], [p["loss"] for p in points]
+    reached = [loss for x, loss in zip(spent, losses, strict=True) if x <= budget]
     if measure in STEADY and spent[0] <= budget <= spent[-1]:
-        losses.append(float(np.interp(budget, spent, [p.loss for p in points])))
-    return min(losses, default=None)
+        reached.append(float(np.interp(budget, spent, losses)))
+    return min(reached, default=None)
 
 
-def _costs(points: Sequence[Point | None]) -> dict[str, dict]:
-    """What was spent at points of which some may be missing, by measure."""
-    return {
-        key: _spread([None if point is None else getattr(point, key) for point in points])
-        for key in MEASURES
-    }
+def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
+    """Costs of the seeds, by measure, when they first reached their losses."""
+    never = dict.fromkeys(MEASURES)
+    first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
+    return _over_seeds(first)
+
+
+def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> dict[str, dict]:
+    return {key: _spread([own[key] for own in found]) for key in (*others, *MEASURES)}
 
 
 def _spread(values: Sequence[float | None]) -> dict:
     """Median and range; a value that was not reached counts as larger than all."""
     reached = sorted(value for value in values if value is not None)
-    ranked = [*reached, *[math.inf] * (len(values) - len(reached))]
-    median = statistics.median_low(ranked) if len(ranked) % 2 else statistics.median_high(ranked)
+    ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {
-        "median": None if math.isinf(median) else median,
-        "low": reached[0] if reached else None,
-        "high": reached[-1] if len(reached) == len(values) else None,
+        "median": ranked[len(ranked) // 2],  # of an even number the upper one
+        "low": ranked[0],
+        "high": ranked[-1],
         "reached": len(reached),
         "seeds": len(values),
     }
 
 
-def _cost_table(costs: Mapping[str, dict]) -> Iterator[str]:
-    """A row per variant of which some seed got there; the others are named below."""
+def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
+    """A row per variant of which some seed reached the loss; the others are named below."""
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
-    if reached:
-        yield from _grid(
-            ["variant", *MEASURES.values(), "seeds that did"],
-            (
-                [
-                    name,
-                    *(_cost(cost[m]) for m in MEASURES),
-                    f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}",
-                ]
-                for name, cost in reached.items()
-            ),
-        )
+    rows = [
+        [name, *(_described(cost[m], _short) for m in MEASURES)]
+        + [f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}"]
+        for name, cost in reached.items()
+    ]
+    if rows:
+        yield _grid([["variant", *MEASURES.values(), "seeds that did"], *rows])
     if others := [name for name in costs if name not in reached]:
-        yield from [""] if reached else []
         yield f"No seed did: {'; '.join(others)}."
 
 
-def _grid(header: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(header)} |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-
-
-def _loss(spread: dict) -> str:
-    return _described(spread, "{:.3f}".format)
-
-
-def _cost(spread: dict) -> str:
-    return _described(spread, _short)
+def _grid(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, whose first row is its header."""
+    header, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:
@@ -456,6 +405,9 @@ def _described(spread: dict, shown: Callable[[float], str]) -> str:
     high = "-" if spread["high"] is None else shown(spread["high"])
     between = f"{shown(spread['low'])} to {high}"
     return between if spread["seeds"] == 2 else f"{shown(spread['median'])} ({between})"
+
+
+_loss = "{:.3f}".format
 
 
 def _short(value: float) -> str:

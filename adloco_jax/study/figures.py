@@ -1,25 +1,18 @@
-"""The look that all figures share, and the figures that compare runs: loss against its costs."""
+"""The style of all figures, and the figure that compares runs: loss against its costs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import TypedDict
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import (
-    EngFormatter,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    NullLocator,
-)
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from adloco_jax.study import curves
 from adloco_jax.study.curves import Run, Variant
@@ -33,36 +26,26 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 _MARKERS = ("o", "s", "^", "D", "v")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
-_SMALL = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9}
-_SMALL |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5)
-
 _MAX_LABEL = 36  # characters of a legend's entry
 _APART = 0.06  # of a panel's diagonal, from one marker to the next
 _MAX_NAMED = 12  # trainers that a legend names one by one
 
-P = ParamSpec("P")
-T = TypeVar("T")
+# Decorates what draws: letters that stay readable in print.
+small_letters = rc_context(
+    dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 9)
+    | dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5)
+    | {"lines.linewidth": 1.3, "lines.markersize": 4}
+)
 
 
-class Look(TypedDict):
+class Look(TypedDict, total=False):
     """How a curve is drawn."""
 
     color: str
     marker: str
     linestyle: str | tuple
     linewidth: float
-    markersize: float
     zorder: float
-
-
-_PLAIN: Look = {
-    "color": "black",
-    "marker": "o",
-    "linestyle": "-",
-    "linewidth": 1.3,
-    "markersize": 4,
-    "zorder": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -84,27 +67,15 @@ class Clock:
 
     @property
     def unit(self) -> tuple[float, str]:
-        """Seconds per unit, and the unit, in which the longest run is a handy number."""
+        """Seconds per unit, and the unit, in which the longest run is at least 3."""
         longest_s = max((max(end.values(), default=0) for end in self.end_s.values()), default=0)
         units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
         return next((unit for unit in units if longest_s >= 3 * unit[0]), (1e-6, "µs"))
 
 
-def small_letters(draw: Callable[P, T]) -> Callable[P, T]:
-    """Draws with letters that stay readable in print."""
-
-    @wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
-        with rc_context(_SMALL):
-            return draw(*args, **kwargs)
-
-    return drawn
-
-
 def look(index: int) -> Look:
     """How the curve with this number looks, the same in every figure."""
     return {
-        **_PLAIN,
         "color": _COLORS[index % len(_COLORS)],
         "marker": _MARKERS[index % len(_MARKERS)],
         "linestyle": _DASHES[index % len(_DASHES)],
@@ -112,24 +83,20 @@ def look(index: int) -> Look:
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
-    """How each trainer's curves look, and its label: empty for what the legend does not name.
+    """Style of each trainer's curves, and its label, which is empty if the legend omits it.
 
     Up to twelve trainers each have a look of their own. Of more, those that took part in the
     last round (at most six of them) have, and the others are thin and grey.
     """
     rounds = curves.lines(run.events, "round")
-    trainers = list(curves.by_trainer(rounds))
-    last = max(e["round"] for e in rounds)
-    named = trainers
+    named = trainers = list(curves.by_trainer(rounds))
     if len(trainers) > _MAX_NAMED:
+        last = max(e["round"] for e in rounds)
         named = sorted(e["trainer"] for e in rounds if e["round"] == last)[:6]
-    grey: Look = {**_PLAIN, "color": "0.65", "marker": "", "linewidth": 0.8, "zorder": 1.2}
-    looks = {trainer: (grey, "") for trainer in trainers}
-    for place, trainer in enumerate(named):
-        # Dashes mean something else where trainers are drawn.
-        style: Look = {**look(place), "linestyle": "-"}
-        looks[trainer] = (style, f"trainer {trainer}")
-    return looks
+    grey: Look = {"color": "0.65", "marker": "", "linewidth": 0.8, "zorder": 1.2}
+    # Dashes mean something else where trainers are drawn.
+    own = {t: (look(i) | {"linestyle": "-"}, f"trainer {t}") for i, t in enumerate(named)}
+    return {trainer: own.get(trainer, (grey, "")) for trainer in trainers}
 
 
 def others_caption(run: Run) -> str:
@@ -155,12 +122,11 @@ def legend(figure: Figure) -> None:
     if not handles:
         return
     longest = max(map(len, handles))
-    ncols = max(1, min(len(handles), int(WIDTH * 72 / (4.7 * longest + 42))))
+    ncols = max(1, min(len(handles), int(figure.get_figwidth() * 72 / (4.7 * longest + 42))))
     more_rows = math.ceil(len(handles) / ncols) - 1
     figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
-    shown = figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=ncols, frameon=False
-    )
+    shown = figure.legend(handles.values(), handles, loc="outside upper center", ncols=ncols)
+    shown.set_frame_on(False)
     for text in shown.get_texts():
         text.set_parse_math(False)
 
@@ -183,7 +149,7 @@ def plain_decades(ax: Axes, lowest: float, highest: float) -> None:
 
 
 def printable(label: str) -> str:
-    """A label for a figure: one line, not too long, of letters that the font has."""
+    """A label for a figure: one line of at most 36 characters that the font has."""
     glyphs = _glyphs()
     text = "".join(c if ord(c) in glyphs else "\N{REPLACEMENT CHARACTER}" for c in label.strip())
     if len(text) > _MAX_LABEL:
@@ -216,148 +182,119 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
-    points = {run.folder: _points(run, field, heldout) for run in runs}
-    names = [printable(variant.label) for variant in variants]
-    if len(set(names)) < len(names):  # shortened, they came out alike
-        names = [f"{place}. {name}" for place, name in enumerate(names, start=1)]
-    costs = [
-        cost
-        for cost in curves.COSTS
-        if cost == "tokens" or any(p[cost] for own in points.values() for p in own)
-    ]
-    costs += ["simulated_s"] if clock else []
+    whole = {run.folder: _points(run, clock, field, heldout) for run in runs}
+    drawn = _of_variants(variants, whole)
+    if len(runs) == 1:
+        drawn = [
+            (label, style, [_points(runs[0], clock, field, heldout, trainer)])
+            for trainer, (style, label) in trainer_looks(runs[0]).items()
+        ]
+        bold: Look = {"color": "black", "linewidth": 3, "zorder": 1.5}
+        drawn += [("consensus", bold, [*whole.values()])] if heldout else []
+    spent = {name: any(p[name] for own in whole.values() for p in own) for name in curves.COSTS}
+    costs = {k: v for k, v in curves.COSTS.items() if k == "tokens" or spent[k]}
+    if clock:
+        costs["simulated_s"] = f"simulated time on {clock.cluster} ({clock.unit[1]})"
     figure = Figure(figsize=(WIDTH, 3.4 if len(costs) < 3 else 5.6), layout="constrained")
     mosaic = {1: "0", 2: "01", 3: "00;12", 4: "01;23"}[len(costs)]
     panels = figure.subplot_mosaic(mosaic, sharey=True)
-    for index, cost in enumerate(costs):
-        ax = panels[str(index)]
-        if len(runs) == 1:
-            _draw_run(ax, runs[0], cost, clock, field, heldout)
-            spent = [_xy(points[runs[0].folder], runs[0], cost, clock)[0]]
-        else:
-            spent = []
-            for number, (variant, name) in enumerate(zip(variants, names, strict=True)):
-                drawn = [
-                    _xy(points[run.folder], run, cost, clock)
-                    for run in variant.runs
-                    if points[run.folder]
-                ]
-                _draw_variant(ax, drawn, name, look(number))
-                spent += [x for x, _ in drawn]
-        _cost_axis(ax, cost, clock, spent)
-        if str(index) in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
+    for (cost, label), (place, ax) in zip(costs.items(), panels.items(), strict=True):
+        for name, style, seeds in drawn:
+            _draw(ax, [_xy(points, cost) for points in seeds], name, style)
+        ax.set_xlabel(label)
+        _cost_axis(ax, cost, [_xy(points, cost)[0] for points in whole.values()])
+        if place in ("13" if len(costs) % 2 == 0 else "2"):  # a panel stands to its left
             ax.tick_params(labelleft=False)
         else:
             ax.set_ylabel(_quantity(runs, field, heldout))
-        if not ax.lines or all(
-            np.isnan(np.asarray(line.get_ydata(), float)).all() for line in ax.lines
-        ):
+        if not any(np.isfinite(np.asarray(line.get_ydata(), float)).any() for line in ax.lines):
             ax.text(0.5, 0.5, f"no finite {field}", ha="center", transform=ax.transAxes)
         finish(ax)
     legend(figure)
-    caption = _loss_caption(variants, costs, clock, field, heldout)
-    title = {"loss": "Loss against what it cost", "accuracy": "Accuracy against what it cost"}
-    return Drawing(field, title[field], figure, caption)
+    caption = _loss_caption(variants, clock, field, heldout)
+    return Drawing(field, f"{field.capitalize()} against what it cost", figure, caption)
 
 
-def _points(run: Run, field: str, heldout: bool) -> list[dict]:
+def _points(
+    run: Run, clock: Clock | None, field: str, heldout: bool, trainer: int | None = None
+) -> list[dict]:
+    """A run's or a trainer's curve; also over simulated time, None where it is not known."""
     if heldout:
-        return curves.heldout_points(run.events, field=field)
-    return curves.training_points(run.events)
-
-
-def _draw_run(
-    ax: Axes, run: Run, cost: str, clock: Clock | None, field: str, heldout: bool
-) -> None:
-    """Thin lines for the trainers, a bold one beneath them for the consensus."""
-    for trainer, (style, label) in trainer_looks(run).items():
-        if heldout:
-            own = curves.heldout_points(run.events, trainer=trainer, field=field)
-        else:
-            own = curves.training_points(run.events, trainer=trainer)
-        x, y = _xy(own, run, cost, clock)
-        ax.plot(x, y, markevery=_apart(y), label=label or None, **style)
-    if heldout:
-        x, y = _xy(_points(run, field, heldout), run, cost, clock)
-        ax.plot(x, y, color="black", lw=3, zorder=1.5, label="consensus")
-
-
-def _draw_variant(
-    ax: Axes, drawn: Sequence[tuple[list[float], list[float]]], name: str, style: Look
-) -> None:
-    """A line for a single run; for several seeds their median, with a band."""
-    if len(drawn) == 1:
-        [(x, y)] = drawn
-        ax.plot(x, y, markevery=_apart(y), label=name, **style)
-    elif drawn:
-        band = curves.band(drawn)
-        label = f"{name} ({len(drawn)} seeds)"
-        ax.plot(band.x, band.median, markevery=_apart(band.median), label=label, **style)
-        ax.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.25, lw=0)
-
-
-def _apart(y: Sequence[float] | np.ndarray) -> float | None:
-    """Markers evenly apart on paper, which Matplotlib cannot do for a curve without a point."""
-    return _APART if np.isfinite(y).any() else None
-
-
-def _xy(
-    points: Sequence[dict], run: Run, cost: str, clock: Clock | None
-) -> tuple[list[float], list[float]]:
-    """The curve over one cost; over simulated time, of the rounds that were simulated."""
-    if clock is None or cost != "simulated_s":
-        return [p[cost] for p in points], [p["value"] for p in points]
-    end_s = clock.end_s.get(run.folder, {})
-    known = [p for p in points if p["round"] in end_s]
-    return [end_s[p["round"]] / clock.unit[0] for p in known], [p["value"] for p in known]
-
-
-def _cost_axis(ax: Axes, cost: str, clock: Clock | None, spent: Sequence[Sequence[float]]) -> None:
-    """Label, scale and ticks; logarithmic where curves, or most of their points, would be lost."""
-    if clock and cost == "simulated_s":
-        ax.set_xlabel(f"simulated time on {clock.cluster} ({clock.unit[1]})")
+        who = "consensus" if trainer is None else trainer
+        points = curves.heldout_points(run.events, trainer=who, field=field)
     else:
-        ax.set_xlabel(curves.COSTS[cost])
-    drawn = [np.array([value for value in x if value > 0]) for x in spent]
-    drawn = [x for x in drawn if x.size]
+        points = curves.training_points(run.events, trainer=trainer)
+    end_s = clock.end_s.get(run.folder, {}) if clock else {}
+    unit_s = clock.unit[0] if clock else 1.0
+    ends = {number: end / unit_s for number, end in end_s.items()}
+    return [point | {"simulated_s": ends.get(point["round"])} for point in points]
+
+
+def _of_variants(
+    variants: Sequence[Variant], whole: Mapping[Path, list[dict]]
+) -> list[tuple[str, Look, list[list[dict]]]]:
+    """A label, a look, and the curves of the seeds, for each variant."""
+    names = [printable(variant.label) for variant in variants]
+    if len(set(names)) < len(names):  # equal once shortened
+        names = [f"{place}. {name}" for place, name in enumerate(names, start=1)]
+    drawn = []
+    for place, (name, variant) in enumerate(zip(names, variants, strict=True)):
+        seeds = [whole[run.folder] for run in variant.runs if whole[run.folder]]
+        drawn.append(
+            (f"{name} ({len(seeds)} seeds)" if len(seeds) > 1 else name, look(place), seeds)
+        )
+    return drawn
+
+
+def _xy(points: Sequence[dict], cost: str) -> tuple[list[float], list[float]]:
+    known = [p for p in points if p[cost] is not None]
+    return [p[cost] for p in known], [p["value"] for p in known]
+
+
+def _draw(
+    ax: Axes, seeds: Sequence[tuple[list[float], list[float]]], name: str, style: Look
+) -> None:
+    """A line for a single curve; for several their median, with a band."""
+    if not seeds:
+        return
+    x, y = seeds[0]
+    if len(seeds) > 1:
+        x, low, y, high = curves.band(seeds)
+        ax.fill_between(x, low, high, color=style["color"], alpha=0.25, lw=0)
+    # Evenly apart on paper, which Matplotlib cannot do for less than two points.
+    every = _APART if np.isfinite(y).sum() > 1 else None
+    ax.plot(x, y, markevery=every, label=name or None, **style)
+
+
+def _cost_axis(ax: Axes, cost: str, spent: Sequence[Sequence[float]]) -> None:
+    """Scale and ticks; logarithmic where curves, or most of their points, would be unreadable."""
+    drawn = [own for x in spent if (own := [value for value in x if value > 0])]
     if not drawn:
         ax.set_xlim(-0.5, 1)
         return
-    ends, every = [x.max() for x in drawn], np.concatenate(drawn)
+    ends, every = [*map(max, drawn)], np.concatenate(drawn)
     if max(ends) >= 10 * min(min(ends), np.median(every)):
         _decades(ax, float(every.min()), max(ends))
     else:
         ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
-    if cost == "simulated_s":
-        ax.xaxis.set_major_formatter("{x:g}")
-    else:
-        ax.xaxis.set_major_formatter(thousands(unit="B" if cost == "bytes" else ""))
+    units = {"simulated_s": "{x:g}", "bytes": Thousands(unit="B")}
+    ax.xaxis.set_major_formatter(units.get(cost, Thousands()))
 
 
-def thousands(*, unit: str = "") -> FuncFormatter:
+class Thousands(EngFormatter):
     """A tick's label with a prefix from 1 k on; below, and below 1, the plain number."""
-    prefixed = EngFormatter(unit=unit, sep=" ")
 
-    def label(value: float, position: int | None = None) -> str:
-        return prefixed(value, position) if abs(value) >= 1000 else f"{value:g} {unit}".strip()
-
-    return FuncFormatter(label)
+    ENG_PREFIXES = {power: name for power, name in EngFormatter.ENG_PREFIXES.items() if power >= 0}
 
 
 def _decades(ax: Axes, lowest: float, highest: float) -> None:
-    """A logarithmic x axis; one that begins at 0 where there is something to see."""
-    first, last = math.floor(math.log10(lowest)), math.floor(math.log10(highest))
-    ticks = [10.0**power for power in range(first, last + 1, math.ceil((last - first + 1) / 6))]
-    if any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines):
-        ax.set_xscale("symlog", linthresh=ticks[0], linscale=1)
-        ax.set_xlim(-0.2 * ticks[0], 1.3 * highest)
-        ticks.insert(0, 0.0)
-    else:
-        ax.set_xscale("log")
-        ax.set_xlim(lowest / 1.3, 1.3 * highest)
-    ax.set_xticks(ticks)
-    ax.xaxis.set_minor_locator(NullLocator())
+    """A logarithmic x axis, linear next to 0 where a curve begins at 0."""
+    first = 10.0 ** math.floor(math.log10(lowest))
+    begins_at_0 = any(np.min(line.get_xdata(), initial=lowest) <= 0 for line in ax.lines)
+    ax.set_xscale("symlog", linthresh=first)
+    ax.locator_params("x", numticks=7)
+    ax.set_xlim(-0.2 * first if begins_at_0 else lowest / 1.3, 1.3 * highest)
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
@@ -368,48 +305,27 @@ def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
 
 
 def _loss_caption(
-    variants: Sequence[Variant], costs: list[str], clock: Clock | None, field: str, heldout: bool
+    variants: Sequence[Variant], clock: Clock | None, field: str, heldout: bool
 ) -> str:
     runs = [run for variant in variants for run in variant.runs]
+    shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
-        of = "by trainer (thin) and of the consensus (bold)" if heldout else "by trainer"
-        shown = f"{_sentence(field, heldout)} {of}.{others_caption(runs[0])}"
+        shown += " by trainer (thin) and of the consensus (bold)" if heldout else " by trainer"
+        shown += f".{others_caption(runs[0])}"
     else:
-        of = "of the consensus" if heldout else "averaged over the trainers of a round"
-        shown = f"{_sentence(field, heldout)} {of}, a curve per variant."
-        most = max(len(variant.runs) for variant in variants)
-        if most > 1:
-            spread = "quartiles" if most >= 5 else "minimum to maximum"
-            shown += (
-                f" Where a variant has several seeds: their median, and a band ({spread}), on the"
-                " stretch that all its seeds cover."
-            )
+        shown += " of the consensus" if heldout else " averaged over the trainers of a round"
+        shown += (
+            ", a curve per variant: of several seeds the median, with a band from minimum to"
+            " maximum (from five on, between quartiles), on the interval that all seeds cover."
+        )
         left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
         if heldout and left_out:
             shown += f" Never evaluated, so not drawn: {', '.join(left_out)}."
-    names = {"tokens": "tokens", "syncs": "blocking communications", "bytes": "bytes moved"}
-    over = [names[cost] for cost in costs if cost in names]
-    shown += f" Over {', '.join(over)}, summed over trainers"
-    shown += f", and over simulated time on the cluster “{clock.cluster}”." if clock else "."
-    if "syncs" in costs:
-        shown += (
-            " A trainer with one worker has no synchronisation, so where all have one the curve"
-            " moves straight up or down."
-        )
-        if heldout and any(curves.gathering(run.events) for run in runs):
-            shown += (
-                " Where the consensus is an average of trainers, bringing them together is counted"
-                " with its communications."
-            )
-    else:
-        shown += " Nothing was communicated, so there are no communications to draw over."
-    return shown + (
-        " A horizontal axis that spans decades is logarithmic, except next to zero. A gap is a"
-        " value that was not finite."
+    shown += (
+        " Costs are summed over trainers, and one that stays zero has no panel. Communications are"
+        " blocking; where the consensus is an average of trainers, gathering them is counted too. A"
+        " trainer with one worker has no synchronisation, so where all have one the curve moves"
+        " straight up or down. A horizontal axis over decades is logarithmic, except next to"
+        " zero. A gap is a value that was not finite."
     )
-
-
-def _sentence(field: str, heldout: bool) -> str:
-    if field == "accuracy":
-        return "Held-out accuracy"
-    return "Held-out loss" if heldout else "Training loss (no evaluation is on record)"
+    return shown + (f" Time is simulated on the cluster “{clock.cluster}”." if clock else "")

@@ -1,4 +1,4 @@
-"""The report on one run or many: a page that opens offline, its figures, and their numbers."""
+"""The report on one run or many: a self-contained page, its figures, and their numbers."""
 
 import io
 import json
@@ -6,22 +6,70 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves, figures, page, predictions, run_figures, theory
 from adloco_jax.study.curves import Run, Variant
-from adloco_jax.study.figures import Clock, Drawing
+from adloco_jax.study.figures import Drawing
 from adloco_jax.study.page import Cell, Section
 from adloco_jax.study.summary import closing_table, described, in_bytes, number, seconds, totals
 
 __all__ = ["closing_table", "write"]
 
 _DPI = 150
-_GATHERED = (
-    " Where the consensus is an average of trainers, bringing them together is counted with them."
+
+# Columns of the tables that compare variants: what `_measures` has, and how it is shown.
+_Columns = Mapping[str, tuple[str, Callable[[float], str]]]
+_count, _whole = "{:,.0f}".format, "{:.0f}".format
+_TOTALS: _Columns = {
+    "held-out loss (nats)": ("loss", number),
+    "accuracy": ("accuracy", "{:.3f}".format),
+    "tokens": ("tokens_total", _count),
+    "updates": ("updates_total", _count),
+    "communications": ("syncs_total", _count),
+    "moved": ("bytes_total", in_bytes),
+    "merges": ("num_merges", _count),
+}
+_TIMES: _Columns = {
+    "programs": ("num_programs", _whole),
+    "from cache": ("num_programs_cached", _whole),
+    "compiling": ("compile_s", seconds),
+    "rounds": ("step_s", seconds),
+    "of it stalled": ("stall_s", seconds),
+    "stalled": ("stalled_percent", "{:.1f} %".format),
+    "wall time": ("wall_s", seconds),
+}
+_TIMES_CAPTION = (
+    "Measured time on the machine of the run. Programs are compiled, or read from the cache, in"
+    " the background where they can be foreseen; the time that rounds waited for them is the stall."
 )
+_MERGES: Mapping[str, Callable[[dict], str]] = {
+    "round": lambda e: str(e["round"]),
+    "members": lambda e: " + ".join(map(str, e["members"])),
+    "into": lambda e: "refused" if e["event"] == "refusal" else str(e["into"]),
+    "weights": lambda e: ", ".join(f"{w / (sum(e['weights']) or 1):.3f}" for w in e["weights"]),
+    "before": lambda e: ", ".join(map(number, e["loss_before"])),
+    "after": lambda e: number(e["loss_after"]),
+    "barrier": lambda e: "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
+}
+_CLUSTERS: Mapping[str, Callable[[dict], str]] = {
+    "cluster": lambda row: row["preset"],
+    "devices": lambda row: _count(row["devices"]),
+    "sites": lambda row: _count(row["sites"]),
+    "time (s)": lambda row: _short(row["wall_s"]),
+    "useful (%)": lambda row: f"{100 * row['utilisation']:.3g}",
+    "waiting (%)": lambda row: f"{100 * row['waiting_frac']:.3g}",
+    "communication (%)": lambda row: f"{100 * row['communication_frac']:.3g}",
+    "idle (%)": lambda row: f"{100 * row['idle_frac']:.3g}",
+    "lost (%)": lambda row: f"{100 * row['lost_frac']:.3g}",
+}
+_FACTS: Mapping[str, Callable[[tuple[str, str]], str]] = {
+    "quantity": lambda fact: fact[0],
+    "value": lambda fact: fact[1],
+}
 
 
 def write(
@@ -36,7 +84,7 @@ def write(
 
     Args:
       runs: The runs' folders, also of unfinished runs.
-      folder: Where to write; made if need be. Files of the same names are replaced.
+      folder: Where to write; created if it does not exist. Files of the same names are replaced.
       labels: One per run, a variant takes its first run's; by default the folders' names.
 
     Returns:
@@ -59,140 +107,133 @@ def write(
     words = ["python", "scripts/report.py", *map(str, runs), "--out", str(folder)]
     words += ["--labels", *labels] if labels else []
     book = _Book(folder, shlex.join(words))
-    clock, not_simulated = predictions.simulate(read)
 
     sections = [_runs_section(variants, book.command), _totals_section(variants)]
-    sections.append(_loss_section(variants, clock, not_simulated, book))
+    sections.append(_loss_section(variants, book))
+    title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
     if len(read) == 1:
         sections += _sections_of(read[0], book, stem="")
-        sections.append(Section("assumptions", "What the theory assumes", _assumptions()))
-        title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
     else:
         sections += _compared_sections(variants, book)
         title = f"{len(variants)} variants, {len(read)} runs"
         lead = "AdLoCo runs beside one another, from their ledgers."
-    (folder / "summary.json").write_text(_summary(variants), encoding="utf-8", errors="replace")
+    assumptions = page.bullets(theory.ASSUMPTIONS)
+    sections.append(Section("assumptions", "What the theory assumes", assumptions))
     path = folder / "index.html"
-    html = page.page(title, page.paragraph(lead), sections)
-    path.write_text(html, encoding="utf-8", errors="replace")
+    path.write_text(page.page(title, lead, sections), encoding="utf-8", errors="replace")
+    summary = json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n"
+    (folder / "summary.json").write_text(summary, encoding="utf-8", errors="replace")
     return path
 
 
+@dataclass(frozen=True)
 class _Book:
-    """Puts figures into the folder, and hands them back for the page."""
+    """Writes figures into the folder, and returns them as HTML for the page."""
 
-    def __init__(self, folder: Path, command: str):
-        self.command = command
-        self._folder = folder
+    folder: Path
+    command: str
 
     def figure(self, drawing: Drawing, stem: str = "") -> str:
-        file_name = f"{stem}{drawing.name}.png"
-        buffer = io.BytesIO()
+        buffer, file_name = io.BytesIO(), f"{stem}{drawing.name}.png"
         words = f"{drawing.caption} Made by {self.command}"  # a path need not be text
         about = {"Title": drawing.title, "Description": words.encode(errors="replace").decode()}
         drawing.figure.savefig(buffer, dpi=_DPI, metadata=about)
-        (self._folder / file_name).write_bytes(buffer.getvalue())
-        return page.figure(drawing, buffer.getvalue(), file_name=file_name, command=self.command)
+        (self.folder / file_name).write_bytes(png := buffer.getvalue())
+        return page.figure(
+            drawing.title, drawing.caption, png, file_name=file_name, command=self.command
+        )
 
 
 def _name(run: Run) -> str:
     return str(run.start.get("run", run.folder.resolve().name))
 
 
-def _summary(variants: Sequence[Variant]) -> str:
+def _summary(variants: Sequence[Variant]) -> dict:
     """Of one run its totals; of several a list of them by variant."""
-    by_variant = {
+    if len(variants) == len(variants[0].runs) == 1:
+        return totals(variants[0].runs[0].events)
+    return {
         variant.label: [
             {"folder": str(run.folder), "seed": run.seed, **totals(run.events)}
             for run in variant.runs
         ]
         for variant in variants
     }
-    if len(variants) == 1 and len(variants[0].runs) == 1:
-        return json.dumps(totals(variants[0].runs[0].events), indent=2, allow_nan=False) + "\n"
-    return json.dumps(by_variant, indent=2, allow_nan=False) + "\n"
 
 
 def _runs_section(variants: Sequence[Variant], command: str) -> Section:
-    rows = [
-        (
-            variant.label,
-            str(run.folder),
-            str(run.start.get("command") or "-"),
-            "-" if run.seed is None else str(run.seed),
-            f"{max(e['round'] for e in curves.lines(run.events, 'round')):,}",
-            _state(run),
-        )
-        for variant in variants
-        for run in variant.runs
-    ]
-    header = ("variant", "folder", "trained by", "seed", "rounds", "state")
-    table = page.table("The runs and the commands that made them.", header, rows, texts=3)
+    columns: Mapping[str, Callable[[tuple[Variant, Run]], str]] = {
+        "variant": lambda item: item[0].label,
+        "folder": lambda item: str(item[1].folder),
+        "trained by": lambda item: str(item[1].start.get("command") or "-"),
+        "seed": lambda item: "-" if item[1].seed is None else str(item[1].seed),
+        "rounds": lambda item: f"{totals(item[1].events)['rounds']:,}",
+        "state": lambda item: _state(item[1]),
+    }
+    items = [(variant, run) for variant in variants for run in variant.runs]
+    table = page.table("The runs and the commands that made them.", columns, items, texts=3)
     return Section("runs", "Runs", f"{page.verbatim(command)}\n{table}")
 
 
 def _state(run: Run) -> str:
     """Why the run ended, or that it has not."""
-    marks = [e for e in run.events if e["event"] in ("start", "end")]
-    is_over = bool(marks) and marks[-1]["event"] == "end"
     starts = len(curves.lines(run.events, "start"))
-    resumed = f", resumed {starts - 1} ×" if starts > 1 else ""
-    return (str(marks[-1].get("reason", "ended")) if is_over else "unfinished") + resumed
+    mark = next(reversed(curves.lines(run.events, "start", "end")), {"event": "start"})
+    state = mark.get("reason", "ended") if mark["event"] == "end" else "unfinished"
+    return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
 def _totals_section(variants: Sequence[Variant]) -> Section:
-    runs = [run for variant in variants for run in variant.runs]
-    if len(runs) == 1:
-        rows = described(totals(runs[0].events))
-        table = page.table("What the run came to.", ("quantity", "value"), rows, texts=2)
+    if len(variants) == len(variants[0].runs) == 1:
+        facts = described(totals(variants[0].runs[0].events))
+        table = page.table("Totals of the run.", _FACTS, facts, texts=2)
         return Section("totals", "Totals", table)
-    sums = {id(run): _with_gathering(totals(run.events)) for run in runs}
-    columns: dict[str, tuple[str, Callable[[float], str]]] = {
-        "held-out loss (nats)": ("loss", number),
-        "accuracy": ("accuracy", lambda x: f"{x:.3f}"),
-        "tokens": ("tokens_total", lambda x: f"{x:,.0f}"),
-        "updates": ("updates_total", lambda x: f"{x:,.0f}"),
-        "communications": ("syncs_total", lambda x: f"{x:,.0f}"),
-        "moved": ("bytes_total", in_bytes),
-        "merges": ("num_merges", lambda x: f"{x:,.0f}"),
-    }
-    known = {name for own in sums.values() for name, value in own.items() if value is not None}
-    shown = {title: column for title, column in columns.items() if column[0] in known}
-    rows = [
-        (
-            variant.label,
-            str(len(variant.runs)),
-            *(
-                _spread([sums[id(run)][name] for run in variant.runs], in_words)
-                for name, in_words in shown.values()
-            ),
-        )
-        for variant in variants
-    ]
     caption = (
-        "What each variant came to: of several runs the median, and below it minimum to maximum."
+        "Totals of each variant: of several runs the median, and below it minimum to maximum."
         " Held-out values are of the consensus at the last evaluation. Communications are blocking"
         " and summed over trainers: synchronisations of workers, merges and refused attempts, each"
-        f" with the hand-over to workers that join a trainer.{_GATHERED}"
+        " with the hand-over to workers that join a trainer. Where the consensus is an average of"
+        " trainers, gathering them is counted too."
     )
-    table = page.table(caption, ("variant", "runs", *shown), rows)
-    return Section("totals", "Totals", table)
+    return Section("totals", "Totals", _variants_table(caption, _TOTALS, variants, runs=True))
 
 
-def _with_gathering(totals: dict) -> dict:
-    """The totals, with what brings trainers together for a consensus that is their average."""
-    return totals | {
-        f"{cost}_total": totals[f"{cost}_total"] + totals[f"consensus_{cost}"]
-        for cost in ("syncs", "bytes")
+def _measures(run: Run) -> dict:
+    """A run's totals, which include averaging trainers for the consensus, and its times."""
+    own = totals(run.events)
+    rounds = curves.stalls(run.events).values()
+    step_s, stall_s = (sum(pair[i] for pair in rounds) for i in (0, 1))
+    return own | {
+        "syncs_total": own["syncs_total"] + own["consensus_syncs"],
+        "bytes_total": own["bytes_total"] + own["consensus_bytes"],
+        "step_s": step_s,
+        "stall_s": stall_s,
+        "stalled_percent": 100 * stall_s / step_s if step_s else 0.0,
     }
 
 
-def _spread(values: Sequence, in_words: Callable[[float], str]) -> str | Cell:
+def _variants_table(
+    caption: str, columns: _Columns, variants: Sequence[Variant], *, runs: bool = False
+) -> str:
+    """A row per variant; a column that no run has a value for is left out."""
+    rows = [(variant.label, [_measures(run) for run in variant.runs]) for variant in variants]
+    cells: dict[str, Callable[[tuple[str, list[dict]]], Cell]] = {"variant": lambda row: row[0]}
+    if runs:
+        cells["runs"] = lambda row: str(len(row[1]))
+    for title, (name, shown) in columns.items():
+        if any(own[name] is not None for _, measured in rows for own in measured):
+            cells[title] = lambda row, name=name, shown=shown: _spread(
+                [own[name] for own in row[1]], shown
+            )
+    return page.table(caption, cells, rows)
+
+
+def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
     """Median, and the range below it; a dash where a run lacks the value."""
     if any(value is None for value in values):
         return "-"
-    low, middle, high = map(in_words, (min(values), statistics.median(values), max(values)))
-    return middle if low == high else Cell(middle, f"{low} – {high}")
+    low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))
+    return middle if low == high else (middle, f"{low} – {high}")
 
 
 def _short(value: float) -> str:
@@ -200,20 +241,18 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _loss_section(
-    variants: Sequence[Variant], clock: Clock | None, not_simulated: list[str], book: _Book
-) -> Section:
-    parts = [book.figure(figures.loss(variants, clock))]
-    if any(curves.is_classifier(run) for variant in variants for run in variant.runs):
-        parts.append(book.figure(figures.loss(variants, clock, field="accuracy")))
+def _loss_section(variants: Sequence[Variant], book: _Book) -> Section:
+    runs = [run for variant in variants for run in variant.runs]
+    clock, not_simulated = predictions.simulate(runs)
+    fields = ["loss", "accuracy"] if any(map(curves.is_classifier, runs)) else ["loss"]
+    parts = [book.figure(figures.loss(variants, clock, field=field)) for field in fields]
     if clock:
-        parts.append(
-            page.paragraph(
-                f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
-                " each worker of the largest run, computing at the pace of its data sheet, and"
-                " trains the run's own model."
-            )
+        cluster = (
+            f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
+            " each worker of the largest run, computing at the pace of its data sheet, and trains"
+            " the run's own model."
         )
+        parts.append(page.paragraph(cluster))
     if not_simulated:
         parts.append(page.paragraph("Without simulated time: " + "; ".join(not_simulated)))
     return Section("loss", "Loss", "\n".join(parts))
@@ -224,152 +263,78 @@ def _sections_of(run: Run, book: _Book, *, stem: str) -> list[Section]:
     sections = []
     for drawing in run_figures.draw(run):
         html = book.figure(drawing, stem)
-        if drawing.name == "merges":
-            html += _merge_table(run)
+        if drawing.name == "merges" and (events := curves.lines(run.events, "merge", "refusal")):
+            caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
+            html += page.table(caption, _MERGES, events)
         if drawing.name == "time":
-            html += _time_table([Variant(_name(run), [run])])
+            html += _variants_table(_TIMES_CAPTION, _TIMES, [Variant(_name(run), [run])])
         sections.append(Section(f"{stem}{drawing.name}", drawing.title, html))
-    sections.append(Section(f"{stem}network", "On other clusters", _cluster_table(run)))
+    sections.append(Section(f"{stem}cluster", "On other clusters", _cluster_table(run)))
     sections.append(Section(f"{stem}theory", "Theory", _theory(run, book, stem)))
     return sections
 
 
 def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section]:
-    """What compares variants beyond their losses, then each variant's first seed, folded."""
+    """Tables that compare variants, then each variant's first seed, folded."""
     details = []
-    for place, variant in enumerate(variants, start=1):
-        run = variant.runs[0]
-        stem = f"{place:02d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', variant.label)[:40]}-"
+    for place, (label, (run, *_)) in enumerate(((v.label, v.runs) for v in variants), start=1):
+        stem = f"{place:02d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', label)[:40]}-"
         parts = [page.verbatim(closing_table(run.folder))]
         for section in _sections_of(run, book, stem=stem):
             parts.append(f"{page.heading(section.heading)}\n{section.html}")
         seed = "" if run.seed is None else f", seed {run.seed}"
-        details.append(page.folded(f"{variant.label}{seed}", "\n".join(parts)))
+        details.append(page.folded(f"{label}{seed}", "\n".join(parts)))
+    times = _variants_table(_TIMES_CAPTION, _TIMES, variants)
     return [
-        Section("time", "Time and compilation", _time_table(variants)),
-        Section("network", "On other clusters", _clusters_table(variants)),
+        Section("time", "Time and compilation", times),
+        Section("cluster", "On other clusters", _clusters_table(variants)),
         Section("variants", "Each variant's first seed", "\n".join(details)),
-        Section("assumptions", "What the theory assumes", _assumptions()),
     ]
-
-
-def _merge_table(run: Run) -> str:
-    events = [e for e in run.events if e["event"] in ("merge", "refusal")]
-    if not events:
-        return ""
-    rows = [
-        (
-            str(e["round"]),
-            " + ".join(map(str, e["members"])),
-            "refused" if e["event"] == "refusal" else str(e["into"]),
-            ", ".join(f"{weight / (sum(e['weights']) or 1):.3f}" for weight in e["weights"]),
-            ", ".join(map(number, e["loss_before"])),
-            number(e["loss_after"]),
-            "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
-        )
-        for e in events
-    ]
-    caption = "Merges, in order. Losses are on a fixed batch, held out and not reported on (nats)."
-    header = ("round", "members", "into", "weights", "before", "after", "barrier")
-    return page.table(caption, header, rows)
-
-
-def _time_table(variants: Sequence[Variant]) -> str:
-    rows = []
-    for variant in variants:
-        per_run = [curves.stalls(run.events).values() for run in variant.runs]
-        sums = [totals(run.events) for run in variant.runs]
-        step = [sum(step for step, _ in rounds) for rounds in per_run]
-        stall = [sum(stall for _, stall in rounds) for rounds in per_run]
-        share = [
-            100 * part / whole if whole else 0.0 for part, whole in zip(stall, step, strict=True)
-        ]
-        rows.append(
-            (
-                variant.label,
-                _spread([s["num_programs"] for s in sums], lambda x: f"{x:.0f}"),
-                _spread([s["num_programs_cached"] for s in sums], lambda x: f"{x:.0f}"),
-                _spread([s["compile_s"] for s in sums], seconds),
-                _spread(step, seconds),
-                _spread(stall, seconds),
-                _spread(share, lambda x: f"{x:.1f} %"),
-                _spread([s["wall_s"] for s in sums], seconds),
-            )
-        )
-    caption = (
-        "Measured time on the machine of the run. Programs are compiled, or read from the cache,"
-        " in the background where that can be foreseen; what rounds waited for it is the stall."
-    )
-    header = (
-        *("variant", "programs", "from cache", "compiling", "rounds", "of it stalled"),
-        *("stalled", "wall time"),
-    )
-    return page.table(caption, header, rows)
 
 
 def _cluster_table(run: Run) -> str:
     table = predictions.cluster_table(run)
     if isinstance(table, str):
         return page.paragraph(f"Not simulated: {table}")
-    shares = ("utilisation", "waiting_frac", "communication_frac", "idle_frac", "lost_frac")
-    rows = [
-        (
-            row["preset"],
-            f"{row['devices']:,}",
-            f"{row['sites']:,}",
-            _short(row["wall_s"]),
-            *(f"{100 * row[name]:.3g}" for name in shares),
-        )
-        for row in table
-    ]
     caption = (
-        f"A simulation of this run on {predictions.DEVICE} devices at the pace of"
-        " their data sheet: wall-clock time, and shares of all device-time. A worker of the run is"
-        " as many devices as there are to share out; adloco_jax/study/replay.py states the model."
+        f"The simulator's replay of this run on {predictions.DEVICE} devices at the pace of their"
+        " data sheet: wall-clock time, and shares of all device-time. The devices are divided"
+        " among the run's workers; adloco_jax/study/replay.py states the model."
     )
-    header = (
-        *("cluster", "devices", "sites", "time (s)", "useful (%)", "waiting (%)"),
-        *("communication (%)", "idle (%)", "lost (%)"),
-    )
-    return page.table(caption, header, rows)
+    return page.table(caption, _CLUSTERS, table)
 
 
 def _clusters_table(variants: Sequence[Variant]) -> str:
     """Times of each variant's first seed, a column per cluster."""
+    columns: dict[str, Callable[[list[str]], str]] = {"variant": lambda row: row[0]}
+    for place, (preset, devices) in enumerate(predictions.SIZES, start=1):
+        columns[f"{preset} {devices:,}"] = lambda row, place=place: row[place]
     rows = []
     for variant in variants:
-        table = predictions.cluster_table(variant.runs[0])
-        if isinstance(table, str):
-            rows.append((variant.label, *["-"] * len(predictions.SIZES)))
-        else:
-            rows.append((variant.label, *(_short(row["wall_s"]) for row in table)))
-    header = [f"{preset} {devices:,}" for preset, devices in predictions.SIZES]
+        found = predictions.cluster_table(variant.runs[0])
+        times = [] if isinstance(found, str) else [_short(row["wall_s"]) for row in found]
+        rows.append([variant.label, *(times or ["-"] * len(predictions.SIZES))])
     caption = (
-        "Wall-clock seconds of each variant's first seed in a simulation, by cluster"
-        f" and its number of {predictions.DEVICE} devices at the pace of their data sheet. More"
-        " about each is in the variant's own part below."
+        "Wall-clock seconds of each variant's first seed in the simulator's replay, by cluster and"
+        f" number of {predictions.DEVICE} devices at the pace of their data sheet. The variant's"
+        " own part below has more about each."
     )
-    return page.table(caption, ("variant", *header), rows)
+    return page.table(caption, columns, rows)
 
 
 def _theory(run: Run, book: _Book, stem: str) -> str:
     found = predictions.theory_of(run)
     if isinstance(found, str):
-        return page.paragraph(f"Nothing to hold against the theory: {found}")
-    parts = [book.figure(found.drawing, stem)]
+        return page.paragraph(f"Nothing to compare with the theory: {found}")
+    html = f"{book.figure(found.drawing, stem)}\n"
     if found.constants is None:
-        parts.append(page.paragraph(f"No constants: {found.reason}"))
-    else:
-        rows = [
-            ("L, smoothness", f"{found.constants.smoothness:.4g}"),
-            ("Δ0, gap to the lowest loss (nats)", f"{found.constants.gap:.4g}"),
-            ("σ², gradient noise", f"{found.constants.noise:.4g}"),
-            ("η of the norm test", f"{found.constants.eta:.4g}"),
-        ]
-        caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
-        parts.append(page.table(caption, ("constant", "value"), rows))
-    return "\n".join(parts)
-
-
-def _assumptions() -> str:
-    return page.bullets(theory.ASSUMPTIONS)
+        return html + page.paragraph(f"No constants: {found.reason}")
+    constants = {
+        "L, smoothness": found.constants.smoothness,
+        "Δ0, gap to the lowest loss (nats)": found.constants.gap,
+        "σ², gradient noise": found.constants.noise,
+        "η of the norm test": found.constants.eta,
+    }
+    facts = [(name, f"{value:.4g}") for name, value in constants.items()]
+    caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
+    return html + page.table(caption, _FACTS, facts)

@@ -1,5 +1,6 @@
 """The figures of one run, over its rounds: batches, merges, the batch-size test, time, memory."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -9,21 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from adloco_jax.study import curves, summary
+from adloco_jax.study import curves, figures, summary
 from adloco_jax.study.curves import Run
-from adloco_jax.study.figures import (
-    WIDTH,
-    Drawing,
-    finish,
-    legend,
-    look_every,
-    others_caption,
-    over_rounds,
-    plain_decades,
-    printable,
-    small_letters,
-    trainer_looks,
-)
+from adloco_jax.study.figures import WIDTH, Drawing, finish, legend, look_every, small_letters
 
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _ROOM = 0.1  # of the axis, between merges whose weights and barriers are written beside them
@@ -46,108 +35,78 @@ def batches(run: Run) -> Drawing:
     rounds = curves.lines(run.events, "round")
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
     sizes_ax, accum_ax, alive_ax = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 2))
-    looks = trainer_looks(run)
-    sizes = []
+    looks = figures.trainer_looks(run)
     for trainer, own in curves.by_trainer(rounds).items():
         style, label = looks[trainer]
-        requested = [e["requested_batch_size"] for e in own]
         effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
-        dashed = style | {"marker": "", "linestyle": "--"}
-        _steps(sizes_ax, own, effective, **dashed)
+        _steps(sizes_ax, own, effective, **style | {"marker": "", "linestyle": "--"})
+        requested = [e["requested_batch_size"] for e in own]
         _steps(sizes_ax, own, requested, label=label or None, **style)
         _steps(accum_ax, own, [e["num_accum_steps"] for e in own], **style)
-        sizes += requested + effective
-    sizes_ax.plot([], [], color="0.4", ls="--", lw=1.3, label="effective batch")
+    sizes_ax.plot([], [], color="0.4", ls="--", label="effective batch")
     if (max_batch_size := run.start.get("max_batch_size")) is not None:
-        style = {"color": "black", "ls": ":", "lw": 1.3, "zorder": 1}
-        sizes_ax.axhline(max_batch_size, label="max_batch_size", **style)
-        sizes.append(max_batch_size)
-    _powers_of_two(sizes_ax, sizes)
-    sizes_ax.set_ylabel("batch per worker\n(sequences)")
-    _powers_of_two(accum_ax, [e["num_accum_steps"] for e in rounds])
-    accum_ax.set_ylabel("accumulation\n(micro-batches)")
+        sizes_ax.axhline(max_batch_size, label="max_batch_size", color="black", ls=":", zorder=1)
+    for ax in (sizes_ax, accum_ax):
+        _powers_of_two(ax)
     alive = Counter(e["round"] for e in rounds)
     edges = [min(alive) - 1, *alive]
     alive_ax.stairs([*alive.values()], edges, color="black", lw=1.8, baseline=None)
     alive_ax.set_ylim(0, max(alive.values()) + 0.5)
     alive_ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
-    alive_ax.set_ylabel("trainers\nalive")
-    alive_ax.set_xlabel("round")
-    for ax in (sizes_ax, accum_ax, alive_ax):
-        _mark_merges(ax, run)
-        over_rounds(ax, max(alive))
-        finish(ax)
-    figure.align_ylabels()
-    legend(figure)
+    labels = ("batch per worker\n(sequences)", "accumulation\n(micro-batches)", "trainers\nalive")
+    _finish(figure, max(alive), labels, marked=curves.lines(run.events, "merge"))
     caption = (
         "Top: batch per worker that the test requested (solid) and that updates used (dashed):"
         " buckets round it up, max_batch_size cuts it or accumulation takes over. Middle:"
         " micro-batches that are accumulated into one update. Bottom: trainers that took part in"
-        f" the round. Both upper axes are logarithmic.{others_caption(run)}"
+        f" the round. Both upper axes are logarithmic.{figures.others_caption(run)}"
     )
     return Drawing("batches", "Batches and accumulation", figure, caption)
 
 
 @small_letters
 def merges(run: Run) -> Drawing | None:
-    """The tree of merges: who went into whom, with weights and barriers; None without several."""
-    rounds = curves.lines(run.events, "round")
-    merged, refused = (curves.lines(run.events, name) for name in ("merge", "refusal"))
-    by_trainer = curves.by_trainer(rounds)
+    """The tree of merges, with weights and barriers; None with a single trainer."""
+    rounds, merged = (curves.lines(run.events, name) for name in ("round", "merge"))
+    joined = merged + curves.lines(run.events, "refusal")
+    by_trainer, last = curves.by_trainer(rounds), max(e["round"] for e in rounds)
     if len(by_trainer) < 2:
         return None
-    named = (t for event in [*merged, *refused] for t in [event["into"], *event["members"]])
+    named = (t for event in joined for t in [event["into"], *event["members"]])
     order = _lanes(list(dict.fromkeys([*by_trainer, *named])), merged)
     lanes = {trainer: lane for lane, trainer in enumerate(order)}
     height = 1.3 + (0.32 if len(lanes) <= 16 else 0.18) * len(lanes)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = figure.subplots()
-    looks = trainer_looks(run)
-    for trainer, own in by_trainer.items():
-        for first, last, workers in _worker_stretches(own):
-            ax.plot(
-                [first - 1, last],
-                [lanes[trainer]] * 2,
-                color=looks[trainer][0]["color"],
-                lw=min(8, 0.8 + 0.9 * workers),
-                solid_capstyle="butt",
-            )
-    last = max(e["round"] for e in rounds)
-    at = sorted({0, *(e["round"] for e in [*merged, *refused])})
-    is_noted = min(np.diff(at), default=last) >= _ROOM * last
-    for event in [*merged, *refused]:
+    for trainer, (style, _) in figures.trainer_looks(run).items():
+        for workers, group in itertools.groupby(by_trainer[trainer], lambda e: e["workers"]):
+            x = [e["round"] for e in group]
+            line = {"color": style["color"], "lw": min(8, 0.8 + 0.9 * workers)}
+            ax.plot([x[0] - 1, x[-1]], [lanes[trainer]] * 2, solid_capstyle="butt", **line)
+    is_noted = (
+        min(np.diff(sorted({0, *(e["round"] for e in joined)})), default=last) >= _ROOM * last
+    )
+    for event in joined:
         _draw_merge(ax, event, lanes, is_noted=is_noted)
     left = [e for e in curves.lines(run.events, "fault") if e.get("kind") == "quarantine"]
-    left = [e for e in left if e["trainer"] in lanes]
-    if left:
+    if left := [e for e in left if e["trainer"] in lanes]:
         x, y = [e["round"] for e in left], [lanes[e["trainer"]] for e in left]
         ax.plot(x, y, "X", color="black", ms=9, label="quarantined")
     ax.set_yticks([*lanes.values()], [f"trainer {trainer}" for trainer in lanes])
     ax.set_ylim(len(lanes) - 0.4, -0.9)
-    ax.set_xlabel("round")
-    over_rounds(ax, last)
-    finish(ax)
+    _finish(figure, last)
     ax.grid(visible=False, axis="y")
-    legend(figure)
-    most = max(e["workers"] for e in rounds)
     caption = (
-        f"A line per trainer for the rounds it lived, thicker with more workers (at most {most})."
-        " At a merge the upright line joins its members; the dot is the one that goes on, the"
-        " crosses the ones that end."
+        "A line per trainer for the rounds it took part in, thicker with more workers (at most"
+        f" {max(e['workers'] for e in rounds)})."
+        " At a merge the vertical line joins its members: the dot is the trainer that goes on, the"
+        " crosses those that end; dashed, a merge refused because its barrier was too high. Beside"
+        " each member its weight in the average; below the dot the barrier, the loss after less"
+        " the weighted mean of the losses before (nats), on a fixed batch; for merges that are too"
+        " close only the table below has them. Quarantined trainers left the run, because their"
+        " updates were not finite."
     )
-    if not merged and not refused:
-        caption += " No merge came about in this run."
-    elif is_noted:
-        caption += (
-            " Beside each member its weight in the average; below the dot the barrier, the loss"
-            " after less the weighted mean of the losses before (nats), on a fixed batch."
-        )
-    else:
-        caption += " Weights and barriers are in the table of merges below."
-    if refused:
-        caption += " Dashed: a merge that was refused, because its barrier was too high."
-    if left:
-        caption += " Quarantined trainers left the run, because their updates were not finite."
+    caption += "" if joined else " This run merged nothing."
     return Drawing("merges", "The tree of merges", figure, caption)
 
 
@@ -155,47 +114,32 @@ def merges(run: Run) -> Drawing | None:
 def noise(run: Run) -> Drawing | None:
     """Noise, signal and value of the batch-size test; None where no test was made."""
     rounds = curves.lines(run.events, "round")
-    if all(e[name] is None for e in rounds for name in ("noise", "signal", "test_value")):
+    labels = {"noise": "noise tr Σ", "signal": "signal |G|²"}
+    labels |= {"test_value": "test value and\nnext batch (sequences)"}
+    if all(e[name] is None for e in rounds for name in labels):
         return None
     figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
-    noise_ax, signal_ax, value_ax = figure.subplots(3, 1, sharex=True)
-    panels = {"noise": noise_ax, "signal": signal_ax, "test_value": value_ax}
-    looks = trainer_looks(run)
-    for name, ax in panels.items():
+    looks = figures.trainer_looks(run)
+    for ax, name in zip(figure.subplots(3, 1, sharex=True), labels, strict=True):
         ax.set_yscale("log")
         positive = [e[name] for e in rounds if e[name] is not None and e[name] > 0]
         bottom = min(positive, default=1.0) / 2
         for trainer, own in curves.by_trainer(rounds).items():
             style, label = looks[trainer]
-            x = [e["round"] for e in own]
-            y = [e[name] if e[name] is not None and e[name] > 0 else math.nan for e in own]
-            ax.plot(x, y, markevery=look_every(len(x)), label=label or None, **style)
-            below = [e["round"] for e in own if e[name] is not None and e[name] <= 0]
-            ax.plot(
-                below,
-                [bottom] * len(below),
-                ls="",
-                marker="v",
-                mfc="none",
-                ms=7,
-                color=style["color"],
-                label="not positive" if below else None,
-            )
+            x, y = (np.array([e[key] for e in own], float) for key in ("round", name))
+            shown = np.where(y > 0, y, math.nan)
+            ax.plot(x, shown, markevery=look_every(len(x)), label=label or None, **style)
+            mark = {"marker": "v", "mfc": "none", "ms": 7, "color": style["color"]}
+            if (below := x[y <= 0]).size:
+                ax.plot(below, below * 0 + bottom, ls="", label="not positive", **mark)
             if name == "test_value":
                 following = [e["next_batch_size"] for e in own]
                 ax.plot(x, following, **style | {"marker": "", "linestyle": "--"})
         if positive:
-            plain_decades(ax, min(positive), max(positive))
-        _mark_merges(ax, run)
-        over_rounds(ax, max(e["round"] for e in rounds))
-        finish(ax)
-    noise_ax.set_ylabel("noise tr Σ")
-    signal_ax.set_ylabel("signal |G|²")
-    value_ax.set_ylabel("test value and\nnext batch (sequences)")
-    value_ax.plot([], [], color="0.4", ls="--", lw=1.3, label="next batch per worker")
-    value_ax.set_xlabel("round")
-    figure.align_ylabels()
-    legend(figure)
+            figures.plain_decades(ax, min(positive), max(positive))
+    ax.plot([], [], color="0.4", ls="--", label="next batch per worker")
+    marked = curves.lines(run.events, "merge")
+    _finish(figure, max(e["round"] for e in rounds), [*labels.values()], marked=marked)
     test = run.start.get("config", {}).get("batching", {}).get("test")
     caption = (
         "What the batch-size test"
@@ -204,82 +148,67 @@ def noise(run: Run) -> Drawing | None:
         " (squared norm of the mean gradient, unbiased, so it can come out negative: triangles at"
         " the lower edge), and the batch per worker that the test asks for, before rounding, limits"
         " and caps (solid; the next round's batch dashed). All axes are logarithmic."
-        f" A gap is a test that was skipped or not finite.{others_caption(run)}"
+        f" A gap is a test that was skipped or not finite.{figures.others_caption(run)}"
     )
     return Drawing("noise", "Noise, signal and test value", figure, caption)
 
 
 @small_letters
 def times(run: Run) -> Drawing:
-    """Seconds of each round, of them waiting for compilation, and what programs cost to compile."""
-    rounds = curves.stalls(run.events)
-    programs = curves.lines(run.events, "compile")
+    """Seconds of each round, its waits for compilation, and compile time by program."""
+    rounds, programs = curves.stalls(run.events), curves.lines(run.events, "compile")
     longest = sorted(programs, key=lambda e: -e["seconds"])[:_MAX_PROGRAMS]
     shown = [e for e in programs if e in longest][:_MAX_PROGRAMS]
-    height = 2.6 + (0.5 + 0.22 * len(shown) if shown else 0)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    if shown:
-        ratios = (2.0, 0.4 + 0.22 * len(shown))
-        round_ax, program_ax = figure.subplots(2, 1, height_ratios=ratios)
-        _draw_programs(program_ax, shown)
-    else:
-        round_ax = figure.subplots()
+    heights = [2.0, 0.4 + 0.22 * len(shown)][: 2 if shown else 1]
+    figure = Figure(figsize=(WIDTH, 0.5 + sum(heights) + 0.1 * len(heights)), layout="constrained")
+    [round_ax, *rest] = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
     numbers = sorted(rounds)
     edges = np.array([numbers[0] - 1, *numbers]) + 0.5
-    step = np.array([rounds[number][0] for number in numbers])
-    stall = np.minimum(step, [rounds[number][1] for number in numbers])
+    step, stall = np.array([rounds[number] for number in numbers]).T
+    stall = np.minimum(step, stall)
     round_ax.stairs(step, edges, fill=True, color="#9CC9E3", label="round")
-    round_ax.stairs(
-        stall,
-        edges,
-        fill=True,
-        facecolor=_ORANGE,
-        edgecolor="black",
-        hatch="////",
-        lw=0,
-        label="of it, waiting for compilation",
-    )
+    hatched = {"facecolor": _ORANGE, "edgecolor": "black", "hatch": "////", "lw": 0}
+    round_ax.stairs(stall, edges, fill=True, label="of it, waiting for compilation", **hatched)
     round_ax.set_xlabel("round")
     round_ax.set_ylabel("wall-clock time (s)")
     round_ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     round_ax.set_xlim(edges[0], edges[-1])
     round_ax.set_ylim(0, None)
     finish(round_ax)
+    for ax in rest:
+        _draw_programs(ax, shown)
     legend(figure)
     caption = (
-        f"Top: measured seconds of each round, {step.sum():.4g} s in all, of which"
-        f" {stall.sum():.4g} s went by waiting for compilation. Evaluations and checkpoints"
-        " are not in it."
+        f"{'Top: measured' if shown else 'Measured'} seconds of each round, {step.sum():.4g} s in"
+        f" all, of which {stall.sum():.4g} s went by waiting for compilation. Evaluations and"
+        " checkpoints are not in it."
     )
     if shown:
         caption += (
             " Bottom: seconds to compile or load each program, in the order in which they were"
             " ready; programs compiled in the background delay a round only where it waits."
         )
-        if len(shown) < len(programs):
-            caption += f" The {len(shown)} slowest of {len(programs)} programs."
-    else:
-        caption = caption.removeprefix("Top: ").capitalize()
+    if len(shown) < len(programs):
+        caption += f" The {len(shown)} slowest of {len(programs)} programs."
     return Drawing("time", "Time and compilation", figure, caption)
 
 
 def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
-    for where, color in (("foreground", "#D55E00"), ("background", "#56B4E9")):
-        for cache, words in (("miss", "compiled"), ("hit", "from the cache")):
-            own = [i for i, e in enumerate(programs) if (e["where"], e["cache"]) == (where, cache)]
-            is_hit = cache == "hit"
-            ax.barh(
-                own,
-                [programs[i]["seconds"] for i in own],
-                0.7,
-                facecolor="white" if is_hit else color,
-                edgecolor=color,
-                hatch={"foreground": "////", "background": "...."}[where] if is_hit else None,
-                label=f"{words}, {where}" if own else None,
-            )
-    labels = ax.set_yticks(range(len(programs)), [printable(e["key"]) for e in programs])
-    for tick in labels:
-        tick.label1.set_parse_math(False)
+    for place, e in enumerate(programs):
+        is_hit, is_behind = e["cache"] == "hit", e["where"] == "background"
+        color, hatch = ("#56B4E9", "....") if is_behind else ("#D55E00", "////")
+        ax.barh(
+            place,
+            e["seconds"],
+            0.7,
+            facecolor="white" if is_hit else color,
+            edgecolor=color,
+            hatch=hatch if is_hit else None,
+            label=f"{'from the cache' if is_hit else 'compiled'}, {e['where']}",
+        )
+    ax.set_yticks(
+        range(len(programs)), [figures.printable(e["key"]) for e in programs], parse_math=False
+    )
     ax.set_ylim(len(programs) - 0.4, -0.6)
     ax.set_xlabel("time to compile or load (s)")
     finish(ax)
@@ -288,34 +217,28 @@ def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
 
 @small_letters
 def memory(run: Run) -> Drawing | None:
-    """The most memory held so far, by round; None where nobody measured it."""
-    by_round = {e["round"]: e for e in curves.lines(run.events, "memory")}
-    measured = list(by_round.values())
+    """The most memory held so far, by round; None where it was not measured."""
+    measured = [*{e["round"]: e for e in curves.lines(run.events, "memory")}.values()]
     if not measured:
         return None
-    host = [e["host_peak_bytes"] for e in measured]
+    x = [e["round"] for e in measured]
+    host = np.array([e["host_peak_bytes"] for e in measured], float)
     device = [max((d for d in e["device_peak_bytes"] if d), default=math.nan) for e in measured]
-    program = summary.peaks(run.events)["program_bytes"]
+    program = summary.totals(run.events)["program_bytes"]
     highest = np.nanmax([*host, *device, program or 0])
     unit, name = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
     ax = figure.subplots()
-    x = [e["round"] for e in measured]
-    # A process that goes on with a run starts to count again, so these are points, not a sum.
-    every = {"markevery": look_every(len(x)), "lw": 1.3, "ms": 5}
-    ax.plot(x, np.array(host) / unit, color=_BLUE, marker="o", label="host process", **every)
+    # A resumed run's process starts to count again, so these are points, not a sum.
+    every = {"markevery": look_every(len(x)), "ms": 5}
+    ax.plot(x, host / unit, color=_BLUE, marker="o", label="host process", **every)
     if not np.isnan(device).all():
-        ax.plot(
-            x, np.array(device) / unit, color="#D55E00", marker="s", label="fullest device", **every
-        )
+        device = np.array(device) / unit
+        ax.plot(x, device, color="#D55E00", marker="s", label="fullest device", **every)
     if program:
-        ax.axhline(program / unit, color="black", ls="--", lw=1.3, label="largest program's need")
-    over_rounds(ax, max(x) or 1)
+        ax.axhline(program / unit, color="black", ls="--", label="largest program's need")
     ax.set_ylim(0, 1.08 * highest / unit)
-    ax.set_xlabel("round")
-    ax.set_ylabel(f"memory ({name})")
-    finish(ax)
-    legend(figure)
+    _finish(figure, max(x) or 1, [f"memory ({name})"])
     caption = (
         "The most memory that the process has held up to each evaluation: on the host, and on the"
         " fullest device where the backend counts (a CPU's memory is the host's)."
@@ -327,14 +250,33 @@ def memory(run: Run) -> Drawing | None:
     return Drawing("memory", "Memory", figure, caption)
 
 
+def _finish(
+    figure: Figure, num_rounds: int, labels: Sequence[str] = (), marked: Sequence[dict] = ()
+) -> None:
+    """Round axes, y labels, marks of merges, and the legend."""
+    for ax in figure.axes:
+        for number, event in enumerate(marked):
+            style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
+            ax.axvline(event["round"], label=None if number else "merge", **style)
+        figures.over_rounds(ax, num_rounds)
+        finish(ax)
+    for ax, label in zip(figure.axes, labels, strict=False):
+        ax.set_ylabel(label)
+    figure.axes[-1].set_xlabel("round")
+    figure.align_ylabels()
+    legend(figure)
+
+
 def _steps(ax: Axes, own: Sequence[dict], values: Sequence[float], **style) -> None:
-    """A value that holds during each round, from the end of the round before to its own end."""
+    """A value that is constant within each round."""
     x = [own[0]["round"] - 1, *(e["round"] for e in own)]
     every = look_every(len(x))
     ax.plot(x, [*values, values[-1]], drawstyle="steps-post", markevery=every, **style)
 
 
-def _powers_of_two(ax: Axes, values: Sequence[int]) -> None:
+def _powers_of_two(ax: Axes) -> None:
+    """A logarithmic y axis around what is drawn."""
+    values = np.concatenate([line.get_ydata() for line in ax.lines])
     ax.set_yscale("log", base=2)
     lowest, highest = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     ax.set_ylim(0.8 * 2**lowest, 1.25 * 2 ** max(highest, lowest + 1))
@@ -343,14 +285,8 @@ def _powers_of_two(ax: Axes, values: Sequence[int]) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _mark_merges(ax: Axes, run: Run) -> None:
-    style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
-    for number, event in enumerate(curves.lines(run.events, "merge")):
-        ax.axvline(event["round"], label=None if number else "merge", **style)
-
-
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """An order in which no upright line of a merge crosses a trainer that is still alive."""
+    """An order in which no vertical line of a merge crosses a trainer that is still alive."""
     absorbed: dict[int, list[int]] = {}
     for event in merged:
         members = [member for member in event["members"] if member != event["into"]]
@@ -361,23 +297,11 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     while waiting:  # each followed by those it absorbed, the earliest first
         order.append(waiting.pop())
         waiting += reversed(absorbed.pop(order[-1], []))
-    return list(dict.fromkeys([*order, *trainers]))  # merges in a ring: no run's, but a file's
-
-
-def _worker_stretches(own: Sequence[dict]) -> list[tuple[int, int, int]]:
-    """First round, last round and number of workers of each stretch with one number of them."""
-    stretches: list[tuple[int, int, int]] = []
-    for e in own:
-        if stretches and stretches[-1][2] == e["workers"]:
-            stretches[-1] = (stretches[-1][0], e["round"], e["workers"])
-        else:
-            stretches.append((e["round"], e["round"], e["workers"]))
-    return stretches
+    return list(dict.fromkeys([*order, *trainers]))  # no run merges in a ring, a file may
 
 
 def _draw_merge(ax: Axes, event: dict, lanes: dict[int, int], *, is_noted: bool) -> None:
-    is_refused = event["event"] == "refusal"
-    at, into = event["round"], event["into"]
+    at, into, is_refused = event["round"], event["into"], event["event"] == "refusal"
     rows = [lanes[member] for member in event["members"]]
     ax.plot([at, at], [min(rows), max(rows)], color="black", lw=1.2, ls="--" if is_refused else "-")
     if not is_refused:
