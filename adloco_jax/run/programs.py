@@ -1,4 +1,4 @@
-"""The compiled programs of a run: which there are, where their arrays live, what they cost.
+"""The compiled programs of a run: which there are, and where their arrays live.
 
 Each is `jax.jit` of public functions of the core, compiled ahead of its first call and kept by its
 key. A round calls `start`, then `steps`, several times where gradients are accumulated, then
@@ -7,15 +7,12 @@ How many steps are accumulated is data, and makes no program of its own.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
-import resource
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +32,6 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.streaming import flush_workers, fragment_steps, take_fragment
 from adloco_jax.core.types import Ensemble, LossFn, Workers, block_size, init
-from adloco_jax.errors import ResourceError
 from adloco_jax.run.sharding import Placement, place
 
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
@@ -392,16 +388,6 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, Key, Placement], Program]] = {
     "stats": _stats,
     "loss": _loss,
 }
-# What of the ensemble each takes as an argument; the rest stays on the device beside it.
-_TAKES: Mapping[Kind, tuple[str, ...]] = {
-    "start": ("params_M",),
-    "steps": ("inner_state_R", "params_R"),
-    "outer": ("params_M", "outer_state_M"),
-    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R"),
-    "flush": ("params_M", "outer_state_M", "params_R"),
-    "stats": ("params_M",),
-    "loss": (),
-}
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
@@ -469,118 +455,6 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
         raise RuntimeError(f"{jax.default_backend()}: its compiler gives no memory analysis")
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
-
-
-def peak_bytes(programs: Programs, key: Key, owners: tuple[int, ...]) -> int:
-    """Bytes a device holds while a program runs, with what it does not take of the ensemble."""
-    state = ensemble_spec(programs.spec, owners, placement(programs.spec, Key("stats", owners)))
-    taken = dict.fromkeys(_TAKES[key.kind])
-    return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
-
-
-def device_bytes() -> int:
-    """Memory of one device; of a CPU the machine's RAM, shared by its emulated devices."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is not None:
-        return limit
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-
-
-def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float) -> int:
-    """How many devices must share a worker's parameters for what a round keeps to fit.
-
-    Args:
-      spec: Its own `model_shards` is not looked at.
-      owners: Trainer position of each worker at the start; merges only need less.
-      memory_frac: Share of a device's memory to plan with.
-
-    Returns:
-      The smallest divisor of the number of devices with which the ensemble, the workers' parameters
-      and their gradients fit, activations not counted; all devices if none is enough.
-    """
-    budget = int(memory_frac * device_bytes())
-    count = len(jax.devices())
-    key = Key("steps", owners, accumulates=True)
-    for shards in (n for n in range(1, count + 1) if count % n == 0):
-        tried = dataclasses.replace(spec, model_shards=shards)
-        at = placement(tried, key)
-        workers = workers_spec(tried, key, at).replace(inner_state_R=None)
-        if tried.own_params:
-            workers = workers.replace(params_R=None)
-        if _bytes_here((ensemble_spec(tried, owners, at), workers)) <= budget:
-            return shards
-    return count
-
-
-def _bytes_here(shapes: PyTree) -> int:
-    """Bytes of one device's share of arrays, known by shape and sharding."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(shapes)
-    )
-
-
-def measured_peaks() -> dict[str, int | list[int | None]]:
-    """The most memory this process has held so far: on the host, and on each device, in bytes.
-
-    A device is null where its backend does not count, as a CPU, whose memory is the host's.
-    """
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "device_peak_bytes": [
-            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
-        ],
-    }
-
-
-def find_max_batch(
-    programs: Programs,
-    owners: tuple[int, ...],
-    *,
-    keys_of: Callable[[int], Iterable[Key]],
-    sizes: Sequence[int],
-    memory_frac: float,
-) -> int:
-    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
-
-    Memory grows linearly with the micro-batch, so two compiled sizes predict which one fits; that
-    one is then compiled and looked at.
-
-    Args:
-      programs: Those compiled here are kept for the run.
-      owners: Trainer position of each worker at the start; merges only need less.
-      keys_of: The programs that a run with a micro-batch of some size needs.
-      sizes: To choose from, ascending; the first is the initial batch.
-      memory_frac: Share of a device's memory to plan with.
-
-    Returns:
-      One of the sizes.
-
-    Raises:
-      ResourceError: If not even the smallest size fits; says how much it needs.
-    """
-    budget = int(memory_frac * device_bytes())
-
-    def peak(size, kinds=None):
-        keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]
-        return max(peak_bytes(programs, key, owners) for key in keys)
-
-    heavy = ("steps", "fragment")
-    measured = {n: peak(n, heavy) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
-    (small, least), (large, more) = min(measured.items()), max(measured.items())
-    per_sequence = (more - least) / max(large - small, 1)
-    fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
-    for size in reversed(fitting):
-        if peak(size) <= budget:
-            return size
-    raise ResourceError(
-        f"batching.initial_batch_size={sizes[0]}: {len(owners)} workers of {max(owners) + 1}"
-        f" trainers need {peak(sizes[0])} bytes on a device, have {budget}"
-        f" (batching.memory_frac={memory_frac} of {device_bytes()}); use fewer workers, a smaller"
-        " batch or model, or model.remat"
-    )
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

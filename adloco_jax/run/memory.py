@@ -1,0 +1,146 @@
+"""Device memory: what programs need, how much there is, which micro-batch and sharding fit."""
+
+import dataclasses
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+from jaxtyping import PyTree
+
+from adloco_jax.errors import ResourceError
+from adloco_jax.run.programs import (
+    Key,
+    Kind,
+    Programs,
+    Spec,
+    ensemble_spec,
+    needed_bytes,
+    placement,
+    workers_spec,
+)
+
+# What of the ensemble each takes as an argument; the rest stays on the device beside it.
+_TAKES: Mapping[Kind, tuple[str, ...]] = {
+    "start": ("params_M",),
+    "steps": ("inner_state_R", "params_R"),
+    "outer": ("params_M", "outer_state_M"),
+    "fragment": ("params_M", "outer_state_M", "inner_state_R", "params_R"),
+    "flush": ("params_M", "outer_state_M", "params_R"),
+    "stats": ("params_M",),
+    "loss": (),
+}
+
+
+def peak_bytes(programs: Programs, key: Key, owners: tuple[int, ...]) -> int:
+    """Bytes a device holds while a program runs, with what it does not take of the ensemble."""
+    state = ensemble_spec(programs.spec, owners, placement(programs.spec, Key("stats", owners)))
+    taken = dict.fromkeys(_TAKES[key.kind])
+    return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
+
+
+def device_bytes() -> int:
+    """Memory of one device; of a CPU the machine's RAM, shared by its emulated devices."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float) -> int:
+    """How many devices must share a worker's parameters for what a round keeps to fit.
+
+    Args:
+      spec: Its own `model_shards` is not looked at.
+      owners: Trainer position of each worker at the start; merges only need less.
+      memory_frac: Share of a device's memory to plan with.
+
+    Returns:
+      The smallest divisor of the number of devices with which the ensemble, the workers' parameters
+      and their gradients fit, activations not counted; all devices if none is enough.
+    """
+    budget = int(memory_frac * device_bytes())
+    count = len(jax.devices())
+    key = Key("steps", owners, accumulates=True)
+    for shards in (n for n in range(1, count + 1) if count % n == 0):
+        tried = dataclasses.replace(spec, model_shards=shards)
+        at = placement(tried, key)
+        workers = workers_spec(tried, key, at).replace(inner_state_R=None)
+        if tried.own_params:
+            workers = workers.replace(params_R=None)
+        if _bytes_here((ensemble_spec(tried, owners, at), workers)) <= budget:
+            return shards
+    return count
+
+
+def _bytes_here(shapes: PyTree) -> int:
+    """Bytes of one device's share of arrays, known by shape and sharding."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def measured_peaks() -> dict[str, int | list[int | None]]:
+    """The most memory this process has held so far: on the host, and on each device, in bytes.
+
+    A device is null where its backend does not count, as a CPU, whose memory is the host's.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "device_peak_bytes": [
+            (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+        ],
+    }
+
+
+def find_max_batch(
+    programs: Programs,
+    owners: tuple[int, ...],
+    *,
+    keys_of: Callable[[int], Iterable[Key]],
+    sizes: Sequence[int],
+    memory_frac: float,
+) -> int:
+    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
+
+    Memory grows linearly with the micro-batch, so two compiled sizes predict which one fits; that
+    one is then compiled and looked at.
+
+    Args:
+      programs: Those compiled here are kept for the run.
+      owners: Trainer position of each worker at the start; merges only need less.
+      keys_of: The programs that a run with a micro-batch of some size needs.
+      sizes: To choose from, ascending; the first is the initial batch.
+      memory_frac: Share of a device's memory to plan with.
+
+    Returns:
+      One of the sizes.
+
+    Raises:
+      ResourceError: If not even the smallest size fits; says how much it needs.
+    """
+    budget = int(memory_frac * device_bytes())
+
+    def peak(size, kinds=None):
+        keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]
+        return max(peak_bytes(programs, key, owners) for key in keys)
+
+    heavy = ("steps", "fragment")
+    measured = {n: peak(n, heavy) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
+    (small, least), (large, more) = min(measured.items()), max(measured.items())
+    per_sequence = (more - least) / max(large - small, 1)
+    fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
+    for size in reversed(fitting):
+        if peak(size) <= budget:
+            return size
+    raise ResourceError(
+        f"batching.initial_batch_size={sizes[0]}: {len(owners)} workers of {max(owners) + 1}"
+        f" trainers need {peak(sizes[0])} bytes on a device, have {budget}"
+        f" (batching.memory_frac={memory_frac} of {device_bytes()}); use fewer workers, a smaller"
+        " batch or model, or model.remat"
+    )
