@@ -541,7 +541,7 @@ def p3(bench: Bench) -> Iterator[Trial]:
         with bench.together(workdir, ADLOCO_CRASH_AT=point) as group:
             code = group.process.wait(timeout=300)
         restarts = sum("start again" in line for _, line in group.said)
-        passed = code == 5 and restarts == 3 and "given up after 3 restarts" in group.text
+        passed = code == 5 and restarts == 3 and "gave up after 3 restarts" in group.text
         yield passed, f"SIGKILL at {point}: exit {code}, {restarts} restarts"
 
 

@@ -213,7 +213,7 @@ def test_restarts_without_progress_end_with_the_cause(group, tmp_path):
     *restarts, last = err.splitlines()
     assert [f"restart {n} of 3" in line for n, line in enumerate(restarts, 1)] == [True] * 3
     assert last == (
-        "process 1 of 2 ended with exit code 9; given up after 3 restarts without progress"
+        "process 1 of 2 ended with exit code 9; gave up after 3 restarts without progress"
     )
     ports = (tmp_path / "run" / "starts-0").read_text().splitlines()
     assert len(ports) == len(set(ports)) == 4  # each start has one of its own
@@ -224,7 +224,7 @@ def test_a_signal_as_the_last_cause_is_out_of_resources(group, tmp_path):
     code, err, _ = group("me or kill_me(signal.SIGKILL); time.sleep(60)", max_restarts=0)
     assert code == 5
     assert err == (
-        "process 0 of 2 was killed by SIGKILL; given up after 0 restarts without progress\n"
+        "process 0 of 2 was killed by SIGKILL; gave up after 0 restarts without progress\n"
     )
     assert num_starts(tmp_path) == 1
 
@@ -258,7 +258,7 @@ def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
         """,
         max_restarts=1,
     )
-    assert code == 5 and "given up after 1 restarts" in err
+    assert code == 5 and "gave up after 1 restarts" in err
     assert num_starts(tmp_path) == 4
 
 

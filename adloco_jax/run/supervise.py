@@ -100,7 +100,7 @@ def supervise(
                 fruitless = 0
             reached, smallest = max(newest, reached), noted
             if fruitless == max_restarts:
-                what = f"{end.what}; given up after {fruitless} restarts without progress"
+                what = f"{end.what}; gave up after {fruitless} restarts without progress"
                 end = dataclasses.replace(end, what=what)
                 break
             fruitless += 1
