@@ -259,6 +259,8 @@ STUCK = """
 import time
 from adloco_jax import main
 from adloco_jax.run.engine import LocalEngine
+from adloco_jax.run.programs import Programs
+Programs.prefetch = lambda *_: None  # no thread may run while the others' frames are read
 LocalEngine.outer_step = lambda *_: time.sleep(600)
 main.command()
 """
