@@ -76,12 +76,10 @@ def supervise(
     """
     workdir = Path(workdir)
     reached, smallest, fruitless = _newest_round(workdir), memory_notes.least(workdir), 0
-    ports: set[int] = set()
     with _stop_signals() as stops:
         while True:
-            ports.add(port := _free_port(ports))
             group: list[_Process] = []
-            place = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
+            place = [f"--coordinator=127.0.0.1:{_free_port()}", f"--num_processes={num_processes}"]
             try:
                 for number in range(num_processes):
                     words = [*command, *place, f"--process_id={number}"]
@@ -123,14 +121,11 @@ def _newest_round(workdir: Path) -> int:
     return max((int(n) for n in names if n.isdecimal() and n == str(int(n))), default=-1)
 
 
-def _free_port(used: set[int]) -> int:
-    """A free port other than those; another program may take it before it is used."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in used:
-            return port
+def _free_port() -> int:
+    """A free port; if another program takes it before it is used, the group starts again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
