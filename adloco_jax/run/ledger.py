@@ -242,7 +242,8 @@ def rebuild(
         return None
     lines = [line for line in lines if _stays(line, end, round_index)]
     kept = b"".join(line.text.rstrip(b"\n") + b"\n" for line in lines)
-    found = {line.event["round"] for line in lines if line.event["event"] == "round"}
+    events = [line.event for line in lines if line.event]
+    found = {event["round"] for event in events if event["event"] == "round"}
     known = [each["bytes"] for each in (position, *earlier) if _holds(content, each)]
     gap = {
         "event": "gap",

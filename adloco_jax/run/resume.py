@@ -277,7 +277,7 @@ def recorded_settings(workdir: Path) -> Settings:
         for key, value in _read(path).items()
         if key in KNOBS and value is not None  # null is what an unset default resolves to
     }
-    config = flatten_dict(default_config().to_dict(), sep=".") | known
+    config = _flat(default_config().to_dict()) | known
     try:
         return validate(unflatten_dict(config, sep="."))
     except ConfigError as error:
@@ -321,12 +321,16 @@ def _class(key: str, settings: Settings) -> Change:
 
 def flat_settings(settings: Settings) -> dict[str, object]:
     """Every setting by its key, as JSON returns it: tuples are lists."""
-    return flatten_dict(json.loads(json.dumps(dataclasses.asdict(settings))), sep=".")
+    return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
+
+
+def _flat(config: dict) -> dict[str, object]:
+    return dict(flatten_dict(config, sep="."))
 
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        return flatten_dict(dict(checkpoint.read_json(path)["config"]), sep=".")
+        return _flat(dict(checkpoint.read_json(path)["config"]))
     except (Damaged, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
