@@ -57,7 +57,7 @@ class Ledger:
         self._on_write = on_write
         content = _content(self._path)
         rest = content[content.rfind(b"\n") + 1 :]  # of a last line without a newline
-        with _write_errors(self._path):
+        with write_errors(self._path):
             self._file = open(path, "ab", buffering=0)
             if rest and _parse(rest) is None:
                 self._file.truncate(len(content) - len(rest))
@@ -86,7 +86,7 @@ class Ledger:
         line |= {name: _plain(value, where=f"{event}.{name}") for name, value in fields.items()}
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
-            with _write_errors(self._path):
+            with write_errors(self._path):
                 hit("ledger.write")
                 rest = memoryview(text)
                 while rest:  # a full disk takes a part first, and then raises
@@ -98,7 +98,7 @@ class Ledger:
 
     def position(self) -> dict:
         """Size and hash of the file, synced to disk: what `cut` needs to return to this place."""
-        with self._lock, _write_errors(self._path):
+        with self._lock, write_errors(self._path):
             os.fsync(self._file.fileno())
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
 
@@ -308,7 +308,7 @@ def _content(path: Path) -> bytes:
 def _replace(path: Path, content: bytes) -> None:
     """Replaces the file as a whole."""
     replacement = path.with_name(".ledger.jsonl")
-    with _write_errors(path):
+    with write_errors(path):
         hit("ledger.cut")
         with open(replacement, "wb") as file:
             file.write(content)
@@ -337,7 +337,8 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
 
 
 @contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
+    """Turns an error of writing to `path` into a `ResourceError` that names it."""
     try:
         yield
     except OSError as error:

@@ -20,6 +20,7 @@ import jax
 
 from adloco_jax import errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.run.ledger import write_errors
 
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # the slowest load or save; heartbeats notice a dead process
 _END_MS = 10 * 1000  # for which a process that ends waits for the others to do so
@@ -245,11 +246,9 @@ def require_shared(folder: Path) -> None:
     mark = folder / f".seen-{from_first(os.urandom(8).hex())}"
 
     def make() -> None:
-        try:
-            if is_first():
+        if is_first():
+            with write_errors(folder):
                 mark.touch()
-        except OSError as error:
-            raise ResourceError(f"{folder}: cannot be written ({error.strerror})") from error
 
     def look() -> None:
         if not mark.exists():

@@ -25,7 +25,7 @@ from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import finish, read, rebuild
+from adloco_jax.run.ledger import finish, read, rebuild, write_errors
 from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
 from adloco_jax.settings import Settings
 
@@ -69,16 +69,16 @@ _CLASSES: dict[str, Change] = {
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Refuses a folder that cannot be a run's.
+    """Refuses a folder that cannot hold a run.
 
     Raises:
-      ConfigError: Saying why, and what to do.
+      ConfigError: Says why, and what to do.
     """
     folder = Path(workdir)
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it is made later, or what is in the way is named below
+        pass  # it is made later, or the file in its place is named below
     except (OSError, ValueError) as error:  # a name too long, with NUL in it, a loop of links
         raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -218,7 +218,7 @@ def _rebuild_ledger(folder: Path) -> str | None:
 
 
 def change_class(key: str) -> Change:
-    """What a change of a config key means: the key's own class, else its group's.
+    """The class of changes of a config key: its own, else its group's.
 
     Raises:
       KeyError: If neither has one.
@@ -227,15 +227,15 @@ def change_class(key: str) -> Change:
 
 
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
-    """Compares a run's config with the one its folder was made with, if it was.
+    """Compares the settings of a run to be resumed with those recorded in its folder.
 
     Args:
-      workdir: The run's folder.
-      settings: Those of the run that is about to go on.
-      accept: Whether changes that alter the run from here on are meant.
+      workdir: The run's folder; nothing is compared if it holds no run.
+      settings: Of the run to be resumed.
+      accept: Whether changes that alter the rest of the run are accepted.
 
     Raises:
-      ConfigError: Listing what has changed, if it may not or not without `accept`.
+      ConfigError: Listing the changes that are refused, or that need `accept`.
       CheckpointError: If the recorded config cannot be read.
     """
     path = workdir / "config.json"
@@ -294,26 +294,24 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     Raises:
       ResourceError: If it cannot be written.
     """
-    path = workdir / "config.json"
-    try:
+    path, replacement = workdir / "config.json", workdir / ".config.json"
+    with write_errors(path):
         hit("config.write")
-        with open(workdir / ".config.json", "w", encoding="utf-8") as file:
+        with open(replacement, "w", encoding="utf-8") as file:
             json.dump({"config": dataclasses.asdict(settings), **more}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         hit("config.written")
-        os.replace(workdir / ".config.json", path)
-    except OSError as error:
-        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from error
+        os.replace(replacement, path)
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the rounds, or tokens, to come; and where rounds leave
-    # worker updates unsynchronised, the run's last one has synchronised them.
+    # A decaying schedule is stretched over the remaining rounds or tokens; and if rounds leave
+    # worker updates unsynchronised, the run's last round has synchronised them.
     lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
-    # Of a stream, so many documents are held out that there are rows enough: the guard's change.
+    # It decides how many documents of a stream are held out, which changes the guard's rows.
     if key == "eval.num_sequences" and settings.data.source == "hf":
         return "accepted"
     return change_class(key)
