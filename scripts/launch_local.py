@@ -1,11 +1,12 @@
-"""Runs one training run as several processes on this machine, and starts them again if they fail.
+"""Runs one training run as several processes on this machine, and restarts them if they fail.
 
     python scripts/launch_local.py --processes 2 [--devices-per-process 4] [--watchdog-s 600] \
         [--max-restarts 3] -- --config configs/quickstart.py --workdir runs/two
 
-What stands after `--` is as for `python -m adloco_jax.main`, and must name a workdir: it is how a
-restarted group finds its checkpoints. Stopped, the same command goes on. The processes compute on
-the CPU, unless JAX_PLATFORMS says otherwise: one process alone uses all GPUs of a machine.
+The arguments after `--` are those of `python -m adloco_jax.main`, and must name a workdir, in which
+a restarted group finds its checkpoints. After a stop, the same command resumes the run. The
+processes compute on the CPU, unless JAX_PLATFORMS says otherwise: one process alone uses all GPUs
+of a machine.
 """
 
 import argparse
@@ -22,7 +23,7 @@ _OURS = ("--coordinator", "--num_processes", "--process_id", "--distributed")
 
 
 def main() -> int:
-    """Starts the processes, and returns when the run has come to its end."""
+    """Launches the processes, and returns when the run has ended."""
     words, rest = sys.argv[1:], []
     if "--" in words:
         words, rest = words[: words.index("--")], words[words.index("--") + 1 :]
@@ -68,10 +69,10 @@ def main() -> int:
 
 
 def workdir_of(words: Sequence[str]) -> Path:
-    """The run's folder, as the command line of a run names it.
+    """The run's folder that its command line names.
 
     Raises:
-      ConfigError: If it names none, or has options that are given here.
+      ConfigError: If it names none, or has options that the launcher sets.
     """
     workdir = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
@@ -89,7 +90,7 @@ def workdir_of(words: Sequence[str]) -> Path:
 
 
 def environment(present: Mapping[str, str], devices_per_process: int | None) -> dict[str, str]:
-    """The processes' environment, with emulated devices where a number is given."""
+    """The environment of the processes, with emulated devices if a number is given."""
     on_cpu = {"JAX_PLATFORMS": "cpu"} | dict(present)
     if devices_per_process is None:
         return on_cpu

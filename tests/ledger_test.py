@@ -1,4 +1,4 @@
-"""The ledger: plain numbers on whole lines, and readers that survive a killed writer."""
+"""The ledger: plain numbers on complete lines, and readers that survive a killed writer."""
 
 from pathlib import Path
 
@@ -11,88 +11,68 @@ from adloco_jax.errors import DataError
 from adloco_jax.run.ledger import Ledger, deterministic_lines, read
 
 
-def test_a_line_is_its_fields_in_the_order_given_after_the_event(tmp_path):
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        ledger.write("round", round=1, trainer=0, loss=2.5, reason="grew", done=True, syncs=None)
-    assert (tmp_path / "ledger.jsonl").read_text() == (
-        '{"event": "round", "round": 1, "trainer": 0, "loss": 2.5, "reason": "grew", '
-        '"done": true, "syncs": null}\n'
-    )
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
 
 
-def test_an_event_can_be_read_before_the_ledger_is_closed_and_reopening_appends(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
-    ledger.write("start")
-    assert read(path) == [{"event": "start"}]
+def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
+    written = []
+    ledger = Ledger(path, lambda line: written.append((line, read(path)[-1])))
+    ledger.write("round", round=1, loss=np.float32(2.5), noise=float("nan"), done=True)
+    line = '{"event": "round", "round": 1, "loss": 2.5, "noise": null, "done": true}\n'
+    assert path.read_text() == line  # before it is closed
+    assert written == [(read(path)[0], read(path)[0])]  # on disk when observers get it
     ledger.close()
     with Ledger(path) as again:
         again.write("end")
-    assert read(path) == [{"event": "start"}, {"event": "end"}]
+    assert path.read_text() == line + '{"event": "end"}\n'
 
 
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
-        (np.float32(0.5), 0.5),
         (np.float64(0.1), 0.1),
         (np.int64(2**40), 2**40),
         (np.bool_(True), True),
-        (jnp.float32(1.5), 1.5),
         (jnp.bfloat16(0.75), 0.75),
         (jnp.asarray([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
-        ((1, np.int32(2)), [1, 2]),
-        ({0: jnp.int32(3), np.int64(2): [1]}, {"0": 3, "2": [1]}),
-        (float("nan"), None),
+        ({0: jnp.int32(3), "a": (1, np.int32(2))}, {"0": 3, "a": [1, 2]}),
         (np.float32("inf"), None),
         (jnp.float32("-inf"), None),
         ([1.0, [float("inf"), {"x": np.float64("nan")}]], [1.0, [None, {"x": None}]]),
         (np.asarray([1.0, np.nan]), [1.0, None]),
-        ("naïve \ud800", "naïve \ud800"),  # a surrogate, as argv has for a byte outside UTF-8
+        ("naïve NaN \ud800", "naïve NaN \ud800"),  # argv has a surrogate for a byte outside UTF-8
     ],
 )
-def test_values_become_plain_json_and_what_is_not_finite_null(tmp_path, value, plain):
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+def test_values_become_plain_json_and_what_is_not_finite_null(path, value, plain):
+    with Ledger(path) as ledger:
         ledger.write("round", value=value)
-    [event] = read(tmp_path / "ledger.jsonl")
+    [event] = read(path)
     assert event["value"] == plain
     assert type(event["value"]) is type(plain)
 
 
 @pytest.mark.parametrize(
     "value",
-    [
-        object(),
-        Path("runs"),
-        {1, 2},
-        b"bytes",
-        1 + 2j,
-        np.datetime64("2025-01-01"),
-        jax.random.key(0),
-        {(0, 1): 2},
-        [{"deep": object()}],
-    ],
+    [object(), {1, 2}, b"bytes", 1 + 2j, np.datetime64("2025-01-01"), jax.random.key(0)]
+    + [{(0, 1): 2}, [{"deep": object()}]],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_without_a_plain_form_raises_and_leaves_no_line(tmp_path, value):
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+def test_a_value_without_a_plain_form_raises_and_leaves_no_line(path, value):
+    with Ledger(path) as ledger:
         with pytest.raises(TypeError):
             ledger.write("round", fine=1, value=value)
-    assert read(tmp_path / "ledger.jsonl") == []
-
-
-def test_the_error_for_a_value_names_its_field(tmp_path):
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
         with pytest.raises(TypeError, match=r"merge\.members.*Path"):
             ledger.write("merge", members=[Path("runs")])
+    assert read(path) == []
 
 
 LINES = b'{"event": "start", "seed": 1}\n{"event": "round", "loss": 2.5}\n'
 
 
 @pytest.mark.parametrize("cut", range(LINES.index(b"\n") + 1, len(LINES)))
-def test_a_last_line_cut_anywhere_is_dropped_and_mended(tmp_path, cut):
-    path = tmp_path / "ledger.jsonl"
+def test_a_last_line_cut_anywhere_is_dropped_and_repaired(path, cut):
     path.write_bytes(LINES[:cut])
     lines: list[dict] = [{"event": "start", "seed": 1}]
     if cut == len(LINES) - 1:  # only its newline is missing
@@ -103,14 +83,11 @@ def test_a_last_line_cut_anywhere_is_dropped_and_mended(tmp_path, cut):
     assert read(path) == [*lines, {"event": "end"}]
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b'{"event": "rou', b"[1, 2]", b'{"round": 1}', b"\xff\xfe", b"\0\0\0"]
-)
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_damage_on_a_whole_line_raises_naming_file_and_line(tmp_path, damage, number):
+@pytest.mark.parametrize("damage", [b"", b'{"event": "rou', b'{"round": 1}', b"\xff\xfe", b"[" * 9])
+@pytest.mark.parametrize("number", [1, 3])
+def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, number):
     lines = [b'{"event": "start"}', b'{"event": "end"}']
     lines.insert(number - 1, damage)
-    path = tmp_path / "ledger.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(DataError) as raised:
         read(path)

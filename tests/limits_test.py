@@ -1,4 +1,4 @@
-"""Machines that lack something: a run goes on without it, or ends with 5 and one clear line."""
+"""Machines with too little of something: a run works without it, or exits with 5 and one line."""
 
 import json
 import os
@@ -59,7 +59,7 @@ CONTINUES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONTINUES.values(), ids=CONTINUES)
-def test_a_run_goes_on_without_what_it_does_not_need(tmp_path, case):
+def test_a_run_works_without_what_it_does_not_need(tmp_path, case):
     done = train(tmp_path, **case)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert (tmp_path / "run" / "report" / "index.html").exists()
@@ -71,11 +71,11 @@ def test_a_run_goes_on_without_what_it_does_not_need(tmp_path, case):
     [
         [(resource.RLIMIT_AS, 2**30)],
         [(resource.RLIMIT_NOFILE, 12)],
-        [(resource.RLIMIT_FSIZE, 2**14)],  # no place for one array, however they are packed
+        [(resource.RLIMIT_FSIZE, 2**14)],  # too small for one array, however they are packed
     ],
     ids=["1 GiB of addresses", "12 open files", "files of 16 KiB"],
 )
-def test_a_run_that_cannot_go_on_says_so(tmp_path, limits):
+def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
     # Without a cache of programs: other tests would find those that the limit cut short in it.
     done = train(tmp_path, limits=limits, environment={"JAX_ENABLE_COMPILATION_CACHE": "false"})
     assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
@@ -83,7 +83,7 @@ def test_a_run_that_cannot_go_on_says_so(tmp_path, limits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["/dev/full", "closed"])
-def test_a_terminal_that_has_gone_does_not_end_training(tmp_path, output):
+def test_a_closed_terminal_does_not_end_training(tmp_path, output):
     if output == "closed":
         read, write = os.pipe()
         os.close(read)

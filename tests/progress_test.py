@@ -1,4 +1,4 @@
-"""What a run shows: plain lines without a terminal, a bar with one."""
+"""What a run prints: plain lines without a terminal, a bar with one."""
 
 import io
 import re
@@ -29,18 +29,9 @@ def test_without_a_terminal_each_round_is_one_line_of_keys_and_values():
     lines = show(io.StringIO()).splitlines()
     assert len(lines) == 5
     assert lines[2] == "trainer 1 merged into 0"
-    assert re.fullmatch(
-        r"round 1/4 loss 2\.413 batch 4,8 trainers 2 tokens_per_s 5123[45] eta_s \d+", lines[0]
-    )
-    words = lines[4].split()
-    assert dict(zip(words[::2], words[1::2], strict=True)) | {"tokens_per_s": ""} == {
-        "round": "4/4",
-        "loss": "0.6034",
-        "batch": "4,8",
-        "trainers": "2",
-        "tokens_per_s": "",
-        "eta_s": "0",
-    }
+    fields = r"batch 4,8 trainers 2 tokens_per_s 5123[45]"
+    assert re.fullmatch(rf"round 1/4 loss 2\.413 {fields} eta_s \d+", lines[0])
+    assert re.fullmatch(rf"round 4/4 loss 0\.6034 {fields} eta_s 0", lines[4])
 
 
 def test_plain_lines_come_every_so_many_rounds_and_for_the_last():

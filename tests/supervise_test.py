@@ -1,9 +1,9 @@
-"""Groups of small programs under supervision, each misbehaving in its own way; no JAX in them."""
+"""Groups of small programs under supervision, each failing in its own way; no JAX in them."""
 
+import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import launch_local  # noqa: E402
 
 # What each program begins with: its number, how often it was started, a run's folder to write to.
-# None outlives a minute, so that no fault here leaves one behind.
+# None outlives a minute, so that a fault here leaves none behind.
 PRELUDE = """
 import os, resource, signal, sys, time
 from pathlib import Path
@@ -39,12 +39,14 @@ def save(number):
 def record():
     with open(workdir / "ledger.jsonl", "a") as file:
         file.write('{"event": "round"}\\n')
-def until(condition):
-    while not condition():
+def until(name):
+    while not (workdir / name).exists():
         time.sleep(0.02)
 def on_stop(function):
     signal.signal(signal.SIGTERM, lambda *_: function())
     signal.signal(signal.SIGINT, lambda *_: function())
+def kill_me(number):
+    os.kill(os.getpid(), number)
 def forever():
     while True:
         record()
@@ -77,100 +79,52 @@ def num_starts(tmp_path, number=0):
     return len((tmp_path / "run" / f"starts-{number}").read_text().splitlines())
 
 
+def wait_for(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 def is_alive(path):
+    """Whether the process of a recorded id runs, and has not ended without being collected."""
     try:
         os.kill(int(path.read_text()), 0)
     except ProcessLookupError:
         return False
-    return True
+    status = Path("/proc", path.read_text(), "stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_all_done_is_zero_and_says_nothing(group, tmp_path):
-    assert group("record()") == (0, "", "")
+def test_each_process_gets_its_place_and_all_done_is_zero(group, tmp_path):
+    program = 'print(me, options["num_processes"], options["coordinator"].split(":")[0])'
+    code, err, out = group(program, num_processes=3)
+    assert (code, out) == (0, "0 3 127.0.0.1\n")
+    assert sorted(err.splitlines()) == ["[1] 1 3 127.0.0.1", "[2] 2 3 127.0.0.1"]
     assert num_starts(tmp_path) == num_starts(tmp_path, 1) == 1
 
 
-def test_each_process_is_told_its_place(group):
-    code, err, out = group(
-        """
-        print(me, options["num_processes"], options["coordinator"].split(":")[0])
-        """,
-        num_processes=3,
-    )
-    assert code == 0
-    assert out == "0 3 127.0.0.1\n"
-    assert sorted(err.splitlines()) == ["[1] 1 3 127.0.0.1", "[2] 2 3 127.0.0.1"]
-
-
-def test_a_killed_process_ends_the_rest_and_the_group_goes_on_from_its_checkpoint(group, tmp_path):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_rest_and_all_resume_from_the_checkpoint(group, tmp_path, killed):
     code, err, _ = group(
-        """
+        f"""
         if start == 2:
             sys.exit()
         save(7)
-        until((workdir / "pid-0-1").exists)
-        if me == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        until("pid-{1 - killed}-1")
+        if me == {killed}:
+            kill_me(signal.SIGKILL)
         time.sleep(60)
         """
     )
-    assert code == 0
     [line] = err.splitlines()
-    assert re.match(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d process 1 of 2 was killed by SIGKILL; .* from round 7 ",
-        line,
-    )
-    assert not is_alive(tmp_path / "run" / "pid-0-1")
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.match(rf"{when} process {killed} of 2 was killed by SIGKILL; .* from round 7 ", line)
+    assert code == 0 and not is_alive(tmp_path / "run" / f"pid-{1 - killed}-1")
     assert num_starts(tmp_path) == num_starts(tmp_path, 1) == 2
 
 
-def test_a_killed_process_0_is_replaced_too(group):
-    code, err, _ = group(
-        """
-        if start == 1:
-            until((workdir / "pid-1-1").exists)
-            if me == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        """
-    )
-    assert code == 0
-    assert "process 0 of 2 was killed by SIGKILL" in err and "from the beginning" in err
-
-
-def test_an_unexpected_exit_code_restarts_the_group_and_names_what_was_said(group, tmp_path):
-    code, err, _ = group(
-        """
-        if start == 1 and me == 1:
-            sys.exit("RuntimeError: a peer has gone")
-        """
-    )
-    assert code == 0
-    assert "process 1 of 2 ended with exit code 1: RuntimeError: a peer has gone; all" in err
-    assert num_starts(tmp_path) == 2
-
-
-def test_a_process_that_ignores_the_end_is_killed(group, tmp_path):
-    start_s = time.monotonic()
-    code, _, _ = group(
-        """
-        if start == 2:
-            sys.exit()
-        if me == 0:
-            on_stop(lambda: None)
-            (workdir / "deaf").touch()
-            time.sleep(60)
-        until((workdir / "deaf").exists)
-        sys.exit(1)
-        """,
-        grace_s=0.5,
-    )
-    assert code == 0
-    assert time.monotonic() - start_s < 40  # it would go on for a minute
-    assert not is_alive(tmp_path / "run" / "pid-0-1")
-
-
-def test_what_a_killed_process_had_started_goes_with_it(group, tmp_path):
+def test_a_process_that_ignores_sigterm_is_killed_with_its_children(group, tmp_path):
     code, _, _ = group(
         """
         if start == 2:
@@ -183,22 +137,13 @@ def test_what_a_killed_process_had_started_goes_with_it(group, tmp_path):
             if child:
                 (workdir / "pid-child").write_text(str(child))
             time.sleep(60)
-        until((workdir / "pid-child").exists)
+        until("pid-child")
         sys.exit(1)
         """,
         grace_s=0.5,
     )
-    assert code == 0
-    # Its parent has gone, so that another collects it, in a moment.
-    deadline_s = time.monotonic() + 20
-    while is_alive(tmp_path / "run" / "pid-child") and not is_zombie(tmp_path / "run/pid-child"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def is_zombie(path):
-    status = Path("/proc", path.read_text(), "stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert code == 0 and not is_alive(tmp_path / "run" / "pid-0-1")
+    wait_for(lambda: not is_alive(tmp_path / "run" / "pid-child"))  # collected by another process
 
 
 def test_a_stopped_process_is_found_by_the_silent_ledger_and_killed(group, tmp_path):
@@ -209,110 +154,72 @@ def test_a_stopped_process_is_found_by_the_silent_ledger_and_killed(group, tmp_p
         save(3)
         record()
         if me == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            kill_me(signal.SIGSTOP)
         time.sleep(60)
         """,
-        watchdog_s=3.0,
-        grace_s=0.5,
+        watchdog_s=2.0,
+        grace_s=0.2,
     )
     assert code == 0
-    assert "ledger.jsonl has not changed for 3 s (stopped: process 1 of 2); all" in err
+    assert "ledger.jsonl has not changed for 2 s (stopped: process 1 of 2); all" in err
     assert "from round 3" in err
     assert not is_alive(tmp_path / "run" / "pid-1-1")
     assert num_starts(tmp_path) == 2
 
 
-def test_a_ledger_that_grows_keeps_the_watchdog_quiet(group, tmp_path):
-    code, err, _ = group(
-        """
-        for _ in range(60):
-            if me == 0:
-                record()
-            time.sleep(0.1)
-        """,
-        watchdog_s=4.0,
-    )
-    assert (code, err, num_starts(tmp_path)) == (0, "", 1)
+@pytest.mark.parametrize(
+    "grows, pause_s, expected",
+    [(True, 5.0, 0), (False, 1000.0, 0), (False, 5.0, 5)],
+    ids=["grows", "the whole machine pauses", "is silent"],
+)
+def test_the_watchdog_counts_the_seconds_that_the_ledger_is_silent(
+    tmp_path, monkeypatch, grows, pause_s, expected
+):
+    # A process that ends at the 21st poll; the clock goes on a second at most between two polls.
+    ledger, polls, now_s = tmp_path / "ledger.jsonl", itertools.count(), [0.0]
 
+    def sleep(_):
+        now_s[0] += pause_s if pause_s > 5 and now_s[0] == 0 else 1.0
+        if grows:
+            ledger.write_text("x" * int(now_s[0]))
 
-def test_a_pause_of_the_whole_machine_is_not_silence(group, tmp_path, monkeypatch):
-    def later():
-        return time.monotonic() + 1000 * (tmp_path / "run" / "ready").exists()
-
-    clock = types.SimpleNamespace(monotonic=later, sleep=time.sleep, strftime=time.strftime)
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
     monkeypatch.setattr(supervise, "time", clock)
-    program = "time.sleep(1); (workdir / 'ready').touch(); time.sleep(1)"
-    assert group(program, watchdog_s=30.0) == (0, "", "")
-    assert num_starts(tmp_path) == 1
-
-
-def test_a_group_that_is_always_stuck_ends_as_out_of_resources(group, tmp_path):
-    code, err, _ = group("time.sleep(60)", watchdog_s=0.5, max_restarts=1)
-    assert code == 5
-    assert err.splitlines()[-1].startswith("the processes are stuck: ")
-    assert num_starts(tmp_path) == 2
+    popen = types.SimpleNamespace(pid=os.getpid(), returncode=0)
+    popen.poll = lambda: 0 if next(polls) == 20 else None
+    process = supervise._Process(popen, "process 0", None, None)
+    watchdog_s = 30.0 if pause_s > 5 else 10.0
+    assert supervise._follow([process], ledger, watchdog_s, 10.0, []).code == expected
 
 
 def test_restarts_without_progress_end_with_the_cause(group, tmp_path):
-    code, err, _ = group("save(5); sys.exit(9 if me else 0)")
+    code, err, _ = group("save(5); sys.exit('a peer has gone' if me else 0)")
     # The first failure comes after a new checkpoint; the three that follow bring nothing.
-    assert code == 9
-    assert num_starts(tmp_path) == 4
-    *restarts, last = err.splitlines()
+    assert code == 1
+    restarts, last = err.splitlines()[1:-1:2], err.splitlines()[-1]
     assert [f"restart {n} of 3" in line for n, line in enumerate(restarts, 1)] == [True] * 3
     assert last == (
-        "process 1 of 2 ended with exit code 9; given up after 3 restarts without progress"
+        "process 1 of 2 ended with exit code 1: a peer has gone;"
+        " gave up after 3 restarts without progress"
     )
+    ports = (tmp_path / "run" / "starts-0").read_text()
+    assert ports == (tmp_path / "run" / "starts-1").read_text()
 
 
 def test_a_signal_as_the_last_cause_is_out_of_resources(group, tmp_path):
-    code, err, _ = group(
-        """
-        if me == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-        """,
-        max_restarts=0,
-    )
+    code, err, _ = group("me or kill_me(signal.SIGKILL); time.sleep(60)", max_restarts=0)
     assert code == 5
     assert err == (
-        "process 0 of 2 was killed by SIGKILL; given up after 0 restarts without progress\n"
+        "process 0 of 2 was killed by SIGKILL; gave up after 0 restarts without progress\n"
     )
     assert num_starts(tmp_path) == 1
 
 
-def test_progress_allows_further_restarts(group, tmp_path):
-    code, err, _ = group("save(start); sys.exit(9 if start < 6 else 0)", max_restarts=1)
-    assert code == 0
-    assert num_starts(tmp_path) == 6
+def test_a_higher_checkpoint_is_progress_and_a_lower_one_is_not(group, tmp_path):
+    code, err, _ = group("save(start); sys.exit(9 if start < 4 else 0)", max_restarts=1)
+    assert (code, num_starts(tmp_path)) == (0, 4)
     assert all("restart 1 of 1" in line for line in err.splitlines() if "start again" in line)
-
-
-def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
-    # Out of memory at 64, 32, 16 and 8; a note that says the same again would be none.
-    code, err, _ = group(
-        """
-        if start < 5:
-            note = workdir / f".max_batch_size-round-1-process-{me}"
-            note.write_text(str(2 ** (6 - start)))
-            sys.exit(5)
-        """,
-        max_restarts=1,
-    )
-    assert code == 0
-    assert num_starts(tmp_path) == 5
-    code, err, _ = group(
-        """
-        (workdir / ".max_batch_size-round-1-process-1").write_text("2")
-        sys.exit(5)
-        """,
-        max_restarts=1,
-    )
-    assert code == 5 and "given up after 1 restarts" in err
-
-
-def test_a_checkpoint_below_the_highest_is_no_progress(group, tmp_path):
-    # As where the newest is damaged, set aside, and written again: for ever, if that counted.
+    # If the newest is damaged, set aside, and written again: endless restarts, if that counted.
     code, _, _ = group(
         """
         if me == 0:
@@ -321,13 +228,27 @@ def test_a_checkpoint_below_the_highest_is_no_progress(group, tmp_path):
                 (workdir / "checkpoints" / "8").rmdir()
                 save(6)
             sys.exit(1)
-        """
+        """,
+        max_restarts=1,
     )
-    assert code == 1
+    assert (code, num_starts(tmp_path)) == (1, 4 + 2)
+
+
+def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
+    # Out of memory at 64, 32 and 16; a note that says the same again is no progress.
+    code, err, _ = group(
+        """
+        note = workdir / f".max_batch_size-round-1-process-{me}"
+        note.write_text(str(2 ** max(6 - start, 3)))
+        sys.exit(5)
+        """,
+        max_restarts=1,
+    )
+    assert code == 5 and "gave up after 1 restarts" in err
     assert num_starts(tmp_path) == 4
 
 
-def test_checkpoints_are_those_that_a_run_would_go_on_from(tmp_path):
+def test_the_newest_checkpoint_is_the_one_that_a_run_resumes_from(tmp_path):
     folder = tmp_path / "checkpoints"
     assert supervise._newest_round(tmp_path) == -1
     for name in ("3", "12", "020", "40.orbax-tmp", "damaged-50"):
@@ -338,180 +259,97 @@ def test_checkpoints_are_those_that_a_run_would_go_on_from(tmp_path):
 
 @pytest.mark.parametrize("mistake", [2, 3, 4])
 def test_a_mistake_is_not_repeated(group, tmp_path, mistake):
-    code, err, _ = group(
-        f"""
-        if me == 1:
-            print("data.path: no such file", file=sys.stderr)
-            sys.exit({mistake})
-        time.sleep(60)
-        """
-    )
-    assert code == mistake
-    assert num_starts(tmp_path) == 1
+    code, err, _ = group(f'me and (print("data.path: none"), sys.exit({mistake})); time.sleep(60)')
+    assert (code, num_starts(tmp_path)) == (mistake, 1)
     assert err.splitlines() == [
-        "[1] data.path: no such file",
-        f"process 1 of 2 ended with exit code {mistake}: data.path: no such file",
+        "[1] data.path: none",
+        f"process 1 of 2 ended with exit code {mistake}: data.path: none",
     ]
 
 
-def test_a_mistake_counts_also_where_another_process_broke_first(group, tmp_path):
-    # The one that made it may take longer to leave than the one that misses it.
+def test_a_mistake_found_after_another_process_broke_is_the_cause(group, tmp_path):
     code, _, _ = group(
         """
-        if me == 0:
-            on_stop(lambda: sys.exit(3))
-            (workdir / "ready").touch()
-            time.sleep(60)
-        until((workdir / "ready").exists)
+        me or (on_stop(lambda: sys.exit(3)), (workdir / "ready").touch(), time.sleep(60))
+        until("ready")
         os.abort()
         """
     )
-    assert code == 3
-    assert num_starts(tmp_path) == 1
+    assert (code, num_starts(tmp_path)) == (3, 1)
 
 
-def test_the_cause_is_named_rather_than_its_consequence(group, monkeypatch):
-    monkeypatch.setattr(supervise, "_SETTLE_S", 20.0)
-    code, err, _ = group(
-        """
-        if start == 2:
-            sys.exit()
-        if me == 0:
-            (workdir / "gone").touch()
-            os.abort()
-        until((workdir / "gone").exists)
-        os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    assert code == 0
-    assert "process 1 of 2 was killed by SIGKILL" in err
+def test_the_cause_is_named_rather_than_its_consequence():
+    def ended(code):
+        return supervise._Process(types.SimpleNamespace(returncode=code), "", None, None)
 
-
-def test_a_saved_preemption_ends_the_group(group, tmp_path):
-    code, err, _ = group("sys.exit(75)")
-    assert (code, err, num_starts(tmp_path)) == (75, "", 1)
+    codes = [0, -signal.SIGABRT, 1, -signal.SIGKILL, 5, 75, 3]
+    assert [p.popen.returncode for p in sorted(map(ended, codes), key=supervise._rank)] == [
+        *(3, 75, 5, -signal.SIGKILL, 1, -signal.SIGABRT, 0)
+    ]
 
 
 def test_a_preempted_process_leaves_the_others_time_to_save(group, tmp_path):
-    code, _, _ = group(
-        """
-        if me == 0:
-            sys.exit(75)
-        time.sleep(1.5)
-        (workdir / "saved").touch()
-        sys.exit(75)
-        """
-    )
-    assert code == 75
+    code, err, _ = group("me and (time.sleep(1.5), (workdir / 'saved').touch()); sys.exit(75)")
+    assert (code, err, num_starts(tmp_path)) == (75, "", 1)
     assert (tmp_path / "run" / "saved").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, request, number):
-    if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP, where the tests run under nohup
+    if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP, if the tests run under nohup
         signal.signal(number, signal.SIG_DFL)
         request.addfinalizer(lambda: signal.signal(number, signal.SIG_IGN))
     before = signal.getsignal(number)
     code, err, _ = group(
         f"""
         def stop():
-            (workdir / f"told-{{me}}").touch()
-            until((workdir / f"told-{{1 - me}}").exists)
-            time.sleep(0.5)
+            (workdir / f"stopped-{{me}}").touch()
+            until(f"stopped-{{1 - me}}")
+            time.sleep(0.2)
             (workdir / f"saved-{{me}}").touch()
             sys.exit(75)
         on_stop(stop)
         (workdir / f"ready-{{me}}").touch()
         if me == 0:
-            until((workdir / "ready-1").exists)
+            until("ready-1")
             os.kill(os.getppid(), {int(number)})
         forever()
         """
     )
-    assert (code, err) == (75, "")
+    assert (code, err, num_starts(tmp_path)) == (75, "", 1)
     assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
-    assert num_starts(tmp_path) == 1
     assert signal.getsignal(number) == before
 
 
+STOPS = """
+on_stop(lambda: (workdir / f"stopped-{me}").touch())
+(workdir / f"ready-{me}").touch()
+if me == 0:
+    until("ready-1")
+    os.kill(os.getppid(), signal.SIGTERM)
+    until("stopped-1")
+"""
+
+
 def test_a_second_signal_kills(group, tmp_path):
-    start_s = time.monotonic()
-    code, err, _ = group(
-        """
-        on_stop(lambda: (workdir / f"told-{me}").touch())
-        (workdir / f"ready-{me}").touch()
-        if me == 0:
-            until((workdir / "ready-1").exists)
-            os.kill(os.getppid(), signal.SIGTERM)
-            until((workdir / "told-1").exists)
-            os.kill(os.getppid(), signal.SIGTERM)
-        forever()
-        """
-    )
+    code, err, _ = group(STOPS + "me or os.kill(os.getppid(), signal.SIGTERM)\nforever()")
     assert code == 128 + signal.SIGTERM
     assert err == "killed by a second SIGTERM\n"
-    assert time.monotonic() - start_s < 40  # they would go on for a minute
-    assert num_starts(tmp_path) == 1
-
-
-def test_a_stop_before_anything_could_be_saved_is_no_reason_to_start_again(group, tmp_path):
-    code, err, _ = group(
-        """
-        if me == 0:
-            until((workdir / "pid-1-1").exists)
-            os.kill(os.getppid(), signal.SIGTERM)
-        forever()
-        """
-    )
-    assert code == 128 + signal.SIGTERM
-    assert "was stopped by SIGTERM before it could save" in err
     assert num_starts(tmp_path) == 1
 
 
 def test_a_group_stuck_while_it_stops_is_ended(group, tmp_path):
-    code, err, _ = group(
-        """
-        on_stop(lambda: None)
-        (workdir / f"ready-{me}").touch()
-        if me == 0:
-            until((workdir / "ready-1").exists)
-            os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(60)
-        """,
-        watchdog_s=2.0,
-        grace_s=0.5,
-    )
-    assert code == 5
-    assert err.startswith("the processes are stuck")
+    code, err, _ = group(STOPS + "time.sleep(60)", watchdog_s=1.5, grace_s=0.2)
+    assert code == 5 and err.startswith("the processes are stuck")
     assert num_starts(tmp_path) == 1
 
 
-def test_every_start_has_a_port_of_its_own(group, tmp_path):
-    code, _, _ = group("sys.exit(0 if start == 4 else 1)")
-    assert code == 0
-    ports = (tmp_path / "run" / "starts-0").read_text().splitlines()
-    assert len(set(ports)) == 4
-    assert ports == (tmp_path / "run" / "starts-1").read_text().splitlines()
-
-
-def test_a_port_taken_in_between_is_a_failed_start(group, tmp_path, monkeypatch):
-    taken = socket.socket()
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    free_port, first = supervise._free_port, [taken.getsockname()[1]]
-    monkeypatch.setattr(supervise, "_free_port", lambda used: (first or [free_port(used)]).pop())
-    with taken:
-        code, err, _ = group(
-            """
-            import socket
-            if me == 0:
-                host, port = options["coordinator"].split(":")
-                socket.create_server((host, int(port))).close()
-            """
-        )
-    assert code == 0
-    assert "process 0 of 2 ended with exit code 1" in err and "restart 1 of 3" in err
-    assert num_starts(tmp_path) == 2
+def test_a_stop_before_anything_is_saved_does_not_restart_the_group(group, tmp_path):
+    stop = "me or (until('pid-1-1'), os.kill(os.getppid(), signal.SIGTERM)); forever()"
+    code, err, _ = group(stop)
+    assert code == 128 + signal.SIGTERM
+    assert "was stopped by SIGTERM before it could save" in err
+    assert num_starts(tmp_path) == 1
 
 
 def test_a_flood_is_cut_but_not_its_end(group):
@@ -524,8 +362,7 @@ def test_a_flood_is_cut_but_not_its_end(group):
         print("bar 1%\\rbar 2%", end="")
         """
     )
-    assert code == 2
-    assert out == "bar 1%\rbar 2%"
+    assert (code, out) == (2, "bar 1%\rbar 2%")
     lines = err.splitlines()
     assert lines[0] == "[1] line 0"
     assert lines[-2] == "[1] line 49999"
@@ -533,54 +370,35 @@ def test_a_flood_is_cut_but_not_its_end(group):
     assert any(re.fullmatch(r"\[1\] \.\.\. \d+ lines left out", line) for line in lines)
 
 
-def test_none_is_left_running_when_another_cannot_be_started(group, tmp_path, monkeypatch):
+def test_none_is_left_running_if_another_cannot_be_started(group, tmp_path, monkeypatch):
+    pid = tmp_path / "run" / "pid-0-1"
+
     class Refusing(subprocess.Popen):
         def __init__(self, command, **others):
             if "--process_id=1" in command:
-                deadline_s = time.monotonic() + 20
-                while not (tmp_path / "run" / "pid-0-1").exists():
-                    assert time.monotonic() < deadline_s
-                    time.sleep(0.02)
+                wait_for(lambda: pid.exists() and pid.read_text())
                 raise BlockingIOError(11, "no more processes")
             super().__init__(command, **others)
 
     monkeypatch.setattr(subprocess, "Popen", Refusing)
     with pytest.raises(BlockingIOError):
         group("time.sleep(60)")
-    pid = tmp_path / "run" / "pid-0-1"
-    deadline_s = time.monotonic() + 20
-    while not pid.read_text():
-        assert time.monotonic() < deadline_s
     assert not is_alive(pid)
 
 
-def launch(*words, cwd, **others):
-    command = [sys.executable, str(ROOT / "scripts" / "launch_local.py"), *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_of_mine=1"}
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **others,
-    )
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--config=quickstart"], "--workdir: missing"),
         (["--workdir=runs/a", "--process_id=1"], "--process_id: is given"),
         (["--workdir=runs/a", "--distributed"], "--distributed: is given"),
     ],
 )
-def test_the_launcher_refuses_in_one_line(words, said, tmp_path):
-    process = launch("--processes", 2, "--", *words, cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (2, "")
-    assert err.startswith(said) and err.count("\n") == 1
+def test_the_launcher_refuses_in_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch_local.py", "--processes", "2", "--", *words])
+    assert launch_local.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -599,9 +417,8 @@ def test_emulated_devices_are_appended_to_the_flags():
     assert launch_local.environment({"XLA_FLAGS": "--a=1"}, 4)["XLA_FLAGS"] == f"--a=1 {flag}"
 
 
-@pytest.mark.parametrize("signals", [0, 1], ids=["to its end", "stopped"])
-def test_the_launcher_runs_main_in_every_process(tmp_path, signals):
-    # In the folder that `python -m` looks in first, a package of that name.
+def test_the_launcher_runs_main_in_every_process_and_forwards_a_stop(tmp_path):
+    # A package of that name in the folder that `python -m` looks in first.
     package = tmp_path / "adloco_jax"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -609,26 +426,22 @@ def test_the_launcher_runs_main_in_every_process(tmp_path, signals):
     on_stop(lambda: sys.exit(75))
     assert options["config"] == "x.py" and os.environ["XLA_FLAGS"].startswith("--xla_of_mine=1 ")
     print("here", os.environ["XLA_FLAGS"][-1], flush=True)
-    if "config.forever" in options:
-        (workdir / f"ready-{me}").touch()
-        forever()
+    (workdir / f"ready-{me}").touch()
+    forever()
     """
     (package / "main.py").write_text(PRELUDE + textwrap.dedent(body))
-    more = ["--config.forever=1"] * signals
-    process = launch(
-        "--processes=2",
-        "--devices-per-process=3",
-        "--",
-        "--config=x.py",
-        f"--workdir={tmp_path / 'run'}",
-        *more,
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(ROOT / "scripts" / "launch_local.py"), "--processes=2"),
+            *("--devices-per-process=3", "--", "--config=x.py", f"--workdir={tmp_path / 'run'}"),
+        ],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_of_mine=1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    deadline_s = time.monotonic() + 60
-    while signals and len(list(tmp_path.glob("run/ready-*"))) < 2:
-        assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.05)
-    if signals:
-        process.terminate()
+    wait_for(lambda: process.poll() is not None or len(list(tmp_path.glob("run/ready-*"))) == 2)
+    process.terminate()
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, out, err) == (75 * signals, "here 3\n", "[1] here 3\n")
+    assert (process.returncode, out, err) == (75, "here 3\n", "[1] here 3\n")

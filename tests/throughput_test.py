@@ -1,4 +1,4 @@
-"""The measure of a run's speed, and the choice of its attention."""
+"""FLOP/s of a run and of the machine, and the choice of attention."""
 
 import math
 import types
@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+import toy
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama
@@ -13,7 +14,7 @@ from adloco_jax.run.build import attention
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
-from adloco_jax.training import train
+from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -27,32 +28,25 @@ def test_a_token_costs_six_operations_per_weight_of_a_matrix():
     assert flops_per_token(params) == 6 * (3 * (attention_weights + 3 * 16 * 20) + 16 * 13 + gains)
 
 
-def test_the_machines_rate_is_measured_once_and_is_a_rate():
+def test_the_machines_rate_is_measured_once():
     rate = matmul_flops_per_s("float32")
     assert math.isfinite(rate) and rate > 1e8
     assert matmul_flops_per_s("float32") == rate
 
 
-def test_header_ledger_and_table_tell_the_speed(tmp_path, capsys):
-    config = default_config()
-    config.num_rounds = 2
-    config.inner.steps_per_round = 2
-    config.model.max_length = config.data.sequence_length = 16
-    config.model.num_layers = 1
-    config.data.num_sequences = 200
-    config.batching.test = "constant"
-    config.batching.max_batch_size = 2
-    config.ensemble.num_trainers = config.ensemble.num_workers = 1
-    config.eval.num_sequences = 4
-    train(config, tmp_path / "run")
+def test_header_and_ledger_give_the_speed(tmp_path, capsys):
+    settings = toy.settings_of(num_rounds=2, batching={"test": "constant"})
+    functions = {"init_fn": toy.init_fn, "loss_fn": toy.bigram_loss}
+    fit(settings, workdir=tmp_path, corpus=toy.corpus(), **functions)
     printed = capsys.readouterr().out
     assert "attention by xla" in printed and "speed: a matrix product reaches" in printed
     assert "of_matmul" in printed
-    events = read(tmp_path / "run" / "ledger.jsonl")
+    events = read(tmp_path / "ledger.jsonl")
     start, end = events[0], events[-1]
     rounds = [event for event in events if event["event"] == "round"]
-    seconds = sum(event["step_s"] - event["stall_s"] for event in rounds)
-    assert end["tokens_per_s"] == pytest.approx(end["tokens_total"] / seconds, rel=0.01)
+    by_round = {event["round"]: event["step_s"] - event["stall_s"] for event in rounds}
+    rate = end["tokens_total"] / sum(by_round.values())
+    assert end["tokens_per_s"] == pytest.approx(rate, rel=0.01)
     share = end["tokens_per_s"] * start["flops_per_token"] / start["matmul_flops_per_s"]
     assert end["share_of_matmul"] == pytest.approx(share, abs=1e-3)
 

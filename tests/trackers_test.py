@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: what they are told, and that no run depends on them."""
+"""TensorBoard and W&B: what they receive, and that no run depends on them."""
 
 import importlib.machinery
 import os
@@ -15,7 +15,8 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax.errors import ConfigError, Preempted
 from adloco_jax.run import trackers
-from adloco_jax.run.ledger import Ledger, deterministic_lines, read
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.settings import Log
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -39,7 +40,7 @@ def events(workdir, name):
 
 
 class Standin:
-    """SummaryWriter and a W&B run at once: remembers what it is told, and may fail or hang."""
+    """SummaryWriter and a W&B run at once: records what it receives, and may fail or hang."""
 
     def __init__(self, fail_at=None, hang=None):
         self.calls, self.opened, self.closed = [], [], 0
@@ -58,24 +59,24 @@ class Standin:
     def __exit__(self, *_):
         self.closed += 1
 
-    def told(self, name, value, step):
+    def receive(self, name, value, step):
         if self.hang:
             self.hang.wait()
         if len(self.calls) + 1 == self.fail_at:
             raise RuntimeError("a tracker's\nown trouble")
         self.calls.append((name, value, step))
 
-    add_scalar = add_text = told
+    add_scalar = add_text = receive
 
     def log(self, numbers, step=None, commit=None):
         if step is not None and step < self.step:
             return  # as W&B does
         self.step = self.step if step is None else step
         for name, value in numbers.items():
-            self.told(name, value, step)
+            self.receive(name, value, step)
 
     def values(self, name):
-        return [(step, value) for told, value, step in self.calls if told == name]
+        return [(step, value) for called, value, step in self.calls if called == name]
 
 
 def install(monkeypatch, name, standin):
@@ -103,61 +104,76 @@ def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain") / "r", settings_of(**RUN))
 
 
+def feed(workdir, lines, *, history=(), **log):
+    """Sends ledger lines to trackers; the faults that they report."""
+    faults = []
+    log = Log(1, log.get("tensorboard", False), log.get("wandb", False))
+    sent = trackers.Trackers(log, workdir, history, lambda *fault: faults.append(fault))
+    for line in lines:
+        sent(line)
+    sent.close()
+    return faults
+
+
+def lines_of(plain, *names):
+    lines = read(plain.workdir / "ledger.jsonl")
+    return [e for e in lines if e["event"] in names] if names else lines
+
+
+def consensus_losses(plain):
+    evals = [e for e in lines_of(plain, "eval") if e["trainer"] == "consensus"]
+    return [(e["round"], e["loss"]) for e in evals]
+
+
 def assert_same(result, plain):
     jax.tree.map(np.testing.assert_array_equal, result.ensemble, plain.ensemble)
     lines = [deterministic_lines(read(r.workdir / "ledger.jsonl")) for r in (result, plain)]
     assert lines[0] == lines[1]
 
 
-def test_trackers_are_told_the_ledgers_numbers(tmp_path, board, wandb, plain):
-    assert_same(run(tmp_path / "r", settings_of(**RUN, **BOTH)), plain)
-    rounds = [e for e in events(tmp_path / "r", "round") if e["trainer"] == 0]
-    evals = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
-    memory = events(tmp_path / "r", "memory")
-    (merge,) = events(tmp_path / "r", "merge")
-    for told in (board, wandb):
+def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
+    assert feed(tmp_path, lines_of(plain), **BOTH["log"]) == []
+    rounds = [e for e in lines_of(plain, "round") if e["trainer"] == 0]
+    evals = [e for e in lines_of(plain, "eval") if e["trainer"] == "consensus"]
+    (merge,) = lines_of(plain, "merge")
+    for tracker in (board, wandb):
         for name, lines, field in [
             ("train_loss/trainer_0", rounds, "train_loss"),
             ("batch_requested/trainer_0", rounds, "requested_batch_size"),
             ("accumulation/trainer_0", rounds, "num_accum_steps"),
             ("heldout_loss/consensus", evals, "loss"),
-            ("memory/host_peak_bytes", memory, "host_peak_bytes"),
+            ("memory/host_peak_bytes", lines_of(plain, "memory"), "host_peak_bytes"),
             ("merge/barrier", [merge], "barrier"),
         ]:
-            assert told.values(name) == [(e["round"], e[field]) for e in lines], name
-        assert dict(told.values("total/bytes"))[4] == evals[-1]["bytes_total"]
-        (text,) = told.values("merge")
+            assert tracker.values(name) == [(e["round"], e[field]) for e in lines], name
+        assert dict(tracker.values("total/bytes"))[4] == evals[-1]["bytes_total"]
+        (text,) = tracker.values("merge")
         assert f'"into": {merge["into"]}' in text[1]
-        assert all(value > 0 for _, value in told.values("tokens_per_s/trainer_0"))
-        assert told.closed == 1
-    assert not events(tmp_path / "r", "fault")
+        assert all(value > 0 for _, value in tracker.values("tokens_per_s/trainer_0"))
+        assert tracker.closed == 1
     ((folder,), options) = board.opened[0]
-    assert folder == str(tmp_path / "r" / "tensorboard") and options["purge_step"] == 0
+    assert folder == str(tmp_path / "tensorboard") and options["purge_step"] == 0
     assert wandb.opened[0][1]["config"]["batching"]["eta"] == 0.5
 
 
 def test_what_was_not_finite_is_no_scalar():
     line = {"event": "eval", "round": 1, "trainer": 3, "loss": None, "perplexity": 2.0}
     assert trackers.scalars(line) == {"perplexity/trainer_3": 2.0}
-
-
-def test_devices_that_do_not_count_are_left_out():
     line = {"event": "memory", "round": 1, "host_peak_bytes": 5, "device_peak_bytes": [None, 7]}
     named = {"memory/host_peak_bytes": 5, "memory/device_1_peak_bytes": 7}
     assert trackers.scalars(line) == named
 
 
-@pytest.mark.parametrize("fail_at", [1, 3])
 def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
-    tmp_path, monkeypatch, wandb, plain, capsys, fail_at
+    tmp_path, monkeypatch, wandb, plain, capsys
 ):
-    board = install(monkeypatch, "tensorboardX", Standin(fail_at=fail_at))
+    board = install(monkeypatch, "tensorboardX", Standin(fail_at=3))
     assert_same(run(tmp_path / "r", settings_of(**RUN, **BOTH)), plain)
     (fault,) = events(tmp_path / "r", "fault")
     assert (fault["kind"], fault["tracker"], fault["round"]) == ("tracker", "tensorboard", 1)
     assert fault["cause"] == "RuntimeError: a tracker's own trouble"
     assert capsys.readouterr().out.count("log.tensorboard is off from here on") == 1
-    assert len(board.calls) == fail_at - 1 and board.closed == 1
+    assert len(board.calls) == 2 and board.closed == 1
     assert len(wandb.values("heldout_loss/consensus")) == 2  # the other goes on
     assert len(wandb.values("fault")) == 1
 
@@ -168,22 +184,18 @@ def test_a_tracker_that_cannot_be_opened_is_dropped(tmp_path, monkeypatch, plain
 
     install(monkeypatch, "wandb", Standin())
     monkeypatch.setattr(sys.modules["wandb"], "init", no_network)
-    assert_same(run(tmp_path / "r", settings_of(**RUN, log={"wandb": True})), plain)
-    (fault,) = events(tmp_path / "r", "fault")
-    assert fault["cause"] == "TimeoutError: no network"
+    assert feed(tmp_path, lines_of(plain), wandb=True) == [("wandb", 0, "TimeoutError: no network")]
 
 
-def test_a_tracker_that_hangs_holds_up_nothing_but_the_end(tmp_path, monkeypatch, plain):
+def test_a_tracker_that_hangs_delays_nothing_but_the_end(tmp_path, monkeypatch, plain):
     monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     hang = threading.Event()
     install(monkeypatch, "tensorboardX", Standin(hang=hang))
     try:
-        result = run(tmp_path / "r", settings_of(**RUN, log={"tensorboard": True}))
+        ((name, _, cause),) = feed(tmp_path, lines_of(plain), tensorboard=True)
     finally:
         hang.set()
-    assert_same(result, plain)
-    (fault,) = events(tmp_path / "r", "fault")
-    assert "0.2 s" in fault["cause"]
+    assert name == "tensorboard" and "0.2 s" in cause
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -197,24 +209,21 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
 
 
 class Signalling:
-    """The toy's rows; in the third round SIGTERM comes, or reading them fails."""
+    """The toy's rows; SIGTERM comes while the third round's are read."""
 
-    def __init__(self, fails=False):
-        self.reads, self.fails = 0, fails
+    reads = 0
 
     def __getattr__(self, name):
         return getattr(corpus(), name)
 
     def batch(self, *args):
         self.reads += 1
-        if self.reads == 10 and self.fails:
-            raise OSError(5, "Input/output error")
         if self.reads == 10:
             signal.raise_signal(signal.SIGTERM)
         return corpus().batch(*args)
 
 
-def test_a_run_that_goes_on_does_so_in_the_same_place(tmp_path, board, wandb, plain):
+def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain):
     settings = settings_of(**RUN, **BOTH)
     with pytest.raises(Preempted):
         run(tmp_path / "r", settings, corpus=Signalling())
@@ -225,52 +234,31 @@ def test_a_run_that_goes_on_does_so_in_the_same_place(tmp_path, board, wandb, pl
     assert len(board.opened) == len(wandb.opened) == 2
     first, second = (options for _, options in wandb.opened)
     assert first["id"] == second["id"] and second["resume"] == "allow"
-    for told in (board, wandb):
-        rounds = [e for e in events(plain.workdir, "round") if e["trainer"] == 0]
+    for tracker in (board, wandb):
+        rounds = [e for e in lines_of(plain, "round") if e["trainer"] == 0]
         losses = [(e["round"], e["train_loss"]) for e in rounds]
-        assert told.values("train_loss/trainer_0") == losses
+        assert tracker.values("train_loss/trainer_0") == losses
 
 
-def test_a_tracker_switched_on_late_is_told_the_run_from_its_beginning(tmp_path, board, wandb):
-    with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), corpus=Signalling())
-    run(tmp_path / "r", settings_of(**RUN, **BOTH))
-    evals = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
-    for told in (board, wandb):
-        assert len(told.opened) == 1
-        assert told.values("heldout_loss/consensus") == [(e["round"], e["loss"]) for e in evals]
+def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
+    tmp_path, board, wandb, plain
+):
+    lines = lines_of(plain)
+    again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
+    history = [e for e in lines if e.get("round", 0) <= 2]
+    for switched_on_late in (True, False):
+        feed(tmp_path, again, history=history, **BOTH["log"])
+        for tracker in (board, wandb):
+            assert tracker.values("heldout_loss/consensus") == consensus_losses(plain)
+            assert len(tracker.opened) == (1 if switched_on_late else 2)
 
 
-def test_rounds_that_are_run_again_leave_no_gap(tmp_path, board, wandb):
-    settings = settings_of(**RUN | {"eval": {"every_rounds": 1}}, **BOTH)
-    run(tmp_path / "r", settings, corpus=Signalling(fails=True))
-    assert [e["kind"] for e in events(tmp_path / "r", "fault")] == ["round_failed"]
-    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 0]
-    assert [e["round"] for e in events(tmp_path / "r", "memory")] == [1, 2, 3, 4, 4]
-    for told in (board, wandb):
-        assert [step for step, _ in told.values("heldout_loss/consensus")] == [1, 2, 3, 4]
-
-
-def test_what_wandb_has_already_is_not_sent_again(tmp_path, wandb):
-    for num_rounds in (3, 4):
-        run(tmp_path / "r", settings_of(**RUN | {"num_rounds": num_rounds}, log={"wandb": True}))
-    assert len(wandb.opened) == 2 and len(wandb.values("merge")) == 1
-
-
-def test_two_runs_have_two_ids(tmp_path, wandb):
-    settings = settings_of(**RUN | {"num_rounds": 1}, log={"wandb": True})
-    for name in ("a", "b"):
-        run(tmp_path / name, settings)
+def test_two_runs_have_two_ids(tmp_path, wandb, plain):
+    start = lines_of(plain, "start")[0]
+    for time in ("yesterday", "today"):
+        feed(tmp_path, [start | {"time": time}], wandb=True)
     first, second = (options["id"] for _, options in wandb.opened)
     assert first != second
-
-
-def test_the_ledger_tells_of_a_line_once_it_is_on_disk(tmp_path):
-    told = []
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path, lambda line: told.append((line, read(path)[-1]))) as ledger:
-        ledger.write("round", loss=np.float32(0.5), noise=float("nan"))
-    assert told == [({"event": "round", "loss": 0.5, "noise": None},) * 2]
 
 
 def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
@@ -300,10 +288,8 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    settings = settings_of(**RUN, log={"tensorboard": True})
-    assert_same(run(tmp_path / "r", settings), plain)
-    assert not events(tmp_path / "r", "fault")
-    (path,) = (tmp_path / "r" / "tensorboard").iterdir()
+    assert feed(tmp_path, lines_of(plain), tensorboard=True) == []
+    (path,) = (tmp_path / "tensorboard").iterdir()
     content, losses = path.read_bytes(), {}
     while content:  # records: length, its checksum, data, its checksum
         length = int.from_bytes(content[:8], "little")
@@ -313,10 +299,4 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
         for value in event.summary.value:
             if value.tag == "heldout_loss/consensus":
                 losses[event.step] = value.simple_value
-    assert losses == pytest.approx(
-        {
-            e["round"]: e["loss"]
-            for e in events(plain.workdir, "eval")
-            if e["trainer"] == "consensus"
-        }
-    )
+    assert losses == pytest.approx(dict(consensus_losses(plain)))

@@ -12,12 +12,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """Gives an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+    """Yields an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
 
-    Python runs its handlers between two lines of the main thread, which may be inside a compiler
-    for minutes. So a thread reads the numbers that the interpreter writes to a pipe as they arrive.
+    Python runs its handlers between two bytecodes of the main thread, which may be compiling for
+    minutes. So a thread reads the numbers that the interpreter writes to a pipe as they arrive.
 
-    Off the main thread, where no handler can be set, signals keep their effect.
+    On another thread, where no handler can be set, signals keep their effect.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -29,7 +29,7 @@ def stop_requests() -> Iterator[threading.Event]:
     def watch():
         while data := os.read(reader, 1):
             if data[0] not in _SIGNALS:
-                if fd_before >= 0:  # an event loop's, as in a notebook, that waits for its children
+                if fd_before >= 0:  # of an event loop, as in a notebook
                     os.write(fd_before, data)
                 continue
             if stop.is_set():

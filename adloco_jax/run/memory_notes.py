@@ -1,7 +1,7 @@
-"""Word that a process leaves when it runs out of memory, for the next start of its group.
+"""Notes that a process leaves when it runs out of memory, for the next start of its group.
 
-Of several processes one alone may run out, and the others hang in the round it has left; all start
-again, from a checkpoint that knows nothing of it. A note is a file of the run's folder, named by
+With several processes one alone may run out, and the others hang in the round it has left; all
+restart, from a checkpoint that knows nothing of it. A note is a file of the run's folder, named by
 the round that failed and by the process, and holds the largest micro-batch to try next.
 """
 
@@ -14,7 +14,7 @@ _NAME = re.compile(r"\.max_batch_size-round-(\d+)-process-\d+")
 
 
 def leave(workdir: Path, *, round_index: int, process: int, max_batch_size: int) -> None:
-    """Leaves a note of this process, in place of an earlier one of the same round."""
+    """Leaves a note of this process, replacing an earlier one of the same round."""
     note = workdir / f".max_batch_size-round-{round_index}-process-{process}"
     new = note.with_suffix(".new")
     new.write_text(f"{max_batch_size}\n")
@@ -22,7 +22,7 @@ def leave(workdir: Path, *, round_index: int, process: int, max_batch_size: int)
 
 
 def least(workdir: Path, *, after_round: int = -1) -> int | None:
-    """The smallest micro-batch of the notes on later rounds than that; None where there is none."""
+    """The smallest micro-batch in the notes on rounds after that one; None if there is none."""
     return min(
         (int(path.read_text()) for number, path in _notes(workdir) if number > after_round),
         default=None,
@@ -30,7 +30,7 @@ def least(workdir: Path, *, after_round: int = -1) -> int | None:
 
 
 def forget(workdir: Path, *, up_to_round: int) -> None:
-    """Removes the notes on rounds that a checkpoint holds; one made meanwhile is of a later one."""
+    """Removes the notes on rounds that a checkpoint holds; those on later rounds stay."""
     for number, path in _notes(workdir):
         if number <= up_to_round:
             path.unlink()

@@ -1,13 +1,14 @@
-"""What watches a run: its ledger, evaluation, terminal, checkpoints and compilation ahead of time.
+"""What observes a run: ledger, evaluation, terminal, checkpoints and compilation ahead of time.
 
 Observers are called after every round, in the order that `training` declares. Each sees the state
-of the boundary it is called at; what they make of it changes nothing in the run.
+of the boundary it is called at, and changes nothing in the run.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from adloco_jax.adloco import (
     round_plan,
     share_done,
 )
-from adloco_jax.core.batching import next_batch_size
 from adloco_jax.errors import CheckpointError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run.batches import classes, round_keys
@@ -54,31 +54,26 @@ class Watch:
     progress: Progress
     workdir: Path
     num_classes: int | None
-    start_s: float  # on the process's clock, earlier by what the run has taken before
+    start_s: float  # on this process's clock, earlier by the seconds of earlier processes
     loss: float = float("nan")  # of the last consensus, on the reported rows
     consensus: PyTree | None = None
     evaluated_round: int = -1
 
-    @property
-    def spec(self) -> Spec:
-        """What the programs of the run share."""
-        return self.engine.spec
-
     def wall_s(self) -> float:
-        """Seconds of the run so far, of all its processes one after the other."""
+        """Seconds of the run so far, those of resumed processes added up."""
         return round(time.perf_counter() - self.start_s, 3)
 
     def share_of_matmul(self, tokens_per_s: float) -> float:
-        """Of the rate that the machine's own matrix product reaches."""
+        """The run's FLOP/s as a fraction of what the machine's matrix product reaches."""
         machine = matmul_flops_per_s(self.settings.model.dtype)
-        return round(tokens_per_s * flops_per_token(self.spec.params) / machine, 3)
+        return round(tokens_per_s * flops_per_token(self.engine.spec.params) / machine, 3)
 
 
 @dataclass
 class Recorder:
-    """Writes a round's lines: at the next boundary, when its losses are known without waiting.
+    """Writes a round's lines at the next boundary, when its losses are known without waiting.
 
-    Where something else of a boundary is to be recorded after them, they are waited for.
+    If another event of the boundary has to follow them in the ledger, it waits for the losses.
     """
 
     watch: Watch
@@ -89,12 +84,11 @@ class Recorder:
     _pending: tuple[Boundary, float] | None = None  # with how much of the run was done
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Records the round before, and this one with what happened at its boundary."""
+        """Records the round before; and this one, if an event of its boundary follows it."""
         self._write_pending(state)
-        self._pending = (
-            boundary,
-            share_done(state.control.round, state.control.tokens_total, self.watch.settings),
-        )
+        control = state.control
+        share = share_done(control.round, control.tokens_total, self.watch.settings)
+        self._pending = boundary, share
         for line, decision in zip(boundary.metrics.lines, boundary.decisions, strict=True):
             if decision.next_batch_size != line["requested_batch_size"]:
                 self.watch.progress.note(_batch_note(line, decision))
@@ -103,7 +97,7 @@ class Recorder:
             self.flush(state)
 
     def flush(self, state: State) -> None:
-        """Records all that has happened up to this boundary; waits for its round."""
+        """Records everything up to this boundary; waits for its round."""
         watch, pending = self.watch, self._pending
         self._write_pending(state)
         self.write_events()
@@ -113,7 +107,7 @@ class Recorder:
             watch.progress.note(_merge_note(merged, watch.settings.merge.max_barrier))
 
     def write_events(self) -> None:
-        """Records what the engine has done beside its rounds."""
+        """Records the engine's events between rounds."""
         for event, fields, note in self.watch.engine.events:
             self.watch.ledger.write(event, **fields)
             if note:
@@ -133,14 +127,13 @@ class Recorder:
         step_s = end_s - began_s
         self._last_end_s = end_s
         tokens = sum(line["tokens"] for line in metrics.lines)
-        # Of waiting for compilation, what passed while the round before was under way is not in it.
+        # Waiting for compilation counts only from the end of the round before.
         waited_s = metrics.start_s + metrics.stall_s - began_s
         self.seconds += step_s - max(waited_s, 0.0)
         self.tokens += tokens
-        outcomes, noted = metrics.outcomes, metrics.noted or []
-        for line, decision, outcome, counts in zip(
-            metrics.lines, boundary.decisions, outcomes, noted, strict=True
-        ):
+        noted = metrics.noted or []
+        rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, noted, strict=True)
+        for line, decision, outcome, counts in rows:
             watch.ledger.write(
                 "round",
                 **line,
@@ -158,7 +151,7 @@ class Recorder:
                     f"round {line['round']}: trainer {line['trainer']} skipped {skipped} updates"
                     " whose loss or gradient was not finite"
                 )
-        losses = [outcome.mean_loss for outcome in outcomes]
+        losses = [outcome.mean_loss for outcome in metrics.outcomes]
         fields = {
             "loss": float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
             "heldout": None,
@@ -172,7 +165,7 @@ class Recorder:
         self.unshown = metrics.round, fields, share
 
     def show(self) -> None:
-        """Shows the recorded round, if it is not shown yet, with the held-out loss so far."""
+        """Shows the last recorded round once, with the newest held-out loss."""
         if self.unshown is not None:
             index, fields, share = self.unshown
             heldout = None if np.isnan(self.watch.loss) else self.watch.loss
@@ -180,18 +173,15 @@ class Recorder:
             self.unshown = None
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Records that the run ends, or this process's part of it."""
+        """Records the end of the run, or of this process's part of it."""
         watch = self.watch
         watch.ledger.write("memory", round=control.round, **measured_peaks())
-        speed = {}
+        fields = {"rounds": control.round, **_totals(control)}
         if self.seconds:
             rate = self.tokens / self.seconds
-            speed = {
-                "tokens_per_s": round(rate, 1),
-                "share_of_matmul": watch.share_of_matmul(rate),
-            }
-        totals = {"rounds": control.round, **_totals(control)}
-        watch.ledger.write("end", reason=reason, **totals, **speed, wall_s=watch.wall_s())
+            fields |= {"tokens_per_s": round(rate, 1)}
+            fields |= {"share_of_matmul": watch.share_of_matmul(rate)}
+        watch.ledger.write("end", reason=reason, **fields, wall_s=watch.wall_s())
 
 
 def _totals(control: Control) -> dict[str, int]:
@@ -224,44 +214,39 @@ class Evaluator:
         self.recorder.show()
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Finds the consensus, which the watch keeps with its loss."""
-        watch, heldout = self.watch, self.watch.engine.heldout
-        weights = consensus_weights(state.control)
+        """Finds the consensus and its loss, and keeps both in the watch."""
+        watch, engine = self.watch, self.watch.engine
         watch.consensus, source = evaluate.consensus(
-            state.ensemble, watch.engine.programs, heldout, weights
+            state.ensemble,
+            engine.programs,
+            engine.heldout,
+            consensus_weights(state.control),
         )
         if record:
             watch.loss = self._record(state.control, "consensus", watch.consensus, source=source)
             watch.evaluated_round = state.control.round
         else:
-            watch.loss = self._mean_loss(watch.consensus)
+            watch.loss = evaluate.mean_loss(engine.programs, watch.consensus, *self._rows())
 
-    def _mean_loss(self, params: PyTree) -> float:
-        engine = self.watch.engine
-        rows, size = engine.heldout.report_EL, engine.heldout.batch_size
-        return evaluate.mean_loss(engine.programs, params, rows, size)
+    def _rows(self) -> tuple[np.ndarray, int]:
+        heldout = self.watch.engine.heldout
+        return heldout.report_EL, heldout.batch_size
 
     def _record(self, control: Control, trainer: int | str, params: PyTree, **more: Any) -> float:
-        watch, heldout = self.watch, self.watch.engine.heldout
-        loss = self._mean_loss(params)
+        watch, programs = self.watch, self.watch.engine.programs
+        loss = evaluate.mean_loss(programs, params, *self._rows())
         if watch.num_classes is None:
             with np.errstate(over="ignore"):  # not finite: null in the ledger
                 more["perplexity"] = float(np.exp(loss))
         else:
-            more |= evaluate.class_report(
-                watch.engine.programs,
-                params,
-                heldout.report_EL,
-                heldout.batch_size,
-                watch.num_classes,
-            )
+            more |= evaluate.class_report(programs, params, *self._rows(), watch.num_classes)
+        fields = _totals(control) | more
         watch.ledger.write(
             "eval",
             round=control.round,
             trainer=trainer,
             loss=loss,
-            **_totals(control),
-            **more,
+            **fields,
             wall_s=watch.wall_s(),
         )
         return loss
@@ -282,7 +267,7 @@ class Checkpoints:
 
         Args:
           watch: Of the run.
-          recorder: Writes down what has happened before a state is saved.
+          recorder: Records the rounds up to a boundary before its state is saved.
           saver: Writes the files.
           stop: Whether the process has received a signal.
           host: What is saved of a state beside its arrays, as plain JSON.
@@ -300,68 +285,64 @@ class Checkpoints:
           ResourceError: If a save has failed, and the config says to stop then.
         """
         watch, index = self.watch, state.control.round
-        last, every = is_over(state.control, watch.settings), watch.settings.checkpoint.every_rounds
+        last, every = (
+            is_over(state.control, watch.settings),
+            watch.settings.checkpoint.every_rounds,
+        )
         stop_now, save_by_clock = self._vote.read()
+        stop_now = stop_now and not last
         if last or stop_now or save_by_clock or (every and index % every == 0):
             self._save(state)
-        if stop_now and not last:
-            self.settle(index)
-            self.recorder.write_end(state.control, "preempted")
+        if last or stop_now:
+            with self._save_errors(index):
+                self.saver.wait()
+            self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
+        else:
+            self._vote = self._ask()
+        if stop_now:
             saved = checkpoint.last(watch.workdir / "checkpoints")
             raise Preempted(
                 f"{watch.workdir}: stopped by a signal after round {index}; {saved}; the same"
                 " command goes on from there"
             )
-        if last:
-            self.settle(index)
-            self.recorder.write_end(state.control, "finished")
-        else:
-            self._vote = self._ask()
 
     def _ask(self) -> processes.Vote:
-        """Asks all processes, before the next round is dispatched; alone, when it is read."""
+        """Asks all processes, before the next round is dispatched; a single one when it is read."""
         return processes.Vote(lambda: [self._stop(), self._is_time()])
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by now; also looks after the one before."""
-        self.settle(wait=False)
+        """Whether a checkpoint is due by now; also reports a failure of the one before."""
+        with self._save_errors(0):
+            self.saver.check()
         due_s = self._last_save_s + self.watch.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
     def _save(self, state: State) -> None:
+        watch, index = self.watch, state.control.round
         self._last_save_s = time.perf_counter()
         self.recorder.flush(state)
-        index = state.control.round
-        self.settle(index)
-        state = self.watch.engine.settled(state)
-        evaluated = self.watch.loss if self.watch.evaluated_round == index else None
-        known = evaluated is not None and np.isfinite(evaluated)
-        try:
-            self.saver.save(
-                index, state.ensemble, self._host(state), loss=evaluated if known else None
-            )
-        except (CheckpointError, ResourceError) as error:
-            self._failed(error, index)
+        with self._save_errors(index):
+            self.saver.wait()
+        state = watch.engine.settled(state)
+        known = watch.evaluated_round == index and np.isfinite(watch.loss)
+        with self._save_errors(index):
+            loss = watch.loss if known else None
+            self.saver.save(index, state.ensemble, self._host(state), loss=loss)
 
-    def settle(self, round_index: int = 0, *, wait: bool = True) -> None:
-        """Raises, or records, what a save that is over has raised; by default waits for it."""
+    @contextlib.contextmanager
+    def _save_errors(self, round_index: int) -> Iterator[None]:
+        """Raises the error of a failed save, or records it, as `checkpoint.on_save_error` says."""
         try:
-            if wait:
-                self.saver.wait()
-            else:
-                self.saver.check()
+            yield
         except (CheckpointError, ResourceError) as error:
-            self._failed(error, round_index)
-
-    def _failed(self, error: CheckpointError | ResourceError, round_index: int) -> None:
-        if self.watch.settings.checkpoint.on_save_error == "stop":
-            raise error
-        self.watch.ledger.write("fault", kind="save", round=round_index, cause=str(error))
-        self.watch.progress.note(str(error))
+            if self.watch.settings.checkpoint.on_save_error == "stop":
+                raise
+            self.watch.ledger.write("fault", kind="save", round=round_index, cause=str(error))
+            self.watch.progress.note(str(error))
 
 
 def prefetch(watch: Watch) -> Observer:
-    """Compiles the programs that coming rounds need in the background, the soonest first."""
+    """Compiles the programs of coming rounds in the background, the next round's first."""
 
     def observe(state: State, boundary: Boundary) -> None:
         if not is_over(state.control, watch.settings):
@@ -372,7 +353,7 @@ def prefetch(watch: Watch) -> Observer:
 
 
 def watchdog(seconds: float) -> Observer:
-    """Ends the process, with where each thread stood, if no round ends for so long."""
+    """Ends the process with every thread's traceback if no round ends for so many seconds."""
 
     def observe(state: State, boundary: Boundary) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -381,10 +362,9 @@ def watchdog(seconds: float) -> Observer:
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key]:
-    """The programs of the next round, and of the one after that if batches grow as far as they may.
+    """The programs of the next round, and of the one after it with unchanged and fastest growth.
 
-    Each after the merge that may come before it, as the guard's losses would have it if all were
-    alike.
+    Both include a merge that may come before them, chosen as if all guard losses were equal.
     """
     keys = _keys(control, settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -395,19 +375,12 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
     batching = settings.batching
     if not last and measures_gradients(settings):
         for growth in (batching.max_growth, 1):
-            grown = [
-                dataclasses.replace(
-                    trainer,
-                    requested_batch_size=next_batch_size(
-                        growth * trainer.requested_batch_size,
-                        batch_size=trainer.requested_batch_size,
-                        max_growth=growth,
-                        batch_cap=batching.batch_cap,
-                    ),
-                )
-                for trainer in later.trainers
-            ]
-            ahead = dataclasses.replace(later, trainers=grown)
+            trainers = []
+            for trainer in later.trainers:
+                size = trainer.requested_batch_size
+                size = max(size, min(int(growth * size), batching.batch_cap))
+                trainers.append(dataclasses.replace(trainer, requested_batch_size=size))
+            ahead = dataclasses.replace(later, trainers=trainers)
             if members := _members(ahead, settings):
                 ahead, _ = after_merge(ahead, members, settings)
             keys += _keys(ahead, settings, spec)
@@ -415,7 +388,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
-    """Who merges at a control's boundary, if anybody, were all guard losses alike."""
+    """The trainers that merge at a control's boundary if all guard losses are equal."""
     if not merge_due(control, settings):
         return ()
     return choose_members(control, [0.0] * len(control.trainers), settings)
@@ -427,13 +400,14 @@ def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
 
 
 def _batch_note(line: dict, decision: Decision) -> str:
+    asks = f"the test asks for {decision.test_value or 0.0:.1f}"
     why = {
-        "grew": "the test asks for {:.1f}",
-        "shrank": "the test asks for {:.1f}",
-        "capped": "the test asks for {:.1f}, held by max_growth or batch_cap",
+        "grew": asks,
+        "shrank": asks,
+        "capped": f"{asks}, held by max_growth or batch_cap",
         "signal": "no signal above the noise yet, one step of growth",
         "schedule": "as declared",
-    }[decision.reason].format(decision.test_value or 0.0)
+    }[decision.reason]
     return (
         f"round {line['round']}: trainer {line['trainer']} batch per worker"
         f" {line['requested_batch_size']} -> {decision.next_batch_size} ({why})"

@@ -1,38 +1,33 @@
-"""The processes of one run: starting them together, and what they must know of one another.
+"""The processes of one run: how they connect, and what they exchange.
 
-Every process runs the same program on the same host state; only the first one prints and writes.
+Every process runs the same program on the same host state; only process 0 prints and writes.
 What only one of them can know (a clock, a signal, a full disk) is exchanged here before anything is
-decided by it.
+decided by it: through JAX's coordinator, so that nobody waits for the devices.
 """
 
 import contextlib
-import functools
-import itertools
 import json
 import os
 import socket
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from adloco_jax import errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.run.ledger import write_errors
 
-_MEETING_MS = 30 * 60 * 1000  # the slowest disk's save; who dies is noticed by heartbeats
-_PARTING_MS = 10 * 1000  # for which a process that ends waits for the others to do so
+_EXCHANGE_MS = 2 * 60 * 60 * 1000  # the slowest load or save; heartbeats notice a dead process
+_END_MS = 10 * 1000  # for which a process that ends waits for the others to do so
 
 T = TypeVar("T")
 
-_times: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # a name was used, so far
+_num_sent: Counter[str] = Counter()  # by the name of an exchange
 
 
 def connect(
@@ -45,15 +40,16 @@ def connect(
     """Makes this process one of several; before anything else of JAX is used.
 
     Args:
-      coordinator: HOST:PORT of process 0; None has JAX find out what started it (Slurm, Open MPI,
-        Kubernetes), and leave the rest to that too.
+      coordinator: HOST:PORT of process 0; None lets JAX detect what launched the processes (Slurm,
+        Open MPI, Kubernetes), and with it the other two.
       num_processes: How many there are.
       process_id: Which one this is.
       timeout_s: How long to wait for the others.
 
     Raises:
-      ConfigError: If the three do not fit one another, or nothing is found that started several.
-      ResourceError: If they cannot meet. If they do not in time, the process ends with its code.
+      ConfigError: If the three do not fit one another, or no launcher is detected.
+      ResourceError: If the processes cannot connect. If they do not in time, the process exits with
+        its code.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -65,17 +61,16 @@ def connect(
     # Its preemption service takes SIGTERM for itself; here the run saves and stops at it.
     jax.config.update("jax_enable_preemption_service", False)
     whose = "" if process_id is None else f"process {process_id} of {num_processes}: "
-    where = "" if coordinator is None else f" at {coordinator}"
+    failure = f"{whose}not all processes met{f' at {coordinator}' if coordinator else ''}"
 
     def give_up():
-        # JAX would abort the process with a stack trace, and cannot be interrupted in its waiting.
-        print(f"{whose}not all processes met{where} within {timeout_s} s", file=sys.stderr)
-        sys.stderr.flush()
+        # JAX would abort the process with a stack trace, and its waiting cannot be interrupted.
+        print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 
-    patience = threading.Timer(timeout_s, give_up)
-    patience.daemon = True
-    patience.start()
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=timeout_s + 60
@@ -86,14 +81,13 @@ def connect(
             f" Kubernetes); give --coordinator, --num_processes, --process_id ({error})"
         ) from error
     except RuntimeError as error:
-        cause = " ".join(str(error).split())[:300]
-        raise ResourceError(f"{whose}not all processes met{where} ({cause})") from error
+        raise ResourceError(f"{failure} ({' '.join(str(error).split())[:300]})") from error
     finally:
-        patience.cancel()
+        timer.cancel()
 
 
 def _check_port(coordinator: str) -> None:
-    """JAX is aborted where its port is taken."""
+    """Refuses a port in use, at which JAX would abort."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -111,98 +105,107 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
-    """Standard output of all other processes goes nowhere."""
+    """Discards the standard output of all other processes."""
     with contextlib.ExitStack() as stack:
         if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
         yield
 
 
-def gather(value: T) -> list[T]:
-    """What each process gives, in their order; all must call it, and wait for the devices.
+def _send(name: str, value: object) -> int:
+    """Gives the others a value under a name; which exchange of that name it is."""
+    _num_sent[name] += 1
+    number = _num_sent[name]
+    _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
+    return number
+
+
+def _receive(name: str, number: int) -> list:
+    """What every process has sent in an exchange; waits for all of them."""
+    client = _client()
+    keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
+    values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
+    if number > 1:  # all others have sent this one, so all have received the one before
+        client.key_value_delete(f"{name} ({number - 1})/{jax.process_index()}")
+    return values
+
+
+def gather(value: T, name: str = "gather") -> list[T]:
+    """The value of each process, in their order; all must call it, and wait for one another.
 
     Args:
       value: Plain JSON data.
+      name: Of the exchange; each thread uses names of its own.
     """
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(text)], np.int32)).reshape(-1)
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(text)] = text
-    texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [
-        json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes.tolist(), strict=True)
-    ]
+    return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def from_first(value: T) -> T:
-    """What the first process gives, of plain JSON data; as `gather` otherwise."""
+    """Broadcasts process 0's value, which is plain JSON data; all must call it."""
     return gather(value)[0]
 
 
-def together(act: Callable[[], T]) -> T:
-    """Does something in every process; a mistake that one of them finds is one of all.
+def meet(name: str) -> None:
+    """A barrier: returns once all processes have called it.
+
+    Args:
+      name: Of the barrier; each thread uses names of its own.
+    """
+    gather(None, name)
+
+
+def together(
+    act: Callable[[], T],
+    *,
+    name: str = "together",
+    faults: type[Exception] | tuple[type[Exception], ...] = UserError,
+    elsewhere: type[Exception] | None = None,
+) -> T:
+    """Runs a function in every process, and broadcasts an error of one to all.
 
     A process that ended alone would leave the others waiting for it.
 
     Args:
-      act: What to do; it exchanges nothing with the others.
+      act: What to run; it exchanges nothing with the others.
+      name: Of the exchange; each thread uses names of its own.
+      faults: Errors that are broadcast.
+      elsewhere: Raised for an error of another process; None raises its own class.
 
     Returns:
-      What it has returned here.
+      What `act` has returned here.
 
     Raises:
-      UserError: In every process: its own, or the first of the others'.
+      Exception: In every process, of `faults`: its own, or the first one of the others.
     """
     try:
-        outcome, mistake = act(), None
-    except UserError as error:
-        outcome, mistake = None, error
-    everyone = gather(None if mistake is None else [type(mistake).__name__, str(mistake)])
-    if mistake is not None:
-        raise mistake
-    for number, theirs in enumerate(everyone):
+        outcome, fault = act(), None
+    except faults as error:
+        outcome, fault = None, error
+    report = None if fault is None else [type(fault).__name__, str(fault) or repr(fault)]
+    reports = gather(report, name)
+    if fault is not None:
+        raise fault
+    for number, theirs in enumerate(reports):
         if theirs is not None:
-            name, message = theirs
-            raise getattr(errors, name)(f"process {number}: {message}")
+            kind, message = theirs
+            raise (elsewhere or getattr(errors, kind))(f"process {number}: {message}")
     return cast(T, outcome)
 
 
-def meet(name: str) -> None:
-    """Waits on the host, on any thread, until all processes have come to the same place.
-
-    Args:
-      name: Of the place; all come to it equally often.
-    """
-    if jax.process_count() > 1:
-        _client().wait_at_barrier(f"{name} ({next(_times[name])})", _MEETING_MS)
-
-
 def all_end() -> bool:
-    """Whether the others come to their end, too; if not, this one must not wait for them in JAX.
+    """Whether the others end, too; if not, this process must not wait for them in JAX.
 
-    Leaving, JAX waits five minutes for processes that may be waiting for this one, and then aborts
+    At exit JAX waits five minutes for processes that may be waiting for this one, and then aborts
     them all, whatever their exit codes.
     """
     if jax._src.distributed.global_state.client is None:
         return True
     try:
-        _client().wait_at_barrier("the end", _PARTING_MS)
+        _client().wait_at_barrier("the end", _END_MS)
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def tell(name: str, text: str) -> list[str]:
-    """As `gather` for text, but on the host, on any thread, and under a name as in `meet`."""
-    if jax.process_count() == 1:
-        return [text]
-    client, place = _client(), f"{name} ({next(_times[name])})"
-    client.key_value_set(f"{place}/{jax.process_index()}", f"={text}")
-    keys = [f"{place}/{number}" for number in range(jax.process_count())]
-    return [client.blocking_key_value_get(key, _MEETING_MS).removeprefix("=") for key in keys]
 
 
 def _client():
@@ -215,28 +218,27 @@ def require_equal(what: dict[str, str], advice: str) -> None:
     """Compares the processes.
 
     Args:
-      what: Strings by name, such as hashes; of the same names in every process.
+      what: Strings by name, such as hashes; the same names in every process.
       advice: Ends the message.
 
     Raises:
-      ConfigError: In every process, naming what differs and in which.
+      ConfigError: In every process, naming what differs and in which process.
     """
-    everyone = gather(dict(what))
+    first, *others = gather(dict(what))
     lines = []
-    for number, theirs in enumerate(everyone):
-        differing = [name for name in what if theirs.get(name) != everyone[0].get(name)]
-        if differing:
+    for number, theirs in enumerate(others, start=1):
+        if differing := [name for name in what if theirs.get(name) != first.get(name)]:
             lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
     if lines:
         raise ConfigError("\n".join([*lines, advice]))
 
 
 def require_shared(folder: Path) -> None:
-    """Has all processes look for a file that the first one makes, and removes again.
+    """Checks that all processes see the folder in which process 0 writes.
 
     Raises:
-      ConfigError: In every process, if the folder of this name is not the same one for all.
-      ResourceError: In every process, if nothing can be made there.
+      ConfigError: In every process, if one of them sees another folder of this name.
+      ResourceError: In every process, if process 0 cannot write there.
     """
     if jax.process_count() == 1:
         return
@@ -244,11 +246,9 @@ def require_shared(folder: Path) -> None:
     mark = folder / f".seen-{from_first(os.urandom(8).hex())}"
 
     def make() -> None:
-        try:
-            if is_first():
+        if is_first():
+            with write_errors(folder):
                 mark.touch()
-        except OSError as error:
-            raise ResourceError(f"{folder}: cannot be written ({error.strerror})") from error
 
     def look() -> None:
         if not mark.exists():
@@ -268,27 +268,17 @@ def require_shared(folder: Path) -> None:
 class Vote:
     """A few yes or no questions, answered yes if any process says so.
 
-    Asked before a round is dispatched and read while it runs: unlike `gather` nobody waits for the
-    devices to finish what they have begun since.
+    Asked before a round is dispatched and read when it is over, so that no process waits for the
+    others to dispatch theirs.
     """
 
     def __init__(self, ask: Callable[[], list[bool]]):
-        """Sends this process's answers to the others; alone, it asks when the result is read."""
-        self._ask, self._result = ask, None
-        if jax.process_count() > 1:
-            devices = np.array(jax.devices())
-            answers = np.array(ask())
-            over_all = NamedSharding(Mesh(devices, "device"), P("device"))
-            votes = jax.make_array_from_callback(
-                (len(devices), len(answers)), over_all, lambda index: answers[None]
-            )
-            self._result = _any_of(over_all.mesh)(votes)
+        """Sends this process's answers to the others; a single process asks at `read`."""
+        self._ask = ask
+        self._number = _send("vote", ask()) if jax.process_count() > 1 else 0
 
     def read(self) -> list[bool]:
-        """The answers."""
-        return self._ask() if self._result is None else np.asarray(self._result).tolist()
-
-
-@functools.cache
-def _any_of(mesh: Mesh):
-    return jax.jit(lambda votes: votes.any(axis=0), out_shardings=NamedSharding(mesh, P()))
+        """The answers; waits for those of all processes."""
+        if not self._number:
+            return self._ask()
+        return [any(answers) for answers in zip(*_receive("vote", self._number), strict=True)]

@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: a bar, or plain lines where no one watches."""
+"""What a run prints: a progress bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import TqdmWarning
 
-with warnings.catch_warnings():  # without ipywidgets a notebook gets the text bar, and no complaint
+with warnings.catch_warnings():  # without ipywidgets a notebook gets the text bar, not a warning
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
@@ -17,7 +17,7 @@ class Progress:
     """A bar over rounds on a terminal or in a notebook; elsewhere one plain line per round."""
 
     def __init__(self, num_rounds: int, *, every: int = 1, file: TextIO | None = None):
-        """Starts the clock and, where there is a bar, draws it.
+        """Starts the clock, and draws the bar if there is one.
 
         Args:
           num_rounds: Rounds of the whole run.
@@ -29,7 +29,9 @@ class Progress:
         self._every = every
         self._start_s = time.perf_counter()
         self._bar = None
-        if self._file.isatty() or (self._file is sys.stdout and _in_notebook()):
+        # A Jupyter kernel's output is no terminal, yet shows bars; this is how tqdm.auto decides.
+        in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
+        if self._file.isatty() or in_notebook:
             self._bar = tqdm(total=num_rounds, unit="round", file=self._file, dynamic_ncols=True)
 
     def note(self, line: str) -> None:
@@ -47,7 +49,7 @@ class Progress:
         Args:
           index: The round's number, from 1.
           fields: What to show beside it, in order: numbers, strings, None, or lists of numbers.
-          share_done: Of the whole run; 1 is its end. None goes by the rounds.
+          share_done: Of the whole run; 1 is its end. None derives it from the rounds.
         """
         if share_done is None:
             share_done = index / self._num_rounds
@@ -61,18 +63,13 @@ class Progress:
             self.note(f"round {index}/{self._num_rounds} {shown} eta_s {eta_s:.0f}")
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the line back to the terminal."""
+        """Leaves the bar on the terminal and ends its line."""
         if self._bar is not None:
             self._bar.close()
 
 
-def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process: its output is no terminal, yet shows bars."""
-    return "ipykernel.zmqshell" in sys.modules  # as tqdm.auto decides
-
-
 def _format(value: object) -> str:
-    """A value without blanks inside, so that a line splits into keys and values."""
+    """A value without spaces, so that a line splits into keys and values."""
     if value is None:
         return "-"
     if isinstance(value, float):

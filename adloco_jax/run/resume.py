@@ -1,4 +1,4 @@
-"""A run's folder: who may use it, and what may change when the run goes on.
+"""A run's folder: who may use it, and what may change when the run is resumed.
 
 `config.json` in the run's folder holds the resolved config. Every key has a class: harmless ones
 change freely, some only with `--accept-config-change`, and the rest make another run.
@@ -16,24 +16,18 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from filelock import FileLock, Timeout
+from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
 from adloco_jax.adloco import Control, State, share_done
 from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.run import processes
-from adloco_jax.run.checkpoint import (
-    MAX_JSON_BYTES,
-    Damaged,
-    list_rounds,
-    read_arrays,
-    read_host,
-    verify,
-)
+from adloco_jax.run import checkpoint, processes
+from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.config_file import changes, load_recorded
 from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.ledger import finish, read, rebuild
+from adloco_jax.run.ledger import finish, read, rebuild, write_errors
 from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
 from adloco_jax.settings import Settings
 
@@ -41,7 +35,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Change = Literal["harmless", "accepted", "refused"]
 
-# What a change of each key, or of each key in a group, means to a run that goes on.
+# What a change of each key, or of each key in a group, means when a run is resumed.
 _CLASSES: dict[str, Change] = {
     "seed": "refused",
     "num_rounds": "harmless",  # but see `_class`
@@ -77,16 +71,16 @@ _CLASSES: dict[str, Change] = {
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Refuses a folder that cannot be a run's.
+    """Refuses a folder that cannot hold a run.
 
     Raises:
-      ConfigError: Saying why, and what to do.
+      ConfigError: Says why, and what to do.
     """
     folder = Path(workdir)
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it is made later, or what is in the way is named below
+        pass  # it is made later, or the file in its place is named below
     except (OSError, ValueError) as error:  # a name too long, with NUL in it, a loop of links
         raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -102,23 +96,22 @@ def check_workdir(workdir: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
-    """Makes a run's folder, and keeps other processes out of it; a dead one's lock does not.
+    """Makes a run's folder and locks it; the lock of a dead process does not count.
 
-    Of the processes of one run the first one does so for all, and all must see the folder.
+    Process 0 does so for all processes of a run, all of which must see the folder.
 
     Raises:
       ConfigError: If another process is at work there, or the folder cannot be written, or is not
         the same one for all.
-      ResourceError: If the disk takes no more.
+      ResourceError: If the disk is full.
     """
     lock = FileLock(workdir / ".lock", timeout=0)
 
     def acquire() -> None:
-        if not processes.is_first():
-            return
         try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+            if processes.is_first():
+                workdir.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
         except Timeout:
             raise ConfigError(
                 f"--workdir {workdir}: another process runs there; wait for it, or name another"
@@ -148,37 +141,37 @@ def finished(
     Args:
       workdir: The run's folder; it need not exist.
       config: The run's config, compared with the recorded one.
-      accept_config_change: As in `train`.
+      accept_config_change: Whether a resumed run may go on with another learning rate and the like.
       config_file: The file that the config is from, compared with the recorded one.
 
     Returns:
       None if there is something to do; else what is damaged in the newest checkpoint, a line each.
 
     Raises:
-      UserError: As `train`.
+      ConfigError: If the config or the folder cannot be used.
+      CheckpointError: If the folder holds a run whose config cannot be read.
+      DataError: If its ledger cannot be read.
     """
     folder, settings = Path(workdir), validate(config)
     check_workdir(folder)
     check_config(folder, settings, accept=accept_config_change, config_file=config_file)
-    ledger = folder / "ledger.jsonl"
+    ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None
     if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
         return None
     if not (folder / "export").exists():
         return None
-    checkpoints = folder / "checkpoints"
-    rounds = list_rounds(checkpoints)
-    if not rounds:
-        return [f"{checkpoints}: gone, or empty"]
+    rounds = checkpoint.list_rounds(checkpoints)
     try:
-        verify(checkpoints / str(rounds[0]))
+        if rounds:
+            checkpoint.verify(checkpoints / str(rounds[0]))
+        return [] if rounds else [f"{checkpoints}: gone, or empty"]
     except Damaged as error:
         return [str(error)]
-    return []
 
 
 def rebuild_ledger(workdir: str | Path) -> str | None:
-    """Makes a damaged ledger one that the newest whole checkpoint can go on with.
+    """Makes a damaged ledger one that the newest complete checkpoint can go on with.
 
     Args:
       workdir: The run's folder; it need not exist.
@@ -188,8 +181,8 @@ def rebuild_ledger(workdir: str | Path) -> str | None:
 
     Raises:
       ConfigError: If another process runs there.
-      CheckpointError: If the ledger is damaged and no checkpoint is whole.
-      ResourceError: If the disk takes no more.
+      CheckpointError: If the ledger is damaged and no checkpoint is complete.
+      ResourceError: If the disk is full.
     """
     folder = Path(workdir)
     check_workdir(folder)
@@ -204,24 +197,23 @@ def _rebuild_ledger(folder: Path) -> str | None:
     if not processes.is_first():
         return None
     path, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
-    newest, positions = None, []
-    for number in list_rounds(checkpoints):
+    positions = {}  # of the ledger, by checkpoint, the newest first
+    for number in checkpoint.list_rounds(checkpoints):
         with contextlib.suppress(Damaged, KeyError):
-            if newest is None:
-                verify(checkpoints / str(number))
-            positions.append(read_host(checkpoints / str(number))["ledger"])
-            newest = number if newest is None else newest
-    if newest is None:
+            checkpoint.verify(checkpoints / str(number))
+            positions[number] = checkpoint.read_host(checkpoints / str(number))["ledger"]
+    if not positions:
         with contextlib.suppress(DataError):
             if path.exists():
                 read(path)
-            return None  # what is wrong with the checkpoints, the run says
+            return None  # the run itself says what is wrong with the checkpoints
         raise CheckpointError(
             f"{path}: damaged, and {checkpoints} has no whole checkpoint to go on from; restore"
             " either from a copy, or name another folder"
         )
-    position, *earlier = positions
-    gap = rebuild(path, position=position, round_index=newest, earlier=earlier)
+    newest, *older = positions
+    earlier = [positions[number] for number in older]
+    gap = rebuild(path, position=positions[newest], round_index=newest, earlier=earlier)
     if gap is None:
         return None
     rounds = ", ".join(map(str, gap["lost_rounds"])) or "none"
@@ -233,7 +225,7 @@ def _rebuild_ledger(folder: Path) -> str | None:
 
 
 def change_class(key: str) -> Change:
-    """What a change of a config key means: the key's own class, else its group's.
+    """The class of changes of a config key: its own, else its group's.
 
     Raises:
       KeyError: If neither has one.
@@ -244,17 +236,17 @@ def change_class(key: str) -> Change:
 def check_config(
     workdir: Path, settings: Settings, *, accept: bool, config_file: str | Path | None = None
 ) -> None:
-    """Compares a run's config with the one its folder was made with, if it was.
+    """Compares the settings of a run to be resumed with those recorded in its folder.
 
     Args:
-      workdir: The run's folder.
-      settings: Those of the run that is about to go on.
-      accept: Whether changes that alter the run from here on are meant.
+      workdir: The run's folder; nothing is compared if it holds no run.
+      settings: Of the run to be resumed.
+      accept: Whether changes that alter the rest of the run are accepted.
       config_file: The file that the config is from, if any: a run that uses its entries of the
         tables needs the same file.
 
     Raises:
-      ConfigError: Listing what has changed, if it may not or not without `accept`.
+      ConfigError: Listing the changes that are refused, or that need `accept`.
       CheckpointError: If the recorded config cannot be read.
     """
     path = workdir / "config.json"
@@ -264,16 +256,17 @@ def check_config(
                 f"{path}: missing from a folder that holds a run; restore it from a copy"
             )
         return
-    before = _read(path)
-    now = flat_settings(settings)
-    changed = [key for key in KNOBS if key in before and before[key] != now[key]]
-    refused = [key for key in changed if _class(key, settings) == "refused"]
-    needs_flag = [key for key in changed if _class(key, settings) == "accepted"]
-    lines = [f"{key}: was {before[key]!r}, is {now[key]!r}" for key in refused]
-    if refused:
+    before, now = _read(path), flat_settings(settings)
+    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
+    for key in KNOBS:
+        if key in before and before[key] != now[key]:
+            change = f"{key}: was {before[key]!r}, is {now[key]!r}"
+            changed[_class(key, settings)].append(change)
+    lines = changed["refused"]
+    if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
-    if needs_flag and not accept:
-        lines += [f"{key}: was {before[key]!r}, is {now[key]!r}" for key in needs_flag]
+    if changed["accepted"] and not accept:
+        lines += changed["accepted"]
         lines.append(
             f"{workdir}: these change the run from here on; --accept-config-change to do so"
         )
@@ -295,14 +288,15 @@ def recorded_settings(workdir: Path) -> Settings:
     path = workdir / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; name the folder of a run")
-    config, recorded = default_config().to_dict(), _read(path)
     load_recorded(workdir)
-    for key, value in recorded.items():
-        group, _, name = key.rpartition(".")
-        if key in KNOBS and value is not None:  # null is what an unset default resolves to
-            (config[group] if group else config)[name] = _as_tuples(value)
+    known = {
+        key: _as_tuples(value)
+        for key, value in _read(path).items()
+        if key in KNOBS and value is not None  # null is what an unset default resolves to
+    }
+    config = _flat(default_config().to_dict()) | known
     try:
-        return validate(config)
+        return validate(unflatten_dict(config, sep="."))
     except ConfigError as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
@@ -317,56 +311,42 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     Raises:
       ResourceError: If it cannot be written.
     """
-    path = workdir / "config.json"
-    try:
+    path, replacement = workdir / "config.json", workdir / ".config.json"
+    with write_errors(path):
         hit("config.write")
-        with open(workdir / ".config.json", "w", encoding="utf-8") as file:
-            json.dump({"config": _config(settings), **more}, file, indent=1)
+        with open(replacement, "w", encoding="utf-8") as file:
+            json.dump({"config": dataclasses.asdict(settings), **more}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         hit("config.written")
-        os.replace(workdir / ".config.json", path)
-    except OSError as error:
-        raise ResourceError(f"{path}: cannot be written ({error.strerror})") from error
+        os.replace(replacement, path)
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the rounds, or tokens, to come; and where rounds leave
-    # worker updates unsynchronised, the run's last one has synchronised them.
+    # A decaying schedule is stretched over the remaining rounds or tokens; and if rounds leave
+    # worker updates unsynchronised, the run's last round has synchronised them.
     lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
-    # Of a stream, so many documents are held out that there are rows enough: the guard's change.
+    # It decides how many documents of a stream are held out, which changes the guard's rows.
     if key == "eval.num_sequences" and DATA_SOURCES[settings.data.source].is_stream:
         return "accepted"
     return change_class(key)
 
 
-def _config(settings: Settings) -> dict:
-    """Settings as JSON gives them back: tuples are lists."""
-    return json.loads(json.dumps(dataclasses.asdict(settings)))
-
-
 def flat_settings(settings: Settings) -> dict[str, object]:
-    """Every setting by its key, as JSON gives it back."""
-    return dict(_flat(_config(settings)))
+    """Every setting by its key, as JSON returns it: tuples are lists."""
+    return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
 
 
-def _flat(config: dict) -> Iterator[tuple[str, object]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", member) for key, member in value.items())
-        else:
-            yield name, value
+def _flat(config: dict) -> dict[str, object]:
+    return dict(flatten_dict(config, sep="."))
 
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: a link or too large; restore it from a copy")
-        config = json.loads(path.read_bytes())["config"]
-        return dict(_flat(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _flat(dict(checkpoint.read_json(path)["config"]))
+    except (Damaged, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
 
 
@@ -383,7 +363,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     Raises:
       Damaged: If it is not a state of this run.
     """
-    host = read_host(path)
+    host = checkpoint.read_host(path)
     ensemble = settings.ensemble
     try:
         control = control_from_json(host["control"])
@@ -395,7 +375,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     except (KeyError, ValueError) as error:
         raise Damaged(f"{path}: not this run's state ({error})") from error
     template = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
-    return Restored(State(read_arrays(path, template), control), host)
+    return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
 def control_from_json(data: dict) -> Control:

@@ -1,16 +1,16 @@
-"""Starts the processes of one run on this machine, watches them, and starts them again together.
+"""Launches the processes of one run on this machine, and restarts them all if one fails.
 
-A process of a group cannot go on without the others, and what is left of a broken group blocks or
-is aborted. So when one dies, or the run's ledger stands still, all are ended and started again: the
+A process of a group cannot go on without the others, and the rest of a broken group blocks or is
+aborted. So when one dies, or the run's ledger stops growing, all are ended and started again: the
 same command with the same workdir goes on from its newest checkpoint.
 
-Restarts end. Progress is a checkpoint of a higher round than any before it, or a smaller
-micro-batch to try after one that was too large for the memory, so the rounds of a run and the size
-it begins with bound how often there can be some; rounds in the ledger would not do, for they are
-run again after a restart. Without progress there are at most `max_restarts` restarts.
+The number of restarts is bounded. Progress is a checkpoint of a higher round than any before it, or
+a smaller micro-batch to try after running out of memory; both are bounded by the run. Rounds in the
+ledger are no progress, as they are run again after a restart. Without progress there are at most
+`max_restarts` restarts.
 
-The processes have sessions of their own, so that a Ctrl-C reaches them once, through here. Should
-this process itself be killed, they go on unwatched.
+The processes have sessions of their own, so that a Ctrl-C reaches them once, through here. If this
+process itself is killed, they go on unsupervised.
 """
 
 import contextlib
@@ -51,9 +51,9 @@ def supervise(
 ) -> int:
     """Launches a group of processes, and restarts it on failure until it ends.
 
-    Each process is given `--coordinator=127.0.0.1:PORT --num_processes=N --process_id=I` besides.
-    Process 0 writes to this one's terminal; lines of the others go to stderr with `[1] ` etc. in
-    front. To be called from the main thread: until it returns, SIGTERM, SIGINT and SIGHUP ask the
+    Each process gets `--coordinator=127.0.0.1:PORT --num_processes=N --process_id=I` appended.
+    Process 0 writes to this one's terminal; lines of the others go to stderr with the prefix `[1] `
+    etc. To be called from the main thread: until it returns, SIGTERM, SIGINT and SIGHUP ask the
     processes to save and stop, and a second one kills them.
 
     Args:
@@ -76,28 +76,30 @@ def supervise(
     """
     workdir = Path(workdir)
     reached, smallest, fruitless = _newest_round(workdir), memory_notes.least(workdir), 0
-    ports: set[int] = set()
     with _stop_signals() as stops:
         while True:
-            ports.add(port := _free_port(ports))
             group: list[_Process] = []
+            place = [f"--coordinator=127.0.0.1:{_free_port()}", f"--num_processes={num_processes}"]
             try:
-                _start(group, command, num_processes, port, environment)
+                for number in range(num_processes):
+                    words = [*command, *place, f"--process_id={number}"]
+                    group.append(_start(words, number, num_processes, environment))
                 end = _follow(group, workdir / "ledger.jsonl", watchdog_s, grace_s, stops)
             finally:
                 _end(group, grace_s, stops)
-            end = _with_late_mistake(end, group)
+            # A process may find its user's mistake while the rest of the group is being ended.
+            mistakes = [p for p in group if p.popen.returncode in _USER_CODES]
+            if end.retry and mistakes:
+                end = _why(mistakes[0], ())
             if stops or not end.retry:
                 break
-            newest = _newest_round(workdir)
-            noted = memory_notes.least(workdir)
+            newest, noted = _newest_round(workdir), memory_notes.least(workdir)
             if newest > reached or (noted or math.inf) < (smallest or math.inf):
                 fruitless = 0
             reached, smallest = max(newest, reached), noted
             if fruitless == max_restarts:
-                end = dataclasses.replace(
-                    end, what=f"{end.what}; given up after {fruitless} restarts without progress"
-                )
+                what = f"{end.what}; gave up after {fruitless} restarts without progress"
+                end = dataclasses.replace(end, what=what)
                 break
             fruitless += 1
             source = "the beginning" if newest < 0 else f"round {newest}"
@@ -111,7 +113,7 @@ def supervise(
 
 
 def _newest_round(workdir: Path) -> int:
-    """The highest round with a checkpoint, or -1; as `checkpoint.list_rounds`, without JAX."""
+    """The highest round with a checkpoint, or -1: `checkpoint.list_rounds` without JAX."""
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         return -1
@@ -119,19 +121,16 @@ def _newest_round(workdir: Path) -> int:
     return max((int(n) for n in names if n.isdecimal() and n == str(int(n))), default=-1)
 
 
-def _free_port(used: set[int]) -> int:
-    """A port that nobody has now, other than those; it may be taken before it is used."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in used:
-            return port
+def _free_port() -> int:
+    """A free port; if another program takes it before it is used, the group starts again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The signals to be forwarded, as they come in."""
+    """The signals to forward: a list that grows as they arrive."""
     stops: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -164,43 +163,34 @@ class _End:
 
 
 def _start(
-    group: list[_Process],
-    command: Sequence[str],
-    num_processes: int,
-    port: int,
-    environment: Mapping[str, str] | None,
-) -> None:
-    """Starts the processes into `group`, which on an error holds those that were started."""
-    for number in range(num_processes):
-        popen = subprocess.Popen(
-            [
-                *command,
-                f"--coordinator=127.0.0.1:{port}",
-                f"--num_processes={num_processes}",
-                f"--process_id={number}",
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if number else None,
-            stderr=subprocess.STDOUT if number else None,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        tail: deque[str] = deque(maxlen=_TAIL)
-        reader = None
-        if popen.stdout is not None:
-            arguments = (popen.stdout, f"[{number}] ", tail)
-            reader = threading.Thread(target=_pass_on, args=arguments, daemon=True)
-            reader.start()
-        group.append(_Process(popen, f"process {number} of {num_processes}", tail, reader))
+    command: list[str], number: int, num_processes: int, environment: Mapping[str, str] | None
+) -> _Process:
+    popen = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if number else None,
+        stderr=subprocess.STDOUT if number else None,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    process = _Process(popen, f"process {number} of {num_processes}", deque(maxlen=_TAIL), None)
+    if popen.stdout is None:
+        return process
+    arguments = (popen.stdout, f"[{number}] ", process.tail)
+    reader = threading.Thread(target=_pass_on, args=arguments, daemon=True)
+    reader.start()
+    return dataclasses.replace(process, reader=reader)
 
 
 def _pass_on(stream: TextIO, prefix: str, tail: deque[str]) -> None:
-    """Passes lines on to stderr; of a flood its beginning, how much is left out, and its end."""
-    window_s, num_lines, num_held = time.monotonic(), 0, 0
+    """Passes lines on to stderr; of a flood its beginning, the number left out, and its end."""
+    window_s, num_lines = time.monotonic(), 0
 
     def say_held(num_shown: int) -> None:
+        num_held = max(0, num_lines - _LINES)
+        num_shown = min(num_held, num_shown)
         if num_held > num_shown:
             _say(f"{prefix}... {num_held - num_shown} lines left out")
         for line in list(tail)[len(tail) - num_shown :]:
@@ -211,44 +201,37 @@ def _pass_on(stream: TextIO, prefix: str, tail: deque[str]) -> None:
             tail.append(text.rstrip("\n"))
             if time.monotonic() - window_s >= _LINES_S:
                 say_held(0)
-                window_s, num_lines, num_held = time.monotonic(), 0, 0
-            if num_lines < _LINES:
-                num_lines += 1
+                window_s, num_lines = time.monotonic(), 0
+            num_lines += 1
+            if num_lines <= _LINES:
                 _say(prefix + tail[-1])
-            else:
-                num_held += 1
-    say_held(min(num_held, len(tail)))
+    say_held(len(tail))
 
 
 def _say(line: str) -> None:
-    """One line on stderr; if that has gone, as a terminal does, nobody is there to be told."""
+    """Writes one line to stderr, unless that is closed, as a terminal may be."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode(errors="replace"))  # whole, whichever thread says it
+        os.write(2, f"{line}\n".encode(errors="replace"))  # in one piece, from any thread
 
 
 def _follow(
     group: Sequence[_Process], ledger: Path, watchdog_s: float, grace_s: float, stops: list[int]
 ) -> _End:
-    """Watches a group until all have ended, or the rest is to be ended; why it came to its end."""
-    codes: dict[int, int] = {}
-    forwarded = 0
+    """Watches a group until all have ended, or the rest has to be ended; returns the reason."""
+    num_forwarded = 0
     seen, idle_s = _state(ledger), 0.0
-    now_s = time.monotonic()
-    deadline_s = float("inf")
+    now_s, deadline_s = time.monotonic(), math.inf
     while True:
-        codes |= {
-            number: code
-            for number, process in enumerate(group)
-            if number not in codes and (code := process.popen.poll()) is not None
-        }
+        ended = [process for process in group if process.popen.poll() is not None]
         before_s, now_s = now_s, time.monotonic()
-        if len(codes) == len(group) or now_s >= deadline_s or len(stops) > 1:
+        if len(ended) == len(group) or now_s >= deadline_s or len(stops) > 1:
             break
-        if deadline_s == float("inf") and any(codes.values()):
-            saved = all(code in (0, Preempted.exit_code) for code in codes.values())
+        codes = {process.popen.returncode for process in ended}
+        if deadline_s == math.inf and any(codes):
+            saved = codes <= {0, Preempted.exit_code}
             deadline_s = now_s + (grace_s if saved else _SETTLE_S)
-        if len(stops) > forwarded:
-            forwarded += 1
+        if len(stops) > num_forwarded:
+            num_forwarded += 1
             for process in group:
                 process.popen.send_signal(stops[0])
         # A pause of the whole machine is one poll, not silence: it counts for a second at most.
@@ -258,33 +241,29 @@ def _follow(
         if idle_s >= watchdog_s:
             stopped = [process.name for process in group if _is_stopped(process.popen.pid)]
             whose = f" (stopped: {', '.join(stopped)})" if stopped else ""
-            return _End(
-                ResourceError.exit_code,
-                f"the processes are stuck: {ledger} has not changed for {watchdog_s:g} s{whose}",
-                retry=True,
-            )
+            what = f"the processes are stuck: {ledger} has not changed for {watchdog_s:g} s{whose}"
+            return _End(ResourceError.exit_code, what, retry=True)
         time.sleep(_POLL_S)
     if len(stops) > 1:
         return _End(128 + stops[1], f"killed by a second {_name(stops[1])}", retry=False)
-    number = min(codes, key=lambda number: _rank(codes[number]))  # the first of several alike
-    return _why(group[number], codes[number], stops)
+    return _why(min(ended, key=_rank), stops)  # the first of several alike
 
 
-def _rank(code: int) -> int:
+def _rank(process: _Process) -> int:
     """How likely an exit code is a group's cause, not a consequence; the likeliest is 0."""
-    if code in _USER_CODES:
-        return 0
-    if code == Preempted.exit_code:
-        return 1
-    if code == ResourceError.exit_code:
-        return 2
-    if code == -signal.SIGABRT:  # what JAX ends a process with when another has gone
+    code = process.popen.returncode
+    causes = (_USER_CODES, (Preempted.exit_code,), (ResourceError.exit_code,))
+    for rank, codes in enumerate(causes):
+        if code in codes:
+            return rank
+    if code == -signal.SIGABRT:  # JAX aborts a process when another has gone
         return 5
     return 3 if code < 0 else 4 if code else 6
 
 
-def _why(process: _Process, code: int, stops: Sequence[int]) -> _End:
+def _why(process: _Process, stops: Sequence[int]) -> _End:
     """What the exit code of a process means for its group."""
+    code = process.popen.returncode
     if code in (0, Preempted.exit_code):
         return _End(code, "", retry=False)
     if stops and code in (-stops[0], 128 + stops[0]):
@@ -300,16 +279,8 @@ def _why(process: _Process, code: int, stops: Sequence[int]) -> _End:
     return _End(code, what, retry=code not in _USER_CODES)
 
 
-def _with_late_mistake(end: _End, group: Sequence[_Process]) -> _End:
-    """The end of a group, or the mistake that one of it came to while the rest was ended."""
-    for process in group:
-        if end.retry and process.popen.returncode in _USER_CODES:
-            return _why(process, process.popen.returncode, ())
-    return end
-
-
 def _end(group: Sequence[_Process], grace_s: float, stops: Sequence[int]) -> None:
-    """Ends what is left of a group; returns when it is gone, so that no two write to one run."""
+    """Ends the rest of a group, and waits for that, so that no two groups write to one run."""
     for process in group:
         process.popen.terminate()
     deadline_s = time.monotonic() + grace_s
@@ -318,8 +289,8 @@ def _end(group: Sequence[_Process], grace_s: float, stops: Sequence[int]) -> Non
             break
         time.sleep(_POLL_S)
     for process in group:
-        if process.popen.poll() is None:  # also where it is stopped, so that no other signal works
-            os.killpg(process.popen.pid, signal.SIGKILL)  # with all that it has started
+        if process.popen.poll() is None:  # a stopped process reacts to no other signal
+            os.killpg(process.popen.pid, signal.SIGKILL)  # with its children
     for process in group:
         process.popen.wait()
         if process.reader is not None:
@@ -327,7 +298,7 @@ def _end(group: Sequence[_Process], grace_s: float, stops: Sequence[int]) -> Non
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written to or replaced; None where there is none to be seen."""
+    """What changes when a file is written or replaced; None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -336,7 +307,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a child is stopped (SIGSTOP), where the system says so."""
+    """Whether a child is stopped (SIGSTOP), on systems that can tell."""
     if not hasattr(os, "waitid"):
         return False
     try:

@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases get what the ledger gets; both are off by default.
 
-A tracker is foreign code that talks to disks and networks. Each has a thread of its own, so that
-one that is slow, hangs or raises cannot hold up the run: it is dropped, and a `fault` line says so.
+A tracker is third-party code that uses disks and networks. Each has a thread of its own, so that
+one that is slow, hangs or raises does not delay the run: it is dropped with a `fault` line.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ _NAMES = {
     "merge": {"barrier": "merge/barrier", "loss_after": "merge/loss_after"},
     "memory": {"host_peak_bytes": "memory/host_peak_bytes"},
 }
-_TOLD_AS_TEXT = ("merge", "refusal", "fault")
+_AS_TEXT = ("merge", "refusal", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """The numbers of a ledger line by name; those that are null, not being finite, are left out."""
+    """The numbers of a ledger line by name, without those that are null (not finite)."""
     trainer = event.get("trainer")
     who = trainer if trainer == "consensus" else f"trainer_{trainer}"
     named = {
@@ -66,22 +66,22 @@ def scalars(event: dict) -> dict[str, float]:
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Writes to `tensorboard/` in the run's folder, whose older files it takes the place of.
+    """Writes to `tensorboard/` in the run's folder, replacing older files there.
 
     Args:
       workdir: The run's folder.
-      history: The ledger up to here; its last line is the `start` of this process.
+      history: The ledger so far; its last line is the `start` of this process.
     """
     from tensorboardX import SummaryWriter
 
     folder = str(workdir / "tensorboard")
-    # All is written again: a process that was killed took with it what it had not flushed.
+    # Everything is written again: a killed process lost what it had not flushed.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
             for name, value in scalars(event).items():
                 writer.add_scalar(name, value, event["round"])
-            if event["event"] in _TOLD_AS_TEXT:
+            if event["event"] in _AS_TEXT:
                 writer.add_text(event["event"], json.dumps(event), event["round"])
 
         yield send
@@ -91,12 +91,12 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     """Sends to Weights & Biases, or with `WANDB_MODE=offline` to `wandb/` in the run's folder.
 
-    A run's id is a hash of the first `start` line in its ledger, so that a run that goes on does so
-    in the same W&B run. The steps that this has already are not sent again: W&B takes none back.
+    A run's id is a hash of the first `start` line in its ledger, so that a resumed run goes on in
+    the same W&B run. Steps that it already has are not sent again: W&B cannot overwrite them.
 
     Args:
       workdir: The run's folder.
-      history: The ledger up to here; its last line is the `start` of this process.
+      history: The ledger so far; its last line is the `start` of this process.
     """
     import wandb
 
@@ -117,7 +117,7 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
                 return
             if numbers := scalars(event):
                 run.log(numbers, step=event["round"])
-            if event["event"] in _TOLD_AS_TEXT:
+            if event["event"] in _AS_TEXT:
                 # To the step it is at: a fault may name the next round, which would close this.
                 run.log({event["event"]: json.dumps(event)}, commit=False)
 
@@ -128,7 +128,7 @@ _TRACKERS = {"tensorboard": ("tensorboardX", tensorboard), "wandb": ("wandb", wa
 
 
 def check_installed(log: Log) -> None:
-    """Refuses trackers that are asked for and not there.
+    """Refuses trackers that the config names but are not installed.
 
     Raises:
       ConfigError: Naming the extras to install.
@@ -144,7 +144,7 @@ def check_installed(log: Log) -> None:
 
 
 class Trackers:
-    """Passes ledger lines on to the trackers that a config asks for."""
+    """Passes ledger lines on to the trackers that a config names."""
 
     def __init__(
         self,
@@ -153,46 +153,46 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Starts a thread per tracker, which opens it when a `start` line comes.
+        """Starts a thread per tracker, which opens it at the `start` line.
 
         Args:
           log: Which trackers.
           workdir: The run's folder.
-          history: The ledger of a run that goes on, sent again to each tracker.
+          history: The ledger of a resumed run, sent again to each tracker.
           on_fault: Called when a tracker is dropped: its name, the round, the cause.
         """
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
-        self._queues: dict[str, queue.SimpleQueue] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._threads: dict[threading.Thread, queue.SimpleQueue] = {}
         for name in _TRACKERS:
             if getattr(log, name):
-                self._queues[name] = queue.SimpleQueue()
-                self._threads[name] = threading.Thread(
-                    target=self._work, args=(name,), name=name, daemon=True
+                lines = queue.SimpleQueue()
+                thread = threading.Thread(
+                    target=self._work, args=(name, lines), name=name, daemon=True
                 )
-                self._threads[name].start()
+                self._threads[thread] = lines
+                thread.start()
 
     def __call__(self, event: dict) -> None:
         """Hands a line to every tracker, and waits for none."""
-        for lines in self._queues.values():
+        for lines in self._threads.values():
             lines.put(event)
 
     def close(self) -> None:
-        """Waits for what is on its way, though not for ever."""
-        for lines in self._queues.values():
+        """Waits until every tracker has sent its lines, up to `CLOSE_S` seconds each."""
+        for lines in self._threads.values():
             lines.put(None)
-        for name, thread in self._threads.items():
+        for thread in self._threads:
             thread.join(CLOSE_S)
             if thread.is_alive():
-                self._on_fault(name, 0, f"not done {CLOSE_S} s after the run")
+                self._on_fault(thread.name, 0, f"not done {CLOSE_S} s after the run")
         self._on_fault = lambda *_: None  # the ledger closes next
 
-    def _work(self, name: str) -> None:
-        """One tracker, from its `start` line on; it ends with the run, or when it raises."""
+    def _work(self, name: str, lines: queue.SimpleQueue) -> None:
+        """Runs one tracker from its `start` line until the run ends or it raises."""
         at_round, send = 0, None
         try:
             with contextlib.ExitStack() as stack:
-                for event in iter(self._queues[name].get, None):
+                for event in iter(lines.get, None):
                     at_round = event.get("round", at_round)
                     if event["event"] == "start":
                         history = [*self._history, event]
@@ -201,7 +201,7 @@ class Trackers:
                             send(line)
                     if send:
                         send(event)
-        # What foreign code raises is not ours to know, and no reason to stop training.
+        # Deliberately broad: third-party code may raise anything, and must not stop training.
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._on_fault(name, at_round, cause)
