@@ -10,11 +10,12 @@ from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
+from adloco_jax.run import memory
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run import programs as programs_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config, validate
-from adloco_jax.run.programs import Key, Programs, needed_bytes, peak_bytes
+from adloco_jax.run.memory import peak_bytes
+from adloco_jax.run.programs import Key, Programs, needed_bytes
 from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
 
@@ -66,9 +67,9 @@ def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
     for size, need in needs.items():
         # One per cent to spare: padding of small arrays bends the line on which sizes are foreseen.
         device = int(1.01 * need / 0.8)
-        monkeypatch.setattr(programs_module, "device_bytes", lambda device=device: device)
+        monkeypatch.setattr(memory, "device_bytes", lambda device=device: device)
         assert plan_module.max_batch_size(settings, Programs(spec)) == size
-    monkeypatch.setattr(programs_module, "device_bytes", lambda: needs[2])
+    monkeypatch.setattr(memory, "device_bytes", lambda: needs[2])
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
         plan_module.max_batch_size(settings, Programs(spec))
     assert error.value.exit_code == 5
@@ -83,10 +84,10 @@ def test_the_batch_size_test_must_fit_the_memory_too(monkeypatch):
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
     need = needed_bytes(programs[Key("stats", owners)]) + state - 3 * 6 * 6 * 4
     assert need > peak_bytes(programs, Key("steps", (0,) * 4, 15, accumulates=True), owners)
-    monkeypatch.setattr(programs_module, "device_bytes", lambda: need)
+    monkeypatch.setattr(memory, "device_bytes", lambda: need)
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
         plan_module.max_batch_size(settings, Programs(spec))
-    monkeypatch.setattr(programs_module, "device_bytes", lambda: int(need / 0.8) + 1)
+    monkeypatch.setattr(memory, "device_bytes", lambda: int(need / 0.8) + 1)
     assert plan_module.max_batch_size(settings, Programs(spec)) == 15
 
 

@@ -16,9 +16,9 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.run.batches import classes
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.memory import fewest_model_shards
 from adloco_jax.run.programs import (
     Key,
-    fewest_model_shards,
     lower,
     needed_bytes,
     placement,
@@ -242,7 +242,7 @@ def test_model_shards_are_as_few_as_memory_needs(monkeypatch):
     # out over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
-        monkeypatch.setattr("adloco_jax.run.programs.device_bytes", lambda room=room: room * need)
+        monkeypatch.setattr("adloco_jax.run.memory.device_bytes", lambda room=room: room * need)
         shards = fewest_model_shards(spec, (0,), memory_frac=1.0)
         assert shards == expected
 

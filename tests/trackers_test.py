@@ -273,14 +273,14 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
 
 
 def test_device_peaks_are_the_backends(tmp_path, monkeypatch):
-    from adloco_jax.run import programs
+    from adloco_jax.run import memory
 
     class Device:
         def memory_stats(self):
             return {"peak_bytes_in_use": 34, "bytes_in_use": 3}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(), Device()])
-    assert programs.measured_peaks()["device_peak_bytes"] == [34, 34]
+    assert memory.measured_peaks()["device_peak_bytes"] == [34, 34]
 
 
 def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plain):

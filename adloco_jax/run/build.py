@@ -24,7 +24,8 @@ from adloco_jax.hf import Network
 from adloco_jax.models.bert import Bert, classification_loss
 from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run.ledger import batch_history, read
-from adloco_jax.run.programs import AUTO_TEST_MAX, Spec, fewest_model_shards
+from adloco_jax.run.memory import fewest_model_shards
+from adloco_jax.run.programs import AUTO_TEST_MAX, Spec
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]

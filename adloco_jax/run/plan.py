@@ -26,13 +26,11 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import validate
 from adloco_jax.run.evaluate import loss_key
+from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.run.programs import (
     Key,
     Programs,
     Spec,
-    device_bytes,
-    find_max_batch,
-    peak_bytes,
     placement,
 )
 from adloco_jax.run.resume import check_config, check_workdir
