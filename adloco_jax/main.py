@@ -255,7 +255,7 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     if options.rebuild_ledger and (gap := rebuild_ledger(folder)) and processes.is_first():
         print(gap)
-    damage = processes.from_first(processes.together(lambda: finished(folder, config, **changes)))
+    damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, config, **changes)))
     if damage is None:
         accept_data = options.accept_data_change
         train(config, folder, command=command_line, accept_data_change=accept_data, **changes)
@@ -267,7 +267,7 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
             print(f"report: {report.write([folder], Path(folder) / 'report')}")
         except (DataError, OSError) as error:  # the run itself is finished and saved
             print(f"the report was not written: {error}", file=sys.stderr)
-    processes.meet("the report is written")
+    processes.barrier("the report is written")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def train(
             params = pretrained_params(settings)
         return params, load_data(settings)
 
-    params, corpus = processes.together(load)
+    params, corpus = processes.run_on_all(load)
     init_fn, loss_fn = build_model(settings)
     with processes.only_first_prints():
         print(data_header(corpus))
@@ -144,7 +144,7 @@ def train(
     params, network = fetch(result.params), build_network(settings)
     if processes.is_first():
         hf.save(params, result.workdir / "export", corpus.tokenizer, network=network)
-    processes.meet("the export is written")
+    processes.barrier("the export is written")
     return result
 
 
@@ -218,7 +218,7 @@ def fit(
             num_trainers=settings.ensemble.num_trainers,
         )
 
-    heldout = processes.together(check)
+    heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)
     model, file = Model(init_fn, params, num_classes), record(config_file, settings)

@@ -32,8 +32,8 @@ def test_a_single_process_exchanges_nothing():
     assert not asked  # only when the answer is read
     assert vote.read() == [True, False]
     assert processes.gather({"a": [1]}) == [{"a": [1]}]
-    assert processes.from_first("x") == "x"
-    processes.meet("somewhere")
+    assert processes.broadcast("x") == "x"
+    processes.barrier("somewhere")
     assert processes.is_first()
     processes.require_equal({"a": "1"}, "advice")
 
@@ -88,13 +88,13 @@ def test_an_error_of_one_process_is_raised_in_all(monkeypatch):
     def fails():
         raise DataError("text: missing")
 
-    assert processes.together(lambda: 3) == 3
+    assert processes.run_on_all(lambda: 3) == 3
     with pytest.raises(DataError, match="^text: missing$"):
-        processes.together(fails)
+        processes.run_on_all(fails)
     everyone = [None, ["DataError", "text: missing"], ["ConfigError", "later"]]
     monkeypatch.setattr(processes, "gather", lambda value, name: everyone)
     with pytest.raises(DataError, match="^process 1: text: missing$"):
-        processes.together(lambda: 3)
+        processes.run_on_all(lambda: 3)
 
 
 def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from adloco_jax.run.programs import (
     needed_bytes,
     placement,
 )
-from adloco_jax.run.sharding import bring, copy_back, copy_to_host, fetch, place
+from adloco_jax.run.sharding import copy_back, copy_to_host, fetch, place, reshard
 
 SCALARS = 1024  # bytes: losses, norms, flags
 
@@ -80,10 +80,10 @@ def one_round(owners, **spread):
     _, steps = compiled("steps", owners, **spread)
     _, outer = compiled("outer", owners, **spread)
     workers = start_round(ensemble)
-    arguments = bring((workers, tokens, rates, None), steps.input_shardings[0])
+    arguments = reshard((workers, tokens, rates, None), steps.input_shardings[0])
     workers, loss_TR, _ = steps(*arguments)
     bare, ended = ensemble.replace(inner_state_R=None), workers.replace(inner_state_R=None)
-    after, _ = outer(*bring((bare, ended), outer.input_shardings[0]))
+    after, _ = outer(*reshard((bare, ended), outer.input_shardings[0]))
     return np.asarray(loss_TR), fetch(after.params_M)
 
 
@@ -263,7 +263,7 @@ def test_host_copies_come_back_bit_for_bit():
     at = place((0, 0, 1, 1))
     rng = np.random.default_rng(0)
     tree = {"a": rng.normal(size=(4, 6)).astype(np.float32), "b": np.arange(8)}
-    put = bring(tree, {"a": at.workers, "b": at.whole})
+    put = reshard(tree, {"a": at.workers, "b": at.replicated})
     back = copy_back(copy_to_host(put))
     for name, leaf in put.items():
         assert back[name].sharding == leaf.sharding
@@ -272,9 +272,9 @@ def test_host_copies_come_back_bit_for_bit():
 
 def test_what_is_in_place_is_not_copied():
     at = place((0,) * 8)
-    there = bring(np.arange(8.0), at.workers)
-    assert bring(there, at.workers) is there
-    assert bring(3, None) == 3
+    there = reshard(np.arange(8.0), at.workers)
+    assert reshard(there, at.workers) is there
+    assert reshard(3, None) == 3
 
 
 def test_placement_is_described_and_drawn():

@@ -21,7 +21,7 @@ from adloco_jax.run.batches import classes
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import lower
-from adloco_jax.run.sharding import bring, place
+from adloco_jax.run.sharding import place, reshard
 from adloco_jax.training import fit
 
 LOW = ["bfloat16", "int8", "int4"]
@@ -236,7 +236,7 @@ def test_sharded_is_unsharded_and_all_copies_agree(precision, owners, model_shar
     ensemble, workers = drifted(*owners)
     expected, expected_norm_M = update_of(precision)(ensemble, workers)
     compiled, states = sharded(precision, owners, model_shards)
-    after, norm_M = compiled(*bring((ensemble, workers), states))
+    after, norm_M = compiled(*reshard((ensemble, workers), states))
     assert_close(norm_M, expected_norm_M)
     assert_close(after.outer_state_M, expected.outer_state_M, atol=1e-8)
     assert_close_but_for_ties(after.params_M, expected.params_M)

@@ -111,10 +111,10 @@ def begin(
     restored, damage, end = _restore(run)
     host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
     known = restored.state.control.replayed if restored else {}
-    replayed = known or processes.together(lambda: replayed_batches(settings))
+    replayed = known or processes.run_on_all(lambda: replayed_batches(settings))
     progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
-    ledger = processes.together(lambda: _open_ledger(run, stack, host["ledger"], progress))
+    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
     stack.callback(programs.close)
     if isinstance(run.corpus, SequentialRows):

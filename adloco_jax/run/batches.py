@@ -1,4 +1,4 @@
-"""What a round takes: which trainers go together, their sequences, learning rates and test rows."""
+"""What a round takes: which trainers share a program, their sequences, learning rates and test rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -23,7 +23,7 @@ from adloco_jax.run.programs import (
     Spec,
     placement,
 )
-from adloco_jax.run.sharding import bring
+from adloco_jax.run.sharding import reshard
 from adloco_jax.settings import Settings
 
 AUTO_TEST_FRAC = 0.04  # of a round's sequences, for the batch-size test
@@ -75,7 +75,7 @@ class SequentialRows(Rows, Protocol):
 
 
 class Group(NamedTuple):
-    """Trainers that run together, in one program."""
+    """Trainers that share one program."""
 
     trainers: tuple[int, ...]  # positions
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
@@ -152,12 +152,12 @@ def group_trainers(
 ) -> list[Group]:
     """Trainers that run the same plan, class by class, in the order of their first member."""
     groups = []
-    for whole in classes(control, plans, model_shards):
+    for group in classes(control, plans, model_shards):
         by_plan: dict[RoundPlan, list[int]] = {}
-        for m in whole.trainers:
+        for m in group.trainers:
             by_plan.setdefault(plans[m], []).append(m)
         for plan, trainers in by_plan.items():
-            groups.append(_group(control, trainers, whole.devices)._replace(plan=plan))
+            groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
     return groups
 
 
@@ -212,7 +212,11 @@ def make_batch(
         flag_T = update_flags(group.plan)
         parts.append(
             [
-                (bring(rows_TRBL[t : t + steps], at), rate_TR[t : t + steps], flag_T[t : t + steps])
+                (
+                    reshard(rows_TRBL[t : t + steps], at),
+                    rate_TR[t : t + steps],
+                    flag_T[t : t + steps],
+                )
                 for t in range(0, group.plan.num_micro_batches, steps)
             ]
         )
@@ -231,7 +235,7 @@ def make_batch(
     for group, at, test_RBL in tested:
         for place, worker in enumerate(group.workers):
             test_RBL[place, : count_R[worker]] = firsts[worker]
-        tests.append(Test(group, bring(test_RBL, at), count_R[list(group.workers)]))
+        tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
     return Batch(plans, groups, parts, tests, [lines[m] for m in sorted(lines)])
 
 

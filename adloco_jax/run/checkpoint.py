@@ -279,7 +279,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
     """
     damage = []
     # Process 0 lists and verifies; all of them read the same checkpoint.
-    rounds = processes.from_first(list_rounds(folder))
+    rounds = processes.broadcast(list_rounds(folder))
     for index, number in enumerate(rounds):
         path = folder / str(number)
         check = verify if processes.is_first() else read_manifest
@@ -412,4 +412,4 @@ def _sync(path: Path) -> None:
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
     """Runs part of a save or restore in every process; an error in one is `Damaged` in others."""
-    return processes.together(act, name=name, faults=faults, elsewhere=Damaged)
+    return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

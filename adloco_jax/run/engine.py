@@ -1,6 +1,6 @@
 """The local engine: every trainer on this program's own devices, dispatched and not waited for.
 
-It implements `adloco.Engine`. Trainers that run the same plan go together in one program. Where
+It implements `adloco.Engine`. Trainers that run the same plan share one program. Where
 there are several devices and trainers have unequal numbers of workers, each such class of trainers
 has devices of its own, so that what a synchronisation moves is what is accounted.
 """
@@ -50,7 +50,7 @@ from adloco_jax.run.health import (
     without_trainers,
 )
 from adloco_jax.run.programs import Key, Programs, Spec, placement
-from adloco_jax.run.sharding import bring, copy_back, copy_to_host
+from adloco_jax.run.sharding import copy_back, copy_to_host, reshard
 from adloco_jax.settings import Settings
 
 
@@ -224,7 +224,7 @@ class LocalEngine:
             norms.append(group_norms)
         if len(batch.groups) > 1:
             at = ensemble.round.sharding
-            ensemble = ensemble.replace(round=bring(np.int32(state.control.round + 1), at))
+            ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
         return ensemble, measured, norms
 
     def _run_group(self, sub: Ensemble, group: Group, parts: list) -> tuple[Ensemble, list, list]:
@@ -349,7 +349,7 @@ class LocalEngine:
             flushed = self._call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)
             ensemble = self._put(ensemble, group, sub)
-        control, line = count_flush(control, owed, sync_bytes=self.spec.whole_sync_bytes)
+        control, line = count_flush(control, owed, sync_bytes=self.spec.full_sync_bytes)
         self.events.append(Event("sync", line))
         self._flushed.update(line["trainers"])
         return State(ensemble, control)
@@ -365,12 +365,12 @@ class LocalEngine:
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, Key("outer", group.owners))  # on all devices
-        return _put(ensemble, bring(sub, at.ensemble(sub)), group.trainers)
+        return _put(ensemble, reshard(sub, at.ensemble(sub)), group.trainers)
 
     def _call(self, key: Key, *arguments):
         """Runs a program with its arguments moved to where it wants them."""
         program = self.programs[key]
-        return program(*bring(arguments, program.input_shardings[0]))
+        return program(*reshard(arguments, program.input_shardings[0]))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -16,7 +16,7 @@ from adloco_jax.data.packing import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import permute
 from adloco_jax.errors import DataError
 from adloco_jax.run.programs import Key, Programs
-from adloco_jax.run.sharding import bring
+from adloco_jax.run.sharding import reshard
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
     """Each row's loss."""
     program = programs[loss_key(batch_size)]
     params_at, rows_at = program.input_shardings[0]
-    params = bring(params, params_at)
+    params = reshard(params, params_at)
     losses = []
     for start in range(0, len(rows_EL), batch_size):
         rows = rows_EL[start : start + batch_size].astype(np.int32)
         # The last part is padded with copies of its last row, whose losses are dropped.
         padded = np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), mode="edge")
-        losses.append(program(params, bring(padded, rows_at)))
+        losses.append(program(params, reshard(padded, rows_at)))
     return np.concatenate(losses)[: len(rows_EL)]
 
 

@@ -63,7 +63,7 @@ def plan(
     """
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
-    unchecked = processes.together(
+    unchecked = processes.run_on_all(
         lambda: check_inputs(
             settings, folder, accept_config_change=accept_config_change, config_file=config_file
         )

@@ -141,12 +141,12 @@ def gather(value: T, name: str = "gather") -> list[T]:
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
-def from_first(value: T) -> T:
+def broadcast(value: T) -> T:
     """Broadcasts process 0's value, which is plain JSON data; all must call it."""
     return gather(value)[0]
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """A barrier: returns once all processes have called it.
 
     Args:
@@ -155,10 +155,10 @@ def meet(name: str) -> None:
     gather(None, name)
 
 
-def together(
+def run_on_all(
     act: Callable[[], T],
     *,
-    name: str = "together",
+    name: str = "run_on_all",
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
@@ -243,7 +243,7 @@ def require_shared(folder: Path) -> None:
     if jax.process_count() == 1:
         return
     # A name of its own: a file system may remember for a while that another was not there.
-    mark = folder / f".seen-{from_first(os.urandom(8).hex())}"
+    mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:
         if is_first():
@@ -258,8 +258,8 @@ def require_shared(folder: Path) -> None:
             )
 
     try:
-        together(make)
-        together(look)
+        run_on_all(make)
+        run_on_all(look)
     finally:
         if is_first():
             mark.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class Spec:
         return packed_bytes(jax.eval_shape(take, self.params), self.precision)
 
     @property
-    def whole_sync_bytes(self) -> int:
+    def full_sync_bytes(self) -> int:
         """The same of all parameters at once."""
         return packed_bytes(self.params, self.precision)
 
@@ -271,7 +271,7 @@ def _start(spec: Spec, key: Key, at: Placement) -> Program:
 
 def _steps(spec: Spec, key: Key, at: Placement) -> Program:
     workers = workers_spec(spec, key, at)
-    out = (_shardings(workers), at.whole, at.whole)
+    out = (_shardings(workers), at.replicated, at.replicated)
     return _inner_steps(spec, at), (workers, *_batch_spec(spec, key, at)), (0,), out
 
 
@@ -279,7 +279,7 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
     update = functools.partial(outer_update, outer_tx=spec.outer_tx, **_exchange(spec, at))
-    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.whole)
+    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
 
 def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
@@ -309,9 +309,9 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
             **_exchange(spec, at),
         )
 
-    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
     arguments = (ensemble, workers, *_batch_spec(spec, key, at), index)
-    out = (_shardings(ensemble), _shardings(workers), at.whole, at.whole, at.whole)
+    out = (_shardings(ensemble), _shardings(workers), at.replicated, at.replicated, at.replicated)
     return fragment_program, arguments, (0, 1), out
 
 
@@ -365,7 +365,7 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
     def stats(params_M, tokens_RBL, count_R):
         return of_workers(params_M, jnp.array(key.owners, jnp.int32), tokens_RBL, count_R)
 
-    return stats, (params_M, tokens, counts), (), at.whole
+    return stats, (params_M, tokens, counts), (), at.replicated
 
 
 def _loss(spec: Spec, key: Key, at: Placement) -> Program:
@@ -376,7 +376,7 @@ def _loss(spec: Spec, key: Key, at: Placement) -> Program:
     def losses(params, tokens_BL):
         return jax.vmap(lambda tokens_L: spec.loss_fn(params, tokens_L[None]))(tokens_BL)
 
-    return losses, (params, tokens), (), at.whole
+    return losses, (params, tokens), (), at.replicated
 
 
 _PROGRAMS: Mapping[Kind, Callable[[Spec, Key, Placement], Program]] = {
@@ -436,7 +436,7 @@ def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
     """Tokens, learning rates and, where gradients are accumulated, update flags of one call."""
     steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
-    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.whole)
+    flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
     return (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size)),
         jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR),

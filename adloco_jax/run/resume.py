@@ -122,7 +122,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
             raise kind(f"--workdir {workdir}: cannot be written ({error.strerror})") from error
 
     try:
-        processes.together(acquire)
+        processes.run_on_all(acquire)
         processes.require_shared(workdir)
         yield
     finally:
@@ -190,7 +190,7 @@ def rebuild_ledger(workdir: str | Path) -> str | None:
         return None
     with exclusive(folder):
         act = functools.partial(_rebuild_ledger, folder)
-        return processes.from_first(processes.together(act))
+        return processes.broadcast(processes.run_on_all(act))
 
 
 def _rebuild_ledger(folder: Path) -> str | None:

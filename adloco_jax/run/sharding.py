@@ -6,7 +6,7 @@ A program has a mesh over its devices, by default all devices of all processes, 
   worker   a trainer's workers, or all workers where trainers do not divide over the devices
   data     devices that share a worker's batch
   model    devices that share a worker's parameters and optimizer state, and its batch if it divides
-  idle     devices that repeat another's work, as nothing is left that divides
+  idle     devices that repeat another's work, as no dimension is left that divides
 
 Trainers' parameters are replicated over their workers, as the batch-size test and the round both
 start there; a trainer's outer state, which only the synchronisation reads, is sharded over all its
@@ -42,11 +42,11 @@ class Placement:
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """Each dimension over the axes given for it; whole where None, and beyond the last."""
+        """Shards each dimension over its axes; replicates it where they are None or missing."""
         return NamedSharding(self.mesh, P(*axes))
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         """A copy on every device."""
         return self.named()
 
@@ -77,7 +77,7 @@ class Placement:
         return self._stacked(shapes_R, _POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Leaves [M, ...]: whole on the devices of the trainer's workers, but for `model`."""
+        """Leaves [M, ...]: replicated on the devices of the trainer's workers, sharded over `model`."""
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
@@ -120,7 +120,7 @@ class Placement:
 
     def ensemble(self, shapes: Ensemble) -> Ensemble:
         """An ensemble between two rounds."""
-        return jax.tree.map(lambda _: self.whole, shapes).replace(
+        return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
             outer_state_M=self.sharded(shapes.outer_state_M),
             inner_state_R=self.by_worker(shapes.inner_state_R),
@@ -128,12 +128,12 @@ class Placement:
         )
 
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
-        """Bytes that a synchronisation moves between devices of different workers, all together.
+        """Bytes that a synchronisation moves between devices of different workers, in total.
 
         With a device for each worker it is what is accounted (docs/algorithm.md, accounting).
         Workers that share a device have less to move. Where a device has workers of several
         trainers, but not all of theirs, every device is sent all trainers. Below float32 a leaf of
-        which no dimension divides over the workers is sent whole to each of them, which is more.
+        which no dimension divides over the workers is replicated to each of them, which is more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
@@ -180,7 +180,7 @@ class Placement:
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
         """The largest dimension that divides evenly over `over`, or over as many as it can."""
         if not shape:
-            return self.whole
+            return self.replicated
         for count in range(len(over), 0, -1):
             devices = math.prod(self.mesh.shape[axis] for axis in over[:count])
             sizes = {shape[d]: d for d in range(len(lead), len(shape)) if shape[d] % devices == 0}
@@ -229,21 +229,21 @@ def place(
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
-def bring(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Brings arrays to where they are wanted, in any number of processes.
+def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Reshards arrays, in any number of processes.
 
     Args:
       tree: Of JAX arrays, which move between devices, and host arrays, of which every process must
         hold at least what its own devices get.
-      shardings: Of the same structure; None leaves an array that nobody reads where it is.
+      shardings: Of the same structure; None leaves an unused array where it is.
 
     Returns:
-      JAX arrays of those shardings; ones that are there already are not copied.
+      JAX arrays of those shardings; ones that have theirs already are not copied.
     """
-    return jax.tree.map(_bring, tree, shardings)
+    return jax.tree.map(_reshard, tree, shardings)
 
 
-def _bring(leaf, sharding: NamedSharding | None):
+def _reshard(leaf, sharding: NamedSharding | None):
     if sharding is None:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
