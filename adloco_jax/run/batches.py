@@ -1,4 +1,4 @@
-"""What a round takes: which trainers share a program, their sequences, learning rates and test rows."""
+"""What a round takes: groups of trainers, their sequences, learning rates and test rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set

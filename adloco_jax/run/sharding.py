@@ -77,7 +77,7 @@ class Placement:
         return self._stacked(shapes_R, _POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Leaves [M, ...]: replicated on the devices of the trainer's workers, sharded over `model`."""
+        """Leaves [M, ...]: sharded over `model`, replicated over the trainer's workers."""
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
