@@ -365,7 +365,7 @@ BAD_CONFIGS = {
     "layers without end": (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
     "negative": (dict(intermediate_size=-10), "intermediate_size: have -10"),
     "epsilon": (dict(rms_norm_eps=float("nan")), "rms_norm_eps: have nan"),
-    "heads": (dict(num_attention_heads=5), "num_heads=5 must divide width=12"),
+    "heads": (dict(num_attention_heads=5), "num_heads=5, width=12: the heads must divide"),
     "theta": (dict(rope_parameters={"rope_theta": "1e4"}), "rope_theta: have 1e4"),
 }
 

@@ -425,10 +425,10 @@ def test_gradient_statistics_by_taps_are_those_by_vmap_and_auto_takes_taps():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 3}, "num_heads=3 must divide width=16"),
+        ({"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
         ({"type_vocab_size": 0}, "type_vocab_size=0 must be at least 1"),
-        ({"num_classes": 1}, "num_classes=1 must be at least 2"),
+        ({"num_classes": 1}, "num_classes=1: must be at least 2"),
         ({"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
         ({"max_length": LENGTH - 1}, "9 tokens per sequence, max_length is 8"),
     ],

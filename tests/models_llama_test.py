@@ -424,10 +424,10 @@ def test_forward_mode_through_chunks_agrees_with_reverse_mode():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 3}, "num_heads=3 must divide width=16"),
+        ({"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
-        ({"width": 12}, "odd head size 3"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3, num_heads=4: the key/value heads must divide"),
+        ({"width": 12}, "num_heads=4, width=12: rotary embeddings need an even head size"),
         ({"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
         ({"max_length": LENGTH - 1}, "7 tokens per sequence, max_length is 6"),
     ],

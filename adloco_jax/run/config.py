@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, FieldReference
 
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.errors import ConfigError
+from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 
 # The schema above as tables: the groups, and each knob's field under its full key.
@@ -67,7 +68,9 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
-    for keys, holds, need in _RULES:
+    rules = ARCHITECTURES[values["model.arch"]].rules if "model.arch" in values else ()
+    model_rules = (([f"model.{name}" for name in names], *rest) for names, *rest in rules)
+    for keys, holds, need in (*model_rules, *_RULES):
         if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
             pairs = ", ".join(f"{key} = {_shown(values[key])}" for key in keys)
             faults.append(f"{pairs}: {need}")
@@ -195,21 +198,6 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 # is allowed by itself.
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (
-        ("model.num_heads", "model.width"),
-        lambda heads, width: width % heads == 0,
-        "the heads must divide the width; choose a width that is a multiple of num_heads",
-    ),
-    (
-        ("model.arch", "model.num_heads", "model.width"),
-        lambda arch, heads, width: arch == "bert" or width % heads != 0 or width // heads % 2 == 0,
-        "rotary embeddings need an even head size (width / num_heads); choose another width",
-    ),
-    (
-        ("model.num_kv_heads", "model.num_heads", "model.arch"),
-        lambda kv_heads, heads, arch: arch == "bert" or heads % kv_heads == 0,
-        "the key/value heads must divide the query heads; choose a divisor of num_heads",
-    ),
-    (
         ("model.reinit_head", "model.init_from"),
         lambda reinit_head, init_from: init_from != "" or not reinit_head,
         "without a checkpoint every head is random; set model.init_from or leave it off",
@@ -226,12 +214,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     ),
     (
         ("model.arch", "data.source"),
-        lambda arch, source: arch != "bert" or source == "jsonl",
-        "bert classifies JSON lines of a text and a label; set data.source=jsonl",
+        lambda arch, source: ARCHITECTURES[arch].data != "labelled" or source == "jsonl",
+        "it classifies JSON lines of a text and a label; set data.source=jsonl",
     ),
     (
         ("data.sequence_length", "model.arch"),
-        lambda length, arch: arch != "bert" or length >= 3,
+        lambda length, arch: ARCHITECTURES[arch].data != "labelled" or length >= 3,
         "a text has a first and a last token of its own; set at least 3",
     ),
     (
