@@ -27,6 +27,7 @@ from adloco_jax.models.layers import (
     Linear,
     Position,
     Rule,
+    Tap,
     TokenType,
     check_length,
     check_sizes,
@@ -45,7 +46,7 @@ class _Attention(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> Array:
         B, L, D = x_BLD.shape
         H, K = self.num_heads, D // self.num_heads
 
@@ -70,7 +71,7 @@ class _MLP(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
         up_BLF = Linear(self.width, self.dtype, use_bias=True, name="up")(x_BLD, tap_B)
         # Float32 inside, like PyTorch.
         y_BLF = jax.nn.gelu(up_BLF.astype(jnp.float32), approximate=False).astype(up_BLF.dtype)
@@ -86,7 +87,7 @@ class _Block(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> tuple[Array, None]:
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> tuple[Array, None]:
         attention = _Attention(self.num_heads, self.dtype, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = LayerNorm(self.norm_eps, self.dtype, name="attention_norm")
@@ -158,7 +159,7 @@ class Bert(nn.Module):
         self,
         tokens_BL: Int[Array, "B L"],
         lengths_B: Int[Array, " B"] | None = None,
-        tap_B: Float[Array, " B"] | None = None,
+        tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
         """Logits of the classes, float32, from each sequence's first `lengths_B` tokens, or all."""
         batch, length = tokens_BL.shape
@@ -197,7 +198,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     """
     logits = nn.apply(Bert.__call__, model)
 
-    def logits_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         if rows.ndim != 2 or rows.shape[1] < 3:
             raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
         return logits({"params": params}, rows[:, 2:], rows[:, 1], tap_B)
@@ -220,7 +221,7 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
     """
     logits_fn = class_logits(model)
 
-    def losses_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         logits_BC = logits_fn(params, rows, tap_B)
         # A negative label would count from the last class.
         labels_B = jnp.where(rows[:, 0] < 0, model.num_classes, rows[:, 0])
@@ -247,7 +248,7 @@ def classification_loss(model: Bert) -> Callable[..., Array]:
     """
     losses_fn = classification_losses(model)
 
-    def loss_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def loss_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         return jnp.mean(losses_fn(params, rows, tap_B))
 
     return loss_fn

@@ -34,6 +34,9 @@ DTYPES = ("float32", "bfloat16")  # of the arithmetic
 # The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
 _INIT = nn.initializers.normal(stddev=0.02)
 
+Tap: TypeAlias = Float[Array, " B"] | None
+"""A gradient tap, see above, or None for plain operations."""
+
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
 """What a model's attributes must satisfy together: their names, the condition, the remedy."""
 
@@ -73,10 +76,15 @@ def param_shapes(network: nn.Module) -> PyTree:
     return jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
 
 
+def num_params(network: nn.Module) -> int:
+    """Number of parameters, counted without allocating any."""
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
+
+
 def project(
     x_BLD: Float[Array, "B L D"],
     w_DF: Float[Array, "D F"],
-    tap_B: Float[Array, " B"] | None = None,
+    tap_B: Tap = None,
     *,
     dtype: DTypeLike,
     out_dtype: DTypeLike | None = None,
@@ -101,36 +109,28 @@ def project(
 
 
 def apply_gain(
-    x_BLD: Float[Array, "B L D"],
-    gain_D: Float[Array, " D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Multiplies every feature by its gain."""
     return _use(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
 def add_bias(
-    x_BLD: Float[Array, "B L D"],
-    bias_D: Float[Array, " D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], bias_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Adds one vector at every position, in float32; the result has the dtype of `x_BLD`."""
     return _use(_shift, _example_norms, x_BLD, bias_D, tap_B)
 
 
 def add_positions(
-    x_BLD: Float[Array, "B L D"],
-    table_LD: Float[Array, "L D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], table_LD: Float[Array, "L D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Adds each position's own vector, the same in every example, in float32."""
     return _use(_shift, _example_norms, x_BLD, table_LD, tap_B)
 
 
 def look_up(
-    table_VD: Float[Array, "V D"],
-    tokens_BL: Int[Array, "B L"],
-    tap_B: Float[Array, " B"] | None = None,
+    table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Picks the table's row for every token; an id past the end gives NaN, not another row."""
     return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
@@ -141,7 +141,7 @@ def _use(
     norms_fn: Callable[..., Array] | None,
     x_B: Array,
     weight: Array,
-    tap_B: Array | None,
+    tap_B: Tap,
 ) -> Array:
     """`layer(x_B, weight)`, with a tap if one is given."""
     # Under `nn.logical_axis_rules` alone: a weight that devices share is all-gathered where it is
@@ -247,9 +247,7 @@ class Linear(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L F"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
         """Applies `project`, then `add_bias`."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
         y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, out_dtype=self.out_dtype)
@@ -266,9 +264,7 @@ class RMSNorm(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalises in float32, applies `apply_gain` and casts to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
@@ -284,9 +280,7 @@ class LayerNorm(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalises in float32, applies `apply_gain` and `add_bias` and casts to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
@@ -305,9 +299,7 @@ class Embed(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `look_up` and casts to `dtype`."""
         table_VD = self.param("embedding", _INIT, (self.vocab_size, self.width), jnp.float32)
         return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
@@ -319,9 +311,7 @@ class Position(nn.Module):
     max_length: int
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `add_positions` with the first L rows of the table; L is at most `max_length`."""
         shape = (self.max_length, x_BLD.shape[-1])
         table = self.param("embedding", _INIT, shape, jnp.float32)
@@ -334,9 +324,7 @@ class TokenType(nn.Module):
     num_types: int
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `add_bias`: with one type only, its vector is a bias."""
         table = self.param("embedding", _INIT, (self.num_types, x_BLD.shape[-1]), jnp.float32)
         return add_bias(x_BLD, table[0], tap_B)

@@ -22,9 +22,9 @@ from adloco_jax.models.layers import (
     Linear,
     RMSNorm,
     Rule,
+    Tap,
     check_length,
     check_sizes,
-    param_shapes,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -68,7 +68,7 @@ class _Attention(nn.Module):
     implementation: str
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap) -> Array:
         B, L, D = x_BLD.shape
         K = D // self.num_heads
 
@@ -92,7 +92,7 @@ class _MLP(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
         gate_BLF = kept(Linear(self.width, self.dtype, name="gate")(x_BLD, tap_B))
         up_BLF = kept(Linear(self.width, self.dtype, name="up")(x_BLD, tap_B))
         return Linear(x_BLD.shape[-1], self.dtype, name="down")(swiglu(gate_BLF, up_BLF), tap_B)
@@ -110,7 +110,7 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap
     ) -> tuple[Array, None]:
         heads = (self.num_heads, self.num_kv_heads)
         attention = _Attention(*heads, self.dtype, self.attention, name="attention")
@@ -180,15 +180,11 @@ class Llama(nn.Module):
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
 
-    def __call__(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L V"]:
+    def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Logits of the token after each position, float32."""
         return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
-    def hidden(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalised output of the last layer, in the compute dtype: what the head reads."""
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)
@@ -197,9 +193,7 @@ class Llama(nn.Module):
         x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, scan=self.scan_layers)
         return self.norm(x_BLD, tap_B)
 
-    def logits(
-        self, hidden_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L V"]:
+    def logits(self, hidden_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Float32 logits for the output of `hidden`."""
         return self.head(hidden_BLD, tap_B)
 
@@ -229,14 +223,12 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     hidden = nn.apply(Llama.hidden, model)
     logits = nn.apply(Llama.logits, model)
 
-    def head_losses(
-        params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Array | None
-    ) -> Array:
+    def head_losses(params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Tap) -> Array:
         logits_BLV = logits({"params": params}, hidden_BLD, tap_B)
         picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
         return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL1[:, :, 0], axis=1)
 
-    def losses_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
+    def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         hidden_BLD = hidden({"params": params}, tokens[:, :-1], tap_B)
@@ -275,7 +267,7 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
-    def loss_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
+    def loss_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         return jnp.mean(losses_fn(params, tokens, tap_B))
 
     return loss_fn
@@ -321,8 +313,3 @@ def generate(
         return text_BL.at[:, place].set(next_B.astype(text_BL.dtype))
 
     return lax.fori_loop(length, length + num_tokens, add_token, text_BL)
-
-
-def num_params(model: Llama) -> int:
-    """Number of parameters, counted without allocating any."""
-    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model)))
