@@ -80,7 +80,7 @@ class Tensor(NamedTuple):
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     """All tensors of a model's checkpoint."""
     found = []
-    for path, leaf in flatten_dict(param_shapes(network)).items():
+    for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
         name = f"{module}.{'bias' if kind == 'bias' else 'weight'}"
         places = range(leaf.shape[0]) if "{}" in name else (...,)
@@ -109,9 +109,9 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
     """
     name = str(path_or_name)
     folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
-    network, config = _described(folder, head=head)
-    checkpoint = _opened(folder, network, config, head=head)
-    shapes, leaves = flatten_dict(param_shapes(network)), {}
+    described = _described(folder, head=head)
+    network, checkpoint = described.network, _opened(folder, described, head=head)
+    shapes, leaves = _leaves(param_shapes(network)), {}
     for tensor in checkpoint.wanted:
         shape = shapes[tensor.path].shape
         leaf = leaves.setdefault(tensor.path, np.empty(shape, np.float32))
@@ -139,10 +139,10 @@ def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, 
     folder = _local(name)
     if folder is None:
         remote = _of_hub(name, ("config.json",), "config.json")
-        return _described(remote, head=head)[0], False
-    network, config = _described(folder, head=head)
-    _opened(folder, network, config, head=head)
-    return network, True
+        return _described(remote, head=head).network, False
+    described = _described(folder, head=head)
+    _opened(folder, described, head=head)
+    return described.network, True
 
 
 def save(
@@ -178,8 +178,7 @@ def save(
     if tokenizer is not None and "eos_token_id" in config:
         config["eos_token_id"] = tokenizer.eot_id
     leaves = {
-        path: np.asarray(leaf).astype(jnp.dtype(dtype))
-        for path, leaf in flatten_dict(params).items()
+        path: np.asarray(leaf).astype(jnp.dtype(dtype)) for path, leaf in _leaves(params).items()
     }
     arrays = {
         # Contiguous, as the file would lose a view's strides.
@@ -198,6 +197,10 @@ def save(
             os.fsync(written.fileno())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
+    return flatten_dict(tree)
 
 
 def _weight_maps() -> list[WeightMap]:
@@ -250,8 +253,16 @@ def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
 # --- config.json --------------------------------------------------------------------------------
 
 
-def _described(folder: Path, *, head: bool) -> tuple[nn.Module, dict]:
-    """The model that a folder's `config.json` describes, and its content; all faults at once."""
+class _Described(NamedTuple):
+    """What a `config.json` says: its model, and whether head and embedding are one matrix."""
+
+    network: Any
+    names: WeightMap
+    tied: bool
+
+
+def _described(folder: Path, *, head: bool) -> _Described:
+    """Reads `config.json`; DataError names all its faults at once."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -264,7 +275,7 @@ def _described(folder: Path, *, head: bool) -> tuple[nn.Module, dict]:
         have = f"have {str(config.get('model_type'))[:80]!r}"
         raise DataError(f"{path}: model_type: {have}, need {' or '.join(map(repr, known))}")
     content = names.normalise(config if head else config | {"problem_type": None}, fault)
-    kinds = {field.name: field.type for field in dataclasses.fields(names.model)}
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(names.model)}
     sizes: dict[str, Any] = {}
     for key, (ours, default) in names.sizes.items():
         value, kind = content.get(key, default), kinds[ours]
@@ -284,7 +295,7 @@ def _described(folder: Path, *, head: bool) -> tuple[nn.Module, dict]:
         network = names.model(**sizes)
         try:
             param_shapes(network)
-            return network, config
+            return _Described(network, names, config.get("tie_word_embeddings") is True)
         except (ValueError, OverflowError) as error:
             faults.append(f"{path}: {error}")
     raise DataError("\n".join(faults))
@@ -368,14 +379,14 @@ class _Checkpoint(NamedTuple):
         return array
 
 
-def _opened(folder: Path, network: Any, config: Mapping, *, head: bool) -> _Checkpoint:
+def _opened(folder: Path, described: _Described, *, head: bool) -> _Checkpoint:
+    network, names, is_tied = described
     files = _tensor_files(folder)
     if network.num_layers > len(files):
         raise DataError(
             f"{folder / 'config.json'} names {network.num_layers} layers, have {len(files)} tensors"
         )
-    names = weight_map(network)
-    tied = names.ties if config.get("tie_word_embeddings") is True else {}
+    tied = names.ties if is_tied else {}
     wanted = [
         tensor._replace(name=tied.get(tensor.name, tensor.name))
         for tensor in tensors(network, names)
@@ -392,7 +403,7 @@ def _opened(folder: Path, network: Any, config: Mapping, *, head: bool) -> _Chec
         for name in where.keys() - {tensor.name for tensor in wanted} - tied.keys()
         if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
     ]
-    leaves, stored_as = flatten_dict(param_shapes(network)), set()
+    leaves, stored_as = _leaves(param_shapes(network)), set()
     for tensor in wanted:
         shape = leaves[tensor.path].shape[0 if tensor.place is ... else 1 :]
         need = shape[::-1] if tensor.transposed else shape

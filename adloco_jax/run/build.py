@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -130,7 +131,7 @@ def row_length(settings: Settings) -> int:
     return settings.data.sequence_length + fields
 
 
-def attention(settings: Settings) -> str:
+def attention(settings: Settings) -> Literal["xla", "cudnn"]:
     """How the configured model attends: "cudnn" where all that it needs is there, else "xla".
 
     Raises:

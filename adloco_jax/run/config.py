@@ -69,7 +69,9 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         except ValueError:
             faults.append(value_fault(key, value))
     rules = ARCHITECTURES[values["model.arch"]].rules if "model.arch" in values else ()
-    model_rules = (([f"model.{name}" for name in names], *rest) for names, *rest in rules)
+    model_rules = [
+        (tuple(f"model.{name}" for name in names), holds, need) for names, holds, need in rules
+    ]
     for keys, holds, need in (*model_rules, *_RULES):
         if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
             pairs = ", ".join(f"{key} = {_shown(values[key])}" for key in keys)
