@@ -38,6 +38,8 @@ from adloco_jax.core.types import BatchPlan, Ensemble, GradientStats, RoundMetri
 __version__ = "0.1.0"
 
 __all__ = [
+    "ARCHITECTURES",
+    "Architecture",
     "BATCH_TESTS",
     "BatchTest",
     "Candidate",
@@ -83,6 +85,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
+    if name in ("ARCHITECTURES", "Architecture"):
+        from adloco_jax.models import architectures
+
+        return getattr(architectures, name)
     if name == "State":
         from adloco_jax import adloco
 

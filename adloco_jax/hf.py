@@ -1,30 +1,33 @@
 """Weights in and out of the Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
 Only JSON and safetensors are read, never a pickle; every tensor is named, and its shape and type
-are checked, before memory is taken for it.
+are checked, before memory is taken for it. The names are those of `models.weight_maps`.
 """
 
+import dataclasses
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import jax
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax.data.snapshot import HUB_NAME, snapshot
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.models.bert import Bert
-from adloco_jax.models.llama import Llama
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.weight_maps import WeightMap
 
 MAX_JSON_BYTES = 2**26  # of config.json, of an index, of a safetensors header
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -34,12 +37,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
 _HEADS = re.compile(r"(lm_head|classifier|cls)\..*")
 
-Network = Llama | Bert
-N = TypeVar("N", int, float)
-
 
 class Loaded(NamedTuple):
-    """A network with its weights.
+    """A model with its weights.
 
     Attributes:
       network: Computes in float32; `network.clone(dtype=...)` for another type.
@@ -47,90 +47,49 @@ class Loaded(NamedTuple):
       stored_as: Types the weights were stored in, such as `("bfloat16",)`.
     """
 
-    network: Network
+    network: nn.Module
     params: PyTree
     stored_as: tuple[str, ...]
 
 
-class _Tensor(NamedTuple):
-    """Where one of our leaves lies in a checkpoint; `{}` in a name stands for the layer."""
+def weight_map(network: nn.Module) -> WeightMap | None:
+    """What Hugging Face calls the parts of a model; None if no architecture says."""
+    return next((known for known in _weight_maps() if type(network) is known.model), None)
 
-    path: tuple[str, ...]
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, and where it lies in our parameters.
+
+    Attributes:
+      name: Its own name.
+      path: Of our leaf.
+      place: The layer's index in the leaf; `...` for the whole leaf.
+      transposed: Whether the tensor is the transpose of ours.
+    """
+
     name: str
-    transposed: bool = False
+    path: tuple[str, ...]
+    place: int | EllipsisType
+    transposed: bool
+
+    def of(self, leaf: np.ndarray) -> np.ndarray:
+        """The tensor as a view of our leaf."""
+        return leaf[self.place].T if self.transposed else leaf[self.place]
 
 
-_LLAMA = (
-    _Tensor(("embed", "embedding"), "model.embed_tokens.weight"),
-    _Tensor(("layers", "attention_norm", "scale"), "model.layers.{}.input_layernorm.weight"),
-    *(
-        _Tensor(
-            ("layers", "attention", ours, "kernel"),
-            f"model.layers.{{}}.self_attn.{theirs}_proj.weight",
-            transposed=True,
-        )
-        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))
-    ),
-    _Tensor(("layers", "mlp_norm", "scale"), "model.layers.{}.post_attention_layernorm.weight"),
-    *(
-        _Tensor(
-            ("layers", "mlp", name, "kernel"),
-            f"model.layers.{{}}.mlp.{name}_proj.weight",
-            transposed=True,
-        )
-        for name in ("gate", "up", "down")
-    ),
-    _Tensor(("norm", "scale"), "model.norm.weight"),
-    _Tensor(("head", "kernel"), "lm_head.weight", transposed=True),
-)
-
-
-def _with_bias(path: tuple[str, ...], name: str, kind: str) -> tuple[_Tensor, _Tensor]:
-    """A matrix or gain of BERT's, and the bias beside it."""
-    weight = _Tensor((*path, kind), f"{name}.weight", transposed=kind == "kernel")
-    return weight, _Tensor((*path, "bias"), f"{name}.bias")
-
-
-_LAYER = "bert.encoder.layer.{}."
-_BERT = (
-    *(
-        _Tensor((ours, "embedding"), f"bert.embeddings.{theirs}_embeddings.weight")
-        for ours, theirs in (
-            ("embed", "word"),
-            ("position", "position"),
-            ("token_type", "token_type"),
-        )
-    ),
-    *_with_bias(("embed_norm",), "bert.embeddings.LayerNorm", "scale"),
-    *(
-        tensor
-        for name in ("query", "key", "value")
-        for tensor in _with_bias(
-            ("layers", "attention", name), f"{_LAYER}attention.self.{name}", "kernel"
-        )
-    ),
-    *_with_bias(("layers", "attention", "out"), f"{_LAYER}attention.output.dense", "kernel"),
-    *_with_bias(("layers", "attention_norm"), f"{_LAYER}attention.output.LayerNorm", "scale"),
-    *_with_bias(("layers", "mlp", "up"), f"{_LAYER}intermediate.dense", "kernel"),
-    *_with_bias(("layers", "mlp", "down"), f"{_LAYER}output.dense", "kernel"),
-    *_with_bias(("layers", "mlp_norm"), f"{_LAYER}output.LayerNorm", "scale"),
-    *_with_bias(("pooler",), "bert.pooler.dense", "kernel"),
-    *_with_bias(("classifier",), "classifier", "kernel"),
-)
-
-
-def entries(network: Network) -> tuple[_Tensor, ...]:
-    """Where each leaf of a network's parameters lies in a checkpoint."""
-    return _LLAMA if isinstance(network, Llama) else _BERT
-
-
-def head_of(network: Network) -> str:
-    """The parameters that `model.reinit_head` draws at random."""
-    return "head" if isinstance(network, Llama) else "classifier"
+def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
+    """All tensors of a model's checkpoint."""
+    found = []
+    for path, leaf in _leaves(param_shapes(network)).items():
+        module, kind = names.modules["/".join(path[:-1])], path[-1]
+        name = f"{module}.{'bias' if kind == 'bias' else 'weight'}"
+        places = range(leaf.shape[0]) if "{}" in name else (...,)
+        found += [Tensor(name.format(place), path, place, kind == "kernel") for place in places]
+    return found
 
 
 def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
-    """Reads a Llama for language modelling or a BERT for sequence classification.
+    """Reads a model of an architecture that has a weight map: Llama, or BERT for classification.
 
     Args:
       path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
@@ -140,7 +99,7 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
         missing or another model's, and is left out of the parameters.
 
     Returns:
-      Network, float32 weights, and what they were stored as. A tied head becomes a matrix of its
+      Model, float32 weights, and what they were stored as. A tied head becomes a matrix of its
       own, equal to the embedding: the two then train apart.
 
     Raises:
@@ -149,59 +108,41 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
         missing, unexpected, misshapen, not of a float type or not finite: all of them, by name.
     """
     name = str(path_or_name)
-    folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors", "checkpoint")
-    network, config = _described(folder, head=head)
-    wanted, read, stored_as = _opened(folder, network, config, head=head)
-    tree = _shapes(network)
-
-    def fill(entry: _Tensor) -> np.ndarray:
-        leaf = np.empty(_at(tree, entry.path).shape, np.float32)
-        for name, place in _layers(entry.name, len(leaf)):
-            array = read(name)
-            leaf[place] = array.T if entry.transposed else array
-        return leaf
-
-    return Loaded(network, _tree({entry.path: fill(entry) for entry in wanted}), stored_as)
+    folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
+    described = _described(folder, head=head)
+    network, checkpoint = described.network, _opened(folder, described, head=head)
+    shapes, leaves = _leaves(param_shapes(network)), {}
+    for tensor in checkpoint.wanted:
+        shape = shapes[tensor.path].shape
+        leaf = leaves.setdefault(tensor.path, np.empty(shape, np.float32))
+        array = checkpoint.read(tensor.name)
+        leaf[tensor.place] = array.T if tensor.transposed else array
+    return Loaded(network, unflatten_dict(leaves), checkpoint.stored_as)
 
 
-def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[Network, bool]:
+def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, bool]:
     """What `load` would read, but for the numbers.
 
     Args:
-      path_or_name: As for `load`; of a hub name only `config.json` is fetched.
-      head: As for `load`.
+      path_or_name: A folder or hub name; of a hub name only `config.json` is fetched.
+      head: Whether the matrix to the vocabulary, or to the classes, would be read.
 
     Returns:
-      The network, and whether names, shapes and types of its tensors were checked too, as those in
-      a folder are.
+      The model, and whether names, shapes and types of its tensors were checked too, which is so
+      for a folder.
 
     Raises:
-      ConfigError: As `load`.
-      DataError: As `load`, but for numbers that are not finite.
+      ConfigError: If the name leads nowhere.
+      DataError: For all that `load` refuses except numbers that are not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
-        remote = _of_hub(name, ("config.json",), "config.json", "checkpoint")
-        return _described(remote, head=head)[0], False
-    network, config = _described(folder, head=head)
-    _opened(folder, network, config, head=head)
-    return network, True
-
-
-def _described(folder: Path, *, head: bool) -> tuple[Network, dict]:
-    """The network of a folder's `config.json`, and its content."""
-    path = folder / "config.json"
-    config = _read_json(path)
-    describe = {"llama": _llama, "bert": _bert}.get(str(config.get("model_type")))
-    if describe is None:
-        raise DataError(
-            f"{path}: model_type: have {str(config.get('model_type'))[:80]!r}, need 'llama' or"
-            " 'bert'"
-        )
-    if not head:
-        config = config | {"problem_type": None}  # which is the head's
-    return describe(config, path), config
+        remote = _of_hub(name, ("config.json",), "config.json")
+        return _described(remote, head=head).network, False
+    described = _described(folder, head=head)
+    _opened(folder, described, head=head)
+    return described.network, True
 
 
 def save(
@@ -209,7 +150,7 @@ def save(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     *,
-    network: Network,
+    network: nn.Module,
     dtype: str = "float32",
 ) -> None:
     """Writes a folder that `transformers` loads without a missing or unexpected key.
@@ -222,22 +163,32 @@ def save(
       dtype: "float32", which loses nothing, or "bfloat16".
 
     Raises:
+      ConfigError: If no architecture has a weight map for this model.
       OSError: If the folder cannot be written.
     """
-    folder = Path(folder)
+    folder, names = Path(folder), weight_map(network)
+    if names is None:
+        raise ConfigError(
+            f"{folder}: {type(network).__name__} has no Hugging Face names; give its Architecture"
+            " a weight_map"
+        )
+    config = {"architectures": [names.class_name], "model_type": names.model_type}
+    config |= {theirs: getattr(network, ours) for theirs, (ours, _) in names.sizes.items()}
+    config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
+    if tokenizer is not None and "eos_token_id" in config:
+        config["eos_token_id"] = tokenizer.eot_id
+    leaves = {
+        path: np.asarray(leaf).astype(jnp.dtype(dtype)) for path, leaf in _leaves(params).items()
+    }
+    arrays = {
+        # Contiguous, as the file would lose a view's strides.
+        tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
+        for tensor in tensors(network, names)
+    }
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = {}
-    for entry in entries(network):
-        leaf = np.asarray(_at(params, entry.path)).astype(jnp.dtype(dtype))
-        for name, place in _layers(entry.name, len(leaf)):
-            array = leaf[place].T if entry.transposed else leaf[place]
-            tensors[name] = np.ascontiguousarray(array)  # a view's strides would be lost
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    is_llama = isinstance(network, Llama)
-    config = _llama_config(network, tokenizer) if is_llama else _bert_config(network)
-    config |= {"dtype": dtype, "torch_dtype": dtype}
+    save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save(partial)
@@ -246,6 +197,14 @@ def save(
             os.fsync(written.fileno())
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
+    return flatten_dict(tree)
+
+
+def _weight_maps() -> list[WeightMap]:
+    return [known.weight_map for known in ARCHITECTURES.values() if known.weight_map is not None]
 
 
 def _local(name: str) -> Path | None:
@@ -264,8 +223,8 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _of_hub(name: str, files: Sequence[str], needed: str, what: str) -> Path:
-    return snapshot(name, files, one_of=[needed], where=name, what=what)
+def _of_hub(name: str, files: Sequence[str], needed: str) -> Path:
+    return snapshot(name, files, one_of=[needed], where=name, what="checkpoint")
 
 
 def _read_json(file: Path) -> dict:
@@ -287,153 +246,59 @@ def _read_json(file: Path) -> dict:
 def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name occurs twice")
     return content
 
 
 # --- config.json --------------------------------------------------------------------------------
 
-# Their key, ours.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "intermediate_size": "mlp_width",
-    "max_position_embeddings": "max_length",
-}
+
+class _Described(NamedTuple):
+    """What a `config.json` says: its model, and whether head and embedding are one matrix."""
+
+    network: Any
+    names: WeightMap
+    tied: bool
 
 
-class _Config:
-    """A `config.json` that is read key by key; what is wrong with it gathers in `faults`."""
+def _described(folder: Path, *, head: bool) -> _Described:
+    """Reads `config.json`; DataError names all its faults at once."""
+    path, faults = folder / "config.json", []
 
-    def __init__(self, content: Mapping, file: Path):
-        self.content, self.file, self.faults = content, file, []
+    def fault(key: str, have: object, need: object) -> None:
+        faults.append(f"{path}: {key}: have {str(have)[:80]}, need {need}")
 
-    def number(self, key: str, kind: type[N], default: object = None) -> N:
-        """A positive number; 1 in place of what is none."""
-        value = self.content.get(key, default)
-        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not is_number or not 0 < value < 2**31:
-            have = str(value)[:80]
-            self.faults.append(f"{self.file}: {key}: have {have}, need a positive {kind.__name__}")
-            return kind(1)
-        return kind(value)
-
-    def sizes(self) -> dict[str, Any]:
-        return {ours: self.number(theirs, int) for theirs, ours in _SIZES.items()}
-
-    def need(self, key: str, needed: object, have: object) -> None:
-        """What our network does not compute must be off: the weights would mean another one."""
-        if have != needed:
-            self.faults.append(f"{self.file}: {key}: have {str(have)[:80]}, need {needed}")
-
-    def checked(self, network):
-        """The network, if neither its description nor its sizes are at fault."""
-        if not self.faults:
-            try:
-                _shapes(network)
-            except (ValueError, OverflowError) as error:
-                self.faults.append(f"{self.file}: {error}")
-        if self.faults:
-            raise DataError("\n".join(self.faults))
-        return network
-
-
-def _llama(content: Mapping, file: Path) -> Llama:
-    config = _Config(content, file)
-    sizes = config.sizes()
-    # Once there were as many key heads as heads, and no key for them; null still says so.
-    num_kv_heads = sizes["num_heads"]
-    if content.get("num_key_value_heads") is not None:
-        num_kv_heads = config.number("num_key_value_heads", int)
-    rope: Mapping = {}
-    for key in ("rope_parameters", "rope_scaling"):  # of both, transformers takes the second
-        found = content.get(key) or {}
-        if not isinstance(found, Mapping):
-            raise DataError(f"{file}: {key}: have {str(found)[:80]}, need an object or null")
-        kind = found.get("rope_type", found.get("type", "default"))
-        config.need(f"{key}: rope type", "default", kind)
-        rope = found or rope
-    theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
-    norm_eps = config.number("rms_norm_eps", float, 1e-6)
-    if type(theta) not in (int, float) or not 1 <= theta < 1e12:
-        have = str(theta)[:80]
-        config.faults.append(f"{file}: rope_theta: have {have}, need a number of at least 1")
-        theta = 10_000.0
-    head_size = sizes["width"] // sizes["num_heads"]
-    config.need("hidden_act", "silu", content.get("hidden_act", "silu"))
-    config.need("attention_bias", False, content.get("attention_bias", False))
-    config.need("mlp_bias", False, content.get("mlp_bias", False))
-    if content.get("head_dim") is not None:
-        config.need("head_dim", head_size, config.number("head_dim", int))
-    return config.checked(
-        Llama(num_kv_heads=num_kv_heads, norm_eps=norm_eps, rope_theta=float(theta), **sizes)
-    )
-
-
-def _bert(content: Mapping, file: Path) -> Bert:
-    config = _Config(content, file)
-    sizes = config.sizes()
-    names = content.get("id2label")
-    num_classes = len(names) if isinstance(names, dict) else config.number("num_labels", int, 2)
-    config.need("hidden_act", "gelu", content.get("hidden_act", "gelu"))
-    position = content.get("position_embedding_type", "absolute")
-    config.need("position_embedding_type", "absolute", position)
-    config.need("is_decoder", False, content.get("is_decoder", False))
-    needed = "single_label_classification"
-    config.need("problem_type", needed, content.get("problem_type") or needed)
-    return config.checked(
-        Bert(
-            num_classes=num_classes,
-            type_vocab_size=config.number("type_vocab_size", int, 2),
-            norm_eps=config.number("layer_norm_eps", float, 1e-12),
-            **sizes,
-        )
-    )
-
-
-def _llama_config(network: Llama, tokenizer: Tokenizer | None) -> dict:
-    """What `transformers` 4 and 5 read: the rotary base under its old and new name."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{theirs: getattr(network, ours) for theirs, ours in _SIZES.items()},
-        "num_key_value_heads": network.num_kv_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": network.norm_eps,
-        "rope_theta": network.rope_theta,
-        "rope_parameters": {"rope_theta": network.rope_theta, "rope_type": "default"},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None if tokenizer is None else tokenizer.eot_id,
-    }
-
-
-def _bert_config(network: Bert) -> dict:
-    labels = {str(label): f"LABEL_{label}" for label in range(network.num_classes)}
-    return {
-        "architectures": ["BertForSequenceClassification"],
-        "model_type": "bert",
-        **{theirs: getattr(network, ours) for theirs, ours in _SIZES.items()},
-        "type_vocab_size": network.type_vocab_size,
-        "layer_norm_eps": network.norm_eps,
-        "hidden_act": "gelu",
-        "problem_type": "single_label_classification",
-        "id2label": labels,
-        "label2id": {name: int(label) for label, name in labels.items()},
-        "hidden_dropout_prob": 0.0,  # as it was trained
-        "attention_probs_dropout_prob": 0.0,
-    }
-
-
-def _shapes(network: Network) -> PyTree:
-    """The parameters' shapes."""
-    tokens_BL, lengths_B = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    inputs = (tokens_BL,) if isinstance(network, Llama) else (tokens_BL, lengths_B)
-    return jax.eval_shape(network.init, jax.random.key(0), *inputs)["params"]
+    config = _read_json(path)
+    known = {names.model_type: names for names in _weight_maps()}
+    names = known.get(str(config.get("model_type")))
+    if names is None:
+        have = f"have {str(config.get('model_type'))[:80]!r}"
+        raise DataError(f"{path}: model_type: {have}, need {' or '.join(map(repr, known))}")
+    content = names.normalise(config if head else config | {"problem_type": None}, fault)
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(names.model)}
+    sizes: dict[str, Any] = {}
+    for key, (ours, default) in names.sizes.items():
+        value, kind = content.get(key, default), kinds[ours]
+        usable = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not usable or not 0 < value < 2**31:
+            fault(key, value, f"a positive {kind.__name__}")
+        else:
+            sizes[ours] = kind(value)
+    for key, need in names.fixed.items():
+        if content.get(key, need) != need:
+            fault(key, content[key], need)
+    if not faults and content.get("head_dim") is not None:
+        head_size = sizes["width"] // sizes["num_heads"]
+        if isinstance(content["head_dim"], bool) or content["head_dim"] != head_size:
+            fault("head_dim", content["head_dim"], head_size)
+    if not faults:
+        network = names.model(**sizes)
+        try:
+            param_shapes(network)
+            return _Described(network, names, config.get("tie_word_embeddings") is True)
+        except (ValueError, OverflowError) as error:
+            faults.append(f"{path}: {error}")
+    raise DataError("\n".join(faults))
 
 
 # --- safetensors ------------------------------------------------------------------------------
@@ -498,84 +363,67 @@ def _names_in(file: Path) -> list[str]:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
 
 
-def _opened(
-    folder: Path, network: Network, config: Mapping, *, head: bool
-) -> tuple[list[_Tensor], Callable[[str], np.ndarray], tuple[str, ...]]:
-    """The tensors to read, what reads one by its name as float32, and the types they are stored in.
+class _Checkpoint(NamedTuple):
+    """An opened checkpoint, all of whose names, shapes and types are those the model needs."""
 
-    All names, shapes and types are checked first.
-    """
+    wanted: list[Tensor]
+    where: Mapping[str, tuple[Path, Any, str]]  # by tensor: file, its handle, the name there
+    stored_as: tuple[str, ...]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in float32; DataError if it is not finite."""
+        path, opened, stored = self.where[name]
+        array = opened.get_tensor(stored).astype(np.float32)
+        if not np.isfinite(array).all():
+            raise DataError(f"{path}: {name}: not all of its numbers are finite")
+        return array
+
+
+def _opened(folder: Path, described: _Described, *, head: bool) -> _Checkpoint:
+    network, names, is_tied = described
     files = _tensor_files(folder)
     if network.num_layers > len(files):
         raise DataError(
             f"{folder / 'config.json'} names {network.num_layers} layers, have {len(files)} tensors"
         )
-    tied = {}
-    if isinstance(network, Llama) and config.get("tie_word_embeddings") is True:
-        tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    tree = _shapes(network)
-    chosen = [tensor for tensor in entries(network) if head or tensor.path[0] != head_of(network)]
-    # Google's BERT, converted, has its norms' gains and biases under their first names.
-    stored = {re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): name for name in files}
-    files = {name: files[old] for name, old in stored.items()}
-    wanted = {}
-    for entry in chosen:
-        whole = _at(tree, entry.path).shape
-        for name, place in _layers(entry.name, whole[0]):
-            shape = whole if place is ... else whole[1:]
-            wanted[tied.get(name, name)] = shape[::-1] if entry.transposed else shape
-    faults = [f"{folder}: {name}: missing, want {wanted[name]}" for name in wanted.keys() - files]
-    unknown = files.keys() - wanted.keys() - tied.keys()
-    faults += [
-        f"{folder}: {name}: unexpected"
-        for name in unknown
-        if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
+    tied = names.ties if is_tied else {}
+    wanted = [
+        tensor._replace(name=tied.get(tensor.name, tensor.name))
+        for tensor in tensors(network, names)
+        if head or tensor.path[0] != names.head
     ]
     opened = {file: safetensors.safe_open(file, framework="numpy") for file in set(files.values())}
-    stored_as = set()
-    for name in wanted.keys() & files:
-        tensor = opened[files[name]].get_slice(stored[name])
-        shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+    # Google's BERT, converted, has its norms' gains and biases under their first names.
+    where = {
+        re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): (file, opened[file], name)
+        for name, file in files.items()
+    }
+    faults = [
+        f"{folder}: {name}: unexpected"
+        for name in where.keys() - {tensor.name for tensor in wanted} - tied.keys()
+        if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
+    ]
+    leaves, stored_as = _leaves(param_shapes(network)), set()
+    for tensor in wanted:
+        shape = leaves[tensor.path].shape[0 if tensor.place is ... else 1 :]
+        need = shape[::-1] if tensor.transposed else shape
+        if tensor.name not in where:
+            faults.append(f"{folder}: {tensor.name}: missing, want {need}")
+            continue
+        path, handle, stored = where[tensor.name]
+        header = handle.get_slice(stored)
+        have, kind = tuple(header.get_shape()), header.get_dtype()
         stored_as.add(_FLOATS.get(kind, kind))
-        if shape != wanted[name]:
-            faults.append(f"{files[name]}: {name}: have {shape}, want {wanted[name]}")
+        if have != need:
+            faults.append(f"{path}: {tensor.name}: have {have}, want {need}")
         if kind not in _FLOATS:
-            faults.append(f"{files[name]}: {name}: have {kind}, want a float type")
+            faults.append(f"{path}: {tensor.name}: have {kind}, want a float type")
     if faults:
         raise DataError(_listed(faults))
-
-    def read(name: str) -> np.ndarray:
-        name = tied.get(name, name)
-        array = opened[files[name]].get_tensor(stored[name]).astype(np.float32)
-        if not np.isfinite(array).all():
-            raise DataError(f"{files[name]}: {name}: not all of its numbers are finite")
-        return array
-
-    return chosen, read, tuple(sorted(stored_as))
-
-
-def _layers(name: str, num_layers: int) -> list[tuple[str, int | EllipsisType]]:
-    """A leaf's tensors and where they lie in it: the whole, or its layers one by one."""
-    return [(name.format(n), n) for n in range(num_layers)] if "{}" in name else [(name, ...)]
-
-
-def _at(tree: PyTree, path: tuple[str, ...]):
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def _tree(leaves: Mapping[tuple[str, ...], np.ndarray]) -> dict:
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        branch = tree
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = leaf
-    return tree
+    return _Checkpoint(wanted, where, tuple(sorted(stored_as)))
 
 
 def _listed(faults: list[str], most: int = 12) -> str:
-    faults = sorted(faults)
+    faults = sorted(set(faults))
     more = [f"... and {len(faults) - most} more"] if len(faults) > most else []
     return "\n".join(faults[:most] + more)

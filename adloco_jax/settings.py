@@ -12,6 +12,7 @@ from typing import Any, Literal
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.merge import MERGE_POLICIES
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.models.architectures import ARCHITECTURES
 
 _COUNT = "[1, 2147483647]"  # counts are int32 on the device
 _COUNT_OR_0 = "[0, 2147483647]"
@@ -24,9 +25,9 @@ def _knob(default: object, within: str = "", table: Mapping[str, object] | None 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The network; the defaults are a Llama for bytes that a CPU trains in a minute."""
+    """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
-    arch: Literal["llama", "bert"] = _knob("llama")  # bert: classifies whole texts
+    arch: str = _knob("llama", table=ARCHITECTURES)  # bert: classifies whole texts
     vocab_size: int = _knob(257, "[2, 2147483647]")  # V; bytes need 257 (256 and end of text)
     width: int = _knob(64, _COUNT)  # D
     num_layers: int = _knob(2, _COUNT)  # N

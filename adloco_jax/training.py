@@ -142,7 +142,9 @@ def train(
             accept_data_change=accept_data_change,
         )
     params, network = fetch(result.params), build_network(settings)
-    if processes.is_first():
+    if processes.is_first() and hf.weight_map(network) is None:
+        print(f"nothing is exported: model.arch = {settings.model.arch} has no weight_map")
+    elif processes.is_first():
         hf.save(params, result.workdir / "export", corpus.tokenizer, network=network)
     processes.barrier("the export is written")
     return result

@@ -1,4 +1,4 @@
-"""Writes a few sentences with a model in Hugging Face layout, such as a run's export.
+"""Writes a few sentences with a Llama in Hugging Face layout, such as a run's export.
 
 python scripts/generate.py --model runs/my-first/export --prompt "Once upon a time" --tokens 100
 """
@@ -13,7 +13,7 @@ import numpy as np
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, UserError
-from adloco_jax.models.llama import generate
+from adloco_jax.models.llama import Llama, generate
 from adloco_jax.run.config_file import load_recorded
 
 
@@ -30,6 +30,8 @@ def main() -> int:
     try:
         load_recorded(Path(options.model).parent)  # an export in a run's folder
         network, params, _ = hf.load(options.model)
+        if not isinstance(network, Llama):
+            raise ConfigError(f"--model {options.model}: a {type(network).__name__} writes no text")
         tokenizer = load_tokenizer(options.model)
         (ids,) = tokenizer.encode_batch([options.prompt])
         prompt = np.concatenate([[tokenizer.eot_id], ids]).astype(np.int32)

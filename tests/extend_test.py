@@ -20,7 +20,9 @@ from adloco_jax.training import fit
 
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-SNIPPETS = [text for text in SNIPPETS if "DATA_SOURCES" not in text]  # see own_source_test.py
+# Those with a model or data of their own are run by architectures_test.py and own_source_test.py.
+OWN = ("DATA_SOURCES[", "ARCHITECTURES[")
+SNIPPETS = [snippet for snippet in SNIPPETS if not any(name in snippet for name in OWN)]
 TOY = {
     "num_rounds": 3,
     "merge": {"every_rounds": 2},

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,17 +19,23 @@ from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models import Bert, Llama
+from adloco_jax.models.layers import param_shapes
 
-NETWORK = Llama(
-    vocab_size=11, width=12, num_layers=3, num_heads=3, num_kv_heads=1, mlp_width=10, max_length=16
-)
+SIZES = dict(vocab_size=11, width=12, num_layers=3, num_heads=3, mlp_width=10, max_length=16)
+NETWORK, BERT = Llama(**SIZES, num_kv_heads=1), Bert(**SIZES, num_classes=3)
 TEXTS = ["Hello wörld  two\n\tspaces 日本", " lead", "trail ", "", "a\x00b\x7f", "<|endoftext|>"]
+
+
+def drawn(network):
+    rng = np.random.default_rng(3)
+    return jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32), param_shapes(network)
+    )
 
 
 @pytest.fixture(scope="module")
 def params():
-    drawn = jax.jit(NETWORK.init)(jax.random.key(5), jnp.zeros((1, 1), jnp.int32))["params"]
-    return jax.tree.map(np.asarray, drawn)
+    return drawn(NETWORK)
 
 
 @pytest.fixture
@@ -38,6 +43,14 @@ def folder(tmp_path, params) -> Path:
     """A sound checkpoint."""
     hf.save(params, tmp_path / "llama", network=NETWORK)
     return tmp_path / "llama"
+
+
+@pytest.fixture
+def bert(tmp_path):
+    """Drawn parameters, and the folder they were saved in."""
+    params = drawn(BERT)
+    hf.save(params, tmp_path / "bert", load_tokenizer("bytes"), network=BERT)
+    return params, tmp_path / "bert"
 
 
 def assert_same(first, second):
@@ -61,7 +74,7 @@ def edit_tensors(folder: Path, edit) -> None:
 
 
 def split(folder: Path) -> dict[str, str]:
-    """Deals the tensors out to two shards with an index; the index's weight_map."""
+    """Divides the tensors between two shards with an index; returns its weight_map."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     weight_map = {}
@@ -92,23 +105,22 @@ def test_what_is_saved_comes_back_bit_for_bit(folder, params):
     loaded = hf.load(folder)
     assert_same(loaded.params, params)
     assert loaded.network == NETWORK and loaded.stored_as == ("float32",)
+    tensors = load_file(folder / "model.safetensors")
+    assert len(tensors) == 3 + 9 * 3
+    gate = tensors["model.layers.2.mlp.gate_proj.weight"]
+    assert gate.shape == (10, 12)  # outputs, inputs: the order of PyTorch
+    np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["kernel"][2].T)
 
 
-def test_shards_and_an_index_are_one_checkpoint(folder, params):
+def test_shards_an_index_and_buffers_of_old_versions_are_one_checkpoint(folder, params):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
     split(folder)
     assert_same(hf.load(folder).params, params)
 
 
-def test_matrices_lie_as_torch_has_them(folder, params):
-    tensors = load_file(folder / "model.safetensors")
-    gate = tensors["model.layers.2.mlp.gate_proj.weight"]
-    assert gate.shape == (10, 12)  # outputs, inputs
-    np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["kernel"][2].T)
-    assert len(tensors) == 3 + 9 * 3
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
-def test_float_types_are_cast_and_said(folder, params, dtype):
+def test_float_types_are_cast_and_reported(folder, params, dtype):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     edit_tensors(
         folder, lambda t: t.update({name: array.astype(kind) for name, array in t.items()})
@@ -129,9 +141,8 @@ def test_a_tied_head_is_the_embedding(folder, params, stores_head):
     edit_config(folder, tie_word_embeddings=True)
     if not stores_head:
         edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
-    loaded = hf.load(folder)
     tied = params | {"head": {"kernel": params["embed"]["embedding"].T}}
-    assert_same(loaded.params, tied)
+    assert_same(hf.load(folder).params, tied)
 
 
 def test_old_and_new_keys_of_the_config(folder):
@@ -141,14 +152,9 @@ def test_old_and_new_keys_of_the_config(folder):
     assert hf.load(folder).network.rope_theta == 7e5
     edit_config(folder, rope_parameters=..., rope_scaling=None, head_dim=None)
     assert hf.load(folder).network.rope_theta == 10_000.0
-    message = "num_key_value_heads"  # absent: as many as heads, which these weights are not
-    edit_config(folder, num_key_value_heads=...)
-    assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder), message
-
-
-def test_no_number_of_key_heads_is_all_heads(folder):
-    edit_config(folder, num_key_value_heads=None)
-    assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
+    for absent in (..., None):  # as many key heads as heads, which these weights are not
+        edit_config(folder, num_key_value_heads=absent)
+        assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_theta": 9e5}])
@@ -157,17 +163,6 @@ def test_of_both_keys_of_the_rotation_transformers_takes_the_older(folder, scali
     config = json.loads((folder / "config.json").read_text())
     theirs = transformers.LlamaConfig(**config).rope_parameters["rope_theta"]
     assert hf.load(folder).network.rope_theta == theirs
-
-
-def test_the_body_of_a_bert_may_have_had_a_head_of_another_kind(bert):
-    edit_config(bert[1], problem_type="multi_label_classification")
-    assert hf.load(bert[1], head=False).network == BERT
-
-
-def test_buffers_of_old_versions_are_left_out(folder, params):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
-    assert_same(hf.load(folder).params, params)
 
 
 def test_a_foreign_checkpoint_is_read(data_dir):
@@ -232,32 +227,14 @@ def test_an_older_export_is_replaced_as_a_whole(folder, params):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-# --- BERT -------------------------------------------------------------------------------------
-
-BERT = Bert(
-    vocab_size=13, width=8, num_layers=2, num_heads=2, mlp_width=12, max_length=9, num_classes=3
-)
-
-
-@pytest.fixture
-def bert(tmp_path):
-    """Drawn parameters, and the folder they were saved in."""
-    tokens_BL, lengths_B = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    shapes = jax.eval_shape(BERT.init, jax.random.key(0), tokens_BL, lengths_B)["params"]
-    rng = np.random.default_rng(3)
-    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
-    hf.save(params, tmp_path / "bert", load_tokenizer("bytes"), network=BERT)
-    return params, tmp_path / "bert"
-
-
 def test_a_bert_comes_back_bit_for_bit(bert):
     params, folder = bert
     loaded = hf.load(folder)
     assert loaded.network == BERT
     assert_same(loaded.params, params)
-    names = load_file(folder / "model.safetensors")
-    assert len(names) == 3 + 2 + 2 * 16 + 4
-    assert names["bert.encoder.layer.1.output.dense.weight"].shape == (8, 12)
+    tensors = load_file(folder / "model.safetensors")
+    assert len(tensors) == 3 + 2 + 3 * 16 + 4
+    assert tensors["bert.encoder.layer.1.output.dense.weight"].shape == (12, 10)
 
 
 def test_a_bert_without_its_head_and_with_another_models(bert):
@@ -273,7 +250,9 @@ def test_a_bert_without_its_head_and_with_another_models(bert):
     edit_tensors(folder, edit)
     line = refused(folder)
     assert "classifier.bias: missing, want (3,)" in line and "cls.predictions.bias" in line
+    edit_config(folder, problem_type="multi_label_classification")  # of the head that is left out
     loaded = hf.load(folder, head=False)
+    assert loaded.network == BERT
     assert "classifier" not in loaded.params
     assert_same(loaded.params, {name: params[name] for name in params if name != "classifier"})
 
@@ -304,113 +283,81 @@ def put(name, array):
 GAIN = "model.layers.1.input_layernorm.weight"
 NOT_FINITE = np.ones(12, np.float32)
 NOT_FINITE[7] = np.nan
-BAD_TENSORS = {
-    "missing": (lambda t: t.pop(GAIN), [f"{GAIN}: missing, want (12,)"]),
-    "extra": (put("bias", np.ones(3, np.float32)), ["bias: unexpected"]),
-    "shape": (put(GAIN, np.ones(13, np.float32)), [f"{GAIN}: have (13,), want (12,)"]),
-    "not transposed": (
-        put("model.layers.0.mlp.up_proj.weight", np.ones((12, 10), np.float32)),
-        ["up_proj.weight: have (12, 10), want (10, 12)"],
-    ),
-    "whole numbers": (put(GAIN, np.ones(12, np.int8)), [f"{GAIN}: have I8, want a float type"]),
-    "nan": (put(GAIN, NOT_FINITE), [f"{GAIN}: not all of its numbers are finite"]),
-    "a head that is not tied": (lambda t: t.pop("lm_head.weight"), ["lm_head.weight: missing"]),
-    "all at once": (
-        lambda t: (t.pop(GAIN), put("bias", np.ones(3, np.float32))(t)),
-        ["missing", "unexpected"],
-    ),
-}
+UP = "model.layers.0.mlp.up_proj.weight"
+BAD_TENSORS = [
+    (lambda t: t.pop(GAIN), [f"{GAIN}: missing, want (12,)"]),
+    (put("bias", np.ones(3, np.float32)), ["bias: unexpected"]),
+    (put(GAIN, np.ones(13, np.float32)), [f"{GAIN}: have (13,), want (12,)"]),
+    (put(UP, np.ones((12, 10), np.float32)), [f"{UP}: have (12, 10), want (10, 12)"]),
+    (put(GAIN, np.ones(12, np.int8)), [f"{GAIN}: have I8, want a float type"]),
+    (put(GAIN, NOT_FINITE), [f"{GAIN}: not all of its numbers are finite"]),
+    (lambda t: t.pop("lm_head.weight"), ["lm_head.weight: missing"]),  # and not tied
+    (lambda t: t.update({"bias": t.pop(GAIN)}), [f"{GAIN}: missing", "bias: unexpected"]),
+]
 
 
-@pytest.mark.parametrize("edit, expected", BAD_TENSORS.values(), ids=BAD_TENSORS)
+@pytest.mark.parametrize("edit, expected", BAD_TENSORS)
 def test_a_bad_tensor_is_named(folder, edit, expected):
     edit_tensors(folder, edit)
     lines = refused(folder)
     assert all(part in lines for part in expected) and str(folder) in lines
 
 
-BAD_CONFIGS = {
-    "architecture": (
-        dict(model_type="mistral"),
-        "model_type: have 'mistral', need 'llama' or 'bert'",
-    ),
-    "activation": (dict(hidden_act="gelu"), "hidden_act: have gelu, need silu"),
-    "biases": (dict(attention_bias=True), "attention_bias: have True"),
-    "rotation": (
-        dict(rope_parameters={"rope_type": "llama3", "factor": 8}),
-        "rope type: have llama3, need default",
-    ),
-    "old rotation": (
-        dict(rope_parameters=..., rope_scaling={"type": "linear", "factor": 2}),
-        "rope type: have linear",
-    ),
-    "old rotation beside the new key": (
-        dict(rope_scaling={"rope_type": "linear", "factor": 2}),
-        "rope_scaling: rope type: have linear, need default",
-    ),
-    "true as the rotation's base": (
-        dict(rope_parameters={"rope_theta": True}),
-        "rope_theta: have True",
-    ),
-    "false as a number of heads": (
-        dict(num_key_value_heads=False),
-        "num_key_value_heads: have False",
-    ),
-    "false as a head size": (dict(head_dim=False), "head_dim: have False"),
-    "rotation as text": (dict(rope_parameters="x"), "rope_parameters: have x"),
-    "head size": (dict(head_dim=8), "head_dim: have 8, need 4"),
-    "size as text": (dict(hidden_size="12"), "hidden_size: have 12, need a positive int"),
-    "no size": (dict(vocab_size=...), "vocab_size: have None"),
-    "size of 2^62": (dict(num_hidden_layers=2**62), "num_hidden_layers"),
-    "layers without end": (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
-    "negative": (dict(intermediate_size=-10), "intermediate_size: have -10"),
-    "epsilon": (dict(rms_norm_eps=float("nan")), "rms_norm_eps: have nan"),
-    "heads": (dict(num_attention_heads=5), "num_heads=5 must divide width=12"),
-    "theta": (dict(rope_parameters={"rope_theta": "1e4"}), "rope_theta: have 1e4"),
-}
+BAD_CONFIGS = [
+    (dict(model_type="mistral"), "model_type: have 'mistral', need 'llama' or 'bert'"),
+    (dict(hidden_act="gelu"), "hidden_act: have gelu, need silu"),
+    (dict(attention_bias=True), "attention_bias: have True"),
+    (dict(rope_parameters={"rope_type": "llama3"}), "rope type: have llama3, need default"),
+    (dict(rope_parameters=..., rope_scaling={"type": "linear"}), "rope type: have linear"),
+    (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling: rope type: have linear, need defa"),
+    (dict(rope_parameters={"rope_theta": True}), "rope_theta: have True"),
+    (dict(rope_parameters={"rope_theta": "1e4"}), "rope_theta: have 1e4"),
+    (dict(rope_parameters="x"), "rope_parameters: have x"),
+    (dict(num_key_value_heads=False), "num_key_value_heads: have False"),
+    (dict(head_dim=False), "head_dim: have False"),
+    (dict(head_dim=8), "head_dim: have 8, need 4"),
+    (dict(hidden_size="12"), "hidden_size: have 12, need a positive int"),
+    (dict(vocab_size=...), "vocab_size: have None"),
+    (dict(num_hidden_layers=2**62), "num_hidden_layers"),
+    (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
+    (dict(intermediate_size=-10), "intermediate_size: have -10"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps: have nan"),
+    (dict(num_attention_heads=5), "num_heads=5, width=12: the heads must divide the width"),
+]
 
 
-@pytest.mark.parametrize("changes, expected", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+@pytest.mark.parametrize("changes, expected", BAD_CONFIGS)
 def test_another_architecture_is_refused(folder, changes, expected):
     edit_config(folder, **changes)
     assert expected in refused(folder)
 
 
-def damage(folder: Path, kind: str) -> None:
+def with_header(header: str, body: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode() + body
+
+
+DAMAGES = {
+    "truncated": lambda content, header, body: content[:-5],
+    "appended": lambda content, header, body: content + b"\0" * 8,
+    "empty": lambda content, header, body: b"",
+    "header of 2^60": lambda content, header, body: (2**60).to_bytes(8, "little") + content[8:],
+    "no json": lambda content, header, body: with_header("x" * len(header), body),
+    "twice": lambda content, header, body: with_header(
+        "{" + header[1:].split("},", 1)[0] + "}," + header[1:], body
+    ),
+    "shape of 2^62": lambda content, header, body: with_header(
+        header.replace('"shape":[12]', '"shape":[4611686018427387904]', 1), body
+    ),
+    "deep": lambda content, header, body: with_header("[" * 10**6),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_and_takes_no_memory(folder, damage):
     file = folder / "model.safetensors"
     content = file.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + size].decode()
-    if kind == "truncated":
-        content = content[:-5]
-    elif kind == "appended":
-        content += b"\0" * 8
-    elif kind == "empty":
-        content = b""
-    elif kind == "header of 2^60":
-        content = (2**60).to_bytes(8, "little") + content[8:]
-    elif kind == "no json":
-        content = content[:8] + b"x" * size + content[8 + size :]
-    elif kind == "twice":
-        first = header[1:].split("},", 1)[0] + "}"
-        header = "{" + first + "," + header[1:]
-        content = struct.pack("<Q", len(header)) + header.encode() + content[8 + size :]
-    elif kind == "shape of 2^62":
-        header = header.replace('"shape":[12]', '"shape":[4611686018427387904]', 1)
-        content = struct.pack("<Q", len(header)) + header.encode() + content[8 + size :]
-    elif kind == "deep":
-        header = "[" * 10**6
-        content = struct.pack("<Q", len(header)) + header.encode()
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["truncated", "appended", "empty", "header of 2^60", "no json", "twice", "shape of 2^62"]
-    + ["deep"],
-)
-def test_a_damaged_file_is_named_and_takes_no_memory(folder, kind):
-    damage(folder, kind)
+    end = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(damage(content, content[8:end].decode(), content[end:]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = refused(folder)
     assert "model.safetensors: damaged, or no safetensors file" in line and "\n" not in line

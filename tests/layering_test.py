@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 BELOW = {
     "core": set(),
     "models": {"core"},
-    "settings": {"core"},
+    "settings": {"core", "models"},
     "errors": set(),
     "__version__": set(),
 }

@@ -1,4 +1,4 @@
-"""Gradient taps of the Llama, and the statistics they give, against per-example gradients."""
+"""Gradient taps, and the statistics they give, against per-example gradients."""
 
 import functools
 
@@ -6,137 +6,141 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nets import (
+    BATCH,
+    LLAMA,
+    NETWORKS,
+    example_grads,
+    flat,
+    loss_of,
+    make_params,
+    make_rows,
+    stack,
+    tapped_grad,
+)
 
-from adloco_jax.core.gradstats import per_example_products
-from adloco_jax.models import Llama, next_token_loss
-from adloco_jax.models.layers import add_bias, add_positions, apply_gain, look_up, project
-
-SIZES = {
-    "vocab_size": 13,
-    "width": 16,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "mlp_width": 20,
-    "max_length": 16,
-}
-BATCH, LENGTH = 7, 9
-
-
-def make_params(seed=0, num_kv_heads=2):
-    """Random parameters large enough that every part of the network matters."""
-    model = Llama(**SIZES | {"num_kv_heads": num_kv_heads})
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda s: np.float32(rng.normal(1.0 if s.ndim == 1 else 0.0, 0.4, s.shape)), shapes
-    )
-
-
-def make_tokens(seed=0, batch=BATCH):
-    """Few ids and many positions: most tokens of a sequence repeat."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, SIZES["vocab_size"], (batch, LENGTH + 1), dtype=np.int32)
-
-
-def tapped_grad(loss_fn):
-    """(params, tokens, tap_B) -> gradients of the mean loss and the taps' cotangent."""
-    return jax.jit(
-        jax.grad(lambda params, tokens, tap_B: loss_fn(params, tokens, tap_B=tap_B), (0, 2))
-    )
-
-
-def flat(tree, axes=0):
-    """All leaves as one float64 array, their first `axes` axes kept."""
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
-    return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
-
-
-@functools.cache
-def plain_example_grads(num_kv_heads=2, dtype="float32"):
-    """Per-example gradients [B, P] on the path without taps."""
-    loss_fn = next_token_loss(Llama(**SIZES | {"num_kv_heads": num_kv_heads}, dtype=dtype))
-    grads = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
-    return flat(grads(make_params(num_kv_heads=num_kv_heads), make_tokens()[:, None]), axes=1)
+from adloco_jax.core.gradstats import per_example_products, resolve_estimator
+from adloco_jax.models import Llama
+from adloco_jax.models.layers import (
+    add_bias,
+    add_positions,
+    apply_gain,
+    look_up,
+    param_shapes,
+    project,
+)
 
 
 def relative(actual, expected):
     return np.max(np.abs(np.asarray(actual, np.float64) / expected - 1))
 
 
-# --- The estimators, on the whole model
+# --- Whole models
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "remat", "chunk", "chunk_size", "dtype", "tolerance"),
+    ("name", "dtype", "tolerance"),
     [
-        (2, False, 2, None, "float32", 1e-5),
-        (4, True, 0, 2, "float32", 1e-5),
-        (2, True, 1, None, "bfloat16", 2e-2),
-        pytest.param(1, False, 0, 1, "float32", 1e-5, marks=pytest.mark.slow),
-        pytest.param(2, True, 1, 5, "float32", 1e-5, marks=pytest.mark.slow),
-        pytest.param(2, False, 0, 3, "bfloat16", 2e-2, marks=pytest.mark.slow),
+        ("llama", "float32", 1e-5),
+        ("llama", "bfloat16", 2e-2),
+        ("bert", "float32", 1e-5),
+        pytest.param("bert", "bfloat16", 2e-2, marks=pytest.mark.slow),
     ],
 )
-def test_taps_and_forward_mode_agree_with_per_example_gradients(
-    num_kv_heads, remat, chunk, chunk_size, dtype, tolerance
+def test_taps_are_the_squared_norms_of_per_example_gradients(name, dtype, tolerance):
+    exact = NETWORKS[name]
+    model = exact.clone(dtype=dtype, remat=dtype == "bfloat16")
+    grads = flat(example_grads(exact.clone(dtype=dtype)), axes=1)
+    mean, norms_B = tapped_grad(model)(make_params(exact), make_rows(exact), jnp.zeros(BATCH))
+    assert relative(BATCH**2 * norms_B, np.square(grads).sum(axis=1)) < tolerance
+    assert np.linalg.norm(flat(mean) - grads.mean(axis=0)) < tolerance * np.linalg.norm(flat(mean))
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "chunk", "chunk_size", "dtype", "tolerance"),
+    [
+        (2, 2, None, "float32", 1e-5),
+        pytest.param(4, 0, 2, "float32", 1e-5, marks=pytest.mark.slow),
+        pytest.param(1, 0, 1, "float32", 1e-5, marks=pytest.mark.slow),
+        pytest.param(2, 1, 5, "bfloat16", 2e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_products_by_taps_and_forward_mode_are_those_of_per_example_gradients(
+    num_kv_heads, chunk, chunk_size, dtype, tolerance
 ):
-    model = Llama(**SIZES | {"num_kv_heads": num_kv_heads}, remat=remat, dtype=dtype)
-    loss_fn = next_token_loss(model, sequences_per_chunk=chunk)
-    grads = plain_example_grads(num_kv_heads, dtype)
+    model = Llama(**LLAMA | {"num_kv_heads": num_kv_heads}, remat=True, dtype=dtype)
+    grads = flat(example_grads(model.clone(remat=False)), axes=1)
     mean = grads.mean(axis=0)
     norms, length = (grads**2).sum(axis=1), np.sqrt(mean @ mean)
+    loss_fn = loss_of(model, sequences_per_chunk=chunk)
     measure = functools.partial(
         per_example_products, loss_fn, estimator="taps", chunk_size=chunk_size
     )
-    norms_B, products_B = jax.jit(measure)(make_params(num_kv_heads=num_kv_heads), make_tokens())
+    params = make_params(model.clone(remat=False, dtype="float32"))
+    norms_B, products_B = jax.jit(measure)(params, make_rows(model))
     assert relative(norms_B, norms) < tolerance
     assert np.max(np.abs(products_B - grads @ mean) / np.sqrt(norms) / length) < tolerance
     assert relative(np.sqrt(np.mean(products_B)), length) < tolerance
 
 
 def test_taps_by_trainer_and_worker_equal_a_loop():
-    grads = tapped_grad(next_token_loss(Llama(**SIZES, remat=True), sequences_per_chunk=2))
-    params = [make_params(seed) for seed in range(2)]
-    tokens = np.stack([[make_tokens(3 * m + r) for r in range(3)] for m in range(2)])
-    taps = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.3, (2, 3, BATCH)), -1.0, 0.0)
-    params_M = jax.tree.map(lambda *leaves: np.stack(leaves), *params)
-    stacked = jax.jit(jax.vmap(jax.vmap(grads, in_axes=(None, 0, 0))))(params_M, tokens, taps)
-    for m, r in np.ndindex(2, 3):
+    model = NETWORKS["llama"].clone(remat=True)
+    grads = tapped_grad(model, sequences_per_chunk=2)
+    params = [make_params(NETWORKS["llama"], seed) for seed in range(2)]
+    rows = np.stack([[make_rows(model, 3 * m + r) for r in range(2)] for m in range(2)])
+    taps = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.3, (2, 2, BATCH)), -1.0, 0.0)
+    by_worker = jax.vmap(jax.vmap(grads, in_axes=(None, 0, 0)))
+    stacked = jax.jit(by_worker)(stack(*params), rows, taps)
+    for m, r in np.ndindex(2, 2):
         mine, norms_B = jax.tree.map(lambda leaf, m=m, r=r: leaf[m, r], stacked)
-        alone, alone_B = grads(params[m], tokens[m, r], taps[m, r])
+        alone, alone_B = grads(params[m], rows[m, r], taps[m, r])
         np.testing.assert_allclose(norms_B, alone_B, rtol=1e-4)
         np.testing.assert_allclose(flat(mine), flat(alone), rtol=1e-3, atol=1e-6)
 
 
-# --- The layers
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(name):
+    model = NETWORKS[name]
+    loss_fn, params, rows = loss_of(model), make_params(model), make_rows(model)
+    args = params, rows, jnp.zeros(BATCH)
+    assert jax.jit(loss_fn)(*args) == jax.jit(loss_fn)(params, rows)
+    program = str(jax.make_jaxpr(loss_fn)(*args))
+    assert program.count("custom_vjp_call[") == len(jax.tree.leaves(params))
+    assert "custom_vjp" not in str(jax.make_jaxpr(loss_fn)(params, rows))
+    for inner_products in (False, True):
+        assert resolve_estimator("auto", loss_fn, inner_products=inner_products) == "taps"
 
 
-def test_the_loss_is_the_same_with_taps_and_plain_without():
-    loss_fn = next_token_loss(Llama(**SIZES), sequences_per_chunk=2)
-    params, tokens, tap_B = make_params(), make_tokens(), jnp.zeros(BATCH)
-    assert jax.jit(loss_fn)(params, tokens) == jax.jit(loss_fn)(params, tokens, tap_B)
-    assert "custom_vjp" in str(jax.make_jaxpr(loss_fn)(params, tokens, tap_B))
-    assert "custom_vjp" not in str(jax.make_jaxpr(loss_fn)(params, tokens))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_parameter_has_a_share_in_the_norms(name):
+    grads = example_grads(NETWORKS[name])
+    whole_B = np.square(flat(grads, axes=1)).sum(axis=1)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        share_B = np.square(leaf.reshape(BATCH, -1)).sum(axis=1) / whole_B
+        # A bias of the keys shifts all scores of a query alike: the softmax does not see it.
+        of_key_bias = [key.key for key in path][-2:] == ["key", "bias"]
+        assert np.max(share_B) > 1e-4 or of_key_bias, path
 
 
-def test_negative_tap_leaves_out_an_example_of_nan():
-    loss_fn = next_token_loss(Llama(**SIZES, remat=True), sequences_per_chunk=3)
-    params, tokens = make_params(), make_tokens()
-    broken = tokens.copy()
-    broken[2, 0] = SIZES["vocab_size"]  # NaN from the embedding on
-    tap_B = jnp.zeros(BATCH).at[2].set(-1.0)
-    backward = tapped_grad(loss_fn)
-    grads, norms_B = backward(params, broken, tap_B)
+@pytest.mark.parametrize(("name", "column"), [("llama", 0), ("bert", 2)])
+def test_negative_tap_leaves_out_an_example_of_nan(name, column):
+    model = NETWORKS[name]
+    params, rows = make_params(model), make_rows(model)
+    rows[2, column] = model.vocab_size  # NaN from the embedding on
     others = np.arange(BATCH) != 2
-    expected = plain_example_grads()[others]
+    expected = flat(example_grads(model), axes=1)[others]
+    backward = tapped_grad(model)
+    grads, norms_B = backward(params, rows, jnp.zeros(BATCH).at[2].set(-1.0))
     assert norms_B[2] == 0.0
     assert relative(BATCH**2 * norms_B[others], (expected**2).sum(axis=1)) < 1e-5
     np.testing.assert_allclose(flat(grads), expected.sum(axis=0) / BATCH, rtol=1e-4, atol=1e-6)
     # Without the mask it reaches everything.
-    grads, norms_B = backward(params, broken, jnp.zeros(BATCH))
+    grads, norms_B = backward(params, rows, jnp.zeros(BATCH))
     assert np.isnan(norms_B[2]) and np.isfinite(norms_B[others]).all()
     assert np.isnan(flat(grads)).any()
+
+
+# --- The layers
 
 
 def take(tokens_BL, table_VD, tap_B):
@@ -207,13 +211,13 @@ def test_taps_cost_one_weight_gradient_of_memory_at_the_shapes_of_microllama():
         dtype="bfloat16",
         remat=True,
     )
-    loss_fn = next_token_loss(model, sequences_per_chunk=4)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = param_shapes(model)
     largest = 4 * 1024 * 32000  # bytes of the head, and of the embedding
 
     def temporary_bytes(function, *args):
         return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     tokens, tap_B = jax.ShapeDtypeStruct((4, 513), jnp.int32), jax.ShapeDtypeStruct((4,), "float32")
-    plain = temporary_bytes(jax.grad(loss_fn), params, tokens)
-    assert temporary_bytes(tapped_grad(loss_fn), params, tokens, tap_B) - plain < 1.5 * largest
+    plain = temporary_bytes(jax.grad(loss_of(model, sequences_per_chunk=4)), params, tokens)
+    backward = tapped_grad(model, sequences_per_chunk=4)
+    assert temporary_bytes(backward, params, tokens, tap_B) - plain < 1.5 * largest

@@ -7,6 +7,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed (the parit
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax.traverse_util import flatten_dict  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from adloco_jax import hf  # noqa: E402
@@ -48,35 +50,58 @@ def pair(request, tmp_path_factory):
     return model, hf.load(folder)
 
 
-def test_logits(pair):
-    model, (network, params, _) = pair
-    rows = rows_of(61)
+def named(network, tree):
+    """A tree of our parameters as PyTorch names and lays out its tensors."""
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(tree).items()}
+    tensors = hf.tensors(network, hf.weight_map(network))
+    return {tensor.name: tensor.of(leaves[tensor.path]) for tensor in tensors}
+
+
+def assert_same_logits(network, params, model, rows, *, atol=None):
     theirs = model(torch.from_numpy(rows).long()).logits.detach().numpy()
     ours = jax.jit(network.apply)({"params": params}, rows)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, atol=atol or 1e-5 * np.abs(theirs).max())
 
 
-def test_loss_and_gradients(pair):
+def test_sizes_and_logits(pair):
     model, (network, params, _) = pair
-    rows = rows_of(61)
+    assert isinstance(network, Llama)
+    assert network.norm_eps == model.config.rms_norm_eps
+    assert network.num_kv_heads == model.config.num_key_value_heads
+    assert network.max_length == 64
+    assert_same_logits(network, params, model, rows_of(61))
+
+
+def test_loss_gradients_and_one_update_of_adamw(pair):
+    """A whole step, optimizer included, from the same weights on the same rows."""
+    model, (network, params, _) = pair
+    rows, tied = rows_of(61), model.config.tie_word_embeddings
     tokens = torch.from_numpy(rows).long()
-    loss = model(tokens, labels=tokens).loss
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     model.zero_grad()
+    loss = model(tokens, labels=tokens).loss
     loss.backward()
-    ours, grads = jax.value_and_grad(next_token_loss(network))(params, jnp.asarray(rows))
-    assert abs(float(ours) - loss.item()) < 1e-5
-    theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
-    for entry in hf.entries(network):
-        leaf = np.asarray(hf._at(grads, entry.path))
-        for name, place in hf._layers(entry.name, len(leaf)):
-            if model.config.tie_word_embeddings and name in (
-                "lm_head.weight",
-                "model.embed_tokens.weight",
-            ):
-                continue  # theirs is the sum of our two
-            expected = theirs[name].T if entry.transposed else theirs[name]
-            scale = np.abs(expected).max()
-            np.testing.assert_allclose(leaf[place], expected, atol=1e-4 * scale, err_msg=name)
+    optimizer.step()
+    value, grads = jax.value_and_grad(next_token_loss(network))(params, jnp.asarray(rows))
+    assert abs(float(value) - loss.item()) < 1e-5
+    tx = optax.adamw(1e-3, weight_decay=0.1)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    updated = named(network, optax.apply_updates(params, updates))
+    theirs = dict(model.named_parameters())
+    for name, grad in named(network, grads).items():
+        if tied and name in ("lm_head.weight", "model.embed_tokens.weight"):
+            continue  # one matrix there, whose gradient is the sum of our two
+        expected = theirs[name].grad.numpy()
+        atol = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(grad, expected, atol=atol, err_msg=name)
+        if not tied:
+            # Where a gradient is nearly nothing, its sign decides Adam's first step.
+            apart = np.abs(updated[name] - theirs[name].detach().numpy()) > 1e-5
+            assert apart.mean() < 2e-3, name
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(before[name])
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
@@ -90,10 +115,7 @@ def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
     assert again.network == network
     for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, other)
-    rows = rows_of(61)
-    theirs = model(torch.from_numpy(rows).long()).logits.detach().numpy()
-    ours = jax.jit(network.apply)({"params": params}, rows)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    assert_same_logits(network, params, model, rows_of(61))
 
 
 def test_shards_and_bfloat16_as_torch_writes_them(tmp_path):
@@ -102,28 +124,16 @@ def test_shards_and_bfloat16_as_torch_writes_them(tmp_path):
     assert (tmp_path / "model.safetensors.index.json").exists()
     loaded = hf.load(tmp_path)
     assert loaded.stored_as == ("bfloat16",)
-    rows = rows_of(61)
     whole = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    theirs = whole(torch.from_numpy(rows).long()).logits.detach().numpy()
-    ours = jax.jit(loaded.network.apply)({"params": loaded.params}, rows)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    assert_same_logits(loaded.network, loaded.params, whole, rows_of(61))
 
 
-def test_a_checkpoint_of_a_foreign_tool(data_dir):
+def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):
+    """The perplexity, on rows of contiguous text, to 1e-4 of torch's."""
     folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
     network, params, _ = hf.load(folder)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
-    rows = rows_of(1024, length=64)
-    theirs = model(torch.from_numpy(rows).long()).logits.detach().numpy()
-    ours = jax.jit(network.apply)({"params": params}, rows)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
-def test_perplexity_of_real_text(data_dir):
-    """Of a foreign checkpoint, on text packed as in training, to 1e-4 of torch's."""
-    folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
-    network, params, _ = hf.load(folder)
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    assert_same_logits(network, params, model, rows_of(1024, length=64), atol=1e-5)
     text = (data_dir / "text" / "tinyshakespeare.txt").read_text()[: 40 * 129]
     rows = np.frombuffer(text.encode()[: 40 * 129], np.uint8).reshape(40, 129).astype(np.int32)
     tokens = torch.from_numpy(rows).long()
@@ -131,42 +141,3 @@ def test_perplexity_of_real_text(data_dir):
         theirs = np.exp(model(tokens, labels=tokens).loss.item())
     ours = np.exp(float(jax.jit(next_token_loss(network))(params, rows)))
     assert abs(ours / theirs - 1) < 1e-4
-
-
-def test_one_update_of_adamw(pair):
-    """A whole step, optimizer included, from the same weights on the same rows."""
-    import optax
-
-    model, (network, params, _) = pair
-    if model.config.tie_word_embeddings:
-        pytest.skip("a tied head trains as one matrix there and as two here")
-    rows = rows_of(61)
-    tokens = torch.from_numpy(rows).long()
-    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    model.zero_grad()
-    model(tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    tx = optax.adamw(1e-3, weight_decay=0.1)
-    grads = jax.grad(next_token_loss(network))(params, jnp.asarray(rows))
-    updates, _ = tx.update(grads, tx.init(params), params)
-    ours = optax.apply_updates(params, updates)
-    theirs = {name: tensor.detach().numpy().copy() for name, tensor in model.named_parameters()}
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            tensor.copy_(weights[name])
-    for entry in hf.entries(network):
-        leaf = np.asarray(hf._at(ours, entry.path))
-        for name, place in hf._layers(entry.name, len(leaf)):
-            expected = theirs[name].T if entry.transposed else theirs[name]
-            # Where a gradient is nearly nothing, its sign decides Adam's first step.
-            apart = np.abs(leaf[place] - expected) > 1e-5
-            assert apart.mean() < 2e-3, name
-
-
-def test_the_network_fields_are_all_shapes_of_the_config(pair):
-    model, (network, _, _) = pair
-    assert isinstance(network, Llama)
-    assert network.norm_eps == model.config.rms_norm_eps
-    assert network.num_kv_heads == model.config.num_key_value_heads
-    assert network.max_length == 64

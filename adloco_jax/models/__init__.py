@@ -1,7 +1,8 @@
-"""Networks as plain parameter trees; arrays in, arrays out."""
+"""Models as plain parameter trees; arrays in, arrays out."""
 
 from adloco_jax.models.bert import Bert, class_logits, classification_loss, classification_losses
-from adloco_jax.models.llama import Llama, next_token_loss, num_params, sequence_losses
+from adloco_jax.models.layers import num_params
+from adloco_jax.models.llama import Llama, next_token_loss, sequence_losses
 
 __all__ = [
     "Bert",

@@ -19,15 +19,23 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from adloco_jax.models.kernels import run_layers, stacked
 from adloco_jax.models.layers import (
-    DTYPES,
+    HEADS_DIVIDE_WIDTH,
     Embed,
     LayerNorm,
     Linear,
     Position,
+    Rule,
+    Tap,
     TokenType,
-    run_layers,
-    scanned,
+    check_length,
+    check_sizes,
+)
+
+RULES: tuple[Rule, ...] = (
+    HEADS_DIVIDE_WIDTH,
+    (("num_classes",), lambda num_classes: num_classes >= 2, "must be at least 2"),
 )
 
 
@@ -38,7 +46,7 @@ class _Attention(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> Array:
         B, L, D = x_BLD.shape
         H, K = self.num_heads, D // self.num_heads
 
@@ -63,9 +71,9 @@ class _MLP(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
         up_BLF = Linear(self.width, self.dtype, use_bias=True, name="up")(x_BLD, tap_B)
-        # Float32 inside, as in PyTorch.
+        # Float32 inside, like PyTorch.
         y_BLF = jax.nn.gelu(up_BLF.astype(jnp.float32), approximate=False).astype(up_BLF.dtype)
         return Linear(x_BLD.shape[-1], self.dtype, use_bias=True, name="down")(y_BLF, tap_B)
 
@@ -79,7 +87,7 @@ class _Block(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Array | None) -> tuple[Array, None]:
+    def __call__(self, x_BLD: Array, real_BL: Array, tap_B: Tap) -> tuple[Array, None]:
         attention = _Attention(self.num_heads, self.dtype, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = LayerNorm(self.norm_eps, self.dtype, name="attention_norm")
@@ -109,10 +117,11 @@ class Bert(nn.Module):
       norm_eps: Added to the variance in every norm.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16"; the sum of the embeddings, norms,
         biases, gelu, softmax and logits stay float32.
-      remat: Whether the backward pass keeps only each layer's input and computes the layer once
-        more. Otherwise it keeps the products with weights and recomputes what lies between them,
+      remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
+        Otherwise it keeps the products with weights and recomputes what lies between them,
         attention scores included. Neither changes parameters or results.
-      scan_layers: As of the Llama.
+      scan_layers: Whether the layers are one scanned layer of the compiled program, see
+        `models.kernels.run_layers`. Parameters are the same, results to rounding.
 
     Source: Devlin et al. 2019.
     """
@@ -132,8 +141,8 @@ class Bert(nn.Module):
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
-        self._check()
-        # As in the Llama, where keeping everything was slower.
+        check_sizes(self, RULES)
+        # Keeping everything was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         block = nn.remat(_Block, prevent_cse=False, policy=policy)
         self.embed = Embed(self.vocab_size, self.width, jnp.float32)
@@ -141,7 +150,7 @@ class Bert(nn.Module):
         self.position = Position(self.max_length)
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
         sizes = (self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
-        self.layers = scanned(block, self.num_layers)(*sizes)
+        self.layers = stacked(block, self.num_layers)(*sizes)
         self.layer = block(*sizes, parent=None)
         self.pooler = Linear(self.width, self.dtype, use_bias=True)
         self.classifier = Linear(self.num_classes, self.dtype, out_dtype=jnp.float32, use_bias=True)
@@ -149,16 +158,13 @@ class Bert(nn.Module):
     def __call__(
         self,
         tokens_BL: Int[Array, "B L"],
-        lengths_B: Int[Array, " B"],
-        tap_B: Float[Array, " B"] | None = None,
+        lengths_B: Int[Array, " B"] | None = None,
+        tap_B: Tap = None,
     ) -> Float[Array, "B C"]:
-        """Logits of the classes, float32, from the first `lengths_B` tokens of each sequence."""
+        """Logits of the classes, float32, from each sequence's first `lengths_B` tokens, or all."""
         batch, length = tokens_BL.shape
-        if length > self.max_length:
-            raise ValueError(
-                f"tokens_BL has {length} tokens per sequence, max_length is {self.max_length}: "
-                "shorten the sequences or raise max_length."
-            )
+        check_length(length, self.max_length)
+        lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B
         if lengths_B.shape != (batch,):
             raise ValueError(
                 f"lengths_B has shape {lengths_B.shape}, expected one length for each of the "
@@ -174,33 +180,12 @@ class Bert(nn.Module):
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
         return self.classifier(pooled_B1D, tap_B)[:, 0]
 
-    def _check(self) -> None:
-        for name in (
-            "vocab_size",
-            "width",
-            "num_layers",
-            "num_heads",
-            "mlp_width",
-            "max_length",
-            "type_vocab_size",
-        ):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={size} must be at least 1.")
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes={self.num_classes} must be at least 2.")
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must divide width={self.width}: change either."
-            )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
-
 
 def class_logits(model: Bert) -> Callable[..., Array]:
     """Makes the function that gives each example's logits.
 
     Args:
-      model: The network.
+      model: Gives the logits.
 
     Returns:
       `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label,
@@ -213,7 +198,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     """
     logits = nn.apply(Bert.__call__, model)
 
-    def logits_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         if rows.ndim != 2 or rows.shape[1] < 3:
             raise ValueError(f"rows has shape {rows.shape}, expected [B, 2 + L] with L >= 1.")
         return logits({"params": params}, rows[:, 2:], rows[:, 1], tap_B)
@@ -225,18 +210,18 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
     """Makes the function that gives each example's cross-entropy.
 
     Args:
-      model: The network.
+      model: Gives the logits.
 
     Returns:
-      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example; rows and `tap_B` as
-      in `class_logits`. A label outside 0..C-1 gives NaN.
+      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example; rows and `tap_B` are
+      those of `class_logits`. A label outside 0..C-1 gives NaN.
 
     Raises:
-      ValueError: As in `class_logits`.
+      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
     """
     logits_fn = class_logits(model)
 
-    def losses_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def losses_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         logits_BC = logits_fn(params, rows, tap_B)
         # A negative label would count from the last class.
         labels_B = jnp.where(rows[:, 0] < 0, model.num_classes, rows[:, 0])
@@ -252,18 +237,18 @@ def classification_loss(model: Bert) -> Callable[..., Array]:
     Every example weighs the same, however many tokens it has.
 
     Args:
-      model: The network.
+      model: Gives the logits.
 
     Returns:
       `loss_fn(params, rows, tap_B=None)`, float32 and scalar, in nats per example; rows and `tap_B`
-      as in `class_logits`.
+      are those of `class_logits`.
 
     Raises:
-      ValueError: As in `class_logits`.
+      ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
     """
     losses_fn = classification_losses(model)
 
-    def loss_fn(params: PyTree, rows: Array, tap_B: Array | None = None) -> Array:
+    def loss_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         return jnp.mean(losses_fn(params, rows, tap_B))
 
     return loss_fn

@@ -2,8 +2,7 @@
 
 Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
 `add_positions`, `look_up`), one weight each, so that a statistic of the weight gradients can be
-taken there, whatever the network.
-Parameters are float32; `dtype` is the dtype of the arithmetic.
+taken there, whatever the model. Parameters are float32; `dtype` is the dtype of the arithmetic.
 
 Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
 zero. It changes no result; its cotangent is each example's squared norm of the layer's weight
@@ -18,14 +17,15 @@ norm of the example's whole gradient (of its share of a mean loss: times B^2 for
   - Taps are reverse-mode only (`custom_vjp`). Without `tap_B` the operations are plain ones.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import compute_on
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -34,14 +34,57 @@ DTYPES = ("float32", "bfloat16")  # of the arithmetic
 # The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
 _INIT = nn.initializers.normal(stddev=0.02)
 
-# Until jax 0.12 its name ended in 2.
-_as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
+Tap: TypeAlias = Float[Array, " B"] | None
+"""A gradient tap, see above, or None for plain operations."""
+
+Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
+"""What a model's attributes must satisfy together: their names, the condition, the remedy."""
+
+HEADS_DIVIDE_WIDTH: Rule = (
+    ("num_heads", "width"),
+    lambda heads, width: width % heads == 0,
+    "the heads must divide the width; choose a width that is a multiple of num_heads",
+)
+
+
+def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
+    """Raises ValueError for a size below 1, an unknown `dtype`, or a rule that does not hold."""
+    values = {field.name: getattr(network, field.name) for field in dataclasses.fields(network)}
+    for field in dataclasses.fields(network):
+        if field.type is int and values[field.name] < 1:
+            raise ValueError(f"{field.name}={values[field.name]} must be at least 1.")
+    if values["dtype"] not in DTYPES:
+        raise ValueError(f"dtype={values['dtype']!r} must be one of {', '.join(DTYPES)}.")
+    for names, holds, need in rules:
+        if not holds(*(values[name] for name in names)):
+            pairs = ", ".join(f"{name}={values[name]!r}" for name in names)
+            raise ValueError(f"{pairs}: {need}.")
+
+
+def check_length(length: int, max_length: int) -> None:
+    """Raises ValueError for sequences longer than a model reads."""
+    if length > max_length:
+        raise ValueError(
+            f"tokens_BL has {length} tokens per sequence, max_length is {max_length}: "
+            "shorten the sequences or raise max_length."
+        )
+
+
+def param_shapes(network: nn.Module) -> PyTree:
+    """Shapes and dtypes of a model's parameters; nothing is allocated."""
+    tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
+
+
+def num_params(network: nn.Module) -> int:
+    """Number of parameters, counted without allocating any."""
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
 
 
 def project(
     x_BLD: Float[Array, "B L D"],
     w_DF: Float[Array, "D F"],
-    tap_B: Float[Array, " B"] | None = None,
+    tap_B: Tap = None,
     *,
     dtype: DTypeLike,
     out_dtype: DTypeLike | None = None,
@@ -61,121 +104,53 @@ def project(
     Returns:
       The products, of dtype `out_dtype`.
     """
-    w_DF = _whole(w_DF)
     multiply = functools.partial(_multiply, dtype=dtype, out_dtype=out_dtype)
-    if tap_B is None:
-        return multiply(x_BLD, w_DF)
-    return _tapped(multiply, None, x_BLD, w_DF, tap_B)
+    return _use(multiply, None, x_BLD, w_DF, tap_B)
 
 
 def apply_gain(
-    x_BLD: Float[Array, "B L D"],
-    gain_D: Float[Array, " D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Multiplies every feature by its gain."""
-    gain_D = _whole(gain_D)
-    if tap_B is None:
-        return _scale(x_BLD, gain_D)
-    return _tapped(_scale, _gain_norms, x_BLD, gain_D, tap_B)
+    return _use(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
 def add_bias(
-    x_BLD: Float[Array, "B L D"],
-    bias_D: Float[Array, " D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], bias_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Adds one vector at every position, in float32; the result has the dtype of `x_BLD`."""
-    bias_D = _whole(bias_D)
-    if tap_B is None:
-        return _shift(x_BLD, bias_D)
-    return _tapped(_shift, _bias_norms, x_BLD, bias_D, tap_B)
+    return _use(_shift, _example_norms, x_BLD, bias_D, tap_B)
 
 
 def add_positions(
-    x_BLD: Float[Array, "B L D"],
-    table_LD: Float[Array, "L D"],
-    tap_B: Float[Array, " B"] | None = None,
+    x_BLD: Float[Array, "B L D"], table_LD: Float[Array, "L D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Adds each position's own vector, the same in every example, in float32."""
-    table_LD = _whole(table_LD)
-    if tap_B is None:
-        return _shift_rows(x_BLD, table_LD)
-    return _tapped(_shift_rows, _position_norms, x_BLD, table_LD, tap_B)
+    return _use(_shift, _example_norms, x_BLD, table_LD, tap_B)
 
 
 def look_up(
-    table_VD: Float[Array, "V D"],
-    tokens_BL: Int[Array, "B L"],
-    tap_B: Float[Array, " B"] | None = None,
+    table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
     """Picks the table's row for every token; an id past the end gives NaN, not another row."""
-    table_VD = _whole(table_VD)
+    return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
+
+
+def _use(
+    layer: Callable[[Array, Array], Array],
+    norms_fn: Callable[..., Array] | None,
+    x_B: Array,
+    weight: Array,
+    tap_B: Tap,
+) -> Array:
+    """`layer(x_B, weight)`, with a tap if one is given."""
+    # Under `nn.logical_axis_rules` alone: a weight that devices share is all-gathered where it is
+    # used, and its gradient reduce-scattered. Left to itself, XLA moves the activations, of which
+    # a batch of long sequences has more.
+    weight = nn.with_logical_constraint(weight, (None,) * weight.ndim)
     if tap_B is None:
-        return _take(tokens_BL, table_VD)
-    return _tapped(_take, _token_norms, tokens_BL, table_VD, tap_B)
-
-
-def scanned(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
-    """A layer's class as that of so many, one after another; parameters have a leading axis N.
-
-    The layer takes a carry and what all share, and returns the next carry and None.
-    """
-    return nn.scan(
-        block,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        in_axes=nn.broadcast,
-        length=num_layers,
-    )
-
-
-def run_layers(
-    layers: nn.Module,
-    layer: nn.Module,
-    x_BLD: Float[Array, "B L D"],
-    *shared: Array | None,
-    scan: bool,
-) -> Float[Array, "B L D"]:
-    """Applies a stack of layers, scanned or one after another: the latter is faster on a CPU.
-
-    A scan copies what the backward pass needs into stacks, filled with zeros before, and out of
-    them again. Of layers merely unrolled, XLA would mix the operations, and much more memory would
-    be in use at a time: so each stays a function of the compiled program, forward and backward. The
-    program, and the time to compile it, grow with their number.
-
-    Args:
-      layers: Made by a class of `scanned`, bound: it has the parameters.
-      layer: The same, not bound and not scanned.
-      x_BLD: Input of the first.
-      *shared: What every layer is given besides.
-      scan: Whether to scan.
-
-    Returns:
-      The output of the last.
-    """
-    if scan or layers.is_initializing():
-        return layers(x_BLD, *shared)[0]
-
-    def apply(params: PyTree, x_BLD: Array) -> Array:
-        return layer.apply({"params": params}, x_BLD, *shared)[0]
-
-    call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
-    leaves_N, structure = jax.tree.flatten(layers.variables["params"])
-    # Taken apart at once: the gradients are then put together at once, too.
-    parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
-    for leaves in zip(*parts, strict=True):
-        x_BLD = call(structure.unflatten(leaves), x_BLD)
-    return x_BLD
-
-
-def _whole(weight: Array) -> Array:
-    """A weight that devices share: all-gathered where it is used, its gradient reduce-scattered.
-
-    Does nothing but under `nn.logical_axis_rules`. Left to itself, XLA exchanges the activations,
-    of which a batch of long sequences has more.
-    """
-    return nn.with_logical_constraint(weight, (None,) * weight.ndim)
+        return layer(x_B, weight)
+    return _tapped(layer, norms_fn, x_B, weight, tap_B)
 
 
 def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, out_dtype: DTypeLike | None) -> Array:
@@ -192,33 +167,23 @@ def _scale(x_BLD: Array, gain_D: Array) -> Array:
     return x_BLD * gain_D[None, None, :]
 
 
-def _shift(x_BLD: Array, bias_D: Array) -> Array:
+def _shift(x_BLD: Array, bias: Array) -> Array:
     # Float32, for the sake of the bias's gradient: a sum over all positions.
-    return (x_BLD.astype(jnp.float32) + bias_D[None, None, :]).astype(x_BLD.dtype)
-
-
-def _shift_rows(x_BLD: Array, table_LD: Array) -> Array:
-    return (x_BLD.astype(jnp.float32) + table_LD[None, :, :]).astype(x_BLD.dtype)
+    bias_BLD = lax.expand_dims(bias, range(x_BLD.ndim - bias.ndim))
+    return (x_BLD.astype(jnp.float32) + bias_BLD).astype(x_BLD.dtype)
 
 
 def _take(tokens_BL: Array, table_VD: Array) -> Array:
     return jnp.take(table_VD, tokens_BL, axis=0, mode="fill")
 
 
-def _gain_norms(x_BLD: Array, dy_BLD: Array) -> Array:
-    return jnp.sum(jnp.square(jnp.sum(x_BLD * dy_BLD, axis=1)), axis=1)
+def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
+    """From all examples' gradients at once: of a vector, or no larger than the activations."""
+    grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
+    return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
-def _bias_norms(x_BLD: Array, dy_BLD: Array) -> Array:
-    return jnp.sum(jnp.square(jnp.sum(dy_BLD.astype(jnp.float32), axis=1)), axis=1)
-
-
-def _position_norms(x_BLD: Array, dy_BLD: Array) -> Array:
-    """No position occurs twice in an example: the squares add up."""
-    return jnp.sum(jnp.square(dy_BLD.astype(jnp.float32)), axis=(1, 2))
-
-
-def _token_norms(tokens_BL: Array, dy_BLD: Array) -> Array:
+def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
     """A row's gradient is the sum over its token's positions: equal tokens meet in pairs."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
@@ -228,12 +193,12 @@ def _token_norms(tokens_BL: Array, dy_BLD: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _tapped(
     layer: Callable[[Array, Array], Array],
-    norms_fn: Callable[[Array, Array], Array] | None,
+    norms_fn: Callable[..., Array] | None,
     x_B: Array,
     weight: Array,
     tap_B: Array,
 ) -> Array:
-    """`layer(x_B, weight)` with a tap: `norms_fn(x_B, dy_B)`, or each example's own gradient."""
+    """`layer(x_B, weight)`; the tap's norms by `norms_fn`, or from one example at a time."""
     return layer(x_B, weight)
 
 
@@ -255,7 +220,7 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
             return jnp.where(left_out, jnp.zeros_like(array_B), array_B)
 
         x_B, dy_B = select(x_B), select(dy_B)
-        return dx_B, weight_grad(x_B, dy_B), norms_fn(x_B, dy_B)
+        return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
     # The FLOPs of all examples at once, and the memory of one gradient more, which a CPU's cache
     # keeps between its uses: a batched product, reduced over [B], made the step 1.75 times as long,
@@ -282,9 +247,7 @@ class Linear(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L F"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
         """Applies `project`, then `add_bias`."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
         y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, out_dtype=self.out_dtype)
@@ -301,9 +264,7 @@ class RMSNorm(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalises in float32, applies `apply_gain` and casts to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
@@ -319,9 +280,7 @@ class LayerNorm(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalises in float32, applies `apply_gain` and `add_bias` and casts to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
@@ -340,9 +299,7 @@ class Embed(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `look_up` and casts to `dtype`."""
         table_VD = self.param("embedding", _INIT, (self.vocab_size, self.width), jnp.float32)
         return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
@@ -354,9 +311,7 @@ class Position(nn.Module):
     max_length: int
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `add_positions` with the first L rows of the table; L is at most `max_length`."""
         shape = (self.max_length, x_BLD.shape[-1])
         table = self.param("embedding", _INIT, shape, jnp.float32)
@@ -369,9 +324,7 @@ class TokenType(nn.Module):
     num_types: int
 
     @nn.compact
-    def __call__(
-        self, x_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Applies `add_bias`: with one type only, its vector is a bias."""
         table = self.param("embedding", _INIT, (self.num_types, x_BLD.shape[-1]), jnp.float32)
         return add_bias(x_BLD, table[0], tap_B)

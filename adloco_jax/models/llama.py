@@ -1,4 +1,4 @@
-"""Llama on a plain parameter tree, and its next-token loss.
+"""Llama on a plain parameter tree, its next-token loss, and text from it.
 
 Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases, so
 its weights fit once the matrices are transposed and the layers stacked.
@@ -12,15 +12,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from adloco_jax.models.layers import DTYPES, Embed, Linear, RMSNorm, run_layers, scanned
+from adloco_jax.models.kernels import ATTENTION, KEEP_NAMED, kept, run_layers, stacked, swiglu
+from adloco_jax.models.layers import (
+    HEADS_DIVIDE_WIDTH,
+    Embed,
+    Linear,
+    RMSNorm,
+    Rule,
+    Tap,
+    check_length,
+    check_sizes,
+)
 
-_NUM_STRETCHES = 4
-_MIN_STRETCH = 32  # queries
-_KEPT = "kept"  # name of what the backward pass finds kept, unless `remat`
+RULES: tuple[Rule, ...] = (
+    HEADS_DIVIDE_WIDTH,
+    (
+        ("num_heads", "width"),
+        lambda heads, width: width % heads != 0 or width // heads % 2 == 0,
+        "rotary embeddings need an even head size (width / num_heads); choose another width",
+    ),
+    (
+        ("num_kv_heads", "num_heads"),
+        lambda kv_heads, heads: heads % kv_heads == 0,
+        "the key/value heads must divide the query heads; choose a divisor of num_heads",
+    ),
+)
 
 
 def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
@@ -40,112 +59,8 @@ def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
 
 
-_kept = functools.partial(checkpoint_name, name=_KEPT)
-
-
-@jax.custom_jvp
-def _attend(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
-    """Causal attention, [B, L, D]; H/G query heads, a group (axis r), share keys, unrepeated.
-
-    The backward pass makes the weights again from the logarithms of their sums (Dao et al. 2022),
-    keys first, so that only the gradient of the queries needs them turned: on two CPU cores a
-    training step took 0.87 to 0.97 of the time that it took with softmax differentiated.
-    """
-    return _attend_and_sums(q_BHLK, k_BGLK, v_BGLK)[0]
-
-
-def _attend_and_sums(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> tuple[Array, Array]:
-    """Also the logarithm of each query's sum of exponentials, [B, G, r, L]."""
-    B, H, L, K = q_BHLK.shape
-    G = k_BGLK.shape[1]
-    q_BGrLK = q_BHLK.reshape(B, G, H // G, L, K)
-    outputs, log_sums = [], []
-    for start, end in _stretches(L):
-        scores = jnp.einsum(
-            "bgrqk,bgsk->bgrqs",
-            q_BGrLK[:, :, :, start:end],
-            k_BGLK[:, :, :end],
-            preferred_element_type=jnp.float32,
-        )
-        scores = jnp.where(_seen(start, end), scores, -jnp.inf)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        powers = jnp.exp(scores - largest)
-        sums = jnp.sum(powers, axis=-1, keepdims=True)
-        y = jnp.einsum(
-            "bgrqs,bgsk->bgrqk",
-            powers.astype(v_BGLK.dtype),
-            v_BGLK[:, :, :end],
-            preferred_element_type=jnp.float32,
-        )
-        outputs.append((y / sums).astype(v_BGLK.dtype))
-        log_sums.append((largest + jnp.log(sums))[..., 0])
-    y_BGrLK = jnp.concatenate(outputs, axis=3)
-    return y_BGrLK.transpose(0, 3, 1, 2, 4).reshape(B, L, H * K), jnp.concatenate(log_sums, axis=3)
-
-
-@_attend.defjvp
-def _attend_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    q_BHLK, k_BGLK, v_BGLK = primals
-    B, H, L, K = q_BHLK.shape
-    G = k_BGLK.shape[1]
-    y_BLD, log_sums_BGrL = map(_kept, _attend_and_sums(*primals))
-    heads_first_BHLK = y_BLD.reshape(B, L, H, K).transpose(0, 2, 1, 3)
-    dtype = y_BLD.dtype
-    dy = []
-    for start, end in _stretches(L):
-
-        def of_queries(x_BHL: Array, start: int = start, end: int = end) -> Array:
-            """A stretch of each head, those of a group one after the other."""
-            x_BGrL = x_BHL.reshape(B, G, H // G, L, -1)[:, :, :, start:end]
-            return x_BGrL.reshape(B, G, -1, x_BGrL.shape[-1])
-
-        q, y, dq = map(of_queries, (q_BHLK, heads_first_BHLK, tangents[0]))
-        k, v, dk, dv = (x[:, :, :end] for x in (k_BGLK, v_BGLK, *tangents[1:]))
-        scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
-        seen = np.tile(_seen(start, end), (H // G, 1)).T
-        log_sums_BG1q = of_queries(log_sums_BGrL).swapaxes(2, 3)
-        weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - log_sums_BG1q)
-        dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
-        # Each weight's change, but for the change of their sum, which moves all towards `y`.
-        dweights = weights * dscores
-        dy_BGqK = (
-            jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(dtype), v)
-            + jnp.einsum("bgsq,bgsk->bgqk", weights.astype(dtype), dv)
-            - jnp.sum(dweights, axis=2)[..., None] * y
-        )
-        dy.append(dy_BGqK.astype(dtype).reshape(B, H, end - start, K))
-    return y_BLD, jnp.concatenate(dy, axis=2).transpose(0, 2, 1, 3).reshape(y_BLD.shape)
-
-
-def _stretches(length: int) -> list[tuple[int, int]]:
-    """Start and end of stretches of queries; each sees the keys up to its own end.
-
-    Of the scores that the mask would discard, three quarters are never made. On two CPU cores a
-    training step took 0.90 to 0.98 of the time that it took without; eight gained less.
-    """
-    step = max(-(-length // _NUM_STRETCHES), _MIN_STRETCH)
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def _seen(start: int, end: int) -> np.ndarray:
-    """Which of the first `end` keys each of the queries from `start` to `end` sees."""
-    return np.tril(np.ones((end - start, end), bool), k=start)
-
-
-def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
-    """The same by cuDNN's fused attention, which makes no scores in memory: for its GPUs alone."""
-    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
-    y_BLHK = jax.nn.dot_product_attention(
-        q_BLHK, k_BLGK, v_BLGK, scale=1.0, is_causal=True, implementation="cudnn"
-    )
-    return _kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
-
-
-_ATTENTION = {"xla": _attend, "cudnn": _attend_cudnn}
-
-
 class _Attention(nn.Module):
-    """Grouped-query attention, head-major: faster on a CPU than `[B, L, H, K]`."""
+    """Grouped-query attention; arrays are head-major, as attention's products read them."""
 
     num_heads: int
     num_kv_heads: int
@@ -153,7 +68,7 @@ class _Attention(nn.Module):
     implementation: str
 
     @nn.compact
-    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None) -> Array:
+    def __call__(self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap) -> Array:
         B, L, D = x_BLD.shape
         K = D // self.num_heads
 
@@ -161,31 +76,13 @@ class _Attention(nn.Module):
             y = Linear(num_heads * K, self.dtype, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
-        # The scale of the scores is taken into the queries here, where it costs nothing.
+        # The queries are rotated and scaled by one product.
         scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
-        q_BHLK = _kept(_rotate(heads("query", self.num_heads), *scaled))
-        k_BGLK = _kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
-        v_BGLK = _kept(heads("value", self.num_kv_heads))
-        y_BLD = _ATTENTION[self.implementation](q_BHLK, k_BGLK, v_BGLK)
-        return _kept(Linear(D, self.dtype, name="out")(y_BLD, tap_B))
-
-
-@jax.custom_jvp
-def _gated(gate_BLF: Array, up_BLF: Array) -> Array:
-    """SwiGLU's product: the gate times its logistic, times the other factor.
-
-    With a derivative of its own, made from the two again in one pass for each: differentiated by
-    JAX, parts of it went to memory, which costs where memory is busy (docs/LOG.md).
-    """
-    return gate_BLF * jax.nn.sigmoid(gate_BLF) * up_BLF
-
-
-@_gated.defjvp
-def _gated_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (gate, up), (dgate, dup) = primals, tangents
-    share = jax.nn.sigmoid(gate)
-    silu, gate_rate = gate * share, up * share * (1 + gate * (1 - share))
-    return silu * up, dgate * gate_rate + dup * silu
+        q_BHLK = kept(_rotate(heads("query", self.num_heads), *scaled))
+        k_BGLK = kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
+        v_BGLK = kept(heads("value", self.num_kv_heads))
+        y_BLD = ATTENTION[self.implementation](q_BHLK, k_BGLK, v_BGLK)
+        return kept(Linear(D, self.dtype, name="out")(y_BLD, tap_B))
 
 
 class _MLP(nn.Module):
@@ -195,11 +92,10 @@ class _MLP(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x_BLD: Array, tap_B: Array | None) -> Array:
-        gate_BLF = _kept(Linear(self.width, self.dtype, name="gate")(x_BLD, tap_B))
-        up_BLF = _kept(Linear(self.width, self.dtype, name="up")(x_BLD, tap_B))
-        y_BLF = _gated(gate_BLF, up_BLF)
-        return Linear(x_BLD.shape[-1], self.dtype, name="down")(y_BLF, tap_B)
+    def __call__(self, x_BLD: Array, tap_B: Tap) -> Array:
+        gate_BLF = kept(Linear(self.width, self.dtype, name="gate")(x_BLD, tap_B))
+        up_BLF = kept(Linear(self.width, self.dtype, name="up")(x_BLD, tap_B))
+        return Linear(x_BLD.shape[-1], self.dtype, name="down")(swiglu(gate_BLF, up_BLF), tap_B)
 
 
 class _Block(nn.Module):
@@ -214,11 +110,10 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Array | None
+        self, x_BLD: Array, cos_LK: Array, sin_LK: Array, tap_B: Tap
     ) -> tuple[Array, None]:
-        attention = _Attention(
-            self.num_heads, self.num_kv_heads, self.dtype, self.attention, name="attention"
-        )
+        heads = (self.num_heads, self.num_kv_heads)
+        attention = _Attention(*heads, self.dtype, self.attention, name="attention")
         mlp = _MLP(self.mlp_width, self.dtype, name="mlp")
         attention_norm = RMSNorm(self.norm_eps, self.dtype, name="attention_norm")
         mlp_norm = RMSNorm(self.norm_eps, self.dtype, name="mlp_norm")
@@ -245,15 +140,14 @@ class Llama(nn.Module):
       rope_theta: Base of the rotary wavelengths.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16"; norms, rotation, softmax and logits
         stay float32.
-      remat: Whether the backward pass keeps only each layer's input and computes the layer once
-        more. Otherwise it keeps what enters attention and what leaves it, and the MLP's two inner
-        products, and recomputes what lies between, attention scores included. Neither changes
-        parameters or results.
+      remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
+        Otherwise it keeps attention's inputs and outputs and the MLP's two inner products, and
+        recomputes what lies between, attention scores included. Neither changes parameters or
+        results.
       attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
         reverse mode only.
-      scan_layers: Whether the layers are one scanned layer of the compiled program. Otherwise each
-        is a function of its own, which is faster on a CPU and longer to compile. Parameters are
-        the same, results to rounding.
+      scan_layers: Whether the layers are one scanned layer of the compiled program, see
+        `models.kernels.run_layers`. Parameters are the same, results to rounding.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -274,83 +168,34 @@ class Llama(nn.Module):
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
-        self._check()
-        # Without a policy everything is kept, which is slower: on two CPU cores (width 256, 4
-        # layers, 8 x 128 tokens) the step took 1.24 times as long and three times the memory. With
-        # every product with a weight kept, in place of what is made of it, 1.05 times as long.
-        policy = None if self.remat else jax.checkpoint_policies.save_only_these_names(_KEPT)
-        block = nn.remat(_Block, prevent_cse=False, policy=policy)
-        sizes = (
-            self.num_heads,
-            self.num_kv_heads,
-            self.mlp_width,
-            self.norm_eps,
-            self.dtype,
-            self.attention,
-        )
+        check_sizes(self, RULES)
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
+        block = nn.remat(_Block, prevent_cse=False, policy=None if self.remat else KEEP_NAMED)
+        heads = (self.num_heads, self.num_kv_heads)
+        sizes = (*heads, self.mlp_width, self.norm_eps, self.dtype, self.attention)
         self.embed = Embed(self.vocab_size, self.width, self.dtype)
-        self.layers = scanned(block, self.num_layers)(*sizes)
+        self.layers = stacked(block, self.num_layers)(*sizes)
         self.layer = block(*sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype)
         self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
 
-    def __call__(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L V"]:
+    def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Logits of the token after each position, float32."""
         return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
-    def hidden(
-        self, tokens_BL: Int[Array, "B L"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L D"]:
+    def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
         """Normalised output of the last layer, in the compute dtype: what the head reads."""
         length = tokens_BL.shape[1]
-        if length > self.max_length:
-            raise ValueError(
-                f"tokens_BL has {length} tokens per sequence, max_length is {self.max_length}: "
-                "shorten the sequences or raise max_length."
-            )
-        cos_LK, sin_LK = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
-        x_BLD = run_layers(
-            self.layers,
-            self.layer,
-            self.embed(tokens_BL, tap_B),
-            cos_LK,
-            sin_LK,
-            tap_B,
-            scan=self.scan_layers,
-        )
+        check_length(length, self.max_length)
+        tables = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
+        x_BLD = self.embed(tokens_BL, tap_B)
+        x_BLD = run_layers(self.layers, self.layer, x_BLD, *tables, tap_B, scan=self.scan_layers)
         return self.norm(x_BLD, tap_B)
 
-    def logits(
-        self, hidden_BLD: Float[Array, "B L D"], tap_B: Float[Array, " B"] | None = None
-    ) -> Float[Array, "B L V"]:
+    def logits(self, hidden_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Float32 logits for the output of `hidden`."""
         return self.head(hidden_BLD, tap_B)
-
-    def _check(self) -> None:
-        for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={size} must be at least 1.")
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must divide width={self.width}: change either."
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}."
-            )
-        if (head_size := self.width // self.num_heads) % 2:
-            raise ValueError(
-                f"width={self.width} over num_heads={self.num_heads} gives the odd head size "
-                f"{head_size}, but rotary embeddings turn pairs of features: change either."
-            )
-        if self.attention not in _ATTENTION:
-            raise ValueError(
-                f"attention={self.attention!r} must be one of {', '.join(_ATTENTION)}."
-            )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
@@ -359,7 +204,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     Every token counts: rows are packed, there is no padding.
 
     Args:
-      model: The network.
+      model: Gives the logits.
       sequences_per_chunk: Sequences whose logits exist at one time, forward and backward; 0 for
         all. A chunk holds whole sequences, so their gradients stay apart. Results agree to
         rounding.
@@ -378,14 +223,12 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     hidden = nn.apply(Llama.hidden, model)
     logits = nn.apply(Llama.logits, model)
 
-    def head_losses(
-        params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Array | None
-    ) -> Array:
+    def head_losses(params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Tap) -> Array:
         logits_BLV = logits({"params": params}, hidden_BLD, tap_B)
         picked_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1, mode="fill")
         return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL1[:, :, 0], axis=1)
 
-    def losses_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
+    def losses_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         hidden_BLD = hidden({"params": params}, tokens[:, :-1], tap_B)
@@ -410,19 +253,21 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     """Makes the training loss: the mean over sequences of `sequence_losses`.
 
     Args:
-      model: The network.
-      sequences_per_chunk: As in `sequence_losses`.
+      model: Gives the logits.
+      sequences_per_chunk: Sequences whose logits exist at one time, forward and backward; 0 for
+        all.
 
     Returns:
       `loss_fn(params, tokens, tap_B=None)`, float32 and scalar, in nats per token; tokens is int32
       [B, L+1], `tap_B` the gradient tap of `models.layers`.
 
     Raises:
-      ValueError: As in `sequence_losses`.
+      ValueError: For a negative `sequences_per_chunk`; while tracing, for tokens that are not
+        [B, L+1] with L at least 1.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
-    def loss_fn(params: PyTree, tokens: Array, tap_B: Array | None = None) -> Array:
+    def loss_fn(params: PyTree, tokens: Array, tap_B: Tap = None) -> Array:
         return jnp.mean(losses_fn(params, tokens, tap_B))
 
     return loss_fn
@@ -438,13 +283,13 @@ def generate(
     temperature: float | Float[Array, ""],
     key: Key[Array, ""],
 ) -> Int[Array, "B L"]:
-    """Goes on with prompts, token by token.
+    """Continues prompts, token by token.
 
     Every token costs a pass over the whole text (no key/value cache): to look at what was trained,
     not to serve it.
 
     Args:
-      model: The network; prompt and new tokens must fit into its `max_length`.
+      model: Gives the logits; prompt and new tokens must fit into its `max_length`.
       params: Its parameters.
       prompt_BL: Token ids, at least one each.
       num_tokens: New tokens.
@@ -468,10 +313,3 @@ def generate(
         return text_BL.at[:, place].set(next_B.astype(text_BL.dtype))
 
     return lax.fori_loop(length, length + num_tokens, add_token, text_BL)
-
-
-def num_params(model: Llama) -> int:
-    """Number of parameters, counted without allocating any."""
-    tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), tokens_BL)
-    return sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))

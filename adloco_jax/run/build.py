@@ -1,9 +1,11 @@
-"""From settings to functions: the network, its loss, the optimizers, what programs are made of."""
+"""From settings to functions: the model, its loss, the optimizers, what programs are made of."""
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,9 +22,8 @@ from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
-from adloco_jax.hf import Network
-from adloco_jax.models.bert import Bert, classification_loss
-from adloco_jax.models.llama import Llama, next_token_loss
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.models.weight_maps import WeightMap
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.memory import fewest_model_shards
 from adloco_jax.run.programs import AUTO_TEST_MAX, Spec
@@ -33,7 +34,7 @@ InitFn = Callable[[Array], PyTree]
 
 
 def load_data(settings: Settings) -> Corpus | Streaming:
-    """The configured text or tokens, or labelled texts if the network is a classifier.
+    """The configured text or tokens, or labelled texts if the model is a classifier.
 
     Args:
       settings: The run's.
@@ -46,8 +47,9 @@ def load_data(settings: Settings) -> Corpus | Streaming:
 
 
 def class_count(settings: Settings) -> int | None:
-    """Classes to tell apart, where that is what the network learns."""
-    return settings.model.num_classes if settings.model.arch == "bert" else None
+    """Number of classes if rows are labelled, else None."""
+    model = settings.model
+    return model.num_classes if ARCHITECTURES[model.arch].data == "labelled" else None
 
 
 def row_length(settings: Settings) -> int:
@@ -56,8 +58,8 @@ def row_length(settings: Settings) -> int:
     return settings.data.sequence_length + fields
 
 
-def attention(settings: Settings) -> str:
-    """How the configured network attends: "cudnn" where all that it needs is there, else "xla".
+def attention(settings: Settings) -> Literal["xla", "cudnn"]:
+    """How the configured model attends: "cudnn" where all that it needs is there, else "xla".
 
     Raises:
       ConfigError: If `model.attention` asks for cuDNN in vain; says why.
@@ -75,7 +77,7 @@ def _cudnn_lacks(settings: Settings) -> str:
     """
     model = settings.model
     head_size = model.width // model.num_heads
-    if model.arch != "llama":
+    if not ARCHITECTURES[model.arch].fused_attention:
         return f"not for model.arch = {model.arch}"
     if model.dtype != "bfloat16":
         return "needs model.dtype = bfloat16"
@@ -91,58 +93,24 @@ def _cudnn_lacks(settings: Settings) -> str:
     return ""
 
 
-def build_network(settings: Settings) -> Network:
-    """The configured network."""
-    model, scan_layers = settings.model, jax.default_backend() != "cpu"
-    if model.arch == "bert":
-        return Bert(
-            vocab_size=model.vocab_size,
-            width=model.width,
-            num_layers=model.num_layers,
-            num_heads=model.num_heads,
-            mlp_width=model.mlp_width,
-            max_length=model.max_length,
-            num_classes=model.num_classes,
-            norm_eps=model.norm_eps,
-            dtype=model.dtype,
-            remat=model.remat,
-            scan_layers=scan_layers,
-        )
-    return Llama(
-        vocab_size=model.vocab_size,
-        width=model.width,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        mlp_width=model.mlp_width,
-        max_length=model.max_length,
-        norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-        dtype=model.dtype,
-        remat=model.remat,
-        attention=attention(settings),
-        scan_layers=scan_layers,
-    )
+def build_network(settings: Settings) -> nn.Module:
+    """The configured model, as its architecture builds it."""
+    model = dataclasses.replace(settings.model, attention=attention(settings))
+    return ARCHITECTURES[model.arch].build(model)
 
 
 def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
-    """The configured network as two plain functions."""
+    """The configured model as two plain functions."""
     network = build_network(settings)
-    tokens_BL = jnp.zeros((1, 1), jnp.int32)
-    if isinstance(network, Bert):
-        inputs, loss_fn = (tokens_BL, jnp.ones(1, jnp.int32)), classification_loss(network)
-    else:
-        chunk = settings.model.loss_chunk
-        inputs, loss_fn = (tokens_BL,), next_token_loss(network, sequences_per_chunk=chunk)
 
     def init_fn(key):
-        return network.init(key, *inputs)["params"]
+        return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    return init_fn, loss_fn
+    return init_fn, ARCHITECTURES[settings.model.arch].loss(network, settings.model)
 
 
 def pretrained_params(settings: Settings) -> PyTree:
-    """The weights that `model.init_from` names, for the configured network.
+    """The weights that `model.init_from` names, for the configured model.
 
     Raises:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.
@@ -150,37 +118,38 @@ def pretrained_params(settings: Settings) -> PyTree:
     """
     model = settings.model
     loaded = hf.load(model.init_from, head=not model.reinit_head)
-    require_same_network(settings, loaded.network)
+    head = require_same_network(settings, loaded.network).head
     if not model.reinit_head:
         return loaded.params
     init_fn, _ = build_model(settings)
-    head = hf.head_of(loaded.network)
     return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
 
 
-def require_same_network(settings: Settings, found: Network) -> None:
-    """Compares the network of `model.init_from` with the configured one.
+def require_same_network(settings: Settings, found: nn.Module) -> WeightMap:
+    """Compares the model of `model.init_from` with the configured one.
+
+    Returns:
+      What Hugging Face calls both.
 
     Raises:
       ConfigError: Naming all sizes that differ.
     """
     model, network = settings.model, build_network(settings)
-    if type(found) is not type(network):
+    names = hf.weight_map(network)
+    if names is None or type(found) is not names.model:
         raise ConfigError(
             f"model.arch = {model.arch}: {model.init_from} is a {type(found).__name__}"
         )
-    # On these, what the weights mean does not depend.
-    free = {"name", "parent", "dtype", "remat", "attention", "scan_layers"}
-    free |= {"max_length"} if isinstance(network, Llama) else set()
-    free |= {"num_classes"} if model.reinit_head else set()
+    free = names.free | ({"num_classes"} if model.reinit_head else set())
     faults = [
-        f"model.{name} = {getattr(network, name)}: {model.init_from} has"
-        f" {getattr(found, name)}; set --config.model.{name} to that"
-        for name in (field.name for field in dataclasses.fields(network))
-        if name not in free and getattr(network, name) != getattr(found, name)
+        f"model.{ours} = {getattr(network, ours)}: {model.init_from} has"
+        f" {getattr(found, ours)}; set --config.model.{ours} to that"
+        for ours, _ in names.sizes.values()
+        if ours not in free and getattr(network, ours) != getattr(found, ours)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
+    return names
 
 
 def replayed_batches(settings: Settings) -> dict[str, list[int]]:
@@ -219,7 +188,7 @@ def inner_transform(
 
     Args:
       settings: The run's.
-      tx: In place of the one that `inner.tx` names.
+      tx: Replaces the one that `inner.tx` names.
     """
     inner = settings.inner
     # A state of one structure with and without clipping, so that a run may change it.
@@ -232,7 +201,12 @@ def inner_transform(
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """The trainers' optimizer on the pseudo-gradient, at the configured rate; `tx` as above."""
+    """The trainers' optimizer on the pseudo-gradient, at the configured rate.
+
+    Args:
+      settings: The run's.
+      tx: Replaces the one that `outer.tx` names.
+    """
     outer = settings.outer
     chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
     return optax.chain(chosen, optax.scale(outer.learning_rate))
@@ -241,8 +215,8 @@ def outer_transform(
 def worker_parallelism(settings: Settings) -> int | None:
     """How many of a device's workers compute as one batch; None: all.
 
-    A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times as long
-    as in turn, and twice the memory.
+    A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times the
+    time of four in turn, and twice the memory.
     """
     chosen = settings.ensemble.worker_parallelism
     return 1 if chosen is None and jax.default_backend() == "cpu" else chosen

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, FieldReference
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import ConfigError
+from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 
 # The schema above as tables: the groups, and each knob's field under its full key.
@@ -77,12 +78,16 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
+    rules = ARCHITECTURES[values["model.arch"]].rules if "model.arch" in values else ()
+    for names, holds, need in rules:
+        read = {key: values[key] for name in names if (key := f"model.{name}") in values}
+        if len(read) == len(names) and not holds(*read.values()):
+            faults.append(_broken(read, need))
     for need, holds in _RULES.items():
-        read: dict[str, Any] = {}
+        read = {}
         with contextlib.suppress(KeyError):  # a value with a fault of its own
             if not holds(_Watched(values, read)):
-                pairs = ", ".join(f"{key} = {_shown(value)}" for key, value in read.items())
-                faults.append(f"{pairs}: {need}")
+                faults.append(_broken(read, need))
     source = values.get("data.source")
     for name, reason in DATA_SOURCES[source].refuses.items() if source else ():
         key = f"data.{name}"
@@ -133,6 +138,11 @@ def unknown_key_fault(key: str) -> str:
     namesakes = [known for known in KNOBS if known.rpartition(".")[2] == name]
     nearest = namesakes or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
+
+
+def _broken(read: Mapping[str, Any], need: str) -> str:
+    """The line for values that do not fit together."""
+    return f"{', '.join(f'{key} = {_shown(value)}' for key, value in read.items())}: {need}"
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
@@ -233,19 +243,6 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 # What values must satisfy together, by the end of the message. A rule is checked if each value that
 # it reads is allowed by itself; the message begins with those values.
 _RULES: dict[str, Callable[..., bool]] = {
-    "the heads must divide the width; choose a width that is a multiple of num_heads": (
-        lambda c: c.model.width % c.model.num_heads == 0
-    ),
-    "rotary embeddings need an even head size (width / num_heads); choose another width": (
-        lambda c: (
-            c.model.arch == "bert"
-            or c.model.width % c.model.num_heads != 0
-            or c.model.width // c.model.num_heads % 2 == 0
-        )
-    ),
-    "the key/value heads must divide the query heads; choose a divisor of num_heads": (
-        lambda c: c.model.num_heads % c.model.num_kv_heads == 0 or c.model.arch == "bert"
-    ),
     "without a checkpoint every head is random; set model.init_from or leave it off": (
         lambda c: c.model.init_from != "" or not c.model.reinit_head
     ),
@@ -255,11 +252,11 @@ _RULES: dict[str, Callable[..., bool]] = {
     "rows must not be longer than the model's context; lower the first or raise the second": (
         lambda c: c.data.sequence_length <= c.model.max_length
     ),
-    "bert classifies JSON lines of a text and a label; set data.source=jsonl": (
-        lambda c: c.model.arch != "bert" or c.data.source == "jsonl"
+    "it classifies JSON lines of a text and a label; set data.source=jsonl": (
+        lambda c: ARCHITECTURES[c.model.arch].data != "labelled" or c.data.source == "jsonl"
     ),
     "a text has a first and a last token of its own; set at least 3": (
-        lambda c: c.model.arch != "bert" or c.data.sequence_length >= 3
+        lambda c: ARCHITECTURES[c.model.arch].data != "labelled" or c.data.sequence_length >= 3
     ),
     "no field for the class; name it": (lambda c: c.data.label_column != ""),
     "bytes need 257 ids (256 and end of text); raise model.vocab_size": (

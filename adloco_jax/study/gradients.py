@@ -26,7 +26,7 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger
-from adloco_jax.run.build import build_model, load_data
+from adloco_jax.run.build import build_model, class_count, load_data
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.settings import Settings
@@ -351,7 +351,7 @@ def analyse_run(
         "round": trained.round,
         "source": trained.source,
         "data_fingerprint": fingerprint,
-        "unit": "nats/example" if settings.model.arch == "bert" else "nats/token",
+        "unit": "nats/token" if class_count(settings) is None else "nats/example",
         "num_sequences": num_sequences,
         "num_training_sequences": len(rows),
         **draw_settings,

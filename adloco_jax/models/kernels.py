@@ -1,0 +1,188 @@
+"""What is written for speed alone: attention, SwiGLU's product, and a stack of layers.
+
+Each has a plain definition in its docstring and the measurement that justifies it in a comment;
+a model reads the same with the plain definition in its place. Dates refer to docs/LOG.md.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import compute_on
+from jaxtyping import Array, Float, PyTree
+
+# docs/LOG.md, 2026-11-21: what the backward pass keeps chosen by name, not every product with a
+# weight, took a training step from 3694 to 3519 ms; everything kept took 1.2 times as long.
+_KEPT = "kept"
+kept = functools.partial(checkpoint_name, name=_KEPT)
+KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
+
+# docs/LOG.md, 2026-11-21 and 22: attention in four blocks of queries took a training step from 633
+# to 572 ms, by skipping keys that no query of a block sees; two and eight blocks gained less.
+_NUM_BLOCKS = 4
+_MIN_BLOCK = 32  # queries
+
+# Until jax 0.12 its name ended in 2.
+_as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
+
+
+def attend(
+    q_BHLK: Float[Array, "B H L K"],
+    k_BGLK: Float[Array, "B G L K"],
+    v_BGLK: Float[Array, "B G L K"],
+) -> Float[Array, "B L D"]:
+    """Causal grouped-query attention: softmax(q k^T, masked) v, heads side by side.
+
+    Args:
+      q_BHLK: Queries, already scaled; H/G consecutive heads (axis r) share a key and value head.
+      k_BGLK: Keys.
+      v_BGLK: Values.
+
+    Returns:
+      The heads' outputs, D = H K, of the dtype of `v_BGLK`; the softmax is float32.
+    """
+    B, H, L, K = q_BHLK.shape
+    G = k_BGLK.shape[1]
+    q_BGrLK = q_BHLK.reshape(B, G, H // G, L, K)
+    size = max(-(-L // _NUM_BLOCKS), _MIN_BLOCK)
+    blocks = []
+    for start in range(0, L, size):
+        end = min(start + size, L)
+        q_BGqK = q_BGrLK[:, :, :, start:end].reshape(B, G, -1, K)
+        y_BGqK = _attend_block(q_BGqK, k_BGLK[:, :, :end], v_BGLK[:, :, :end], H // G)
+        blocks.append(y_BGqK.reshape(B, H, end - start, K))
+    return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3).reshape(B, L, H * K)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
+    """Attention of the last positions' queries, those of `num_shared` heads one after another."""
+    return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
+
+
+def _attend_block_and_sums(
+    q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int
+) -> tuple[Array, Array]:
+    """Also the logarithm of each query's sum of exponentials, [B, G, q, 1]."""
+    scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
+    scores = jnp.where(_visible(q_BGqK, k_BGsK, num_shared), scores, -jnp.inf)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    powers = jnp.exp(scores - largest)
+    sums = jnp.sum(powers, axis=-1, keepdims=True)
+    y = jnp.einsum(
+        "bgqs,bgsk->bgqk", powers.astype(v_BGsK.dtype), v_BGsK, preferred_element_type=jnp.float32
+    )
+    return (y / sums).astype(v_BGsK.dtype), largest + jnp.log(sums)
+
+
+# docs/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
+# sums (Dao et al. 2022), keys first, so that only the gradient of the queries needs a transpose:
+# 0.95 of PyTorch's speed became 1.09 where memory is busy, 0.850 became 0.859 where it is quiet.
+@_attend_block.defjvp
+def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (q, k, v), (dq, dk, dv) = primals, tangents
+    y, log_sums_BGq1 = map(kept, _attend_block_and_sums(q, k, v, num_shared))
+    scores = jnp.einsum("bgsk,bgqk->bgsq", k, q, preferred_element_type=jnp.float32)
+    scores = jnp.where(_visible(q, k, num_shared).T, scores, -jnp.inf)
+    weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
+    dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
+    # The change of each weight before normalisation; the sum's own change moves y towards itself.
+    dweights = weights * dscores
+    dy = (
+        jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(y.dtype), v)
+        + jnp.einsum("bgsq,bgsk->bgqk", weights.astype(y.dtype), dv)
+        - jnp.sum(dweights, axis=2)[..., None] * y
+    )
+    return y, dy.astype(y.dtype)
+
+
+def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
+    """Which keys each query sees, [q, s]: those up to its own position."""
+    num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
+    return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
+
+
+def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
+    """The same by cuDNN's fused kernel, which stores no scores: NVIDIA GPUs, bfloat16 only."""
+    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
+    y_BLHK = jax.nn.dot_product_attention(
+        q_BLHK, k_BLGK, v_BLGK, scale=1.0, is_causal=True, implementation="cudnn"
+    )
+    return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
+
+
+ATTENTION = {"xla": attend, "cudnn": _attend_cudnn}
+"""By the name that a model's `attention` gives; all compute `attend`."""
+
+
+# docs/LOG.md, 2026-11-21: with its own derivative, computed from both factors in one pass each,
+# 0.94 of PyTorch's speed became 1.05 where memory is busy: JAX's writes parts of it to memory.
+@jax.custom_jvp
+def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`silu(gate) * up`."""
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+@swiglu.defjvp
+def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (gate, up), (dgate, dup) = primals, tangents
+    sigmoid = jax.nn.sigmoid(gate)
+    silu, gate_rate = gate * sigmoid, up * sigmoid * (1 + gate * (1 - sigmoid))
+    return silu * up, dgate * gate_rate + dup * silu
+
+
+def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
+    """A layer's class as that of `num_layers` in turn; parameters have a leading axis N.
+
+    The layer takes the activations and what all layers share, and returns the activations and None.
+    """
+    return nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=num_layers,
+    )
+
+
+# docs/LOG.md, 2026-11-22: on a CPU, layers as functions are 1.03 to 1.08 times as fast as a scan,
+# which copies what the backward pass needs into stacks and out of them again. Merely unrolled they
+# are 0.77 to 1.04 times as fast, in twice the memory, as XLA then interleaves the layers.
+def run_layers(
+    layers: nn.Module,
+    layer: nn.Module,
+    x_BLD: Float[Array, "B L D"],
+    *shared: Array | None,
+    scan: bool,
+) -> Float[Array, "B L D"]:
+    """Applies a stack of layers: `layers(x_BLD, *shared)[0]`.
+
+    Args:
+      layers: Of a class made by `stacked`, bound: it has the parameters.
+      layer: The same layer, neither bound nor stacked.
+      x_BLD: Input of the first layer.
+      *shared: What every layer is given besides.
+      scan: Whether the compiled program holds one scanned layer. Otherwise each is a function of
+        the program: faster on a CPU, longer to compile.
+
+    Returns:
+      The output of the last layer.
+    """
+    if scan or layers.is_initializing():
+        return layers(x_BLD, *shared)[0]
+
+    def apply(params: PyTree, x_BLD: Array) -> Array:
+        return layer.apply({"params": params}, x_BLD, *shared)[0]
+
+    call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
+    leaves_N, structure = jax.tree.flatten(layers.variables["params"])
+    # Split at once, so that the gradients are concatenated at once, too.
+    parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
+    for leaves in zip(*parts, strict=True):
+        x_BLD = call(structure.unflatten(leaves), x_BLD)
+    return x_BLD

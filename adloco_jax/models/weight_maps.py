@@ -1,0 +1,174 @@
+"""What Hugging Face calls the parameters and sizes of our models: names only, no files."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+
+from adloco_jax.models.bert import Bert
+from adloco_jax.models.llama import Llama
+
+Fault = Callable[[str, object, object], None]
+"""`fault(key, have, need)` records that a value of config.json is not usable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMap:
+    """Where a model's parameters and sizes lie in a folder in Hugging Face layout.
+
+    Attributes:
+      model: The Flax module's class.
+      model_type: Of config.json.
+      class_name: The class of `transformers` that loads the folder.
+      modules: Path of a module in our parameter tree -> theirs, `{}` for the layer's number. Our
+        `kernel` is their `weight` transposed, `scale` and `embedding` are `weight`, `bias` is
+        `bias`.
+      head: Our module that `model.reinit_head` draws at random.
+      sizes: Key of config.json -> our attribute; and its default where the key may be absent.
+      fixed: Keys whose other values mean a model that ours does not compute.
+      normalise: `normalise(content, fault) -> content` brings other spellings of config.json into
+        the keys of `sizes` and `fixed`.
+      extra: `extra(model)` gives what config.json holds besides.
+      ties: Tensor that may be absent -> the one it equals, if config.json has
+        `tie_word_embeddings`.
+      free: Attributes that may differ from the checkpoint's: no weight depends on them.
+    """
+
+    model: type[nn.Module]
+    model_type: str
+    class_name: str
+    modules: Mapping[str, str]
+    head: str
+    sizes: Mapping[str, tuple[str, object]]
+    fixed: Mapping[str, object]
+    normalise: Callable[[dict, Fault], dict] = lambda content, fault: content
+    extra: Callable[[Any], dict] = lambda model: {}
+    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    free: frozenset[str] = frozenset()
+
+
+_SIZES = {
+    "vocab_size": ("vocab_size", None),
+    "hidden_size": ("width", None),
+    "num_hidden_layers": ("num_layers", None),
+    "num_attention_heads": ("num_heads", None),
+    "intermediate_size": ("mlp_width", None),
+    "max_position_embeddings": ("max_length", None),
+}
+
+
+def _normalised_llama(content: dict, fault: Fault) -> dict:
+    rope: Mapping = {}
+    for key in ("rope_parameters", "rope_scaling"):  # of both, transformers takes the second
+        found = content.get(key) or {}
+        if not isinstance(found, Mapping):
+            fault(key, found, "an object or null")
+            continue
+        if (kind := found.get("rope_type", found.get("type", "default"))) != "default":
+            fault(f"{key}: rope type", kind, "default")
+        rope = found or rope
+    theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
+    kv_heads = content.get("num_key_value_heads")
+    if kv_heads is None:  # old files: as many as query heads
+        kv_heads = content.get("num_attention_heads")
+    return content | {"rope_theta": theta, "num_key_value_heads": kv_heads}
+
+
+def _normalised_bert(content: dict, fault: Fault) -> dict:
+    labels = content.get("id2label")
+    num_classes = len(labels) if isinstance(labels, dict) else content.get("num_labels", 2)
+    problem = content.get("problem_type") or "single_label_classification"
+    return content | {"num_labels": num_classes, "problem_type": problem}
+
+
+def _extra_llama(model: Llama) -> dict:
+    return {
+        # transformers 5 reads the rotary base here, transformers 4 by its own key.
+        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _extra_bert(model: Bert) -> dict:
+    labels = {str(label): f"LABEL_{label}" for label in range(model.num_classes)}
+    return {
+        "id2label": labels,
+        "label2id": {name: int(label) for label, name in labels.items()},
+        "hidden_dropout_prob": 0.0,  # it was trained without
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+_LLAMA_LAYER, _BERT_LAYER = "model.layers.{}.", "bert.encoder.layer.{}."
+
+LLAMA = WeightMap(
+    model=Llama,
+    model_type="llama",
+    class_name="LlamaForCausalLM",
+    modules={
+        "embed": "model.embed_tokens",
+        "layers/attention_norm": f"{_LLAMA_LAYER}input_layernorm",
+        "layers/attention/query": f"{_LLAMA_LAYER}self_attn.q_proj",
+        "layers/attention/key": f"{_LLAMA_LAYER}self_attn.k_proj",
+        "layers/attention/value": f"{_LLAMA_LAYER}self_attn.v_proj",
+        "layers/attention/out": f"{_LLAMA_LAYER}self_attn.o_proj",
+        "layers/mlp_norm": f"{_LLAMA_LAYER}post_attention_layernorm",
+        "layers/mlp/gate": f"{_LLAMA_LAYER}mlp.gate_proj",
+        "layers/mlp/up": f"{_LLAMA_LAYER}mlp.up_proj",
+        "layers/mlp/down": f"{_LLAMA_LAYER}mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    },
+    head="head",
+    sizes={
+        **_SIZES,
+        "num_key_value_heads": ("num_kv_heads", None),
+        "rms_norm_eps": ("norm_eps", 1e-6),
+        "rope_theta": ("rope_theta", None),
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    normalise=_normalised_llama,
+    extra=_extra_llama,
+    ties={"lm_head.weight": "model.embed_tokens.weight"},
+    free=frozenset({"max_length"}),
+)
+
+BERT = WeightMap(
+    model=Bert,
+    model_type="bert",
+    class_name="BertForSequenceClassification",
+    modules={
+        "embed": "bert.embeddings.word_embeddings",
+        "position": "bert.embeddings.position_embeddings",
+        "token_type": "bert.embeddings.token_type_embeddings",
+        "embed_norm": "bert.embeddings.LayerNorm",
+        "layers/attention/query": f"{_BERT_LAYER}attention.self.query",
+        "layers/attention/key": f"{_BERT_LAYER}attention.self.key",
+        "layers/attention/value": f"{_BERT_LAYER}attention.self.value",
+        "layers/attention/out": f"{_BERT_LAYER}attention.output.dense",
+        "layers/attention_norm": f"{_BERT_LAYER}attention.output.LayerNorm",
+        "layers/mlp/up": f"{_BERT_LAYER}intermediate.dense",
+        "layers/mlp/down": f"{_BERT_LAYER}output.dense",
+        "layers/mlp_norm": f"{_BERT_LAYER}output.LayerNorm",
+        "pooler": "bert.pooler.dense",
+        "classifier": "classifier",
+    },
+    head="classifier",
+    sizes={
+        **_SIZES,
+        "num_labels": ("num_classes", None),
+        "type_vocab_size": ("type_vocab_size", 2),
+        "layer_norm_eps": ("norm_eps", 1e-12),
+    },
+    fixed={
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "problem_type": "single_label_classification",
+    },
+    normalise=_normalised_bert,
+    extra=_extra_bert,
+)

@@ -1,0 +1,120 @@
+"""The table of architectures: its own entries, and one from a user's config file."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from toy import config_of, corpus
+
+from adloco_jax import ARCHITECTURES, hf
+from adloco_jax import main as cli
+from adloco_jax.errors import ConfigError
+from adloco_jax.models import Bert, Llama
+from adloco_jax.models.architectures import label_matrices
+from adloco_jax.models.layers import param_shapes
+from adloco_jax.run import config_file
+from adloco_jax.run.build import build_model, require_same_network
+from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.ledger import read
+from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+ROOT = Path(__file__).parents[1]
+SIZES = dict(vocab_size=11, width=8, num_layers=2, num_heads=2, mlp_width=12, max_length=9)
+LLAMA, BERT = Llama(**SIZES, num_kv_heads=1), Bert(**SIZES, num_classes=3)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Path:
+    """The config file of docs/extend.md that adds a model; the table is restored afterwards."""
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (snippet,) = (part for part in page.split("```python\n") if "ARCHITECTURES[" in part)
+    path = tmp_path / "own.py"
+    path.write_text(snippet.partition("```")[0], encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "mlp", ARCHITECTURES["llama"])
+        yield path
+
+
+def test_a_users_model_trains_through_the_command_line_and_is_not_exported(
+    own, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    workdir, out = tmp_path / "r", tmp_path / "out"
+    knobs: dict = {"num_rounds": 1, "inner.steps_per_round": 40, "inner.learning_rate": 0.01}
+    knobs |= {"data.source": "text", "data.path": ROOT / "docs" / "*.md", "data.num_sequences": 200}
+    knobs |= {"ensemble.num_trainers": 1, "ensemble.num_workers": 1, "eval.num_sequences": 8}
+    knobs |= {"data.sequence_length": 16, "batching.test": "constant", "model.width": 16}
+    knobs |= {"batching.max_batch_size": 1, "batching.batch_cap": 1}
+    overrides = [f"--config.{key}={value}" for key, value in knobs.items()]
+    assert cli.main([f"--config={own}", f"--workdir={workdir}", *overrides]) == 0
+    evals = [event["loss"] for event in read(workdir / "ledger.jsonl") if event["event"] == "eval"]
+    assert evals[-1] < 5.4  # log 257 without training: 5.55
+    assert "nothing is exported: model.arch = mlp has no weight_map" in capsys.readouterr().out
+    assert not (workdir / "export").exists()
+    import export
+
+    monkeypatch.setattr(sys, "argv", ["export.py", "--workdir", str(workdir), "--out", str(out)])
+    assert export.main() == 2 and not out.exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"
+
+
+def test_a_users_model_trains_through_fit(own, tmp_path):
+    config = config_file.load(own, "get_config", type(default_config()))
+    small = config_of(num_rounds=1, batching={"test": "constant"}, ensemble={"num_trainers": 1})
+    small.model.update(dict(arch=config.model.arch, width=8))
+    small.inner.steps_per_round, small.ensemble.num_workers = 30, 1
+    settings = validate(small)
+    init_fn, loss_fn = build_model(settings)
+    result = fit(
+        settings, corpus=corpus(), init_fn=init_fn, loss_fn=loss_fn, workdir=tmp_path / "r"
+    )
+    assert result.loss < 2.0  # log 257 without training: 5.55
+
+
+def test_a_users_model_starts_from_no_checkpoint(own):
+    config = config_file.load(own, "get_config", type(default_config()))
+    config.model.init_from = "somewhere"
+    with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
+        require_same_network(validate(config), LLAMA)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(own):
+    config = default_config()
+    config.model.arch = "mpl"
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    need = "must be 'llama' or 'bert' or 'mlp' (default: 'llama')"
+    assert str(caught.value) == f"model.arch = 'mpl': {need}"
+
+
+def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
+    kernels = {name: {"kernel": "stacked_matrix"} for name in ("query", "key", "value", "out")}
+    mlp = {name: {"kernel": "stacked_matrix"} for name in ("gate", "up", "down")}
+    norm = {"scale": "other"}
+    layers = {"attention": kernels, "mlp": mlp, "attention_norm": norm, "mlp_norm": norm}
+    assert ARCHITECTURES["llama"].label_params(param_shapes(LLAMA)) == {
+        "embed": {"embedding": "other"},
+        "layers": layers,
+        "norm": norm,
+        "head": {"kernel": "other"},
+    }
+    labels = ARCHITECTURES["bert"].label_params(param_shapes(BERT))
+    assert labels["pooler"] == {"kernel": "matrix", "bias": "other"}
+    assert labels["classifier"] == {"kernel": "other", "bias": "other"}
+    assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "other"}
+    assert jax.tree.leaves(labels).count("stacked_matrix") == 6
+    assert label_matrices(param_shapes(LLAMA)["norm"]) == norm  # a tree of any depth
+
+
+@pytest.mark.parametrize(("name", "network"), [("llama", LLAMA), ("bert", BERT)])
+def test_an_entry_builds_what_the_config_describes(name, network):
+    config = default_config()
+    config.model.update(dict(SIZES, arch=name, num_kv_heads=1, num_classes=3, vocab_size=300))
+    config.data.update(dict(sequence_length=9, source="jsonl", path="x"))
+    init_fn, loss_fn = build_model(validate(config))
+    assert jax.eval_shape(init_fn, jax.random.key(0)) == param_shapes(network.clone(vocab_size=300))
+    assert loss_fn.__module__.endswith(name) and hf.weight_map(network).model is type(network)

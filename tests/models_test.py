@@ -1,0 +1,220 @@
+"""What holds for every model: names, starts, dtypes, memory for the backward pass, errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nets import (
+    BATCH,
+    BERT,
+    LENGTH,
+    LLAMA,
+    NETWORKS,
+    assert_close,
+    loss_of,
+    make_params,
+    make_rows,
+    stack,
+    step_of,
+    tapped_grad,
+)
+
+from adloco_jax.models import Bert, Llama, class_logits, num_params
+from adloco_jax.models.layers import param_shapes
+
+NAMES = {
+    "llama": {
+        "embed/embedding": (13, 16),
+        "head/kernel": (16, 13),
+        "layers/attention/key/kernel": (2, 16, 8),
+        "layers/attention/out/kernel": (2, 16, 16),
+        "layers/attention/query/kernel": (2, 16, 16),
+        "layers/attention/value/kernel": (2, 16, 8),
+        "layers/attention_norm/scale": (2, 16),
+        "layers/mlp/down/kernel": (2, 20, 16),
+        "layers/mlp/gate/kernel": (2, 16, 20),
+        "layers/mlp/up/kernel": (2, 16, 20),
+        "layers/mlp_norm/scale": (2, 16),
+        "norm/scale": (16,),
+    },
+    "bert": {
+        "classifier/bias": (3,),
+        "classifier/kernel": (16, 3),
+        "embed/embedding": (13, 16),
+        "embed_norm/bias": (16,),
+        "embed_norm/scale": (16,),
+        **{f"layers/attention/{name}/bias": (2, 16) for name in ("key", "out", "query", "value")},
+        **{f"layers/attention/{name}/kernel": (2, 16, 16) for name in ("key", "out", "query")},
+        "layers/attention/value/kernel": (2, 16, 16),
+        "layers/attention_norm/bias": (2, 16),
+        "layers/attention_norm/scale": (2, 16),
+        "layers/mlp/down/bias": (2, 16),
+        "layers/mlp/down/kernel": (2, 20, 16),
+        "layers/mlp/up/bias": (2, 20),
+        "layers/mlp/up/kernel": (2, 16, 20),
+        "layers/mlp_norm/bias": (2, 16),
+        "layers/mlp_norm/scale": (2, 16),
+        "pooler/bias": (16,),
+        "pooler/kernel": (16, 16),
+        "position/embedding": (16, 16),
+        "token_type/embedding": (2, 16),
+    },
+}
+each_network = pytest.mark.parametrize("name", NETWORKS)
+
+
+@each_network
+def test_parameter_names_and_shapes_are_stable(name):
+    """These names are in checkpoints and in the weight maps."""
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(NETWORKS[name]))
+    found = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+    assert found == NAMES[name]
+
+
+@each_network
+def test_weights_start_normal_with_deviation_two_hundredths_gains_at_one_biases_at_zero(name):
+    larger = dict(vocab_size=512, width=64, mlp_width=96, max_length=64)
+    larger |= {"num_classes": 50, "type_vocab_size": 50} if name == "bert" else {}
+    model = NETWORKS[name].clone(**larger)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if path[-1].key in ("scale", "bias"):
+            np.testing.assert_array_equal(leaf, 1.0 if path[-1].key == "scale" else 0.0)
+        else:
+            assert abs(leaf.mean()) < 2e-3
+            np.testing.assert_allclose(leaf.std(), 0.02, rtol=0.05)
+    up_NDF = params["layers"]["mlp"]["up"]["kernel"]
+    assert abs(np.corrcoef(up_NDF[0].ravel(), up_NDF[1].ravel())[0, 1]) < 0.1
+
+
+def test_published_models_have_their_numbers_of_parameters():
+    micro = dict(vocab_size=32000, width=1024, num_layers=12, num_heads=16, num_kv_heads=4)
+    assert num_params(Llama(**micro, mlp_width=5632, max_length=2048)) == 304_636_928
+    base = dict(vocab_size=30522, width=768, num_layers=12, num_heads=12, num_classes=2)
+    # As BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
+    assert num_params(Bert(**base, mlp_width=3072, max_length=512)) == 109_483_778
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("llama", "remat"), ("bert", "remat"), ("bert", "scan_layers")],
+)
+def test_neither_parameters_nor_loss_nor_gradients_change(name, change):
+    plain = NETWORKS[name]
+    other = plain.clone(**{change: not getattr(plain, change)})
+    assert param_shapes(plain) == param_shapes(other)
+    params, rows = make_params(plain), make_rows(plain)
+    results = [step_of(model)(params, rows) for model in (other, plain)]
+    assert_close(*results, rtol=1e-3, atol=1e-6)
+
+
+def test_layers_as_functions_are_the_scanned_ones_under_every_transform():
+    scanned = NETWORKS["llama"]
+    apart = scanned.clone(scan_layers=False)
+    rows, key = jnp.asarray(make_rows(scanned)), jax.random.key(0)
+    trees = [jax.jit(m.init)(key, rows[:1, :1]) for m in (scanned, apart)]
+    assert_close(*trees, rtol=0)
+    params = [make_params(scanned, seed) for seed in range(2)]
+
+    def results(model):
+        """Loss, gradients and squared norms of two trainers at once; the first one's slope."""
+        loss_fn = loss_of(model, sequences_per_chunk=2)
+        step = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 2)), in_axes=(0, None, None))
+        slope = functools.partial(jax.jvp, lambda params: loss_fn(params, rows))
+        both = jax.jit(lambda p_M, p, d: (step(p_M, rows, jnp.zeros(BATCH)), slope((p,), (d,))))
+        return both(stack(*params), *params)
+
+    assert_close(results(apart), results(scanned), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_as_functions_are_functions_of_the_program_and_keep_no_stacks():
+    def calls_and_stacks(model):
+        text = step_of(model).lower(make_params(model), make_rows(model)).compile().as_text()
+        stacks = re.findall(re.escape(f"f32[{model.num_layers},{BATCH},{LENGTH},"), text)
+        return len(re.findall(r" call\(.*frontend_attributes", text)), len(stacks)
+
+    scanned = NETWORKS["llama"]
+    assert calls_and_stacks(scanned.clone(scan_layers=False)) == (2 * scanned.num_layers, 0)
+    calls, stacks = calls_and_stacks(scanned)
+    assert calls == 0 < stacks
+
+
+@pytest.mark.parametrize(
+    ("name", "num_kept", "shape"),
+    [("llama", 2, (2, BATCH, LENGTH, 20)), ("bert", 1, (2, BATCH * LENGTH, 20))],
+)
+def test_remat_keeps_no_product_of_the_layer(name, num_kept, shape):
+    def kept_mlp_arrays(model):
+        rows, params = jnp.asarray(make_rows(model)), make_params(model)
+        kept = jax.eval_shape(lambda p: jax.vjp(lambda q: loss_of(model)(q, rows), p)[1], params)
+        return sum(leaf.shape == shape for leaf in jax.tree.leaves(kept))
+
+    assert kept_mlp_arrays(NETWORKS[name]) == num_kept
+    assert kept_mlp_arrays(NETWORKS[name].clone(remat=True)) == 0
+
+
+def next_token_logits(model):
+    return lambda params, rows: model.apply({"params": params}, rows[:, :-1])
+
+
+@each_network
+def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32(name):
+    exact = NETWORKS[name]
+    rounded = exact.clone(dtype="bfloat16")
+    params, rows, tap_B = make_params(exact), make_rows(exact), jnp.zeros(BATCH)
+    logits, expected = (
+        jax.jit(class_logits(model) if name == "bert" else next_token_logits(model))(params, rows)
+        for model in (rounded, exact)
+    )
+    results = jax.eval_shape(step_of(rounded), params, rows)
+    dtypes = {x.dtype for x in jax.tree.leaves((param_shapes(rounded), logits, results))}
+    assert dtypes == {jnp.dtype("float32")}
+    assert not (logits == logits.astype(jnp.bfloat16)).all()
+    np.testing.assert_allclose(logits, expected, rtol=0.05, atol=0.1)
+    program = str(jax.make_jaxpr(tapped_grad(rounded))(params, rows, tap_B))
+    assert re.search(r":bf16\[[\d,]*\] = dot_general", program)
+    for operation in ("rsqrt", "exp", "log", "reduce_max"):  # norms, softmax, loss
+        dtypes = set(re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program))
+        assert dtypes == {"f32"}, operation
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
+        ("llama", {"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ("llama", {"num_kv_heads": 3}, "num_kv_heads=3, num_heads=4: the key/value heads must"),
+        ("llama", {"width": 12}, "num_heads=4, width=12: rotary embeddings need an even head"),
+        ("llama", {"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
+        ("llama", {"attention": "flash"}, "attention='flash' must be one of xla, cudnn"),
+        ("llama", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
+        ("bert", {"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
+        ("bert", {"type_vocab_size": 0}, "type_vocab_size=0 must be at least 1"),
+        ("bert", {"num_classes": 1}, "num_classes=1: must be at least 2"),
+        ("bert", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
+    ],
+)
+def test_faulty_sizes_raise_while_tracing(name, change, message):
+    model, rows = {"llama": Llama, "bert": Bert}[name], make_rows(NETWORKS[name])
+    model = model(**(LLAMA if name == "llama" else BERT) | change)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(loss_of(model), param_shapes(NETWORKS[name]), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "array"),
+    [
+        ("llama", (LENGTH + 1,), "tokens"),
+        ("llama", (BATCH, 1), "tokens"),
+        ("bert", (2 + LENGTH,), "rows"),
+        ("bert", (BATCH, 2), "rows"),
+        ("bert", (1, BATCH, 2 + LENGTH), "rows"),
+    ],
+)
+def test_rows_without_a_target_a_token_or_a_batch_axis_raise(name, shape, array):
+    model, rows = NETWORKS[name], jax.ShapeDtypeStruct(shape, jnp.int32)
+    with pytest.raises(ValueError, match=re.escape(f"{array} has shape {shape}")):
+        jax.eval_shape(loss_of(model), param_shapes(model), rows)

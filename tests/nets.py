@@ -1,0 +1,80 @@
+"""Small models for tests: parameters under which every part matters, rows, and their losses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adloco_jax.models import Bert, Llama, classification_loss, next_token_loss
+from adloco_jax.models.layers import param_shapes
+
+SIZES = dict(vocab_size=13, width=16, num_layers=2, num_heads=4, mlp_width=20, max_length=16)
+LLAMA, BERT = SIZES | {"num_kv_heads": 2}, SIZES | {"num_classes": 3}
+NETWORKS = {"llama": Llama(**LLAMA), "bert": Bert(**BERT)}
+BATCH, LENGTH = 7, 9
+
+
+@functools.cache
+def make_params(model, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(mean, 0.3, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, param_shapes(model))
+
+
+def make_rows(model, seed=0, batch=BATCH, length=LENGTH):
+    """Few ids and many positions, so that tokens repeat; of BERT, lengths from 1 to all."""
+    rng = np.random.default_rng(seed)
+    if isinstance(model, Llama):
+        return rng.integers(0, model.vocab_size, (batch, length + 1), dtype=np.int32)
+    labels = rng.integers(0, model.num_classes, batch)
+    lengths = np.concatenate([[1, length], rng.integers(1, length + 1, batch)])[:batch]
+    tokens = rng.integers(0, model.vocab_size, (batch, length))
+    return np.int32(np.column_stack([labels, lengths, tokens]))
+
+
+@functools.cache
+def loss_of(model, **options):
+    """The plain loss function of a model."""
+    make = next_token_loss if isinstance(model, Llama) else classification_loss
+    return make(model, **options)
+
+
+@functools.cache
+def step_of(model, **options):
+    """(params, rows) -> the loss and its gradients."""
+    return jax.jit(jax.value_and_grad(loss_of(model, **options)))
+
+
+@functools.cache
+def tapped_grad(model, **options):
+    """(params, rows, tap_B) -> gradients of the mean loss and the taps' cotangent."""
+    loss_fn = loss_of(model, **options)
+    return jax.jit(jax.grad(lambda params, rows, tap_B: loss_fn(params, rows, tap_B=tap_B), (0, 2)))
+
+
+@functools.cache
+def example_grads(model):
+    """Gradient of each of `make_rows`' examples alone, leaves [B, ...], without taps."""
+    grads = jax.jit(jax.vmap(jax.grad(loss_of(model)), in_axes=(None, 0)))
+    return grads(make_params(model.clone(dtype="float32")), make_rows(model)[:, None])
+
+
+def flat(tree, axes=0):
+    """All leaves as one float64 array, their first `axes` axes kept."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
+
+
+def stack(*trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def assert_close(actual, expected, *, rtol, atol=0.0):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected
+    )
