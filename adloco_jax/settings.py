@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.merge import MERGE_POLICIES
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
@@ -115,6 +116,8 @@ class Outer:
     learning_rate: float = _knob(0.7, "(0, 100]")
     momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
     weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
+    # How a trainer's workers' differences become its pseudo-gradient (docs/algorithm.md, 1).
+    aggregator: str = _knob("mean", table=AGGREGATORS)
     # In which outer gradients travel; sums and averages of them are float32 (arXiv 2501.18512).
     precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
     # Streaming DiLoCo (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import Table, bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax import adloco
-from adloco_jax.adloco import Control, RoundPlan, State, StateBytes, Trainer
+from adloco_jax import accounting, adloco
+from adloco_jax.accounting import Control, RoundPlan, StateBytes, Trainer
+from adloco_jax.adloco import State
 from adloco_jax.core.types import GradientStats
 from adloco_jax.errors import Preempted
 from adloco_jax.run import batches
@@ -91,7 +92,7 @@ class HostEngine:
 
     def outer_step(self, state, batch):
         self.calls.append(("outer_step",))
-        control, _ = adloco.count_round(state.control, batch, sequence_length=8, sync_bytes=4)
+        control, _ = accounting.count_round(state.control, batch, sequence_length=8, sync_bytes=4)
         return state._replace(control=control), None
 
     def without_broken(self, state):
@@ -481,7 +482,7 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
     control, sizes = adloco.start(settings, 4), []
     for _ in range(3):
         plans = plans_of(control, settings)
-        control, _ = adloco.count_round(control, plans, sequence_length=8, sync_bytes=4)
+        control, _ = accounting.count_round(control, plans, sequence_length=8, sync_bytes=4)
         control, decisions = adloco.with_batch_sizes(control, [], settings)
         sizes.append(decisions[0].next_batch_size)
     assert sizes == [2, 6, 6]
@@ -533,7 +534,7 @@ def test_accounting_of_rounds():
     settings = settings_of(inner={"steps_per_round": 3}, batching={"initial_batch_size": 2})
     start = a_control(batches=(2, 2, 2))
     plans = plans_of(start, settings)
-    control, spent = adloco.count_round(start, plans, sequence_length=8, sync_bytes=100)
+    control, spent = accounting.count_round(start, plans, sequence_length=8, sync_bytes=100)
     assert spent[0] == {"updates": 3, "tokens": 3 * 2 * 2 * 8, "syncs": 1, "bytes": 200}
     assert spent[1] == {"updates": 3, "tokens": 3 * 2 * 8, "syncs": 0, "bytes": 0}
     assert (control.syncs_total, control.bytes_total) == (1, 200)
@@ -542,7 +543,7 @@ def test_accounting_of_rounds():
     assert start == a_control(batches=(2, 2, 2))  # what was given is as it was
     # Only trainer 0 runs another round, with the same and one more stream.
     control.owners[3] = 0
-    again, spent = adloco.count_round(control, {0: plans[0]}, sequence_length=8, sync_bytes=100)
+    again, spent = accounting.count_round(control, {0: plans[0]}, sequence_length=8, sync_bytes=100)
     assert spent == [{"updates": 3, "tokens": 3 * 2 * 3 * 8, "syncs": 1, "bytes": 400}]
     assert again.trainers[0].cursors == {"0": 12, "1": 12, "3": 6}
     assert [(t.rounds, t.updates) for t in again.trainers] == [(2, 6), (1, 3), (1, 3)]
@@ -623,11 +624,11 @@ def test_a_refused_merge_keeps_the_trainers_or_the_representatives_parameters(
 def test_fragments_and_whole_synchronisations_are_counted():
     control = a_control(batches=(2, 2), owners=(0, 0, 0, 1))
     plans = plans_of(control, settings_of())
-    control, spent = adloco.count_round(
+    control, spent = accounting.count_round(
         control, plans, sequence_length=8, sync_bytes=25, num_syncs=4
     )
     assert [(cost["syncs"], cost["bytes"]) for cost in spent] == [(4, 4 * 2 * 2 * 25), (0, 0)]
-    control, line = adloco.count_flush(control, [0, 1], sync_bytes=100)
+    control, line = accounting.count_flush(control, [0, 1], sync_bytes=100)
     assert line == {"round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 400}
     assert (control.syncs_total, control.bytes_total) == (5, 800)
 
@@ -661,8 +662,8 @@ def test_a_merge_and_its_hand_over_are_one_communication(
 
 def test_a_hand_over_without_a_merge_is_a_communication_and_nothing_is_none():
     state_bytes = StateBytes(params=100, outer_state=10, inner_state=200)
-    assert adloco.merge_cost(state_bytes, num_joining=2) == {"syncs": 1, "bytes": 600}
-    assert adloco.merge_cost(state_bytes) == {"syncs": 0, "bytes": 0}
+    assert accounting.merge_cost(state_bytes, num_joining=2) == {"syncs": 1, "bytes": 600}
+    assert accounting.merge_cost(state_bytes) == {"syncs": 0, "bytes": 0}
 
 
 def test_retire_sends_the_absorbed_workers_away():

@@ -11,7 +11,13 @@ import pytest
 from ml_collections import ConfigDict
 from toy import bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax import BATCH_TESTS, INNER_OPTIMIZERS, MERGE_POLICIES, OUTER_OPTIMIZERS
+from adloco_jax import (
+    AGGREGATORS,
+    BATCH_TESTS,
+    INNER_OPTIMIZERS,
+    MERGE_POLICIES,
+    OUTER_OPTIMIZERS,
+)
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config, validate
@@ -30,7 +36,7 @@ TOY = {
 
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
-    tables = (BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
+    tables = (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -56,7 +62,8 @@ def test_a_snippet_trains(index, tmp_path):
     groups = {name: dict(values) for name, values in TOY.items() if isinstance(values, dict)}
     groups["batching"] |= {"test": test}
     groups["merge"] |= {"policy": policy}
-    groups |= {"inner": {"tx": inner}, "outer": {"tx": outer}, "num_rounds": 3}
+    groups |= {"inner": {"tx": inner}, "num_rounds": 3}
+    groups["outer"] = {"tx": outer, "aggregator": own.outer.aggregator}
     result = run(tmp_path / "run", settings_of(**groups))
     assert np.isfinite(result.loss) and result.loss < 1.79  # log 6 without training
     events = read(tmp_path / "run" / "ledger.jsonl")

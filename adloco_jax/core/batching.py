@@ -5,11 +5,10 @@ on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (und
 `BATCH_TESTS` is the table of them, and of the schedules, that a run chooses from by name.
 """
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -203,12 +202,6 @@ BATCH_TESTS: dict[str, BatchTest] = {
 """By the name that `batching.test` gives; add an entry to have one of your own."""
 
 _ramp = ramp  # whose name is a knob's too
-
-
-def request_batch(test: BatchTest, stats: GradientStats | None, available: Mapping[str, Any]):
-    """What a test asks for, given those of the available keywords that it names."""
-    wanted = inspect.signature(test.request).parameters
-    return test.request(stats, **{name: available[name] for name in wanted if name in available})
 
 
 def next_batch_size(

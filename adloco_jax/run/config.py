@@ -339,6 +339,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
         " outer.tx='nesterov' or 'sgd', or outer.fragments=1",
     ),
     (
+        ("outer.aggregator", "outer.fragments"),
+        lambda aggregator, fragments: aggregator == "mean" or fragments == 1,
+        "other rules than the mean take whole tensors, which fragments cut; set"
+        " outer.aggregator='mean' or outer.fragments=1",
+    ),
+    (
         ("outer.mixing", "outer.fragments", "outer.delay_updates"),
         lambda mixing, fragments, delay: mixing == 0 or fragments > 1 or delay > 0,
         "only what arrives in fragments or late is mixed; set outer.mixing=0.0",

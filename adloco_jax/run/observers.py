@@ -24,11 +24,11 @@ from adloco_jax.adloco import (
     after_merge,
     choose_members,
     is_over,
-    measures_gradients,
     merge_due,
     round_plan,
     share_done,
 )
+from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.core.batching import next_batch_size
 from adloco_jax.errors import CheckpointError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, evaluate, processes

@@ -8,7 +8,9 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
-from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
+from adloco_jax.accounting import RoundPlan, merge_cost, sync_cost
+from adloco_jax.adloco import start
+from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.data import Corpus
 from adloco_jax.data.labelled import Labelled
 from adloco_jax.data.snapshot import HUB_NAME
