@@ -137,10 +137,10 @@ def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
     )
     steps = ["ready", "batch", "gradient_stats", "outer_step", "without_broken"]
     merging = ["guard_losses", "flush", "merged_loss", "flush", "merge"]
-    told = ["observe", "observe"]
+    observed = ["observe", "observe"]
     assert [name for name, *_ in engine.calls] == [
-        *(*steps, *told, *steps, *merging, *told),
-        *(*steps, "flush", *told),
+        *(*steps, *observed, *steps, *merging, *observed),
+        *(*steps, "flush", *observed),
     ]
     assert engine.asked("flush")[-1] == [[0, 1]]  # all, at the end
     assert seen[::2] == seen[1::2] == [(1, None), (2, [0, 1]), (3, None)]
@@ -304,8 +304,9 @@ def test_learning_rate_follows_the_trainers_own_updates():
     np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
 
 
-@pytest.mark.parametrize("batch", [7, 20])
-@pytest.mark.parametrize(("rule", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+@pytest.mark.parametrize(
+    ("rule", "power", "batch"), [("none", 0, 20), ("sqrt", 0.5, 7), ("linear", 1, 20)]
+)
 def test_learning_rate_on_growth_follows_the_effective_batch(rule, power, batch):
     settings = settings_of(
         inner={"learning_rate": 0.1, "lr_on_growth": rule},
@@ -333,22 +334,9 @@ def test_growth_counts_the_micro_batches_that_an_update_really_averages():
     (group,) = groups_of(control, settings)
     rate_TR = batches.learning_rates(control, group, settings)
     assert rate_TR[:, 0].tolist() == [3.0] * 6 + [1.0]
-
-
-def test_a_round_accumulates_no_more_micro_batches_than_it_has():
-    settings = settings_of(
-        batching={"max_batch_size": 2, "buckets": (2,)},
-        inner={
-            "unit": "microbatches",
-            "steps_per_round": 3,
-            "learning_rate": 1.0,
-            "lr_on_growth": "linear",
-        },
-    )
-    control = a_control(batches=(16,), owners=(0,), max_batch_size=2)
-    (group,) = groups_of(control, settings)
-    assert group.plan == RoundPlan(2, 3, 3, 1)
-    assert batches.learning_rates(control, group, settings)[:, 0].tolist() == [3.0] * 3
+    # A round accumulates no more micro-batches than it has.
+    control.trainers[0].requested_batch_size = 99
+    assert adloco.round_plan(control, 0, settings) == RoundPlan(2, 7, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +414,7 @@ def test_smoothing_averages_numerators_and_denominators_apart_whatever_their_sca
     assert start.trainers[0].smoothing == {}  # what was given is as it was
 
 
-def test_noise_and_signal_are_told_as_measured_not_smoothed():
+def test_noise_and_signal_are_reported_as_measured_not_smoothed():
     settings = settings_of(batching={"smoothing": 0.9})
     first, _ = observed(settings, a_control(batches=(1,), owners=(0,)), noise=10.0, signal=1.0)
     _, (decision,) = observed(settings, first, noise=90.0, signal=4.0)

@@ -63,7 +63,7 @@ def test_choice_refuses_what_it_does_not_know(unchecked):
         ([100, 1, 1], 4, (2, 1, 1)),  # at least one each
         ([5, 5, 5], 4, (2, 1, 1)),  # ties to the lower position
         ([5, 5, 5], 5, (2, 2, 1)),
-        ([5, 5, 1, 1, 1], 6, (2, 1, 1, 1, 1)),  # likewise where the minimum is paid for
+        ([5, 5, 1, 1, 1], 6, (2, 1, 1, 1, 1)),  # also where the minimum is paid for
         ([7], 3, (3,)),
         ([1, 2, 3], 3, (1, 1, 1)),
     ],
@@ -139,11 +139,11 @@ def assert_close(actual, expected, **tolerance):
         np.testing.assert_allclose(a, e, **({"rtol": 1e-6, "atol": 1e-7} | tolerance))
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_merge_is_the_weighted_mean_and_keeps_the_order_of_the_others(jit):
+def test_merge_is_the_weighted_mean_and_keeps_the_order_of_the_others():
     ensemble = ensemble_of(4, [0, 1, 2, 3, 3])
-    call = jax.jit(merge, static_argnames="members") if jit else merge
-    merged = call(ensemble, members=(2, 0, 3), weights=jnp.array([6.0, 1.0, 3.0]))
+    merged = jax.jit(merge, static_argnames="members")(
+        ensemble, members=(2, 0, 3), weights=jnp.array([6.0, 1.0, 3.0])
+    )
     assert merged.num_trainers == 2
     for before, after in [
         (ensemble.params_M, merged.params_M),
@@ -175,7 +175,7 @@ def test_merge_moves_the_absorbed_workers_to_the_representative():
     assert merged.inner_state_R[0].count.tolist() == [20, 10, 20, 30, 20]
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (0.1, 0.7), (1e-20, 1e20)])
+@pytest.mark.parametrize("weights", [(0.1, 0.7), (1e-20, 1e20)])
 def test_merging_equal_trainers_is_exactly_the_identity(weights):
     ensemble = ensemble_of(3, [0, 1, 2], equal=True)
     merged = merge(ensemble, (1, 2), weights=weights)
@@ -183,9 +183,10 @@ def test_merging_equal_trainers_is_exactly_the_identity(weights):
     assert_close(merged.outer_state_M, rows(ensemble.outer_state_M, 0, 1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["params_M", "outer_state_M"])
-@pytest.mark.parametrize("member", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("broken", "where", "member"),
+    [(np.nan, "params_M", 1), (np.inf, "outer_state_M", 0), (np.nan, "outer_state_M", 2)],
+)
 def test_member_that_is_not_finite_is_left_out(broken, where, member):
     ensemble = ensemble_of(3, [0, 1, 2])
     sick = jax.tree.map(lambda leaf: leaf.at[member].set(broken), getattr(ensemble, where))
