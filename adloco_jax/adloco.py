@@ -51,39 +51,30 @@ class Engine(Protocol):
     @property
     def state_bytes(self) -> StateBytes:
         """What a merge or a hand-over sends."""
-        ...
 
     def ready(self, state: State) -> list[int]:
         """Positions of the trainers to run a round: waits until there are some."""
-        ...
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
-        """The sequences that these trainers' workers train on next, each of its own stream."""
-        ...
+        """The next sequences of these trainers' workers, each from its own stream."""
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
         """Per-example gradient statistics at each trainer's parameters, on the round's first."""
-        ...
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
         """A round of these trainers, and its metrics."""
-        ...
 
     def without_broken(self, state: State) -> State:
         """The state without trainers whose updates have stopped being finite."""
-        ...
 
     def flush(self, state: State, trainers: Sequence[int]) -> State:
         """The state with what fragments (Streaming DiLoCo) left unsynchronised synchronised."""
-        ...
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on rows that are never reported, nats/token; waits."""
-        ...
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
         """The same of the trainer that a merge would make; waits."""
-        ...
 
     def merge(
         self,
@@ -93,7 +84,6 @@ class Engine(Protocol):
         owners: Sequence[int],
     ) -> Ensemble:
         """`core.merge` of the members, then `core.reassign` to the owners."""
-        ...
 
 
 def adloco(

@@ -166,25 +166,6 @@ def test_answer_that_is_not_finite_keeps_the_batch(requested):
     assert next_batch_size(requested, batch_size=7, **limits) == 7
 
 
-@pytest.mark.parametrize(
-    ("requested", "batch_size", "monotone", "expected"),
-    [
-        (7.2, 5, True, 8),  # rounded up
-        (8.0, 5, True, 8),
-        (1e9, 5, True, 20),  # growth limit
-        (1e9, 30, True, 64),  # cap
-        (3.0, 5, True, 5),  # monotone
-        (3.0, 5, False, 3),
-        (-2.0, 5, False, 1),
-        (100.0, 80, True, 80),  # above the cap already
-        (100.0, 80, False, 64),
-    ],
-)
-def test_next_batch_by_example(requested, batch_size, monotone, expected):
-    limits = {"max_growth": 4, "batch_cap": 64, "monotone": monotone}
-    assert next_batch_size(requested, batch_size=batch_size, **limits) == expected
-
-
 def test_defect_07_growth_stops_at_the_cap():
     batch = 1
     for _ in range(20):

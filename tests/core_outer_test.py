@@ -12,6 +12,7 @@ import pytest
 from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from trees import assert_close, assert_equal, at, same
 
 from adloco_jax import init, inner_steps, outer_step, outer_update, start_round
 
@@ -46,11 +47,6 @@ def batch_of(*shape, seed=1):
     }
 
 
-def at(tree, *index):
-    """`leaf[index]` of every leaf, as NumPy: no program is compiled for the slices of a test."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], tree)
-
-
 @functools.cache
 def step_of(inner_tx, outer_tx, *, jit=True, num_accum_steps=1):
     def step(ensemble, batch, **kwargs):
@@ -83,16 +79,6 @@ def plain_updates(tx, params, batches):
         updates, state = jax.jit(tx.update)(grad_fn(params, batch), state, params)
         params = at(optax.apply_updates(params, updates))
     return params, state
-
-
-def assert_close(actual, expected, *, rtol=1e-6, atol=1e-6):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
-
-
-def assert_equal(actual, expected):
-    assert_close(actual, expected, rtol=0, atol=0)
 
 
 def different_trainers(num_trainers, owner_R, inner_tx=ADAMW, outer_tx=NESTEROV, seed=0):
@@ -337,12 +323,6 @@ def test_a_weight_that_is_no_weight_is_left_out(weights):
 
 
 # --- What is not finite
-
-
-def same(left, right):
-    """Bit for bit."""
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
 
 
 def states_of(workers, worker):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import assert_close, assert_equal, rows
 
 from adloco_jax import init, outer_step, put, reassign, take
 from adloco_jax.core.types import Ensemble
@@ -37,15 +38,6 @@ def ensemble_of(num_trainers, owner_R):
         outer_state_M=jax.tree.map(filled, ensemble.outer_state_M),
         inner_state_R=jax.tree.map(filled, ensemble.inner_state_R),
     )
-
-
-def rows(tree, *positions):
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(positions)], tree)
-
-
-def assert_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 # --- Making it
@@ -170,9 +162,7 @@ def test_run_in_groups_is_one_run():
                 sub_metrics.loss_SR, np.asarray(metrics.loss_SR)[:, list(workers)], rtol=1e-6
             )
     assert int(grouped.round) == 2
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), grouped, whole
-    )
+    assert_close(grouped, whole)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ Aggregator: TypeAlias = Callable[..., PyTree]
 
 `difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
 float32 [W], are the workers' weights, which sum to 1. A worker that is left out, and padding, has a
-share and differences of zero. The result has leaves [...]. Knobs are keywords named as in the
-config's group `outer`.
+share and differences of zero. The result has leaves [...]. Knobs are keywords with the names
+of the config's group `outer`.
 """
 
 CANCELLED = 1e-6  # of a mean of unit vectors: shorter, it is rounding error and has no direction

@@ -235,7 +235,7 @@ def init(
     def stack(tree, size):
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            if not is_key(leaf):  # not weakly typed, or the second round compiles anew
+            if not is_key(leaf):  # not weakly typed, or the second round compiles again
                 leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
