@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import signal
+import time
 
 import hypothesis
 import jax
@@ -263,6 +264,7 @@ def test_a_run_stopped_while_rounds_are_run_again_goes_on_planning_them_as_they_
         starts.append(start)
         if starts == [0, 12, 24, 0, 12]:
             signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.3)  # another thread takes it
         return read_batch(rows, trainer, stream, start, count)
 
     read_batch = Table.batch
