@@ -4,6 +4,7 @@ The names below are pure functions on arrays and know no model, config, clock or
 a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18182.
 """
 
+from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.batching import (
     BATCH_TESTS,
     BatchTest,
@@ -38,6 +39,7 @@ from adloco_jax.core.types import BatchPlan, Ensemble, GradientStats, RoundMetri
 __version__ = "0.1.0"
 
 __all__ = [
+    "AGGREGATORS",
     "ARCHITECTURES",
     "Architecture",
     "BATCH_TESTS",

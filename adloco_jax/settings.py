@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.merge import MERGE_POLICIES
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
@@ -117,13 +118,15 @@ class Outer:
     learning_rate: float = _knob(0.7, "(0, 100]")
     momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
     weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
-    # In which outer gradients travel; sums and averages of them are float32 (arXiv 2501.18512).
+    # How a trainer's workers' differences become its pseudo-gradient (docs/algorithm.md, 1).
+    aggregator: str = _knob("mean", table=AGGREGATORS)
+    # In which outer gradients are sent; sums and averages of them are float32 (arXiv 2501.18512).
     precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
     # Streaming DiLoCo (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.
     fragments: int = _knob(1, _COUNT)  # of the parameters, synchronised in turn within a round
-    # From a fragment's sending to its arrival (accumulating: in micro-batches); 1 in the paper.
+    # From a fragment's sending to its arrival (accumulating: in micro-batches); paper: 1.
     delay_updates: int = _knob(0, _COUNT_OR_0)
-    mixing: float = _knob(0.0, "[0, 1)")  # of a worker's own, what an arrival leaves; paper: 0.5
+    mixing: float = _knob(0.0, "[0, 1)")  # share of a worker's own that stays; paper: 0.5
 
     @property
     def own_params(self) -> bool:

@@ -36,7 +36,7 @@ os.environ.setdefault(
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
     *("core.batching", "core.compress", "core.streaming", "core.gradstats"),
-    *("core.merge", "core.outer", "models"),
+    *("core.aggregate", "core.inner", "core.merge", "core.outer", "models"),
 ]
 jaxtyping.install_import_hook(
     [f"adloco_jax.{module}" for module in CHECKED],

@@ -101,7 +101,7 @@ def stats_of(chunk_size=None, inner_products=True):
 # --- Values
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 9])
+@pytest.mark.parametrize("size", [2, 3, 9])
 def test_whole_batch_agrees_with_gradients_by_hand(size):
     stats = stats_of()(params_of(), batch_of(size))
     assert_same(
@@ -109,62 +109,25 @@ def test_whole_batch_agrees_with_gradients_by_hand(size):
     )
 
 
-def test_unjitted_call_gives_the_same():
-    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    stats = gradient_stats(linear_loss, jnp.zeros(4), x)
-    assert_same(in_true_units(stats), oracle.gradient_sums(list(x)))
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_chunks_bound_memory_and_change_nothing(chunk_size):
-    stats = stats_of(chunk_size)(params_of(), batch_of(9))
-    assert_same(in_true_units(stats), oracle.gradient_sums(grads_by_hand(params_of(), batch_of(9))))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_number_of_examples_as_data_is_slicing(chunk_size):
-    stats = stats_of(chunk_size)
-    for t in (2, 4, 7, 8, 12):
+def test_number_of_examples_as_data_is_slicing():
+    stats = stats_of(4)
+    for t in (2, 4, 7, 12):
         batch = batch_of(12)
         expected = oracle.gradient_sums(grads_by_hand(params_of(), batch)[:t])
         batch["x"][t:] = np.nan  # padding may hold anything
         assert_same(in_true_units(stats(params_of(), batch, t)), expected)
-
-
-def test_number_of_examples_does_not_compile_anew():
-    stats = jax.jit(lambda x, t: gradient_stats(linear_loss, jnp.zeros(4), x, num_examples=t))
-    for t in (2, 4, 5):
-        stats(np.ones((6, 4), np.float32), t)
     assert stats._cache_size() == 1
 
 
-def test_vmap_over_workers_with_counts_of_their_own():
-    batches = [batch_of(8, seed) for seed in range(3)]
-    counts = [8, 5, 2]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-    stats = jax.vmap(stats_of(3), in_axes=(None, 0, 0))(params_of(), stacked, jnp.array(counts))
-    for r, t in enumerate(counts):
-        kept = jax.tree.map(lambda leaf, t=t: leaf[:t], batches[r])
-        got = in_true_units(jax.tree.map(lambda leaf, r=r: leaf[r], stats))
-        assert_same(got, oracle.gradient_sums(grads_by_hand(params_of(), kept)))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_without_inner_products_the_norm_test_has_all_it_needs(chunk_size):
-    with_products = stats_of(chunk_size)(params_of(), batch_of(9))
-    without = stats_of(chunk_size, inner_products=False)(params_of(), batch_of(9))
+def test_without_inner_products_the_norm_test_has_all_it_needs():
+    with_products = stats_of()(params_of(), batch_of(9))
+    without = stats_of(4, inner_products=False)(params_of(), batch_of(9))
     np.testing.assert_allclose(without.noise, with_products.noise, rtol=1e-6)
     np.testing.assert_allclose(without.signal, with_products.signal, rtol=1e-6)
     assert float(without.ip_sum) == float(without.ip_weight) == 0.0
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_too_few_examples_give_no_inner_product_variance(size):
-    stats = stats_of()(params_of(), batch_of(size))
-    assert float(stats.ip_sum) == float(stats.ip_weight) == 0.0
-
-
-@pytest.mark.parametrize("size", [2, 5, 40])
+@pytest.mark.parametrize("size", [2, 9])
 def test_plugin_noise_is_inner_product_variance_plus_orthogonal_variance(size):
     # S_hat = V_ip / |mean|^2 + V_o, for the plug-in values and exactly (docs/algorithm.md, 2).
     sums = in_true_units(stats_of()(params_of(), batch_of(size)))
@@ -214,21 +177,6 @@ def test_broken_example_makes_the_statistics_not_finite():
     assert not np.isfinite(stats.noise) and not np.isfinite(norm_test(stats, eta=0.8))
 
 
-def test_nested_parameters_of_every_rank_count_once():
-    params = {
-        "deep": {"m": np.float32(2.0), "v": np.ones(2, np.float32)},
-        "t": [np.ones((1, 2, 2), np.float32)],
-    }
-    x = np.random.default_rng(0).normal(size=(6, 7)).astype(np.float32)
-
-    def linear(params, batch):
-        flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
-        return jnp.mean(batch @ flat)
-
-    stats = jax.jit(functools.partial(gradient_stats, linear, chunk_size=4))(params, x)
-    assert_same(in_true_units(stats), oracle.gradient_sums(list(x)))
-
-
 # --- The other estimators
 
 
@@ -266,8 +214,7 @@ def chunked_sums(grads, size):
     return sums | scaled | {"examples": size * sums["examples"]}
 
 
-@pytest.mark.parametrize("inner_products", [False, True])
-@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize(("chunk_size", "inner_products"), [(None, False), (3, True)])
 def test_taps_with_any_number_of_examples_agree_with_per_example_gradients(
     chunk_size, inner_products
 ):
@@ -282,7 +229,7 @@ def test_taps_with_any_number_of_examples_agree_with_per_example_gradients(
     assert stats._cache_size() == 1
 
 
-@pytest.mark.parametrize(("size", "t"), [(1, 12), (2, 12), (3, 12), (6, 12), (2, 11), (3, 6)])
+@pytest.mark.parametrize(("size", "t"), [(1, 12), (2, 11), (6, 12)])
 def test_chunks_are_the_same_formulas_on_chunk_means(size, t):
     # McCandlish et al. 2018, appendix A; a chunk that is not whole does not count.
     grads = tapped_grads(batch_of(12))[: t - t % size]
@@ -296,7 +243,7 @@ def test_chunks_are_the_same_formulas_on_chunk_means(size, t):
     np.testing.assert_allclose(stats.noise, noise, rtol=1e-4)
 
 
-@pytest.mark.parametrize("t", [3, 4, 9, 11])
+@pytest.mark.parametrize("t", [3, 11])
 def test_forward_mode_takes_products_of_examples_and_noise_between_thirds(t):
     grads, batch = tapped_grads(batch_of(12))[:t], batch_of(12)
     batch["x"][t:] = np.nan
@@ -345,25 +292,18 @@ def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():
     taps, vmap = program(tapped_loss, "taps"), program(tapped_loss, "vmap")
     assert taps != vmap
     assert program(tapped_loss, "auto") == program(wrapped, "taps") == taps
-    assert program(wrapped, "auto") == vmap
+    assert program(wrapped, "auto") == vmap  # one that drops the keyword would have no noise
     assert program(loss_fn, "auto") == program(loss_fn, "vmap")
 
 
-def test_auto_does_not_take_a_loss_with_any_keyword_for_a_tapped_one():
-    """Its norms would be zero: no noise, and the batch would never grow."""
-
-    def loss(params, batch, **options):
-        return loss_fn(params, batch)
-
-    stats = gradient_stats(loss, params_of(), batch_of(9), estimator="auto", inner_products=False)
-    np.testing.assert_allclose(
-        stats.noise, stats_of(inner_products=False)(params_of(), batch_of(9)).noise, rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize("estimator", ["auto", "taps"])
-@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    ("estimator", "wrap", "chunk_size"),
+    [
+        ("auto", lambda loss: loss, 2),
+        ("taps", jax.jit, None),
+        ("taps", jax.checkpoint, None),
+    ],
+)
 def test_a_tap_that_the_loss_does_not_use_is_refused_while_tracing(estimator, wrap, chunk_size):
     def loss(params, batch, tap_B=None):
         taken = 0.0 if tap_B is None else jnp.sum(tap_B < 0)  # its value alone is no use of it
@@ -376,10 +316,7 @@ def test_a_tap_that_the_loss_does_not_use_is_refused_while_tracing(estimator, wr
         jax.eval_shape(stats, params_of(), batch_of(8))
 
 
-ESTIMATORS = [("vmap", None), ("taps", None), ("chunks", 2), ("jvp", None)]
-
-
-@pytest.mark.parametrize(("estimator", "chunk_size"), ESTIMATORS)
+@pytest.mark.parametrize(("estimator", "chunk_size"), [("chunks", 2), ("jvp", None)])
 def test_float64_parameters_give_the_statistics_of_float32_ones(estimator, chunk_size):
     def stats(params, batch):
         return gradient_stats(
@@ -392,15 +329,6 @@ def test_float64_parameters_give_the_statistics_of_float32_ones(estimator, chunk
         actual = jax.jit(stats)(*wide)
         assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {np.dtype(np.float32)}
         assert_same(in_true_units(actual), in_true_units(expected), rtol=2e-4)
-
-
-@pytest.mark.parametrize(("estimator", "chunk_size"), ESTIMATORS)
-def test_a_loss_per_example_is_refused_by_every_estimator(estimator, chunk_size):
-    def losses(params, batch, tap_B=None):
-        return jnp.sum(batch["x"] @ params["w"], axis=-1)
-
-    with pytest.raises(ValueError, match=r"loss_fn: returned shape \(\d,\), expected one number"):
-        gradient_stats(losses, params_of(), batch_of(8), estimator=estimator, chunk_size=chunk_size)
 
 
 def test_complex_parameters_have_no_statistics():
@@ -428,12 +356,13 @@ def test_parameters_that_hold_a_key_have_the_statistics_of_the_others():
             "loss_fn loss_fn does not take the keyword tap_B; use vmap, chunks or",
         ),
         (tapped_loss, {"estimator": "jvp", "inner_products": False}, "use taps, vmap, chunks"),
+        (loss_fn, {"estimator": "tap"}, "estimator='tap': expected"),
         (loss_fn, {"estimator": "chunks"}, "chunk_size=None: estimator='chunks' needs one that"),
         (loss_fn, {"estimator": "chunks", "chunk_size": 3}, "divides the batch's 8 examples"),
         (loss_fn, {"estimator": "chunks", "chunk_size": 8}, "into at least 2 chunks"),
     ],
 )
-def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words):
+def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words, unchecked):
     with pytest.raises(ValueError, match=words):
         gradient_stats(loss, params_of(), batch_of(8), **kwargs)
 
@@ -443,7 +372,7 @@ def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words):
 
 MEAN = np.array([0.6, -0.3, 0.2])
 MIXING = np.array([[1.0, 0.0, 0.0], [0.5, 0.8, 0.0], [-0.4, 0.3, 0.6]])
-DRAWS = 20_000
+DRAWS = 10_000
 
 
 @functools.cache
@@ -469,7 +398,7 @@ COVARIANCE = MIXING @ MIXING.T
 NOISE, SIGNAL, IP_VARIANCE = np.trace(COVARIANCE), MEAN @ MEAN, MEAN @ COVARIANCE @ MEAN
 
 
-@pytest.mark.parametrize("t", [4, 9])
+@pytest.mark.parametrize("t", [9])
 def test_noise_signal_and_inner_product_variance_are_unbiased(t):
     sums = in_true_units(drawn_stats(t))
     assert abs(standard_errors_off(sums["noise"] / sums["noise_weight"], NOISE)) < 4
@@ -562,11 +491,6 @@ def test_wrong_shapes_are_named_while_tracing(batch, kwargs, words):
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in batch.items()}
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(lambda b: gradient_stats(loss_fn, params_of(), b, **kwargs), shapes)
-
-
-def test_unknown_estimator_is_refused(unchecked):
-    with pytest.raises(ValueError, match="estimator='tap': expected"):
-        gradient_stats(loss_fn, params_of(), batch_of(4), estimator="tap")
 
 
 def test_defect_05_a_trainer_of_one_worker_still_has_a_test():

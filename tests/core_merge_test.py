@@ -1,16 +1,21 @@
 """Who merges, how workers are divided, and the merge itself: laws, broken members, the oracle."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
 import pytest
+import trees
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import assert_equal, rows
 
 from adloco_jax import allocate_workers, choose_merge, init, merge
 
+assert_close = functools.partial(trees.assert_close, atol=1e-7)
 ADAMW = optax.adamw(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 BATCHES = st.lists(st.integers(1, 40), min_size=1, max_size=7)
@@ -63,7 +68,7 @@ def test_choice_refuses_what_it_does_not_know(unchecked):
         ([100, 1, 1], 4, (2, 1, 1)),  # at least one each
         ([5, 5, 5], 4, (2, 1, 1)),  # ties to the lower position
         ([5, 5, 5], 5, (2, 2, 1)),
-        ([5, 5, 1, 1, 1], 6, (2, 1, 1, 1, 1)),  # likewise where the minimum is paid for
+        ([5, 5, 1, 1, 1], 6, (2, 1, 1, 1, 1)),  # also where the minimum is paid for
         ([7], 3, (3,)),
         ([1, 2, 3], 3, (1, 1, 1)),
     ],
@@ -129,27 +134,17 @@ def ensemble_of(num_trainers, owner_R, *, equal=False, outer_tx=NESTEROV):
     )
 
 
-def rows(tree, *positions):
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(positions)], tree)
-
-
-def assert_close(actual, expected, **tolerance):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, **({"rtol": 1e-6, "atol": 1e-7} | tolerance))
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_merge_is_the_weighted_mean_and_keeps_the_order_of_the_others(jit):
+def test_merge_is_the_weighted_mean_and_keeps_the_order_of_the_others():
     ensemble = ensemble_of(4, [0, 1, 2, 3, 3])
-    call = jax.jit(merge, static_argnames="members") if jit else merge
-    merged = call(ensemble, members=(2, 0, 3), weights=jnp.array([6.0, 1.0, 3.0]))
+    merged = jax.jit(merge, static_argnames="members")(
+        ensemble, members=(2, 0, 3), weights=jnp.array([6.0, 1.0, 3.0])
+    )
     assert merged.num_trainers == 2
     for before, after in [
         (ensemble.params_M, merged.params_M),
         (ensemble.outer_state_M, merged.outer_state_M),
     ]:
-        assert_close(rows(after, 0), rows(before, 1), rtol=0, atol=0)
+        assert_equal(rows(after, 0), rows(before, 1))
         mean = jax.tree.map(
             lambda leaf: (6.0 * leaf[2:3] + leaf[0:1] + 3.0 * leaf[3:4]) / 10.0,
             rows(before, 0, 1, 2, 3),
@@ -162,12 +157,7 @@ def test_merge_moves_the_absorbed_workers_to_the_representative():
     merged = merge(ensemble, (2, 0), weights=(1, 1))
     assert merged.owner_R.tolist() == [1, 0, 1, 2, 1] and merged.owner_R.dtype == jnp.int32
     # The others and the representative's own keep their state; who joins takes their mean.
-    assert_close(
-        rows(merged.inner_state_R, 1, 2, 3, 4),
-        rows(ensemble.inner_state_R, 1, 2, 3, 4),
-        rtol=0,
-        atol=0,
-    )
+    assert_equal(rows(merged.inner_state_R, 1, 2, 3, 4), rows(ensemble.inner_state_R, 1, 2, 3, 4))
     own = rows(ensemble.inner_state_R, 2, 4)
     assert_close(
         rows(merged.inner_state_R, 0), jax.tree.map(lambda leaf: leaf.mean(0, keepdims=True), own)
@@ -175,17 +165,18 @@ def test_merge_moves_the_absorbed_workers_to_the_representative():
     assert merged.inner_state_R[0].count.tolist() == [20, 10, 20, 30, 20]
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (0.1, 0.7), (1e-20, 1e20)])
+@pytest.mark.parametrize("weights", [(0.1, 0.7), (1e-20, 1e20)])
 def test_merging_equal_trainers_is_exactly_the_identity(weights):
     ensemble = ensemble_of(3, [0, 1, 2], equal=True)
     merged = merge(ensemble, (1, 2), weights=weights)
-    assert_close(merged.params_M, rows(ensemble.params_M, 0, 1), rtol=0, atol=0)
-    assert_close(merged.outer_state_M, rows(ensemble.outer_state_M, 0, 1), rtol=0, atol=0)
+    assert_equal(merged.params_M, rows(ensemble.params_M, 0, 1))
+    assert_equal(merged.outer_state_M, rows(ensemble.outer_state_M, 0, 1))
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["params_M", "outer_state_M"])
-@pytest.mark.parametrize("member", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("broken", "where", "member"),
+    [(np.nan, "params_M", 1), (np.inf, "outer_state_M", 0), (np.nan, "outer_state_M", 2)],
+)
 def test_member_that_is_not_finite_is_left_out(broken, where, member):
     ensemble = ensemble_of(3, [0, 1, 2])
     sick = jax.tree.map(lambda leaf: leaf.at[member].set(broken), getattr(ensemble, where))
@@ -241,7 +232,7 @@ def test_without_any_finite_member_the_representative_stays_as_it_is():
     sick = dict(ensemble.params_M, w=ensemble.params_M["w"].at[:, 0, 0].set(np.nan))
     merged = merge(ensemble.replace(params_M=sick), (1, 0), weights=(1.0, 1.0))
     np.testing.assert_array_equal(merged.params_M["w"], sick["w"][1:])
-    assert_close(merged.params_M["deep"], rows(ensemble.params_M["deep"], 1), rtol=0, atol=0)
+    assert_equal(merged.params_M["deep"], rows(ensemble.params_M["deep"], 1))
 
 
 def test_whole_numbers_in_the_outer_state_are_the_representatives_own():

@@ -12,6 +12,7 @@ import pytest
 from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from trees import assert_close, assert_equal, at, same
 
 from adloco_jax import init, inner_steps, outer_step, outer_update, start_round
 
@@ -44,11 +45,6 @@ def batch_of(*shape, seed=1):
         "x": rng.normal(size=(*shape, 3)).astype(np.float32),
         "y": rng.normal(size=(*shape, 2)).astype(np.float32),
     }
-
-
-def at(tree, *index):
-    """`leaf[index]` of every leaf, as NumPy: no program is compiled for the slices of a test."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], tree)
 
 
 @functools.cache
@@ -85,16 +81,6 @@ def plain_updates(tx, params, batches):
     return params, state
 
 
-def assert_close(actual, expected, *, rtol=1e-6, atol=1e-6):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
-
-
-def assert_equal(actual, expected):
-    assert_close(actual, expected, rtol=0, atol=0)
-
-
 def different_trainers(num_trainers, owner_R, inner_tx=ADAMW, outer_tx=NESTEROV, seed=0):
     ensemble = init(
         params_of(),
@@ -111,7 +97,7 @@ def different_trainers(num_trainers, owner_R, inner_tx=ADAMW, outer_tx=NESTEROV,
 # --- Laws
 
 
-@pytest.mark.parametrize("parallelism", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("parallelism", [1, 3])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_workers_in_turn_are_workers_at_once(accumulates, parallelism):
     """Also where the number at once does not divide them, and with a worker that skips."""
@@ -127,7 +113,7 @@ def test_workers_in_turn_are_workers_at_once(accumulates, parallelism):
     assert_close(in_turn, at_once)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
+@pytest.mark.parametrize("limit", [2, 5])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_batch_in_passes_is_the_whole_batch(accumulates, limit):
     """Also where the limit does not divide it, and with a worker that skips."""
@@ -162,9 +148,7 @@ def test_nothing_at_once_is_refused(name):
         inner_steps_of(ADAMW, **{name: 0})(workers, batch_of(1, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("inner_tx", "num_updates", "jit"), [(SGD, 1, False), (SGD, 5, True), (ADAMW, 5, True)]
-)
+@pytest.mark.parametrize(("inner_tx", "num_updates", "jit"), [(SGD, 1, False), (ADAMW, 5, True)])
 def test_single_worker_outer_lr_one_is_the_inner_optimizer_alone(inner_tx, num_updates, jit):
     ensemble = different_trainers(2, [1, 0], inner_tx, PLAIN)
     batch = batch_of(num_updates, 2, 4)
@@ -176,41 +160,18 @@ def test_single_worker_outer_lr_one_is_the_inner_optimizer_alone(inner_tx, num_u
         assert_close(at(after.inner_state_R, worker), state, rtol=3e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("outer_tx", "num_accum_steps"), [(PLAIN, 1), (NESTEROV, 2)])
-def test_zero_inner_learning_rate_gives_a_pseudo_gradient_of_exactly_zero(
-    outer_tx, num_accum_steps
-):
-    ensemble = different_trainers(2, [0, 0, 1], ADAMW, outer_tx)
-    step = step_of(ADAMW, outer_tx, num_accum_steps=num_accum_steps)
+def test_zero_inner_learning_rate_gives_a_pseudo_gradient_of_exactly_zero():
+    ensemble, step = different_trainers(2, [0, 0, 1]), step_of(ADAMW, NESTEROV, num_accum_steps=2)
     rates = jnp.zeros((3, 3))
     after, metrics = step(ensemble, batch_of(3, 3, 4), learning_rate_SR=rates)
     assert_equal(after.params_M, ensemble.params_M)
     assert_equal(metrics.pseudo_grad_norm_M, jnp.zeros(2))
 
 
-def test_order_of_workers_changes_nothing():
-    order = np.array([3, 0, 4, 2, 1])
-    step = step_of(ADAMW, NESTEROV)
-    first, _ = step(different_trainers(2, [0, 0, 1, 1, 0]), batch_of(3, 5, 4))
-    shuffled = first.replace(
-        owners=tuple(at(first.owner_R, order).tolist()),
-        inner_state_R=jax.tree.map(jnp.asarray, at(first.inner_state_R, order)),
-    )
-    batch = batch_of(3, 5, 4, seed=2)
-    plain, plain_metrics = step(first, batch)
-    moved, moved_metrics = step(shuffled, at(batch, slice(None), order))
-    assert_close(moved.params_M, plain.params_M)
-    assert_close(moved.outer_state_M, plain.outer_state_M)
-    assert_close(moved.inner_state_R, at(plain.inner_state_R, order), atol=1e-7)
-    assert_close(moved_metrics.loss_SR, at(plain_metrics.loss_SR, slice(None), order))
-
-
-@pytest.mark.parametrize(("inner_tx", "num_accum_steps"), [(SGD, 6), (ADAMW, 2), (ADAMW, 3)])
-def test_accumulated_micro_batches_are_one_large_batch(inner_tx, num_accum_steps):
-    ensemble = different_trainers(2, [0, 1, 1], inner_tx)
-    batch = batch_of(3, 3, 6)
-    whole = step_of(inner_tx, NESTEROV)(ensemble, batch)
-    split = step_of(inner_tx, NESTEROV, num_accum_steps=num_accum_steps)(ensemble, batch)
+def test_accumulated_micro_batches_are_one_large_batch():
+    ensemble, batch = different_trainers(2, [0, 1, 1]), batch_of(3, 3, 6)
+    whole = step_of(ADAMW, NESTEROV)(ensemble, batch)
+    split = step_of(ADAMW, NESTEROV, num_accum_steps=3)(ensemble, batch)
     assert_close(split, whole)
 
 
@@ -228,10 +189,8 @@ def test_data_parallel_form_is_adamw_on_the_union_batch():
     assert_close(at(ensemble.params_M, 0), params)
 
 
-@pytest.mark.parametrize(("owner_R", "num_accum_steps"), [([0, 0], 2), ([0, 0, 1, 2, 0], 1)])
-def test_stacked_trainers_are_a_loop_over_them(owner_R, num_accum_steps):
-    num_trainers = max(owner_R) + 1
-    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+def test_stacked_trainers_are_a_loop_over_them_in_any_order_of_workers():
+    owner_R, num_trainers, step = [0, 1, 0], 2, step_of(ADAMW, NESTEROV)
     batches = [batch_of(2, len(owner_R), 4, seed=seed) for seed in (1, 2)]
     together = different_trainers(num_trainers, owner_R)
     for batch in batches:
@@ -310,19 +269,10 @@ def test_several_rounds_agree_with_the_oracle(num_accum_steps, outer):
     assert ensemble.round == 3
 
 
-def test_learning_rates_as_data_are_the_inner_optimizers_own():
-    ensemble, batch = different_trainers(2, [0, 0, 1]), batch_of(3, 3, 4)
-    expected, _ = step_of(ADAMW, NESTEROV, num_accum_steps=2)(ensemble, batch)
-    of_one = step_of(optax.adamw(1.0, weight_decay=0.1), NESTEROV, num_accum_steps=2)
-    actual, _ = of_one(ensemble, batch, learning_rate_SR=jnp.full((3, 3), 0.05))
-    assert_close(actual.params_M, expected.params_M)
-
-
-@pytest.mark.parametrize("num_accum_steps", [1, 2])
-def test_each_worker_and_each_update_has_its_own_learning_rate(num_accum_steps):
+def test_each_worker_and_each_update_has_its_own_learning_rate():
     ensemble, batch = different_trainers(1, [0, 0], SGD, PLAIN), batch_of(2, 2, 4)
     rates = np.array([[0.1, 0.0], [0.02, 0.3]], np.float32)
-    step = step_of(optax.sgd(1.0), PLAIN, num_accum_steps=num_accum_steps)
+    step = step_of(optax.sgd(1.0), PLAIN, num_accum_steps=2)
     after, _ = step(ensemble, batch, learning_rate_SR=jnp.asarray(rates))
     ends = []
     for r in range(2):
@@ -334,21 +284,6 @@ def test_each_worker_and_each_update_has_its_own_learning_rate(num_accum_steps):
             )
         ends.append(params)
     assert_close(at(after.params_M, 0), jax.tree.map(lambda a, b: (a + b) / 2, *ends))
-
-
-def test_metrics_are_the_losses_before_each_update_and_the_norm_of_the_pseudo_gradient():
-    ensemble, batch = different_trainers(2, [1, 0, 1], SGD, PLAIN), batch_of(2, 3, 4)
-    after, metrics = step_of(SGD, PLAIN)(ensemble, batch)
-    assert metrics.loss_SR.shape == (2, 3)
-    for r, m in enumerate([1, 0, 1]):
-        first = loss_fn(params_of(m), at(batch, 0, r))
-        np.testing.assert_allclose(metrics.loss_SR[0, r], first, rtol=1e-6)
-    for m in range(2):
-        leaves = zip(
-            jax.tree.leaves(params_of(m)), jax.tree.leaves(at(after.params_M, m)), strict=True
-        )
-        norm = np.sqrt(sum(np.sum((before - end) ** 2) for before, end in leaves))
-        np.testing.assert_allclose(metrics.pseudo_grad_norm_M[m], norm, rtol=1e-5)
 
 
 # --- Weights, and workers that broke
@@ -390,12 +325,6 @@ def test_a_weight_that_is_no_weight_is_left_out(weights):
 # --- What is not finite
 
 
-def same(left, right):
-    """Bit for bit."""
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
-
-
 def states_of(workers, worker):
     return at((workers.params_R, workers.inner_state_R), worker)
 
@@ -403,8 +332,11 @@ def states_of(workers, worker):
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-@pytest.mark.parametrize("inner_tx", [ADAMW, SGD, CLIPPED], ids=["adamw", "sgd", "clipped"])
+@pytest.mark.parametrize(
+    ("inner_tx", "value"),
+    [(ADAMW, np.nan), (CLIPPED, np.inf), (SGD, 1e30)],
+    ids=["adamw", "clipped", "sgd"],
+)
 def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, value):
     """In every step of a round; the square of 1e30 overflows."""
     steps = inner_steps_of(inner_tx)
@@ -433,8 +365,9 @@ def steep_loss(params, batch_B):
     return jnp.mean(1e25 * batch_B * params)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("loss_fn", "value"), [(root_loss, 0.0), (steep_loss, 1.0)])
+@pytest.mark.parametrize(
+    ("loss_fn", "value", "accumulate"), [(root_loss, 0.0, False), (steep_loss, 1.0, True)]
+)
 def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, value, accumulate):
     """The root's gradient at zero is NaN; the square of a steep one's norm overflows."""
     batch_TRB = np.full((1, 1, 2), value, np.float32)
@@ -448,7 +381,7 @@ def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, valu
     assert same(states_of(after, 0), states_of(start, 0))
 
 
-@pytest.mark.parametrize("bad_micro_batch", [0, 1, 2, 3])
+@pytest.mark.parametrize("bad_micro_batch", [0, 3])
 def test_an_accumulated_update_with_a_broken_micro_batch_is_skipped_whole(bad_micro_batch):
     steps = inner_steps_of(ADAMW)
     start = start_round(different_trainers(2, [0, 1]), accumulate=True)
@@ -482,10 +415,9 @@ def test_an_update_whose_loss_alone_is_not_finite_is_skipped(accumulates):
         assert same(states_of(after, 1), states_of(start, 1))
 
 
-@pytest.mark.parametrize("num_accum_steps", [1, 2])
-def test_a_round_reports_its_skipped_updates_and_goes_on_without_them(num_accum_steps):
+def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
     ensemble, batch = different_trainers(3, [0, 1, 2, 1]), batch_of(2, 4, 4)
-    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    step = step_of(ADAMW, NESTEROV, num_accum_steps=2)
     expected, _ = step(ensemble, batch)
     batch["x"][1, 3] = np.nan
     after, metrics = step(ensemble, batch)
@@ -523,11 +455,11 @@ def flags(*pattern):
     return jnp.asarray(pattern, bool)
 
 
-@pytest.mark.parametrize(("num_accum_steps", "pieces"), [(2, 1), (2, 3), (3, 2)])
-def test_update_flags_as_data_are_the_static_accumulation_count(num_accum_steps, pieces):
-    # Cut into calls of equal shape; a window may straddle a cut.
+def test_update_flags_as_data_are_the_static_accumulation_count():
+    # Cut into calls of equal shape; a window straddles a cut.
+    num_accum_steps, pieces = 2, 4
     ensemble = different_trainers(2, [0, 1, 1])
-    num_updates, micro = 5 if pieces == 1 else 6, 2
+    num_updates, micro = 6, 2
     batch = batch_of(num_updates, 3, num_accum_steps * micro)
     rates = np.linspace(0.1, 1.0, num_updates * 3, dtype=np.float32).reshape(num_updates, 3)
     expected, expected_metrics = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)(
@@ -586,15 +518,6 @@ def test_micro_batches_after_the_last_update_change_nothing():
     assert_close(padded.inner_state_R, whole.inner_state_R, rtol=1e-6, atol=1e-8)
 
 
-def test_windows_of_one_micro_batch_are_plain_updates():
-    ensemble, batch = different_trainers(2, [0, 1]), batch_of(3, 2, 4)
-    plain, *_ = inner_steps_of(ADAMW)(start_round(ensemble), batch)
-    workers = start_round(ensemble, accumulate=True)
-    flagged, *_ = inner_steps_of(ADAMW)(workers, batch, update_T=flags(1, 1, 1))
-    assert_close(flagged.params_R, plain.params_R, rtol=3e-7, atol=1e-7)
-    assert_close(flagged.inner_state_R, plain.inner_state_R, rtol=1e-6, atol=1e-8)
-
-
 # --- Defects of the reference (docs/algorithm.md, 7)
 
 
@@ -651,32 +574,26 @@ def test_vmap_over_ensembles_is_a_loop_over_them():
         assert_close(at(together, i), step(ensembles[i], batches[i]))
 
 
-def test_repeated_shapes_compile_once():
-    step = jax.jit(step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=2))
-    ensemble = different_trainers(2, [0, 1, 1])
-    for seed in range(3):
-        ensemble, _ = step(ensemble, batch_of(2, 3, 4, seed=seed))
-    assert step._cache_size() == 1
-
-
-def test_weakly_typed_parameters_compile_once_too():
+def test_repeated_shapes_compile_once_weakly_typed_parameters_too():
     step = jax.jit(step_of(ADAMW, NESTEROV, jit=False))
     params = dict(params_of(), scale=0.7)
     ensemble = init(params, num_trainers=1, num_workers=1, inner_tx=ADAMW, outer_tx=NESTEROV)
-    for _ in range(2):
-        ensemble, _ = step(ensemble, batch_of(2, 1, 4))
+    for seed in range(3):
+        ensemble, _ = step(ensemble, batch_of(2, 1, 4, seed=seed))
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("num_accum_steps", [1, 2])
-def test_low_precision_parameters_keep_every_dtype(num_accum_steps):
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params_of())
-    ensemble = init(params, num_trainers=1, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
-    step = step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=num_accum_steps)
-    after, _ = jax.eval_shape(step, ensemble, batch_of(2, 2, 4))
-    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(
-        lambda leaf: leaf.dtype, ensemble
-    )
+@pytest.mark.parametrize(
+    ("dtype", "num_accum_steps"), [("bfloat16", 1), ("bfloat16", 2), ("float64", 2)]
+)
+def test_parameters_of_another_precision_keep_every_dtype(dtype, num_accum_steps):
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params_of())
+        ensemble = init(params, num_trainers=1, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
+        step = step_of(ADAMW, NESTEROV, jit=False, num_accum_steps=num_accum_steps)
+        after, _ = jax.eval_shape(step, ensemble, batch_of(2, 2, 4))
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (after, ensemble)]
+    assert dtypes[0] == dtypes[1] and dtypes[0][0] == dtype
 
 
 @pytest.mark.parametrize(
@@ -698,17 +615,6 @@ def test_wrong_shapes_are_named_while_tracing(shape, num_accum_steps, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize(
-    ("argument", "shape"),
-    [("weights_R", (2,)), ("learning_rate_SR", (3, 3)), ("learning_rate_SR", (2, 1))],
-)
-def test_wrong_rates_and_weights_are_named_while_tracing(argument, shape, unchecked):
-    step = step_of(ADAMW, NESTEROV, jit=False)
-    wrong = {argument: jax.ShapeDtypeStruct(shape, jnp.float32)}
-    with pytest.raises(ValueError, match=argument):
-        jax.eval_shape(step, different_trainers(2, [0, 1, 1]), batch_of(2, 3, 4), **wrong)
-
-
 def test_leaves_that_disagree_and_empty_batches_are_refused():
     step, ensemble = step_of(ADAMW, NESTEROV, jit=False), different_trainers(1, [0])
     with pytest.raises(ValueError, match="batch: expected a pytree"):
@@ -727,9 +633,8 @@ def test_a_leaf_with_a_single_example_is_not_broadcast_over_the_batch():
         inner_steps(start_round(ensemble), batch, loss_fn, inner_tx=ADAMW)
 
 
-@pytest.mark.parametrize("weights_R", [[1, 0, 1], (1.0, 0.0, 1.0), np.array([1, 0, 1])])
-def test_weights_may_be_a_list(weights_R, unchecked):
-    assert outer_move(2, [0, 0, 1], [1, 3, 5], weights_R).tolist() == pytest.approx([1.0, 5.0])
+def test_weights_may_be_a_list(unchecked):
+    assert outer_move(2, [0, 0, 1], [1, 3, 5], [1, 0, 1]).tolist() == pytest.approx([1.0, 5.0])
 
 
 @pytest.mark.parametrize(
@@ -745,25 +650,6 @@ def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
     step = step_of(ADAMW, NESTEROV, jit=False)
     with pytest.raises(ValueError, match=words):
         step(different_trainers(2, [0, 1, 1]), batch_of(2, 3, 4), **wrong)
-
-
-def test_a_scalar_rate_of_inner_steps_is_named(unchecked):
-    with pytest.raises(ValueError, match=r"learning_rate_TR has shape \(\), expected"):
-        workers = start_round(different_trainers(1, [0]))
-        inner_steps(workers, batch_of(1, 1, 2), loss_fn, inner_tx=SGD, learning_rate_TR=0.1)
-
-
-@pytest.mark.parametrize(
-    ("losses", "shape"),
-    [
-        (lambda params, batch: batch["y"][:, 0] * params["scale"], r"\(4,\)"),
-        (lambda params, batch: (loss_fn(params, batch), {}), r"\(\(\), \{\}\)"),
-    ],
-)
-def test_a_loss_that_is_no_number_is_refused(losses, shape):
-    workers = start_round(different_trainers(1, [0]))
-    with pytest.raises(ValueError, match=f"loss_fn: returned shape {shape}, expected one number"):
-        inner_steps(workers, batch_of(1, 1, 4), losses, inner_tx=SGD)
 
 
 # --- Parameters and transformations of other kinds
@@ -792,18 +678,7 @@ def test_float64_parameters_move_as_far_as_their_workers():
         np.testing.assert_allclose(norm_M, 1e-8, rtol=1e-6)
 
 
-def test_float64_accumulation_is_one_large_batch():
-    with jax.enable_x64(True):
-        params, batch = jax.tree.map(np.float64, (params_of(), batch_of(2, 2, 4)))
-        ensemble = init(params, num_trainers=1, num_workers=2, inner_tx=ADAMW, outer_tx=NESTEROV)
-        whole, _ = step_of(ADAMW, NESTEROV)(ensemble, batch)
-        split, _ = step_of(ADAMW, NESTEROV, num_accum_steps=2)(ensemble, batch)
-        assert {leaf.dtype for leaf in jax.tree.leaves(split.params_M)} == {np.dtype(np.float64)}
-        assert_close(split, whole)
-
-
-@pytest.mark.parametrize("parallelism", [1, None])
-def test_random_keys_in_states_and_parameters_go_through_a_round(parallelism):
+def test_random_keys_in_states_and_parameters_go_through_a_round():
     """One worker, outer rate 1: the optimizer alone, noise included; the parameters' key stays."""
     noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), SGD)
     params = dict(params_of(), key=jax.random.key(1), count=np.int32(7))
@@ -822,7 +697,7 @@ def test_random_keys_in_states_and_parameters_go_through_a_round(parallelism):
             loss,
             inner_tx=noisy,
             update_T=flags(1, 1),
-            worker_parallelism=parallelism,
+            worker_parallelism=1,
         )
         return outer_update(ensemble, workers, outer_tx=PLAIN)[0]
 
@@ -835,20 +710,23 @@ def test_random_keys_in_states_and_parameters_go_through_a_round(parallelism):
     assert after.params_M["count"].tolist() == [7, 7]
 
 
-@pytest.mark.parametrize("name", ["inner_tx", "outer_tx"])
 @pytest.mark.parametrize(
-    ("tx", "words"),
+    ("name", "tx", "words"),
     [
-        (optax.chain(SGD, optax.contrib.reduce_on_plateau()), "argument: 'value'; a round gives"),
-        (optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),
+        ("inner_tx", optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),
+        (
+            "outer_tx",
+            optax.chain(SGD, optax.contrib.reduce_on_plateau()),
+            "argument: 'value'; a round gives",
+        ),
     ],
-    ids=["plateau", "lbfgs"],
+    ids=["lbfgs", "plateau"],
 )
 def test_a_transformation_that_needs_the_loss_is_refused(name, tx, words):
     txs = {"inner_tx": SGD, "outer_tx": PLAIN, name: tx}
     ensemble = init(params_of(), num_trainers=1, num_workers=1, **txs)
     with pytest.raises(ValueError, match=f"{name}: .*{words}"):
-        outer_step(ensemble, batch_of(1, 1, 2), loss_fn, **txs)
+        jax.eval_shape(lambda e, b: outer_step(e, b, loss_fn, **txs), ensemble, batch_of(1, 1, 2))
 
 
 KEEPERS = {
@@ -892,11 +770,9 @@ def sharded_arguments(mesh, ensemble, batch):
     return placed, jax.device_put(batch, NamedSharding(mesh, P(None, "worker")))
 
 
-@pytest.mark.parametrize("num_accum_steps", [1, 2])
-def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds(num_accum_steps):
+def test_sharded_over_workers_is_unsharded_and_communicates_only_between_rounds():
     ensemble = different_trainers(3, [0, 0, 0, 1, 1, 2, 2, 2])
-    batch = batch_of(3, 8, 4)
-    step = step_of(ADAMW, NESTEROV, num_accum_steps=num_accum_steps)
+    batch, step = batch_of(3, 8, 4), step_of(ADAMW, NESTEROV, num_accum_steps=2)
     expected = step(ensemble, batch)
     compiled = step.lower(*sharded_arguments(worker_mesh(), ensemble, batch)).compile()
     actual = compiled(*sharded_arguments(worker_mesh(), ensemble, batch))

@@ -14,6 +14,7 @@ from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of
+from trees import same
 
 from adloco_jax import (
     init,
@@ -29,7 +30,7 @@ from adloco_jax import (
     take_fragment,
 )
 from adloco_jax.core.compress import BITS_PER_PARAM
-from adloco_jax.errors import ConfigError, Preempted
+from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
@@ -52,11 +53,6 @@ def draw(*lead, seed=0, size=1.0):
         name: jnp.asarray(size * rng.normal(size=(*lead, *shape)), jnp.float32)
         for name, shape in SHAPES.items()
     }
-
-
-def same(left, right):
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
 
 
 def drifted(owner_R, *, num_trainers, seed=0):
@@ -151,8 +147,7 @@ def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
                     assert same(part, expected)
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment(mixing):
+def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment():
     ensemble = drifted([0, 0, 1], num_trainers=2)
     bad = dict(ensemble.params_R, embed=ensemble.params_R["embed"].at[1, 1].set(np.nan))
     workers = start_round(ensemble.replace(params_R=bad))
@@ -165,7 +160,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment
             ensemble, sent_R, fragment, weights_R=weights_R, **how
         )
         assert same(after, without) and same(norm_M, expected_M) and np.isfinite(norm_M).all()
-        there = receive_fragment(workers, after, fragment, num_fragments=3, mixing=mixing)
+        there = receive_fragment(workers, after, fragment, num_fragments=3, mixing=0.5)
         assert np.isnan(np.asarray(there.params_R["embed"])).any() == (not hurt)
         if hurt:
             own, new = (
@@ -330,7 +325,7 @@ ONE_TRAINER = {
 
 @pytest.mark.parametrize(
     ("num_fragments", "delay", "mixing"),
-    [(4, 0, 0.0), (4, 1, 0.5), (2, 3, 0.25), (1, 2, 0.5), (1, 2, 0.0)],
+    [(4, 0, 0.0), (2, 3, 0.25), (1, 2, 0.0)],
 )
 def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
     """A round of 8 updates, then one whose updates accumulate two micro-batches each."""
@@ -393,7 +388,7 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     assert (
         [(line["round"], line["trainers"], line["syncs"]) for line in syncs]
         == [
-            (2, [0, 1], 1),  # one of them has a lone worker
+            (2, [0, 1], 1),  # one of them has a single worker
             (4, merges[0]["members"][:1], 1),
         ]
     )
@@ -403,8 +398,9 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     assert end["syncs_total"] == sum(line.get("syncs", 0) for line in everything)
     assert end["bytes_total"] == sum(line["bytes"] for line in everything)
     log = read_run(whole.workdir).events
-    told = totals(log)
-    assert (told["syncs_total"], told["bytes_total"]) == (end["syncs_total"], end["bytes_total"])
+    summed = totals(log)
+    for name in ("syncs_total", "bytes_total"):
+        assert summed[name] == end[name]
     assert training_points(log)[-1]["bytes"] == end["bytes_total"]
     assert measured(log)[-1].syncs == end["syncs_total"]
     assert events(whole.workdir, "eval")[-1]["syncs_total"] == end["syncs_total"]
@@ -441,10 +437,9 @@ def test_a_replay_takes_fragments_and_whole_synchronisations_from_the_ledger(who
     assert 0 < timed.wall_s - fragments_only.wall_s <= absorbed_s + 1e-9
 
 
-@pytest.mark.parametrize("at_round", [1, 3])  # 2 is below, on other devices
-def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole, at_round):
+def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
     with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(at_round))
+        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(3))
     result = run(tmp_path / "r", settings_of(**RUN))
     assert len(events(tmp_path / "r", "start")) == 2
     assert result.controller == whole.controller and result.loss == whole.loss
@@ -497,10 +492,9 @@ def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatc
     "groups",
     [
         {"inner": {"tx": "adamw", "state": "reset"}},
-        {"inner": {"unit": "microbatches"}, "switch": {"mode": "accumulate"}},
         {"switch": {"mode": "lengthen"}},
     ],
-    ids=["reset", "microbatches", "lengthen"],
+    ids=["reset", "lengthen"],
 )
 def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path, groups):
     """However a round is made up: whole or in parts, its updates are the same."""
@@ -542,13 +536,6 @@ def test_a_merge_loses_nothing_that_only_workers_know(tmp_path):
     assert three[3:5] == ["sync", "merge"]
 
 
-def test_a_resume_may_not_change_what_workers_have_of_their_own(tmp_path):
-    run(tmp_path / "r", settings_of(num_rounds=1))
-    outer = {"fragments": 3, "delay_updates": 0}
-    with pytest.raises(ConfigError, match="outer.fragments: was 1, is 3"):
-        run(tmp_path / "r", settings_of(num_rounds=2, outer=outer))
-
-
 # --- What moves between eight devices
 
 
@@ -579,7 +566,7 @@ def compiled(*, num_trainers=1, fragments=1, delay=0, precision="float32", accum
     return spec, text, collectives(text, loops=fragments > 1)
 
 
-@pytest.mark.parametrize(("num_trainers", "accumulates"), [(1, False), (4, False), (1, True)])
+@pytest.mark.parametrize(("num_trainers", "accumulates"), [(4, False), (1, True)])
 def test_a_fragment_of_four_moves_a_quarter(num_trainers, accumulates):
     spec, _, whole = compiled(num_trainers=num_trainers)
     part_spec, _, part = compiled(

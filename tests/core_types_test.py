@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import assert_close, assert_equal, rows
 
 from adloco_jax import init, outer_step, put, reassign, take
 from adloco_jax.core.types import Ensemble
@@ -39,15 +40,6 @@ def ensemble_of(num_trainers, owner_R):
     )
 
 
-def rows(tree, *positions):
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(positions)], tree)
-
-
-def assert_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
 # --- Making it
 
 
@@ -74,9 +66,9 @@ def test_workers_are_spread_as_evenly_as_possible(num_trainers, num_workers, own
     assert ensemble.owner_R.tolist() == owners and ensemble.owner_R.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("owner_R", [(1, 0, 1), np.array([1, 0, 1])], ids=type)
-def test_owners_may_be_given_and_are_known_while_tracing(jit, owner_R):
+def test_owners_may_be_given_and_are_known_while_tracing(owner_R):
+    @jax.jit
     def make(params):
         ensemble = init(
             params,
@@ -89,7 +81,7 @@ def test_owners_may_be_given_and_are_known_while_tracing(jit, owner_R):
         assert ensemble.owners == (1, 0, 1) and ensemble.num_trainers == 2
         return ensemble
 
-    ensemble = (jax.jit(make) if jit else make)(jnp.zeros(2))
+    ensemble = make(jnp.zeros(2))
     assert ensemble.owners == (1, 0, 1)
     assert ensemble.owner_R.tolist() == [1, 0, 1] and ensemble.owner_R.dtype == np.int32
 
@@ -126,16 +118,12 @@ def test_defect_16_no_trainer_is_left_without_a_worker():
 # --- Parts of it
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_take_and_put_round_trip(jit):
+def test_take_and_put_round_trip():
     whole = ensemble_of(4, [3, 1, 0, 2, 1])
     # The pool of trainers 2 and 1, in that order, is worker 3, then workers 1 and 4.
     call_take, call_put = (
-        functools.partial(take, trainers=(2, 1)),
-        functools.partial(put, trainers=(2, 1)),
+        jax.jit(functools.partial(part, trainers=(2, 1))) for part in (take, put)
     )
-    if jit:
-        call_take, call_put = jax.jit(call_take), jax.jit(call_put)
     sub = call_take(whole)
     assert sub.owners == (0, 1, 1)
     assert_equal(sub.params_M, rows(whole.params_M, 2, 1))
@@ -174,9 +162,7 @@ def test_run_in_groups_is_one_run():
                 sub_metrics.loss_SR, np.asarray(metrics.loss_SR)[:, list(workers)], rtol=1e-6
             )
     assert int(grouped.round) == 2
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), grouped, whole
-    )
+    assert_close(grouped, whole)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +190,10 @@ def test_put_refuses_another_size_than_was_taken():
 # --- Moving workers
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_workers_stay_move_retire_and_join(jit):
+def test_workers_stay_move_retire_and_join():
     whole = ensemble_of(3, [0, 0, 1, 2, 2])
-    call = jax.jit(reassign, static_argnums=1) if jit else reassign
     #      stays, moves to 1, retires, moves to 0, stays; new ones join 2 and 1
-    moved = call(whole, (0, 1, -1, 0, 2, 2, 1))
+    moved = jax.jit(reassign, static_argnums=1)(whole, (0, 1, -1, 0, 2, 2, 1))
     assert moved.owner_R.tolist() == [0, 1, 0, 2, 2, 1] and moved.owner_R.dtype == np.int32
     before, after = whole.inner_state_R, moved.inner_state_R
     assert_equal(rows(after, 0, 3), rows(before, 0, 4))  # kept
@@ -232,11 +216,6 @@ def test_joining_worker_rounds_the_count_of_updates():
     )
     assert moved.inner_state_R[0].count.tolist() == [4, 5, 5, 8, 8, 9, 5, 8]
     assert moved.inner_state_R[0].count.dtype == jnp.int32
-
-
-def test_unmoved_workers_change_nothing():
-    whole = ensemble_of(2, [1, 0, 1])
-    assert_equal(reassign(whole, [1, 0, 1]), whole)
 
 
 @pytest.mark.parametrize(

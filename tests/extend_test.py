@@ -11,7 +11,13 @@ import pytest
 from ml_collections import ConfigDict
 from toy import bigram_loss, corpus, init_fn, settings_of
 
-from adloco_jax import BATCH_TESTS, INNER_OPTIMIZERS, MERGE_POLICIES, OUTER_OPTIMIZERS
+from adloco_jax import (
+    AGGREGATORS,
+    BATCH_TESTS,
+    INNER_OPTIMIZERS,
+    MERGE_POLICIES,
+    OUTER_OPTIMIZERS,
+)
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config, validate
@@ -33,7 +39,7 @@ TOY = {
 
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
-    tables = (BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
+    tables = (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -61,7 +67,8 @@ def test_a_snippet_trains(index, tmp_path):
     groups["merge"] |= {"policy": policy}
     num_trainers = 2 if policy in SNIPPETS[index] else 1
     groups["ensemble"] = {"num_trainers": num_trainers, "num_workers": 2}
-    groups |= {"inner": {"tx": inner}, "outer": {"tx": outer}, "num_rounds": 3}
+    groups |= {"inner": {"tx": inner}, "num_rounds": 3}
+    groups["outer"] = {"tx": outer, "aggregator": own.outer.aggregator}
     result = run(tmp_path / "run", settings_of(**groups), config_file=path)
     assert np.isfinite(result.loss) and result.loss < 1.79  # log 6 without training
     assert str(path) in (tmp_path / "run" / "config.json").read_text()

@@ -18,23 +18,26 @@ BELOW = {
     "errors": set(),
     "__version__": set(),
 }
-BELOW["adloco"] = {"core", "models", "settings"}
+BELOW["accounting"] = set()
+BELOW["batch_sizes"] = {"core", "settings", "accounting"}
+BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
-BELOW["run"] = BELOW["hf"] | {"hf", "adloco", "__version__"}
+BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
 BELOW["training"] = BELOW["run"] | {"run"}
 BELOW["study"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["study"] | {"study"}
 # What a module of `core` may import of the others.
-CORE = {name: {"types"} for name in ("batching", "compress", "gradstats", "merge")}
+CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
 CORE["types"] = CORE["optimizers"] = set()
-CORE["outer"] = {"types", "compress"}
+CORE["gradstats"] = CORE["inner"] = {"types", "arguments"}
+CORE["outer"] = {"types", "arguments", "aggregate", "compress", "inner"}
 CORE["streaming"] = {"types", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-PURE = ("core", "models", "settings", "adloco")  # rooms below the line
+PURE = ("core", "models", "settings", "accounting", "batch_sizes", "adloco")  # rooms below the line
 
 
 def room_of(path):

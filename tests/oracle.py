@@ -504,3 +504,28 @@ def in_blocks(leaf, largest_code, most):
     return tuple(
         np.moveaxis(part.reshape(turned), 0, axis).reshape(leaf.shape) for part in (rounded, scales)
     )
+
+
+# --- How workers' differences become a pseudo-gradient (of one tensor)
+
+
+def radial_directional(differences, weights):
+    """The mean direction at the mean length; the plain mean where directions cancel."""
+    total = sum(weights)
+    norms = [np.linalg.norm(difference) for difference in differences]
+    direction, mean, length = 0.0, 0.0, 0.0
+    for difference, norm, weight in zip(differences, norms, weights, strict=True):
+        direction = direction + weight / total * (difference / norm if norm else difference)
+        mean = mean + weight / total * difference
+        length += weight / total * norm
+    size = np.linalg.norm(direction)
+    return mean if size < 1e-6 else length * direction / size
+
+
+def isotropic(matrix):
+    """Equal singular values, by the polar decomposition M (M'M)^(-1/2)."""
+    tall = matrix if len(matrix) >= matrix.shape[1] else matrix.T
+    squares, vectors = np.linalg.eigh(tall.T @ tall)
+    polar = tall @ vectors @ np.diag(squares**-0.5) @ vectors.T
+    result = np.mean(np.sqrt(squares)) * polar
+    return result if tall is matrix else result.T

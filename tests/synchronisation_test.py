@@ -15,7 +15,8 @@ from hlo import collectives
 from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import init, outer_step, outer_update, start_round
-from adloco_jax.adloco import start, sync_cost
+from adloco_jax.accounting import sync_cost
+from adloco_jax.adloco import start
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.run.batches import classes
 from adloco_jax.run.build import program_spec

@@ -5,11 +5,10 @@ on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (und
 `BATCH_TESTS` is the table of them, and of the schedules, that a run chooses from by name.
 """
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -73,12 +72,13 @@ def inner_product_test(
       stats: Statistics taken with inner products, of at least four examples per worker; of fewer
         the answer is NaN.
       vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
-      num_workers: As in `norm_test`.
-      mode: As in `norm_test`; `paper` also takes the plug-in variance, which is low.
-      batch_size: As in `norm_test`.
+      num_workers: Workers whose gradients are averaged; 1 with the worker's scope.
+      mode: `unbiased`, or `paper`, which also takes the plug-in variance, which is low.
+      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
+        tested examples are its whole batch.
 
     Returns:
-      As `norm_test`.
+      Requested sequences per worker, float, not rounded, capped or kept monotone.
 
     Raises:
       ValueError: If `mode` is unknown, or `stats` was taken without inner products (not known while
@@ -107,18 +107,20 @@ def augmented_inner_product_test(
     norm test with eta = nu.
 
     Args:
-      stats: As in `inner_product_test`.
-      vartheta: As in `inner_product_test`.
+      stats: Statistics taken with inner products, of at least four examples per worker; of fewer
+        the answer is NaN.
+      vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
       nu: Allowed ratio of the orthogonal noise to the norm of the gradient (> 0).
-      num_workers: As in `norm_test`.
-      mode: As in `inner_product_test`.
-      batch_size: As in `norm_test`.
+      num_workers: Workers whose gradients are averaged; 1 with the worker's scope.
+      mode: `unbiased`, or `paper`, which also takes the plug-in variance, which is low.
+      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
+        tested examples are its whole batch.
 
     Returns:
-      As `norm_test`: the larger of the two requests.
+      The larger of the two requests, in sequences per worker, float.
 
     Raises:
-      ValueError: As `inner_product_test`.
+      ValueError: If `mode` is unknown, or `stats` was taken without inner products.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
@@ -180,8 +182,8 @@ class BatchTest(NamedTuple):
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`, not yet rounded or capped. It names the
-    keywords that it wants: `num_workers` and `mode` as in `norm_test`; `batch_size`, sequences per
-    worker so far; `round_index`, rounds completed; `history`, of the run that `batching.replay`
+    keywords that it wants: `num_workers` and `mode`, those of `norm_test`; `batch_size`, sequences
+    per worker so far; `round_index`, rounds completed; `history`, of the run that `batching.replay`
     names; and any knob of the config's group `batching`, such as `eta`."""
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
     """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is."""
@@ -203,12 +205,6 @@ BATCH_TESTS: dict[str, BatchTest] = {
 """By the name that `batching.test` gives; add an entry to have one of your own."""
 
 _ramp = ramp  # whose name is a knob's too
-
-
-def request_batch(test: BatchTest, stats: GradientStats | None, available: Mapping[str, Any]):
-    """What a test asks for, given those of the available keywords that it names."""
-    wanted = inspect.signature(test.request).parameters
-    return test.request(stats, **{name: available[name] for name in wanted if name in available})
 
 
 def next_batch_size(

@@ -1,6 +1,6 @@
-"""Outer gradients in fewer bits while they travel: bfloat16, or whole numbers with block scales.
+"""Outer gradients quantised for communication: bfloat16, or whole numbers with block scales.
 
-Only what travels is smaller: sums and averages of it are formed in float32. A block of a leaf has
+Only what is sent is smaller: sums and averages of it are formed in float32. A block of a leaf has
 one float32 scale, its largest magnitude over the largest code, and each entry becomes the nearest
 multiple of it. Where blocks lie follows from a leaf's shape alone, never from the devices: along
 all axes but the longest one, which stays an axis of its own and can so be sharded over devices
@@ -25,7 +25,7 @@ BITS_PER_PARAM: Mapping[str, float] = {
     precision: bits + (SCALE_BITS / SCALE_BLOCK if bits <= 8 else 0.0)
     for precision, bits in BITS.items()
 }
-"""What a parameter takes on its way, scales included, in a leaf that divides into full blocks."""
+"""Bits of a parameter as it is sent, scales included, in a leaf that divides into full blocks."""
 _EVEN_SHARES = 8  # an axis of a multiple of it divides over the usual numbers of devices
 
 
@@ -49,7 +49,7 @@ class _Blocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Entries of a block, those that only fill it up included; even."""
+        """Entries of a block, padding included; even."""
         return self.places * self.width + self.places * self.width % 2
 
 
@@ -60,7 +60,7 @@ def check_precision(precision: Precision) -> None:
 
 
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
-    """Brings arrays into the form in which they travel.
+    """Quantises arrays for communication.
 
     Args:
       tree_X: Leaves [X, ...]; each entry of the leading axis is packed on its own.
@@ -95,9 +95,9 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
     """The inverse of `pack`, but for the rounding.
 
     Args:
-      packed_X: As `pack` returned it.
+      packed_X: From `pack`.
       like_X: What was packed; of its leaves only shapes and dtypes are read.
-      precision: As it was packed.
+      precision: The one that it was packed in.
 
     Returns:
       Leaves of the shapes and dtypes of `like_X`. With whole numbers an entry is off by at most
@@ -115,11 +115,11 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Bytes of one model's parameters on their way, exactly: with scales and padding.
+    """Bytes of one model's parameters as they are sent, exactly: with scales and padding.
 
     Args:
       tree: Leaves [...] without a leading axis; only their shapes are read.
-      precision: As in `pack`.
+      precision: "float32", "bfloat16", "int8" or "int4".
 
     Returns:
       Bytes, of which float32 takes four per parameter.
@@ -197,6 +197,6 @@ def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _fill(array: Array, last: tuple[int, ...]) -> Array:
-    """With zeros, until its last dimensions are `last`."""
+    """Padded with zeros until its last dimensions are `last`."""
     sizes = array.shape[: array.ndim - len(last)] + last
     return jnp.pad(array, [(0, size - dim) for size, dim in zip(sizes, array.shape, strict=True)])

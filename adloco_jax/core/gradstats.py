@@ -18,12 +18,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from adloco_jax.core.types import (
-    GradientStats,
-    LossFn,
-    trainable,
-    trainable_loss,
-)
+from adloco_jax.core.arguments import on_any_mesh, trainable_loss, with_fixed_key
+from adloco_jax.core.types import GradientStats, LossFn, squared_norms, trainable
 
 Estimator: TypeAlias = Literal["vmap", "taps", "chunks", "jvp", "auto"]
 
@@ -31,6 +27,7 @@ MIN_EXAMPLES = 2  # a sample variance needs two
 MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2
 
 
+@on_any_mesh(lambda whole, *_, **__: whole)
 def gradient_stats(
     loss_fn: LossFn,
     params: PyTree,
@@ -40,6 +37,7 @@ def gradient_stats(
     chunk_size: int | None = None,
     num_examples: Int[Array, ""] | int | None = None,
     inner_products: bool = True,
+    has_aux: bool = False,
 ) -> GradientStats:
     """Statistics of the per-example gradients of `batch` at `params`.
 
@@ -67,7 +65,8 @@ def gradient_stats(
 
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and `jvp` call it
-        with one example at a time, its leading axis kept.
+        with one example at a time, its leading axis kept. If it takes a `key`, it is given the same
+        one in every call.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.
@@ -78,6 +77,7 @@ def gradient_stats(
         anything; data, so that one compiled program serves every t. None counts all. `chunks`
         counts whole chunks only.
       inner_products: Whether the inner-product fields are wanted; the norm test does without.
+      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is not looked at.
 
     Returns:
       The statistics, fields of shape []; for `chunks` and `jvp` in units of single examples too,
@@ -86,48 +86,70 @@ def gradient_stats(
     Raises:
       ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn` or
         `inner_products`, `loss_fn` does not return one number or takes `tap_B` without using it,
-        parameters are complex, the leaves disagree on B or B < 2, or `chunk_size` does not fit.
+        parameters are complex or none is floating-point, the leaves disagree on B or B < 2, or
+        `chunk_size` does not fit.
 
     Source: docs/algorithm.md, 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     """
-    m = _measure(loss_fn, params, batch, estimator, chunk_size, num_examples, inner_products)
-    count = m.num_units * m.unit_size
+    estimator = resolve_estimator(estimator, loss_fn, inner_products=inner_products)
+    loss_of, params = _scalar_loss(loss_fn, params, has_aux=has_aux), trainable(params)
+    units = _units(batch, estimator, chunk_size, num_examples, inner_products)
+    sums_P, norms_U = _sum_gradients(loss_of, params, units, estimator)
+    num_units = units.num_units.astype(jnp.float32)
+    squares, num_means = units.unit_size * norms_U, num_units
+    if estimator == "jvp":
+        sizes_P = jnp.diff(units.ends_P, prepend=0)
+        squares = squared_norms(sums_P) / jnp.maximum(sizes_P, 1)
+        num_means = jnp.sum(sizes_P > 0, dtype=jnp.float32)
+    scale = jnp.sum(squares) / num_means
+    # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
+    safe = jnp.where(scale > 0, scale, 1.0)
+    mean_1 = jax.tree.map(lambda sum_P: sum_P.sum(axis=0, keepdims=True) / num_units, sums_P)
+    mean_norm = squared_norms(mean_1)[0] / safe
+    count = num_units * units.unit_size
     # Analysis of variance between means of equal or unequal numbers of examples; for single
     # examples it is the module docstring's S and G2.
-    noise_sum = m.square_sum - count * m.mean_norm
+    noise_sum = jnp.sum(squares / safe) - count * mean_norm
+    zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
-        scale=m.scale,
+        scale=scale,
         num_examples=count,
         noise_sum=noise_sum,
-        noise_weight=m.num_means - 1,
-        signal_sum=m.num_means * ((m.num_means - 1) * m.mean_norm - noise_sum / count),
-        signal_weight=m.num_means * (m.num_means - 1),
-        ip_sum=jnp.zeros((), jnp.float32),
-        ip_weight=jnp.zeros((), jnp.float32),
-        plugin_ip_sum=jnp.zeros((), jnp.float32),
-        plugin_orth_sum=jnp.zeros((), jnp.float32),
+        noise_weight=num_means - 1,
+        signal_sum=num_means * ((num_means - 1) * mean_norm - noise_sum / count),
+        signal_weight=num_means * (num_means - 1),
+        **dict.fromkeys(("ip_sum", "ip_weight", "plugin_ip_sum", "plugin_orth_sum"), zero),
     )
-    if not inner_products:
-        return stats
+    if inner_products:
+        products_3U = _multiply(loss_of, params, units, estimator, sums_P, safe)
+        return _with_products(stats, units, products_3U, mean_norm)
+    return stats
 
-    p_U, first_U, second_U = m.products_3U
-    num_last = jnp.sum(m.last_U).astype(jnp.float32)
+
+def _with_products(
+    stats: GradientStats, units: "_Units", products_3U: Array, mean_norm: Array
+) -> GradientStats:
+    """The inner-product fields too; products and |mean gradient|^2 are in units of the scale."""
+    p_U, first_U, second_U = products_3U
+    u, index_U = units.num_units, jnp.arange(units.size)
+    last_U = (index_U >= 2 * jnp.maximum(u // 3, 1)) & (index_U < u)
+    num_last = jnp.sum(last_U).astype(jnp.float32)
 
     def centred(values_U):
-        mean = jnp.sum(jnp.where(m.last_U, values_U, 0.0)) / jnp.maximum(num_last, 1.0)
-        return jnp.where(m.last_U, values_U - mean, 0.0)
+        mean = jnp.sum(jnp.where(last_U, values_U, 0.0)) / jnp.maximum(num_last, 1.0)
+        return jnp.where(last_U, values_U - mean, 0.0)
 
-    has_products = m.num_units >= MIN_EXAMPLES_INNER_PRODUCT
-    covariance_sum = m.unit_size * jnp.sum(centred(first_U) * centred(second_U))
-    plugin_ip_sum = m.unit_size * jnp.sum(jnp.where(m.valid_U, (p_U - m.mean_norm) ** 2, 0.0))
+    has_products = u >= MIN_EXAMPLES_INNER_PRODUCT
+    covariance_sum = units.unit_size * jnp.sum(centred(first_U) * centred(second_U))
+    plugin_ip_sum = units.unit_size * jnp.sum(jnp.where(index_U < u, (p_U - mean_norm) ** 2, 0.0))
     # Its weight is that of the noise, which for `jvp` counts thirds.
-    plugin_ip_sum *= stats.noise_weight / jnp.maximum(m.num_units - 1, 1.0)
+    plugin_ip_sum *= stats.noise_weight / jnp.maximum(u - 1, 1)
     return stats.replace(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
         plugin_ip_sum=plugin_ip_sum,
         # By the identity S = V_ip / |mean|^2 + V_o.
-        plugin_orth_sum=noise_sum - plugin_ip_sum / jnp.where(m.mean_norm > 0, m.mean_norm, 1.0),
+        plugin_orth_sum=stats.noise_sum - plugin_ip_sum / jnp.where(mean_norm > 0, mean_norm, 1.0),
     )
 
 
@@ -142,22 +164,25 @@ def per_example_products(
     """Squared norm of each example's gradient, and its inner product with the mean gradient.
 
     Args:
-      loss_fn: As in `gradient_stats`, and so are the others.
-      params: Any pytree of arrays.
+      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples.
+      params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: One that measures single examples.
-      chunk_size: Examples in one pass.
+      estimator: One that measures single examples, as `gradient_stats` describes them.
+      chunk_size: Most examples in one pass, which bounds memory.
 
     Returns:
       n_j and p_j, float32.
 
     Raises:
-      ValueError: As in `gradient_stats`.
+      ValueError: While tracing, for what `gradient_stats` refuses too.
     """
     if estimator not in ("vmap", "taps", "auto"):
         raise ValueError(f"estimator={estimator!r}: expected vmap, taps or auto")
-    m = _measure(loss_fn, params, batch, estimator, chunk_size, None, True)
-    return m.norms_U, m.products_3U[0] * m.scale
+    resolved = resolve_estimator(estimator, loss_fn, inner_products=True)
+    loss_of, params = _scalar_loss(loss_fn, params), trainable(params)
+    units = _units(batch, resolved, chunk_size, None, True)
+    sums_3, norms_B = _sum_gradients(loss_of, params, units, resolved)
+    return norms_B, _multiply(loss_of, params, units, resolved, sums_3, jnp.ones(()))[0]
 
 
 def pool(stats: GradientStats) -> GradientStats:
@@ -175,147 +200,104 @@ def pool(stats: GradientStats) -> GradientStats:
     Source: docs/algorithm.md, 2, "Several workers".
     """
     scale = stats.scale.max(axis=0)
-    ratio_n = stats.scale / (scale + (scale == 0))
-
-    def total(values_n, power):
-        return (values_n * ratio_n**power).sum(axis=0)
-
-    return GradientStats(
-        scale=scale,
-        num_examples=stats.num_examples.sum(axis=0),
-        noise_sum=total(stats.noise_sum, 1),
-        noise_weight=stats.noise_weight.sum(axis=0),
-        signal_sum=total(stats.signal_sum, 1),
-        signal_weight=stats.signal_weight.sum(axis=0),
-        ip_sum=total(stats.ip_sum, 2),
-        ip_weight=stats.ip_weight.sum(axis=0),
-        plugin_ip_sum=total(stats.plugin_ip_sum, 2),
-        plugin_orth_sum=total(stats.plugin_orth_sum, 1),
-    )
+    same = stats.in_units_of(scale).replace(scale=stats.scale)
+    return jax.tree.map(lambda values_n: values_n.sum(axis=0), same).replace(scale=scale)
 
 
-class _Measured(NamedTuple):
-    """What the passes over a batch give; a unit is an example, or the mean of one of `chunks`."""
+def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
+    """`loss_fn` of the floating-point parameters, without its auxiliary output, at a fixed key."""
+    loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
+    return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
-    norms_U: Array  # |g_u|^2; zero for `jvp`
-    num_units: Array  # u, float32
+
+class _Units(NamedTuple):
+    """A batch as units, in parts whose gradients are summed apart: thirds, or everything."""
+
+    batch_U: PyTree  # leaves [U, examples of a unit, ...]
     unit_size: int  # examples of a unit
-    num_means: Array  # K means that the noise is taken between: the units, or thirds for `jvp`
-    scale: Array  # mean of the K, examples * |mean|^2
-    square_sum: Array  # their sum, in units of scale
-    mean_norm: Array  # |mean gradient|^2, in units of scale
-    products_3U: Array  # <g_u, .>, units of scale: with the mean; with two thirds' means (last_U)
-    valid_U: Array  # bool: not padding
-    last_U: Array  # bool: of the last third
+    group: int  # units of one pass
+    num_units: Array  # int32 []: those that count; the rest is padding
+    ends_P: Array  # int32 [P]: where each part ends
 
+    @property
+    def size(self) -> int:
+        """Units with padding."""
+        return jax.tree.leaves(self.batch_U)[0].shape[0]
 
-def _measure(
-    loss_fn: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    estimator: Estimator,
-    chunk_size: int | None,
-    num_examples: Array | int | None,
-    inner_products: bool,
-) -> _Measured:
-    """Goes over the batch once for norms and gradient sums, and again for inner products."""
-    estimator = resolve_estimator(estimator, loss_fn, inner_products=inner_products)
-    loss_fn, params = trainable_loss(loss_fn, params), trainable(params)
-    unit_size, num_units, group = _sizes(batch, estimator, chunk_size, inner_products)
-    batch_U = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
-    )
-    u = jnp.asarray(num_units if num_examples is None else num_examples // unit_size, jnp.int32)
-    third = jnp.maximum(u // 3, 1)
-    # The parts whose gradients are summed apart: thirds, or everything.
-    ends_P = jnp.minimum(jnp.stack([third, 2 * third, u]), u) if inner_products else u[None]
-    starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_P[:-1]])
-    index_U = jnp.arange(num_units)
+    def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
+        """Folds `body(i, index_C, valid_C, units_C, carry)` over the passes of each part listed."""
+        starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
+        starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
+        passes_I = -(-(ends_I - starts_I) // self.group)
+        done_I = jnp.cumsum(passes_I)
 
-    def over_groups(parts_I, body, carry):
-        """Folds `body(i, index_C, valid_C, units_C, carry)` over the groups of each part listed."""
-        starts_I, ends_I = starts_P[parts_I], ends_P[parts_I]
-        groups_I = -(-(ends_I - starts_I) // group)
-        done_I = jnp.cumsum(groups_I)
-
-        def one_group(k, carry):
+        def one_pass(k, carry):
             i = jnp.sum(k >= done_I)
-            index_C = starts_I[i] + (k - done_I[i] + groups_I[i]) * group + jnp.arange(group)
-            # The last group is filled up with its part's last unit, never with padding.
+            first = starts_I[i] + (k - done_I[i] + passes_I[i]) * self.group
+            index_C = first + jnp.arange(self.group)
+            # The last pass repeats its part's last unit, as padding may hold anything.
             inside_C = jnp.minimum(index_C, ends_I[i] - 1)
-            units_C = jax.tree.map(lambda leaf: leaf[inside_C], batch_U)
+            units_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_U)
             return body(i, index_C, index_C < ends_I[i], units_C, carry)
 
-        if len(parts_I) == 1 and group >= num_units:
-            return one_group(0, carry)
-        return lax.fori_loop(0, done_I[-1], one_group, carry)
+        if len(parts_I) == 1 and self.group >= self.size:
+            return one_pass(0, carry)
+        return lax.fori_loop(0, done_I[-1], one_pass, carry)
 
-    def add_group(part, index_C, valid_C, units_C, carry):
+
+def _sum_gradients(
+    loss_of: LossFn, params: PyTree, units: _Units, estimator: str
+) -> tuple[PyTree, Array]:
+    """Each part's sum of gradients, leaves [P, ...], and each unit's squared norm, float32 [U]."""
+
+    def add_pass(part, index_C, valid_C, units_C, carry):
         sums_P, norms_U = carry
-        grad_sum, norms_C = _GRADIENTS[estimator](loss_fn, params, units_C, valid_C)
+        grad_sum, norms_C = _GRADIENTS[estimator](loss_of, params, units_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
         return sums_P, norms_U.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
 
-    num_parts = len(ends_P)
+    num_parts = len(units.ends_P)
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
-    carry = (zeros_P, jnp.zeros(num_units, jnp.float32))
-    sums_P, norms_U = over_groups(np.arange(num_parts), add_group, carry)
-    mean_1 = jax.tree.map(lambda sum_P: jnp.sum(sum_P, axis=0, keepdims=True) / u, sums_P)
+    carry = (zeros_P, jnp.zeros(units.size, jnp.float32))
+    return units.fold(np.arange(num_parts), add_pass, carry)
 
-    count = u.astype(jnp.float32)
-    squares, num_means = unit_size * norms_U, count
-    if estimator == "jvp":
-        sizes_P = ends_P - starts_P
-        squares = _squared_norms(sums_P) / jnp.maximum(sizes_P, 1)
-        num_means = jnp.sum(sizes_P > 0, dtype=jnp.float32)
-    scale = jnp.sum(squares) / num_means
-    # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
-    safe = jnp.where(scale > 0, scale, 1.0)
-    measured = _Measured(
-        norms_U=norms_U,
-        num_units=count,
-        unit_size=unit_size,
-        num_means=num_means,
-        scale=scale,
-        square_sum=jnp.sum(squares / safe),
-        mean_norm=_squared_norms(mean_1)[0] / safe,
-        products_3U=jnp.zeros((3, num_units), jnp.float32),
-        valid_U=index_U < u,
-        last_U=(index_U >= 2 * third) & (index_U < u),
-    )
-    if not inner_products:
-        return measured
 
-    root = jnp.sqrt(safe)
-    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / third
-    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / u, *thirds_23]) / root
+def _multiply(
+    loss_of: LossFn, params: PyTree, units: _Units, estimator: str, sums_3: PyTree, scale: Array
+) -> Array:
+    """Products of units' gradients with the mean, and with the first two thirds': float32 [3, U].
+
+    Only the last third is multiplied with the means of the other two. In units of `scale`.
+    """
+    root = jnp.sqrt(scale)
+    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(units.num_units // 3, 1)
+    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / units.num_units, *thirds_23]) / root
     directions_3 = jax.tree.map(
-        lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_P
+        lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_3
     )
 
     def multiply(parts_I, num_directions, products_3U):
         rows = slice(num_directions)
         directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
 
-        def multiply_group(_, index_C, valid_C, units_C, products_3U):
-            products = _PRODUCTS[estimator](loss_fn, params, units_C, directions)
+        def multiply_pass(_, index_C, valid_C, units_C, products_3U):
+            products = _PRODUCTS[estimator](loss_of, params, units_C, directions)
             products = products.astype(jnp.float32) / root
             return products_3U.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
 
-        return over_groups(parts_I, multiply_group, products_3U)
+        return units.fold(parts_I, multiply_pass, products_3U)
 
-    # Only the last third is multiplied with the means of the other two.
-    products_3U = multiply(np.array([0, 1]), 1, measured.products_3U)
-    return measured._replace(products_3U=multiply(np.array([2]), 3, products_3U))
+    products_3U = jnp.zeros((3, units.size), jnp.float32)
+    return multiply(np.array([2]), 3, multiply(np.array([0, 1]), 1, products_3U))
 
 
 def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: bool) -> Estimator:
     """The estimator that `gradient_stats` uses for a loss function: `auto` resolved.
 
     Args:
-      estimator: As in `gradient_stats`.
-      loss_fn: As in `gradient_stats`.
-      inner_products: As in `gradient_stats`.
+      estimator: Its name, or `auto`.
+      loss_fn: Whose gradients are measured.
+      inner_products: Whether inner products are wanted.
 
     Returns:
       `vmap`, `taps`, `chunks` or `jvp`.
@@ -346,10 +328,14 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: 
     return estimator
 
 
-def _sizes(
-    batch: PyTree, estimator: str, chunk_size: int | None, inner_products: bool
-) -> tuple[int, int, int]:
-    """Examples of a unit, units of the batch, units of one pass."""
+def _units(
+    batch: PyTree,
+    estimator: str,
+    chunk_size: int | None,
+    num_examples: Array | int | None,
+    inner_products: bool,
+) -> _Units:
+    """Divides a batch into units, passes and parts."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(
@@ -358,18 +344,31 @@ def _sizes(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
-    if estimator != "chunks":
+    if estimator == "chunks":
+        if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
+            raise ValueError(
+                f"chunk_size={chunk_size}: estimator='chunks' needs one that divides the batch's "
+                f"{size} examples into at least {MIN_EXAMPLES} chunks"
+            )
+        unit_size, group = chunk_size, 1
+    else:
         parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-        # The fewest filled-up places; a pass costs about one example more than it has places.
+        # The least padding; a pass costs about one example more than it has places.
         limit = min(chunk_size or size, parts[-1])
         cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
-        return 1, size, min(cost, key=cost.__getitem__)
-    if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
-        raise ValueError(
-            f"chunk_size={chunk_size}: estimator='chunks' needs one that divides the batch's "
-            f"{size} examples into at least {MIN_EXAMPLES} chunks"
-        )
-    return chunk_size, size // chunk_size, 1
+        unit_size, group = 1, min(cost, key=cost.__getitem__)
+    count = (size if num_examples is None else num_examples) // unit_size
+    u = jnp.asarray(count, jnp.int32)
+    third = jnp.maximum(u // 3, 1)
+    return _Units(
+        batch_U=jax.tree.map(
+            lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
+        ),
+        unit_size=unit_size,
+        group=group,
+        num_units=u,
+        ends_P=jnp.minimum(jnp.stack([third, 2 * third, u]), u) if inner_products else u[None],
+    )
 
 
 def _unit_grads(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> PyTree:
@@ -389,7 +388,7 @@ def _gradients_by_vmap(loss_fn, params, units_C, valid_C):
         return jnp.where(valid_C.reshape((-1,) + (1,) * (leaf_C.ndim - 1)), leaf_C, 0.0)
 
     grads_C = jax.tree.map(select, _unit_grads(loss_fn, params, units_C))
-    return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), _squared_norms(grads_C)
+    return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), squared_norms(grads_C)
 
 
 def _gradients_by_taps(loss_fn, params, units_C, valid_C):
@@ -464,12 +463,3 @@ _PRODUCTS: dict[str, Callable[..., Array]] = {
     "chunks": _products_by_vmap,
     "jvp": _products_by_jvp,
 }
-
-
-def _squared_norms(tree_B: PyTree) -> Array:
-    """Squared L2 norm of each example's pytree: [B]."""
-    norms = [
-        jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-        for leaf in jax.tree.leaves(tree_B)
-    ]
-    return jnp.sum(jnp.stack(norms), axis=0)

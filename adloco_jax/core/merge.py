@@ -212,7 +212,7 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
       ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
         left without a worker.
 
-    Source: docs/algorithm.md, 4; AdLoCo section 4.3 divides the workers anew after each merge.
+    Source: docs/algorithm.md, 4; AdLoCo section 4.3 divides the workers again after each merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
     pool = ensemble.num_workers

@@ -14,13 +14,14 @@ F is the number of fragments here, and X a leaf's leading axis.
 Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, PyTree
+from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.compress import Precision
 from adloco_jax.core.outer import outer_update, start_round
@@ -69,11 +70,11 @@ def put_fragment(
     Args:
       tree_X: Leaves [X, ...].
       part_X: The fragment's new entries, as `take_fragment` returned the old ones.
-      fragment: As it was taken.
-      num_fragments: As it was taken.
+      fragment: Its index, from 0 to F - 1.
+      num_fragments: F >= 1.
 
     Returns:
-      `tree_X` with these entries replaced, all others bit for bit; what filled up is dropped.
+      `tree_X` with these entries replaced, all others bit for bit; padding is dropped.
     """
     if num_fragments == 1:
         return part_X
@@ -98,11 +99,10 @@ def outer_update_fragment(
     *,
     num_fragments: int,
     outer_tx: optax.GradientTransformation,
-    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     precision: Precision = "float32",
     keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     publish: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
+    **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """The trainers' half of a fragment's synchronisation: `outer_update` on these entries alone.
 
@@ -115,22 +115,22 @@ def outer_update_fragment(
       sent_R: Of each worker's parameters what `take_fragment` takes, when it was sent.
       fragment: Which one; the last ends the round.
       num_fragments: F >= 1, synchronised in turn.
-      outer_tx: As in `outer_update`. State that belongs to no single parameter, such as a count, is
-        updated with every fragment.
-      weights_R: As in `outer_step`.
-      precision: As in `outer_update`.
+      outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
+        such as a count, is updated with every fragment.
+      precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
       keep: Applied to the fragment of the trainers' parameters as it is taken. Where they are
-        copied to several devices, a sharding constraint that keeps it so, lest it be dealt out and
-        gathered again.
-      exchange: As in `outer_update`.
-      publish: As in `outer_update`; in float32 it is applied to the fragment's new parameters.
+        replicated over several devices, a sharding constraint that says so, or the partitioner
+        shards and gathers them again.
+      publish: Applied to the trainers' updates [M, ...], packed, or in float32 to the fragment's
+        new parameters: the all-gather.
+      **how: `weights_R`, `aggregate` and `exchange` of `outer_update`.
 
     Returns:
       The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
       trainer's pseudo-gradient in these entries, NaN for one left out.
 
     Raises:
-      ValueError: As `outer_update`.
+      ValueError: While tracing, as `outer_update` does.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), sections 2.2 and 2.3.
     """
@@ -153,10 +153,9 @@ def outer_update_fragment(
         part,
         Workers(params_R=sent_R, inner_state_R=ensemble.inner_state_R),
         outer_tx=outer_tx,
-        weights_R=weights_R,
         precision=precision,
-        exchange=exchange,
         publish=publish,
+        **how,
     )
     if precision == "float32" or ensemble.num_workers == ensemble.num_trainers:
         part = part.replace(params_M=publish(part.params_M))
@@ -186,8 +185,8 @@ def receive_fragment(
     Args:
       workers: When the fragment arrives.
       ensemble: From `outer_update_fragment`.
-      fragment: As it was sent.
-      num_fragments: As it was sent.
+      fragment: Its index, from 0 to F - 1.
+      num_fragments: F >= 1.
       mixing: Share of a worker's own entries that stays, from 0 to below 1; of a worker whose
         entries are not finite none does.
 
@@ -218,86 +217,57 @@ def receive_fragment(
 def fragment_steps(
     ensemble: Ensemble,
     workers: Workers,
-    batch_TRB: PyTree,
+    inputs_T: PyTree,
     fragment: int | Int[Array, ""],
     *,
     steps: Callable,
     num_fragments: int,
-    outer_tx: optax.GradientTransformation,
     delay: int = 0,
     mixing: float = 0.0,
-    learning_rate_TR: Float[Array, "T R"] | None = None,
-    update_T: Bool[Array, " T"] | None = None,
-    precision: Precision = "float32",
-    keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
-    publish: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-) -> tuple[Ensemble, Workers, Float[Array, "T R"], Bool[Array, "T R"], Float[Array, " M"]]:
+    **how: Any,
+) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Inner steps that end with the synchronisation of one fragment; F of them make a round.
 
     The fragment is sent `delay` micro-batches before the end. What workers compute meanwhile is no
     input of the synchronisation, so that a compiler may let the two run at once.
 
     Args:
-      ensemble: As in `outer_update_fragment`; it needs no workers' state.
+      ensemble: As it was when the fragment was last synchronised; it needs no workers' state.
       workers: With parameters of their own.
-      batch_TRB: As in `inner_steps`.
+      inputs_T: What `steps` is called with beside the workers: a tuple of leaves [T, ...].
       fragment: Which one.
-      steps: `inner_steps` with its loss and transformation bound: called with workers, batch,
-        `learning_rate_TR` and `update_T`.
-      num_fragments: F >= 1.
-      outer_tx: As in `outer_update`.
+      steps: `inner_steps` with its loss and transformation bound.
+      num_fragments: F >= 1, synchronised in turn.
       delay: Micro-batches from the sending of the fragment to its arrival, from 0 to below T.
-      mixing: As in `receive_fragment`.
-      learning_rate_TR: As in `inner_steps`.
-      update_T: As in `inner_steps`.
-      precision: As in `outer_update`.
-      keep: As in `outer_update_fragment`.
-      exchange: As in `outer_update`.
-      publish: As in `outer_update_fragment`.
+      mixing: Share of a worker's own entries that stays when the fragment arrives, in [0, 1).
+      **how: Keyword arguments of `outer_update_fragment`, `outer_tx` among them.
 
     Returns:
-      The ensemble and workers, each micro-batch's loss and whether its update was skipped, as
-      `inner_steps` returns them, and the norms of the pseudo-gradients in these entries.
+      The ensemble and workers, what `steps` measured for each micro-batch, and the norms of the
+      pseudo-gradients in these entries.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
 
     def advance(workers, part):
-        inputs = (batch_TRB, learning_rate_TR, update_T)
-        return steps(workers, *jax.tree.map(lambda leaf: leaf[part], inputs))
+        return steps(workers, *jax.tree.map(lambda leaf: leaf[part], inputs_T))
 
-    num_before = jax.tree.leaves(batch_TRB)[0].shape[0] - delay
-    workers, *measured_TR = advance(workers, slice(None, num_before))
+    num_before = jax.tree.leaves(inputs_T)[0].shape[0] - delay
+    workers, *measured_T = advance(workers, slice(None, num_before))
+    sent_R = take_fragment(workers.params_R, fragment, num_fragments=num_fragments)
     ensemble, norm_M = outer_update_fragment(
-        ensemble,
-        take_fragment(workers.params_R, fragment, num_fragments=num_fragments),
-        fragment,
-        num_fragments=num_fragments,
-        outer_tx=outer_tx,
-        precision=precision,
-        keep=keep,
-        exchange=exchange,
-        publish=publish,
+        ensemble, sent_R, fragment, num_fragments=num_fragments, **how
     )
     if delay:
-        workers, *rest_TR = advance(workers, slice(num_before, None))
-        pairs = zip(measured_TR, rest_TR, strict=True)
-        measured_TR = [jnp.concatenate(pair) for pair in pairs]
+        workers, *rest_T = advance(workers, slice(num_before, None))
+        measured_T = jax.tree.map(lambda *pair: jnp.concatenate(pair), measured_T, rest_T)
     workers = receive_fragment(
         workers, ensemble, fragment, num_fragments=num_fragments, mixing=mixing
     )
-    loss_TR, skipped_TR = measured_TR
-    return ensemble, workers, loss_TR, skipped_TR, norm_M
+    return ensemble, workers, measured_T, norm_M
 
 
-def flush_workers(
-    ensemble: Ensemble,
-    *,
-    precision: Precision = "float32",
-    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
-    publish: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-) -> Ensemble:
+def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
     """Sets every trainer, and its workers, to the mean of its workers' parameters.
 
     For the end of a run and before a merge, where fragments leave worker updates unsynchronised. It
@@ -305,23 +275,14 @@ def flush_workers(
 
     Args:
       ensemble: Its workers have parameters of their own.
-      precision: As in `outer_update`.
-      exchange: As in `outer_update`.
-      publish: As in `outer_update`.
+      **how: `precision`, `exchange` and `publish` of `outer_update`.
 
     Returns:
       The ensemble with the new parameters.
     """
     mean = optax.sgd(1.0)
     bare = ensemble.replace(outer_state_M=jax.vmap(mean.init)(trainable(ensemble.params_M)))
-    after, _ = outer_update(
-        bare,
-        start_round(bare),
-        outer_tx=mean,
-        precision=precision,
-        exchange=exchange,
-        publish=publish,
-    )
+    after, _ = outer_update(bare, start_round(bare), outer_tx=mean, **how)
     return after.replace(round=ensemble.round, outer_state_M=ensemble.outer_state_M)
 
 

@@ -15,7 +15,7 @@ worker axis is `params_R`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,12 @@ from flax import struct
 from jax import Array
 from jaxtyping import PyTree
 
-LossFn: TypeAlias = Callable[[PyTree, PyTree], Array]
-"""`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`."""
+LossFn: TypeAlias = Callable[..., Any]
+"""`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
+
+It may have a parameter `key`, for dropout and the like, and return `(scalar, aux)` where the caller
+says `has_aux=True`.
+"""
 
 
 class Ensemble(struct.PyTreeNode):
@@ -77,6 +81,7 @@ class RoundMetrics(struct.PyTreeNode):
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
     skipped_SR: Array  # bool [S, R]: updates left out, their loss or gradient not being finite
     pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
+    aux: PyTree = None  # [S, R, ...] means over an update's micro-batches, float32 at least
 
 
 class GradientStats(struct.PyTreeNode):
@@ -100,6 +105,16 @@ class GradientStats(struct.PyTreeNode):
     plugin_ip_sum: Array | np.ndarray  # sum_j (p_j - |mean|^2)^2, weight t - 1
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
+    def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
+        """The same statistics with the sums in units of another scale."""
+        ratio = self.scale / (scale + (scale == 0))
+        linear = {
+            name: getattr(self, name) * ratio
+            for name in ("noise_sum", "signal_sum", "plugin_orth_sum")
+        }
+        squared = {name: getattr(self, name) * ratio**2 for name in ("ip_sum", "plugin_ip_sum")}
+        return self.replace(scale=scale, **linear, **squared)
+
     @property
     def noise(self) -> Array | np.ndarray:
         """Unbiased estimate of tr(Sigma), the gradient noise (S_hat of docs/algorithm.md, 2)."""
@@ -122,7 +137,8 @@ def trainable(params: PyTree) -> PyTree:
     """The floating-point leaves, None in place of others: PRNG keys and counts are no parameters.
 
     Raises:
-      ValueError: If a leaf is complex: norms and means here are those of real numbers.
+      ValueError: If a leaf is complex, as norms and means here are those of real numbers, or none
+        is a floating-point array.
     """
 
     def select(leaf):
@@ -133,28 +149,19 @@ def trainable(params: PyTree) -> PyTree:
             )
         return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
 
-    return jax.tree.map(select, params)
+    values = jax.tree.map(select, params)
+    if not jax.tree.leaves(values):
+        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+        raise ValueError(
+            "params: expected a pytree with at least one floating-point array, got"
+            f" {', '.join(dtypes) or 'no array'}; convert what is to be trained to float32"
+        )
+    return values
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
     """`params` with the leaves that `trainable` selects replaced."""
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
-
-
-def trainable_loss(loss_fn: LossFn, params: PyTree) -> LossFn:
-    """`loss_fn` of what `trainable` selects; also raised if it returns anything but one number."""
-
-    def loss_of(values, batch, **taps):
-        loss = loss_fn(with_trainable(params, values), batch, **taps)
-        shape = jax.tree.map(jnp.shape, loss)
-        if shape != ():
-            raise ValueError(
-                f"loss_fn: returned shape {shape}, expected one number, the mean over the batch;"
-                " take jnp.mean of a loss per example, and return no auxiliary output"
-            )
-        return loss
-
-    return loss_of
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
@@ -228,7 +235,7 @@ def init(
     def stack(tree, size):
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            if not is_key(leaf):  # not weakly typed, or the second round compiles anew
+            if not is_key(leaf):  # not weakly typed, or the second round compiles again
                 leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
@@ -236,8 +243,6 @@ def init(
 
     params = jax.tree_util.tree_map_with_path(_parameter, params)
     values = trainable(params)
-    if not jax.tree.leaves(values):
-        raise ValueError("params: expected a pytree with at least one floating-point array")
     return Ensemble(
         params_M=stack(params, num_trainers),
         outer_state_M=stack(outer_tx.init(values), num_trainers),
@@ -339,39 +344,20 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
     return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, size, axis=0), tree_M)
 
 
-def owner_mean(
-    tree_R: PyTree,
-    owners: Sequence[int],
-    weights_R: Array | None = None,
-    usable_R: Array | None = None,
-) -> PyTree:
-    """Weighted mean over each trainer's workers, float32 at least: leaves [R, ...] -> [M, ...].
+def owner_mean(tree_R: PyTree, owners: Sequence[int]) -> PyTree:
+    """Mean over each trainer's workers, float32 at least: leaves [R, ...] -> [M, ...].
 
-    Workers are chosen by selection, never by a zero weight, so that a non-finite worker does not
-    poison the others. Only a positive finite weight counts; a trainer without one takes the plain
-    mean of its usable workers, and zeros if it has none. Of PRNG keys it is the first worker's.
+    Of PRNG keys it is the first worker's. Padding is left out by selection: zero times NaN is NaN.
     """
-    weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
-    usable_R = jnp.ones(len(owners), bool) if usable_R is None else usable_R
+    tree_MW, mask_MW = by_trainer(tree_R, owners)
 
-    def mean(usable_W, tree_W, weights_W):
-        weighted_W = usable_W & (weights_W > 0) & jnp.isfinite(weights_W)
-        any_weight = jnp.any(weighted_W)
-        mine_W = jnp.where(any_weight, weighted_W, usable_W)
-        share_W = jnp.where(mine_W, jnp.where(any_weight, weights_W, 1.0), 0.0)
-        share_W = share_W / jnp.sum(share_W)
+    def mean(leaf_MW):
+        if is_key(leaf_MW):
+            return leaf_MW[:, 0]
+        mask = mask_MW.reshape(mask_MW.shape + (1,) * (leaf_MW.ndim - 2))
+        return jnp.mean(leaf_MW.astype(at_least_float32(leaf_MW.dtype)), axis=1, where=mask)
 
-        def leaf_mean(leaf_W):
-            if is_key(leaf_W):
-                return leaf_W[jnp.argmax(mine_W)]
-            shape = (-1,) + (1,) * (leaf_W.ndim - 1)
-            leaf_W = leaf_W.astype(at_least_float32(leaf_W.dtype)) * share_W.reshape(shape)
-            return jnp.sum(jnp.where(mine_W.reshape(shape), leaf_W, 0.0), axis=0)
-
-        return jax.tree.map(leaf_mean, tree_W)
-
-    (usable_MW, tree_MW, weights_MW), mask_MW = by_trainer((usable_R, tree_R, weights_R), owners)
-    return jax.vmap(mean)(usable_MW & mask_MW, tree_MW, weights_MW)
+    return jax.tree.map(mean, tree_MW)
 
 
 def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarray]:

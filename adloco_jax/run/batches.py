@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from adloco_jax.adloco import Control, RoundPlan, measures_gradients
+from adloco_jax.accounting import Control, RoundPlan
+from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
@@ -106,8 +107,9 @@ class Batch(NamedTuple):
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
-    parts: list[list[tuple[Array, np.ndarray, np.ndarray]]]
-    """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]."""
+    parts: list[list[tuple[Array, np.ndarray, np.ndarray, np.ndarray | None]]]
+    """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]; for a
+    loss that takes `key` each worker's trainer id, stream, and first sequence of it [R, 3]."""
     tests: list[Test]
     lines: list[dict]
     """The round's ledger fields by trainer, as far as the plan decides them."""
@@ -216,6 +218,7 @@ def make_batch(
                     reshard(rows_TRBL[t : t + steps], at),
                     rate_TR[t : t + steps],
                     flag_T[t : t + steps],
+                    None if spec.key_seed is None else _streams(control, group, t * size),
                 )
                 for t in range(0, group.plan.num_micro_batches, steps)
             ]
@@ -297,6 +300,17 @@ def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Sett
         share = min(total // len(workers), per_worker)
         counts[workers] = share if share >= least else 0
     return counts
+
+
+def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
+    """Int32 [R of the group, 3]: trainer id, stream, and the first sequence used after `offset`."""
+    trainers = [control.trainers[control.owners[w]] for w in group.workers]
+    streams = [control.streams[w] for w in group.workers]
+    firsts = [
+        trainer.cursors.get(str(stream), 0) + offset
+        for trainer, stream in zip(trainers, streams, strict=True)
+    ]
+    return np.array([[t.id for t in trainers], streams, firsts], np.int32).T
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:

@@ -14,6 +14,8 @@ from jaxtyping import PyTree
 
 from adloco_jax import hf
 from adloco_jax.adloco import start
+from adloco_jax.core.aggregate import AGGREGATORS
+from adloco_jax.core.arguments import takes, with_knobs
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
@@ -263,6 +265,8 @@ def program_spec(
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
         precision=settings.outer.precision,
+        aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
+        key_seed=settings.seed if takes(loss_fn, "key") else None,
         worker_parallelism=worker_parallelism(settings),
         examples_per_pass=examples_per_pass(settings),
         num_fragments=settings.outer.fragments,

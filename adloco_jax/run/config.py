@@ -320,6 +320,10 @@ _RULES: dict[str, Callable[..., bool]] = {
     "only what arrives in fragments or late is mixed; set outer.mixing=0.0": (
         lambda c: c.outer.mixing == 0 or c.outer.fragments > 1 or c.outer.delay_updates > 0
     ),
+    (
+        "other rules than the mean take whole tensors, which fragments cut; set"
+        " outer.aggregator='mean' or outer.fragments=1"
+    ): (lambda c: c.outer.aggregator == "mean" or c.outer.fragments == 1),
     "a run starts without accumulation; lower the first or raise the second": (
         lambda c: (
             c.batching.max_batch_size is None

@@ -18,17 +18,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.adloco import (
-    Control,
-    RoundPlan,
-    State,
-    StateBytes,
-    Stats,
-    count_flush,
-    count_round,
-    merge_due,
-    smaller_plan,
-)
+from adloco_jax.accounting import Control, RoundPlan, StateBytes, count_flush, count_round
+from adloco_jax.adloco import State, Stats, merge_due, smaller_plan
 from adloco_jax.core.merge import merge, reassign
 from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.run.batches import (
@@ -241,12 +232,12 @@ class LocalEngine:
             workers = started.replace(**kept)
         measured, norms = [], []
         num_calls = len(parts) // spec.num_fragments  # for each synchronisation
-        for i, (tokens_TRBL, rate_TR, flag_T) in enumerate(parts):
-            inputs = (tokens_TRBL, rate_TR, flag_T if steps.accumulates else None)
+        for i, (tokens_TRBL, rate_TR, flag_T, stream_R3) in enumerate(parts):
+            inputs = (tokens_TRBL, rate_TR, flag_T if steps.accumulates else None, stream_R3)
             fragment, rest = divmod(i + 1, num_calls)
             if spec.own_params and not rest:
                 key = steps._replace(kind="fragment", owners=group.owners)
-                sub, workers, *pair, norm_M = self._call(
+                sub, workers, pair, norm_M = self._call(
                     key, sub, workers, *inputs, np.int32(fragment - 1)
                 )
                 norms.append(norm_M)

@@ -25,11 +25,11 @@ from adloco_jax.adloco import (
     after_merge,
     choose_members,
     is_over,
-    measures_gradients,
     merge_due,
     round_plan,
     share_done,
 )
+from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.errors import CheckpointError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run.batches import classes, round_keys

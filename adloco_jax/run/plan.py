@@ -8,7 +8,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
-from adloco_jax.adloco import RoundPlan, measures_gradients, merge_cost, start, sync_cost
+from adloco_jax.accounting import RoundPlan, merge_cost, sync_cost
+from adloco_jax.adloco import start
+from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.data.streaming import Streaming

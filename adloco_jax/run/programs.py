@@ -23,10 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.adloco import StateBytes
+from adloco_jax.core.aggregate import Aggregator, mean
+from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.compress import Precision, packed_bytes
 from adloco_jax.core.gradstats import MIN_EXAMPLES, Estimator, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
@@ -80,6 +83,8 @@ class Spec:
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
     precision: Precision = "float32"  # in which outer gradients travel
+    aggregate: Aggregator = mean  # of a trainer's workers' differences
+    key_seed: int | None = None  # of a loss that takes `key`
     worker_parallelism: int | None = None  # of a device's workers, as in `inner_steps`
     examples_per_pass: int | None = None  # where no devices share a batch, as in `inner_steps`
     num_fragments: int = 1  # F, synchronised in turn
@@ -272,13 +277,20 @@ def _start(spec: Spec, key: Key, at: Placement) -> Program:
 def _steps(spec: Spec, key: Key, at: Placement) -> Program:
     workers = workers_spec(spec, key, at)
     out = (_shardings(workers), at.replicated, at.replicated)
-    return _inner_steps(spec, at), (workers, *_batch_spec(spec, key, at)), (0,), out
+    advance = _inner_steps(spec, at)
+
+    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3):
+        return advance(workers, _keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
+
+    return steps, (workers, *_batch_spec(spec, key, at)), (0,), out
 
 
 def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
-    update = functools.partial(outer_update, outer_tx=spec.outer_tx, **_exchange(spec, at))
+    update = functools.partial(
+        outer_update, outer_tx=spec.outer_tx, aggregate=spec.aggregate, **_exchange(spec, at)
+    )
     return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
 
@@ -292,26 +304,26 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
         # Pinned, or what follows would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
-    def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, fragment):
+    def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
+        inputs_T = (_keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
         return fragment_steps(
             ensemble,
             workers,
-            tokens_TRBL,
+            inputs_T,
             fragment,
             steps=steps,
             num_fragments=spec.num_fragments,
             outer_tx=spec.outer_tx,
+            aggregate=spec.aggregate,
             delay=spec.delay,
             mixing=spec.mixing,
-            learning_rate_TR=rate_TR,
-            update_T=update_T,
             keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
             **_exchange(spec, at),
         )
 
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
     arguments = (ensemble, workers, *_batch_spec(spec, key, at), index)
-    out = (_shardings(ensemble), _shardings(workers), at.replicated, at.replicated, at.replicated)
+    out = (_shardings(ensemble), _shardings(workers), at.replicated, at.replicated)
     return fragment_program, arguments, (0, 1), out
 
 
@@ -370,11 +382,12 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
 
 def _loss(spec: Spec, key: Key, at: Placement) -> Program:
     params = _with_shardings(spec.params, at.params(spec.params))
+    loss_fn = with_fixed_key(spec.loss_fn)
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_BL(size))
 
     def losses(params, tokens_BL):
-        return jax.vmap(lambda tokens_L: spec.loss_fn(params, tokens_L[None]))(tokens_BL)
+        return jax.vmap(lambda tokens_L: loss_fn(params, tokens_L[None]))(tokens_BL)
 
     return losses, (params, tokens), (), at.replicated
 
@@ -390,12 +403,28 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, Key, Placement], Program]] = {
 }
 
 
+def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
+    """The tokens, and for a loss that takes `key` each sequence's own, [T, R, B].
+
+    Of a sequence's trainer, stream and place in it: a round that is repeated with smaller
+    micro-batches has the same ones.
+    """
+    if spec.key_seed is None or stream_R3 is None:
+        return tokens_TRBL, None
+    num_T, _, num_B = tokens_TRBL.shape[:3]
+    place_TRB = jnp.arange(num_T * num_B).reshape(num_T, 1, num_B)
+    trainer_R, stream_R, first_R = (column_R[None, :, None] for column_R in stream_R3.T)
+    key = jax.random.key(spec.key_seed)
+    return tokens_TRBL, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
+
+
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """`inner_steps` of (workers, tokens, rates, flags); each device takes its own workers."""
+    """`inner_steps` of (workers, keyed tokens, rates, flags); each device takes its own workers."""
     num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
-    def advance(workers, tokens_TRBL, rate_TR, update_T=None, *, at_once):
+    def advance(workers, keyed, rate_TR, update_T, *, at_once):
+        tokens_TRBL, key_TRB = keyed
         return inner_steps(
             workers,
             tokens_TRBL,
@@ -403,19 +432,20 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
             inner_tx=spec.inner_tx,
             learning_rate_TR=rate_TR,
             update_T=update_T,
+            key_TRB=key_TRB,
             worker_parallelism=at_once,
             # Where devices share a batch, gradients would be exchanged in every pass.
             examples_per_pass=None if is_shared else spec.examples_per_pass,
         )
 
-    def steps(workers, tokens_TRBL, rate_TR, update_T=None):
+    def steps(workers, keyed, rate_TR, update_T):
         at_once = spec.worker_parallelism
         num_workers = rate_TR.shape[1]
         if num_places == 1:
-            return advance(workers, tokens_TRBL, rate_TR, update_T, at_once=at_once)
+            return advance(workers, keyed, rate_TR, update_T, at_once=at_once)
         if (at_once or num_workers) >= num_workers // num_places:
             # One batch of all workers, which the partitioner divides.
-            return advance(workers, tokens_TRBL, rate_TR, update_T, at_once=None)
+            return advance(workers, keyed, rate_TR, update_T, at_once=None)
         pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
         specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
         by_worker = Workers(*specs)
@@ -427,13 +457,13 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
             axis_names={"trainer", "worker"},
             check_vma=False,
         )
-        return mapped(workers, tokens_TRBL, rate_TR, update_T)
+        return mapped(workers, keyed, rate_TR, update_T)
 
     return steps
 
 
 def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
-    """Tokens, learning rates and, where gradients are accumulated, update flags of one call."""
+    """Tokens, learning rates, update flags where gradients are accumulated, streams for keys."""
     steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
@@ -441,6 +471,9 @@ def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size)),
         jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR),
         flags if key.accumulates else None,
+        None
+        if spec.key_seed is None
+        else jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers),
     )
 
 

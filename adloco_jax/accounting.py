@@ -1,0 +1,162 @@
+"""What the host knows of a run, and what rounds, synchronisations and merges cost it."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass
+class Trainer:
+    """What the host knows of a living trainer; its parameters are in the ensemble's stack."""
+
+    id: int  # permanent, unlike its position in the stack
+    requested_batch_size: int  # sequences per worker and update
+    rounds: int = 0  # completed
+    updates: int = 0  # inner updates so far, per worker; drives the learning rate
+    cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
+    smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
+    recent_losses: list[float] = field(default_factory=list)  # of the last updates, all finite
+    broken_since: int | None = None  # the round after which all its workers only skipped updates
+
+
+@dataclass
+class Control:
+    """The host's half of a run's state: JSON-able, in the order of the ensemble's stack.
+
+    Functions that change it return a changed copy.
+    """
+
+    trainers: list[Trainer]
+    owners: list[int]  # trainer position of each worker
+    streams: list[int]  # the data stream each worker reads, which is its permanent id
+    max_batch_size: int  # in force: sequences per worker that a device holds at once
+    eval_batch_size: int  # as it was at the start: evaluation's figures stay comparable
+    round: int = 0
+    tokens_total: int = 0
+    updates_total: int = 0
+    syncs_total: int = 0
+    bytes_total: int = 0
+    outcomes_round: int = 0  # the last round whose losses are known here
+    # Rounds up to this one are run again after running out of memory, and planned as they were.
+    redo_round: int = 0
+    redo_max_batch_size: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
+    merges: list[dict[str, Any]] = field(default_factory=list)
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    replayed: dict[str, list[int]] = field(default_factory=dict)  # batches by trainer id, by round
+
+    def workers_of(self, trainer: int) -> list[int]:
+        """Positions of the workers of the trainer at a position."""
+        return [w for w, owner in enumerate(self.owners) if owner == trainer]
+
+
+class RoundPlan(NamedTuple):
+    """What every worker of one trainer runs in a round."""
+
+    micro_batch_size: int  # B
+    num_accum_steps: int  # A
+    num_micro_batches: int  # T
+    num_updates: int
+
+
+class StateBytes(NamedTuple):
+    """Bytes of what trainers and workers send one another when they merge or move."""
+
+    params: int  # of one trainer, in their own dtype
+    outer_state: int  # of one trainer, which a merge averages: momentum
+    inner_state: int  # given to a worker that joins a trainer: AdamW's moments
+
+
+def count_round(
+    control: Control,
+    plans: Mapping[int, RoundPlan],
+    *,
+    sequence_length: int,
+    sync_bytes: int,
+    num_syncs: int = 1,
+) -> tuple[Control, list[dict[str, int]]]:
+    """Counts a round as done, and returns what each trainer spent, in stack order.
+
+    Args:
+      control: Before the round.
+      plans: What ran, by trainer position.
+      sequence_length: Tokens of a sequence.
+      sync_bytes: Of one worker's outer gradient as it is sent, see `sync_cost`.
+      num_syncs: Synchronisations of a round, one for each fragment.
+    """
+    control = copy.deepcopy(control)
+    spent = []
+    for position, plan in sorted(plans.items()):
+        trainer, workers = control.trainers[position], control.workers_of(position)
+        sequences = plan.num_micro_batches * plan.micro_batch_size
+        trainer.rounds += 1
+        trainer.updates += plan.num_updates
+        for worker in workers:
+            stream = str(control.streams[worker])
+            trainer.cursors[stream] = trainer.cursors.get(stream, 0) + sequences
+        tokens = sequences * len(workers) * sequence_length
+        cost = sync_cost(len(workers), sync_bytes, num_syncs)
+        spent.append({"updates": plan.num_updates, "tokens": tokens, **cost})
+    control.round += 1
+    for name in ("tokens", "updates", "syncs", "bytes"):
+        total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent)
+        setattr(control, f"{name}_total", total)
+    return control, spent
+
+
+def count_flush(
+    control: Control, trainers: Sequence[int], *, sync_bytes: int
+) -> tuple[Control, dict]:
+    """Counts a synchronisation of trainers beside those of the rounds, and its ledger fields."""
+    costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
+    spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
+    ids = [control.trainers[m].id for m in trainers]
+    line = {"round": control.round, "trainers": ids, **spent}
+    return with_cost(control, spent), line
+
+
+def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
+    """The control with a communication added to its totals."""
+    return dataclasses.replace(
+        control,
+        syncs_total=control.syncs_total + cost["syncs"],
+        bytes_total=control.bytes_total + cost["bytes"],
+    )
+
+
+def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
+    """Communications and bytes of a trainer's synchronisations, all its workers together.
+
+    A ring all-reduce among m workers moves 2 (m - 1) times what one outer gradient takes; a trainer
+    with one worker communicates nothing (docs/algorithm.md, accounting).
+    """
+    return {
+        "syncs": num_syncs * (num_workers > 1),
+        "bytes": num_syncs * 2 * (num_workers - 1) * sync_bytes,
+    }
+
+
+def merge_cost(
+    state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
+) -> dict[str, int]:
+    """Communications and bytes of a merge or an attempt at one, and of the hand-over with it.
+
+    One blocking communication. Each absorbed trainer sends its parameters and, unless the merge is
+    refused, its outer momentum; each worker that joins a trainer receives the parameters and an
+    inner state (docs/algorithm.md, accounting).
+
+    Args:
+      state_bytes: What travels.
+      num_absorbed: Trainers whose parameters come to the representative.
+      num_joining: Workers that are another trainer's afterwards; those of an absorbed trainer, too.
+      refused: Whether the parameters came together only to know the merged loss.
+    """
+    absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
+    joining_bytes = state_bytes.params + state_bytes.inner_state
+    return {
+        "syncs": int(num_absorbed + num_joining > 0),
+        "bytes": num_absorbed * absorbed_bytes + num_joining * joining_bytes,
+    }

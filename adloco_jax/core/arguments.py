@@ -1,0 +1,186 @@
+"""What the functions of a round accept: losses with keys, factors, transformations, meshes."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
+
+
+def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
+    """`loss_fn` as a function of what `trainable` selects, which returns (loss, aux).
+
+    `aux` is None without `has_aux`, else float32 at least. Also raised, while tracing, if the loss
+    is anything but one number.
+    """
+
+    def loss_of(values, batch, **more):
+        returned = loss_fn(with_trainable(params, values), batch, **more)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        loss, aux = returned if has_aux and is_pair else (returned, None)
+        shape = jax.tree.map(jnp.shape, loss)
+        if shape != () or has_aux > is_pair:
+            expected = "a pair (loss, aux) whose loss is one number" if has_aux else "one number"
+            raise ValueError(
+                f"loss_fn: returned shape {shape}, expected {expected}, the mean over the batch;"
+                " take jnp.mean of a loss per example, and say has_aux=True if it returns more"
+            )
+        return loss, jax.tree.map(
+            lambda leaf: jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf))), aux
+        )
+
+    return loss_of
+
+
+def takes(function: Callable, name: str) -> bool:
+    """Whether a function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
+
+
+def with_fixed_key(loss_fn: LossFn) -> LossFn:
+    """`loss_fn` with one key for every call, if it takes a `key`: for losses to be compared."""
+    return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
+
+
+def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
+    """`function` with those of the knobs bound that it names; itself if it names none."""
+    named = {name: knobs[name] for name in knobs if takes(function, name)}
+    return functools.partial(function, **named) if named else function
+
+
+def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
+    """Typed keys of the shape to which the integer arrays broadcast: `key` folded with each."""
+
+    def fold(*one):
+        return functools.reduce(jax.random.fold_in, one, key)
+
+    shape = np.broadcast_shapes(*(np.shape(number) for number in numbers))
+    flat = [jnp.broadcast_to(jnp.asarray(number), shape).reshape(-1) for number in numbers]
+    return jax.vmap(fold)(*flat).reshape(shape)
+
+
+def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
+    """Lets a function take arrays on mesh axes of type Explicit: it runs with automatic ones.
+
+    Explicit axes would have each operation name its result's sharding. `shardings` gives those of
+    the results, as a prefix of their tree: of the replicated sharding, the shardings of the first
+    argument's leaves, and the keyword arguments.
+    """
+
+    def sharding_of(leaf):
+        return jax.typeof(leaf).sharding if isinstance(leaf, Array | np.ndarray) else None
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            meshes = [at.mesh for at in map(sharding_of, leaves) if at is not None]
+            mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+            if mesh is None:
+                return function(*args, **kwargs)
+            places = [i for i, leaf in enumerate(leaves) if sharding_of(leaf) is not None]
+
+            def of_arrays(*arrays):
+                filled = dict(zip(places, arrays, strict=True))
+                whole = [filled.get(i, leaf) for i, leaf in enumerate(leaves)]
+                args, kwargs = structure.unflatten(whole)
+                return function(*args, **kwargs)
+
+            first = jax.tree.map(
+                lambda leaf: (at := sharding_of(leaf)) and NamedSharding(mesh, at.spec), args[0]
+            )
+            out = shardings(NamedSharding(mesh, P()), first, **kwargs)
+            arrays = [jnp.asarray(leaves[i]) for i in places]
+            # A program: outside one, a result that depends on no argument is on one device.
+            return jax.jit(jax.sharding.auto_axes(of_arrays, out_sharding=out))(*arrays)
+
+        return call
+
+    return decorate
+
+
+def checked_batch_length(
+    batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
+) -> int:
+    """The length of the first axis, once all leaves agree on the first three."""
+    axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
+    num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
+    leaves = jax.tree.leaves(batch)
+    if num_accum_steps < 1:
+        raise ValueError(f"num_accum_steps={num_accum_steps}: expected at least 1")
+    if not leaves:
+        raise ValueError(f"{name}: expected a pytree with at least one array")
+    num_updates = leaves[0].shape[0] if leaves[0].ndim else 0
+    for leaf in leaves:
+        if leaf.ndim < 3 or leaf.shape[:2] != (num_updates, num_workers) or 0 in leaf.shape[:3]:
+            raise ValueError(
+                f"{name}: a leaf has shape {leaf.shape}, expected [{axes}, ...] with the same"
+                f" {axes[0]} >= 1 in every leaf and R={num_workers} workers"
+            )
+        if leaf.shape[2] % num_accum_steps:
+            raise ValueError(
+                f"{name}: {leaf.shape[2]} examples per update do not divide into"
+                f" num_accum_steps={num_accum_steps} micro-batches"
+            )
+    if len(sizes := {leaf.shape[2] for leaf in leaves}) > 1:
+        raise ValueError(
+            f"{name}: leaves have {sorted(sizes)} examples on the third axis of [{axes}, ...],"
+            " expected the same number in every leaf"
+        )
+    return num_updates
+
+
+def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
+    """Weights or learning rates as a float32 array, once they have the shape expected."""
+    if values is None:
+        return None
+    try:
+        array = jnp.asarray(values, jnp.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected numbers of shape {shape}; {error}") from error
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}, expected one number for each of {shape};"
+            f" jnp.full({shape}, value) repeats a single one"
+        )
+    return array
+
+
+def checked_update(
+    name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """`tx.update`, once its state has nothing that a round would leave out of step."""
+
+    def keeps_params(node):
+        # Opaque SAM holds none between updates.
+        return isinstance(node, refused) and getattr(node, "cache", ()) is not None
+
+    for node in jax.tree.leaves(state, is_leaf=keeps_params):
+        if keeps_params(node):
+            raise ValueError(
+                f"{name}: its {type(node).__name__} holds parameters of its own, or expects a pair"
+                " of them, which the outer update would not move; build it without"
+            )
+
+    def update(grads, state, params):
+        try:
+            return tx.update(grads, state, params)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise ValueError(
+                f"{name}: {error}; a round gives a transformation gradients, state and parameters"
+                " alone: use one that needs no more"
+            ) from error
+
+    return update

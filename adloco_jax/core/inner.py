@@ -1,0 +1,269 @@
+"""The inner steps of a round: each worker's own updates (AdLoCo algorithm 1, lines 7 to 13)."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax import Array, lax
+from jaxtyping import Bool, Float, Key, PyTree
+
+from adloco_jax.core.arguments import (
+    checked_batch_length,
+    checked_factors,
+    checked_update,
+    on_any_mesh,
+    takes,
+    trainable_loss,
+)
+from adloco_jax.core.types import (
+    LossFn,
+    Workers,
+    squared_norms,
+    trainable,
+    with_dtypes,
+    with_trainable,
+)
+
+# States that hold parameters beside those of the workers, which an outer update would not move.
+_KEEPS_PARAMS = (
+    optax.LookaheadState,
+    optax.contrib.SAMState,
+    optax.contrib.ScheduleFreeState,
+)
+
+
+@on_any_mesh(lambda whole, workers, has_aux=False, **_: (workers, whole, whole, *[whole] * has_aux))
+def inner_steps(
+    workers: Workers,
+    batch_TRB: PyTree,
+    loss_fn: LossFn,
+    *,
+    inner_tx: optax.GradientTransformation,
+    learning_rate_TR: Float[Array, "T R"] | None = None,
+    update_T: Bool[Array, " T"] | None = None,
+    key_TRB: Key[Array, "T R B"] | None = None,
+    has_aux: bool = False,
+    worker_parallelism: int | None = None,
+    examples_per_pass: int | None = None,
+) -> tuple:
+    """Consumes T micro-batches on every worker; workers do not communicate.
+
+    Which micro-batches end an update is data, so one program serves every accumulation count, and a
+    long round may be cut anywhere into calls of equal shape.
+
+    A worker skips an update whose loss is not finite, or whose gradient's squared norm is not in
+    float32: its parameters and inner state stay as they are, bit for bit. This is decided before
+    `inner_tx`, whose clipping would turn one infinity into a zero step or a NaN.
+
+    Args:
+      workers: From `start_round` or an earlier call.
+      batch_TRB: Pytree of leaves [T, R, B, ...].
+      loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
+      inner_tx: Transformation of a worker's gradients; which ones are refused, and why, is said at
+        `outer_step`.
+      learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
+      update_T: True where a micro-batch completes an update, which then uses the mean of the
+        gradients since the last one, however many; None updates after each micro-batch.
+      key_TRB: A typed key for each example, for a loss that takes `key`: it is given that of its
+        first example, so that calls with fewer examples agree where they begin with the same one.
+      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
+      worker_parallelism: Workers that take their T micro-batches side by side, as one batch of all
+        arithmetic, before the next ones begin; None for all. One at a time needs the memory of one
+        worker's activations, and on a CPU the least time. Numbers differ by rounding. Where workers
+        are spread over devices, call it for the workers of each (`jax.shard_map`).
+      examples_per_pass: Examples of a micro-batch, at most, that go forward and backward together;
+        the gradients of equal passes are averaged in float32. None for all of them. Less memory,
+        and on a CPU less time where it keeps activations in the cache. Numbers differ by rounding.
+
+    Returns:
+      The workers; the mean loss of every micro-batch, float32 [T, R]; where a worker skipped the
+      update that ended with the micro-batch, bool [T, R]; and with `has_aux` the auxiliary output,
+      leaves [T, R, ...].
+
+    Raises:
+      ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
+        `update_T` is given for workers that were not started to accumulate, if the loss needs a key
+        and has none, and as `outer_step` does for the batch, learning rates, parameters, `loss_fn`
+        and `inner_tx`.
+
+    Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
+    """
+    num_workers = jax.tree.leaves(workers.params_R)[0].shape[0]
+    num_micro_batches = checked_batch_length(batch_TRB, num_workers, name="batch_TRB")
+    shape_TR = (num_micro_batches, num_workers)
+    learning_rate_TR = checked_factors("learning_rate_TR", learning_rate_TR, shape_TR)
+    if takes(loss_fn, "key") != (key_TRB is not None):
+        raise ValueError(
+            "loss_fn: takes `key` if and only if it is given one; pass key=jax.random.key(seed) to"
+            " outer_step or key_TRB to inner_steps, or give the loss a parameter `key`"
+        )
+    num_grads, flags_T = workers.num_grads, None
+    if update_T is not None:
+        if num_grads is None:
+            raise ValueError("update_T: expected workers from start_round(..., accumulate=True)")
+        num_grads, count_T = _count_grads(num_grads, update_T)
+        flags_T = (update_T, count_T)
+    value_and_grad = functools.partial(_value_and_grad, loss_fn, has_aux)
+    step = functools.partial(
+        _plain_step if flags_T is None else _accumulating_step,
+        functools.partial(_in_passes, value_and_grad, examples_per_pass),
+        checked_update("inner_tx", inner_tx, workers.inner_state_R, refused=_KEEPS_PARAMS),
+    )
+
+    def run_worker(carry, inputs_T):
+        return lax.scan(step, carry, (*inputs_T, flags_T))
+
+    carry_R = (workers.params_R, workers.inner_state_R, workers.grad_sum_R, workers.finite_R)
+    inputs_RT = _swap(((batch_TRB, key_TRB), learning_rate_TR))
+    carry_R, measured_RT = _map_workers(run_worker, carry_R, inputs_RT, worker_parallelism)
+    params_R, state_R, grad_sum_R, finite_R = carry_R
+    loss_TR, skipped_TR, aux_TR = _swap(measured_RT)
+    workers = Workers(params_R, state_R, grad_sum_R, num_grads, finite_R)
+    return workers, loss_TR, skipped_TR, *[aux_TR] * has_aux
+
+
+def _value_and_grad(
+    loss_fn: LossFn, has_aux: bool, params: PyTree, inputs_B: tuple[PyTree, Array | None]
+) -> tuple[tuple[Array, PyTree], PyTree]:
+    """((loss, aux), gradient of the floating-point parameters) of some examples."""
+    batch_B, key_B = inputs_B
+    key = {} if key_B is None else {"key": key_B[0]}
+    loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
+    return jax.value_and_grad(loss_of, has_aux=True)(trainable(params), batch_B, **key)
+
+
+def _plain_step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
+    """An update with the gradient of one micro-batch."""
+    params, state, *unused = carry
+    inputs_B, learning_rate, _ = step
+    (loss, aux), grads = value_and_grad(params, inputs_B)
+    params, state, skipped = _update(
+        transform, (params, state), grads, jnp.isfinite(loss), learning_rate
+    )
+    return (params, state, *unused), (loss, skipped, aux)
+
+
+def _accumulating_step(
+    value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple
+) -> tuple:
+    """Adds the gradient of one micro-batch, and makes an update where the last one is reached."""
+    params, state, grad_sum, is_finite = carry
+    inputs_B, learning_rate, (ends_update, count) = step
+    (loss, aux), grads = value_and_grad(params, inputs_B)
+    grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
+    is_finite &= jnp.isfinite(loss)
+
+    def end_update():
+        mean = jax.tree.map(lambda leaf: leaf / count, grad_sum)
+        *updated, skipped = _update(transform, (params, state), mean, is_finite, learning_rate)
+        zeros = jax.tree.map(jnp.zeros_like, grad_sum)
+        return (*updated, zeros, jnp.ones_like(is_finite)), skipped
+
+    def go_on():
+        return (params, state, grad_sum, is_finite), jnp.zeros_like(is_finite)
+
+    carry, skipped = lax.cond(ends_update, end_update, go_on)
+    return carry, (loss, skipped, aux)
+
+
+def _update(
+    transform: Callable,
+    before: tuple[PyTree, PyTree],
+    grads: PyTree,
+    is_finite: Array,
+    learning_rate: Array | None,
+) -> tuple[PyTree, PyTree, Array]:
+    """Parameters and inner state after an update, and whether it was skipped."""
+    params, state = before
+    is_finite &= jnp.isfinite(squared_norms(jax.tree.map(lambda leaf: leaf[None], grads))[0])
+
+    def apply():
+        values = trainable(params)
+        updates, new_state = transform(grads, state, values)
+        if learning_rate is not None:
+            updates = jax.tree.map(lambda leaf: leaf * learning_rate, updates)
+        after = with_trainable(params, optax.apply_updates(values, updates))
+        return after, with_dtypes(new_state, state)
+
+    # Of one worker a branch, of several at once a selection. Selecting always would cost a CPU a
+    # copy of the optimizer's state in every update.
+    params, state = lax.cond(is_finite, apply, lambda: (params, state))
+    return params, state, ~is_finite
+
+
+def _in_passes(
+    value_and_grad: Callable, limit: int | None, params: PyTree, inputs_B: PyTree
+) -> PyTree:
+    """Loss and gradient of a micro-batch: means over equal passes of at most `limit` examples."""
+    num_examples = jax.tree.leaves(inputs_B)[0].shape[0]
+    size = _at_once(num_examples, limit, "examples_per_pass")
+    if size == num_examples:
+        return value_and_grad(params, inputs_B)
+    num_passes = num_examples // size
+    inputs_NB = jax.tree.map(lambda leaf: leaf.reshape(num_passes, size, *leaf.shape[1:]), inputs_B)
+
+    def add(total, inputs_B):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, inputs_B)), None
+
+    one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], inputs_NB))
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), one
+    )
+    total, _ = lax.scan(add, zeros, inputs_NB)
+    return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
+
+
+def _at_once(count: int, limit: int | None, name: str) -> int:
+    """The most of `count` that divide it and are within the limit."""
+    if limit is None:
+        return count
+    if limit < 1:
+        raise ValueError(f"{name}={limit}: expected at least 1")
+    return max(n for n in range(1, min(limit, count) + 1) if count % n == 0)
+
+
+def _map_workers(
+    run: Callable, carry_R: PyTree, inputs_R: PyTree, parallelism: int | None
+) -> tuple[PyTree, PyTree]:
+    """`run(carry, inputs) -> (carry, outputs)` for every worker, at most `parallelism` at once.
+
+    In turn they are updated in place: `lax.map` would hold all of them twice.
+    """
+    num_workers = jax.tree.leaves(carry_R)[0].shape[0]
+    at_once = _at_once(num_workers, parallelism, "worker_parallelism")
+    if 1 < at_once == num_workers:
+        return jax.vmap(run)(carry_R, inputs_R)
+    lead, run_some = ((), run) if at_once == 1 else ((at_once,), jax.vmap(run))
+    turns = num_workers // at_once
+
+    def run_next(carry_N, turn):
+        index, inputs = turn
+        carry = jax.tree.map(lambda leaf: leaf[index], carry_N)
+        carry, outputs = run_some(carry, inputs)
+        return jax.tree.map(lambda leaf, new: leaf.at[index].set(new), carry_N, carry), outputs
+
+    carry_N, inputs_N = jax.tree.map(
+        lambda leaf: leaf.reshape(turns, *lead, *leaf.shape[1:]), (carry_R, inputs_R)
+    )
+    after_N = lax.scan(run_next, carry_N, (jnp.arange(turns), inputs_N))
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(num_workers, *leaf.shape[1 + len(lead) :]), after_N
+    )
+
+
+def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
+    """Gradients in the sum after the last micro-batch, and with each one: int32 [] and [T]."""
+
+    def count(num_grads, ends_update):
+        num_grads += 1
+        return jnp.where(ends_update, 0, num_grads), num_grads
+
+    return lax.scan(count, num_grads, update_T)
+
+
+def _swap(tree: PyTree) -> PyTree:
+    """Leaves [T, R, ...] -> [R, T, ...]."""
+    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)

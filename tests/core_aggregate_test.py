@@ -1,0 +1,182 @@
+"""Rules by which workers' differences become a pseudo-gradient: oracle, laws, devices, config."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from toy import LENGTH, settings_of
+
+from adloco_jax import AGGREGATORS, init, outer_update, start_round
+from adloco_jax.core.compress import pack, unpack
+from adloco_jax.errors import ConfigError
+from adloco_jax.run.build import program_spec
+from adloco_jax.run.programs import Key, lower
+from adloco_jax.run.sharding import bring
+
+PLAIN = optax.sgd(1.0)
+SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
+OTHERS = [name for name in AGGREGATORS if name != "mean"]
+
+
+def draw(*lead, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.normal(size=(*lead, *shape)).astype(np.float32),
+        SHAPES,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+@functools.cache
+def update_of(rule, precision="float32"):
+    """The pseudo-gradients [M] of workers that have moved by given differences [R]."""
+
+    def update(difference_R, weights_R, owners):
+        ensemble = init(
+            draw(),
+            num_trainers=max(owners) + 1,
+            num_workers=len(owners),
+            inner_tx=PLAIN,
+            outer_tx=PLAIN,
+            owner_R=owners,
+        )
+        zeros_M = jax.tree.map(jnp.zeros_like, ensemble.params_M)
+        ensemble = ensemble.replace(params_M=zeros_M)
+        workers = start_round(ensemble)
+        workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
+        how = {"aggregate": AGGREGATORS[rule], "precision": precision}
+        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, weights_R=weights_R, **how)
+        return jax.tree.map(jnp.negative, after.params_M), norm_M
+
+    return jax.jit(update, static_argnums=2)
+
+
+def by_tensor(rule, tensor_W, weights, *, plain=False):
+    mean = np.average(tensor_W, axis=0, weights=weights)
+    if rule == "rda" and not plain:
+        return oracle.radial_directional(list(tensor_W), weights)
+    return oracle.isotropic(mean) if rule == "isotropic" and mean.ndim == 2 else mean
+
+
+def by_hand(rule, difference_W, weights):
+    """The oracle's pseudo-gradient of one trainer: each tensor on its own, embeddings averaged."""
+    tensor = functools.partial(by_tensor, rule, weights=weights)
+    wide = jax.tree.map(np.float64, difference_W)
+    layers = jax.tree.map(
+        lambda leaf_W: np.stack([tensor(leaf_W[:, n]) for n in range(2)]), wide["layers"]
+    )
+    embed = tensor(wide["embed"], plain=True)
+    return {"embed": embed, "layers": layers, "head": tensor(wide["head"]), "b": tensor(wide["b"])}
+
+
+@pytest.mark.parametrize("rule", AGGREGATORS)
+def test_every_rule_agrees_with_the_oracle(rule):
+    """Unequal trainers and weights, one worker that is not finite, one without a weight."""
+    owners, weights = (0, 0, 1, 0, 0, 1), np.float32([1, 3, 2, 5, 0, 1])
+    difference_R = draw(6)
+    difference_R["head"][3, 0, 0] = np.nan
+    actual_M, norm_M = update_of(rule)(difference_R, weights, owners)
+    for m, mine in enumerate(([0, 1], [2, 5])):
+        own = jax.tree.map(lambda leaf, mine=mine: leaf[mine], difference_R)
+        expected = by_hand(rule, own, weights[mine])
+        jax.tree.map(
+            lambda a, e, m=m: np.testing.assert_allclose(a[m], e, rtol=2e-5, atol=2e-6),
+            actual_M,
+            expected,
+        )
+        squares = [np.sum(np.square(leaf)) for leaf in jax.tree.leaves(expected)]
+        np.testing.assert_allclose(norm_M[m], np.sqrt(sum(squares)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", AGGREGATORS)
+def test_order_changes_nothing_and_workers_that_have_not_moved_move_nothing(rule):
+    owners, ones = (0, 0, 0), np.ones(3, np.float32)
+    difference_R = draw(3)
+    turned_R = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=0), difference_R)
+    plain, turned = (update_of(rule)(one, ones, owners)[0] for one in (difference_R, turned_R))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5), turned, plain)
+    still_R = jax.tree.map(np.zeros_like, difference_R)
+    still, norm_M = update_of(rule)(still_R, ones, owners)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(still)) and norm_M.tolist() == [0]
+
+
+def test_equal_workers_give_what_one_gives_and_the_nuclear_norm_stays():
+    ones, one = np.ones(3, np.float32), draw(1)
+    equal_R = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=0), one)
+    for rule in ("mean", "rda"):
+        actual, _ = update_of(rule)(equal_R, ones, (0, 0, 0))
+        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, one)
+    iso, _ = update_of("isotropic")(equal_R, ones, (0, 0, 0))
+    for name in ("embed", "head"):
+        singular = np.linalg.svd(np.asarray(iso[name][0]), compute_uv=False)
+        np.testing.assert_allclose(singular, singular.mean(), rtol=1e-5)
+        before = np.linalg.svd(one[name][0], compute_uv=False)
+        np.testing.assert_allclose(singular.sum(), before.sum(), rtol=1e-5)
+
+
+def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
+    rule = AGGREGATORS["rda"]
+    share_W = jnp.asarray([0.25, 0.75])
+    moved = rule({"w": jnp.asarray([[3.0, 0.0], [0.0, 1.0]])}, share_W)["w"]
+    np.testing.assert_allclose(np.linalg.norm(moved), 0.25 * 3 + 0.75 * 1, rtol=1e-6)
+    half_W = jnp.asarray([0.5, 0.5])
+    cancelled = rule({"w": jnp.asarray([[1.0, 0.0], [-3.0, 0.0]])}, half_W)["w"]
+    np.testing.assert_allclose(cancelled, [-1.0, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", OTHERS)
+def test_quantised_differences_are_aggregated_after_they_have_arrived(rule):
+    ones, difference_R = np.ones(3, np.float32), draw(3)
+    arrived_R = unpack(pack(difference_R, "int8"), difference_R, "int8")
+    _, expected_M = update_of(rule)(arrived_R, ones, (0, 0, 0))
+    _, norm_M = update_of(rule, "int8")(difference_R, ones, (0, 0, 0))
+    np.testing.assert_allclose(norm_M, expected_M, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", OTHERS)
+def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
+    """The engine's own program, which shards the differences over the workers' devices."""
+    configured = settings_of(
+        ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
+        outer={"aggregator": rule, "tx": "sgd", "learning_rate": 1.0},
+    )
+    spec = program_spec(configured, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    program = lower(spec, Key("outer", (0,) * 8)).compile()
+    ensemble = init(
+        jax.tree.map(np.zeros_like, draw()),
+        num_trainers=1,
+        num_workers=8,
+        inner_tx=spec.inner_tx,
+        outer_tx=spec.outer_tx,
+    ).replace(inner_state_R=None)
+    workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(8)))
+    after, _ = program(*bring((ensemble, workers), program.input_shardings[0]))
+    expected, _ = update_of(rule)(draw(8), np.ones(8, np.float32), (0,) * 8)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(-np.asarray(a), e, rtol=1e-4, atol=1e-5),
+        after.params_M,
+        expected,
+    )
+
+
+def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
+    def scaled(difference_W, share_W, *, momentum):
+        return momentum
+
+    monkeypatch.setitem(AGGREGATORS, "scaled", scaled)
+    configured = settings_of(outer={"aggregator": "scaled", "momentum": 0.3})
+    spec = program_spec(configured, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    assert spec.aggregate(None, None) == 0.3
+    plain = dataclasses.replace(configured, outer=settings_of().outer)
+    spec = program_spec(plain, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    assert spec.aggregate is AGGREGATORS["mean"]
+
+
+def test_rules_of_whole_tensors_are_refused_with_fragments():
+    with pytest.raises(ConfigError, match="outer.aggregator = 'rda', outer.fragments = 3: other"):
+        settings_of(outer={"aggregator": "rda", "fragments": 3})
