@@ -238,9 +238,10 @@ def settles(noise_scale, batch_size, mode):
     """The batch at which repeated tests come to rest, at an unchanging point."""
     for _ in range(100):
         wanted = al.norm_test(true_stats(noise_scale), eta=eta, mode=mode, batch_size=batch_size)
-        batch_size = al.next_batch_size(
-            wanted, batch_size=batch_size, max_growth=4, batch_cap=100_000
-        )
+        before = batch_size
+        batch_size = al.next_batch_size(wanted, batch_size=before, max_growth=4, batch_cap=100_000)
+        if batch_size == before:
+            break
     return batch_size
 
 
