@@ -196,6 +196,7 @@ def test_lists_from_json_are_refused_in_a_line():
 CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
+    "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),
     "no room for a text": dict(
@@ -305,7 +306,7 @@ def test_all_faults_are_reported_at_once_in_one_line_each():
         "inner.learning_rate",
         "inner.tx",
         "merge.evry_rounds",
-        "model.num_heads",
+        "model.num_kv_heads",
         "num_rounds",
         "seed",
     ]

@@ -16,7 +16,7 @@ from adloco_jax.core.compress import pack, unpack
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.programs import Key, lower
-from adloco_jax.run.sharding import bring
+from adloco_jax.run.sharding import reshard
 
 PLAIN = optax.sgd(1.0)
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
@@ -155,7 +155,7 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
         outer_tx=spec.outer_tx,
     ).replace(inner_state_R=None)
     workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(8)))
-    after, _ = program(*bring((ensemble, workers), program.input_shardings[0]))
+    after, _ = program(*reshard((ensemble, workers), program.input_shardings[0]))
     expected, _ = update_of(rule)(draw(8), np.ones(8, np.float32), (0,) * 8)
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(-np.asarray(a), e, rtol=1e-4, atol=1e-5),

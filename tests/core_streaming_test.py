@@ -402,7 +402,7 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     for name in ("syncs_total", "bytes_total"):
         assert summed[name] == end[name]
     assert training_points(log)[-1]["bytes"] == end["bytes_total"]
-    assert measured(log)[-1].syncs == end["syncs_total"]
+    assert measured(log)[-1]["syncs"] == end["syncs_total"]
     assert events(whole.workdir, "eval")[-1]["syncs_total"] == end["syncs_total"]
     keys = [line["key"] for line in events(whole.workdir, "compile")]
     assert len(keys) == len(set(keys))
@@ -572,7 +572,7 @@ def test_a_fragment_of_four_moves_a_quarter(num_trainers, accumulates):
     part_spec, _, part = compiled(
         num_trainers=num_trainers, fragments=4, delay=2, accumulates=accumulates
     )
-    assert part_spec.whole_sync_bytes == spec.sync_bytes
+    assert part_spec.full_sync_bytes == spec.sync_bytes
     assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # the gain is in each
     per_trainer = 8 // num_trainers
     accounted = 2 * (per_trainer - 1) / per_trainer * part_spec.sync_bytes

@@ -153,7 +153,7 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
         "inner.learning_rate = -1.0: must be a number in (0, 100]",
         "inner.clip_norm = nan",
         "outer.tx = 'adam': must be 'nesterov' or",
-        "model.width = 66, model.num_heads = 4: ",
+        "model.num_heads = 4, model.width = 66: ",
     ]
     assert len(lines) == len(starts)
     for start in starts:

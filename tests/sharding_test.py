@@ -80,7 +80,7 @@ def one_round(owners, **spread):
     _, steps = compiled("steps", owners, **spread)
     _, outer = compiled("outer", owners, **spread)
     workers = start_round(ensemble)
-    arguments = reshard((workers, tokens, rates, None), steps.input_shardings[0])
+    arguments = reshard((workers, tokens, rates, None, None), steps.input_shardings[0])
     workers, loss_TR, _ = steps(*arguments)
     bare, ended = ensemble.replace(inner_state_R=None), workers.replace(inner_state_R=None)
     after, _ = outer(*reshard((bare, ended), outer.input_shardings[0]))

@@ -196,7 +196,7 @@ def sharded(precision, owners, model_shards):
         exchange=at.exchange,
         publish=at.publish,
     )
-    jitted = jax.jit(update, in_shardings=states, out_shardings=(states[0], at.whole))
+    jitted = jax.jit(update, in_shardings=states, out_shardings=(states[0], at.replicated))
     return jitted.lower(*shapes).compile(), states
 
 
