@@ -166,6 +166,16 @@ def test_answer_that_is_not_finite_keeps_the_batch(requested):
     assert next_batch_size(requested, batch_size=7, **limits) == 7
 
 
+@pytest.mark.parametrize(
+    ("requested", "batch_size", "expected"),
+    [(7.2, 5, 8), (8.0, 5, 8), (1e9, 5, 20), (1e9, 30, 64), (3.0, 5, 5), (100.0, 80, 80)],
+)
+def test_next_batch_by_example(requested, batch_size, expected):
+    """Rounded up, within the growth limit and the cap, never falling."""
+    limits = {"max_growth": 4, "batch_cap": 64}
+    assert next_batch_size(requested, batch_size=batch_size, **limits) == expected
+
+
 def test_defect_07_growth_stops_at_the_cap():
     batch = 1
     for _ in range(20):
