@@ -255,7 +255,7 @@ def merge_trainers(
         refused=refused,
     )
     ids = [trainers[m].id for m in members]
-    event = {
+    event: dict[str, Any] = {
         "event": "refusal" if refused else "merge",
         "round": state.control.round,
         "members": ids,
