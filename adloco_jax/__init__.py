@@ -4,6 +4,8 @@ The names below are pure functions on arrays and know no model, config, clock or
 a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18182.
 """
 
+import importlib
+
 from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.batching import (
     BATCH_TESTS,
@@ -86,21 +88,19 @@ __all__ = [
 ]
 
 
+_ON_FIRST_USE = {
+    "ARCHITECTURES": "models.architectures",
+    "Architecture": "models.architectures",
+    "DATA_SOURCES": "data",
+    "DataSource": "data",
+    "State": "adloco",
+    "Result": "training",
+    "fit": "training",
+    "train": "training",
+}
+
+
 def __getattr__(name: str):
-    if name in ("ARCHITECTURES", "Architecture"):
-        from adloco_jax.models import architectures
-
-        return getattr(architectures, name)
-    if name == "State":
-        from adloco_jax import adloco
-
-        return adloco.State
-    if name in ("DATA_SOURCES", "DataSource"):
-        from adloco_jax import data
-
-        return getattr(data, name)
-    if name in ("train", "fit", "Result"):
-        from adloco_jax import training
-
-        return getattr(training, name)
-    raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"adloco_jax.{_ON_FIRST_USE[name]}"), name)

@@ -63,7 +63,7 @@ class RoundPlan(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes of what trainers and workers send one another when they merge or move."""
+    """Bytes that trainers and workers send in a merge or a reallocation."""
 
     params: int  # of one trainer, in their own dtype
     outer_state: int  # of one trainer, which a merge averages: momentum
@@ -78,7 +78,7 @@ def count_round(
     sync_bytes: int,
     num_syncs: int = 1,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Counts a round as done, and returns what each trainer spent, in stack order.
+    """Count a round as done, and return what each trainer spent, in stack order.
 
     Args:
       control: Before the round.
@@ -110,7 +110,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Counts a synchronisation of trainers beside those of the rounds, and its ledger fields."""
+    """Count a synchronisation that no round includes, and return its ledger fields."""
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -142,7 +142,7 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Communications and bytes of a merge or an attempt at one, and of the hand-over with it.
+    """Communications and bytes of a merge, or of a refused one, and of the reallocation with it.
 
     One blocking communication. Each absorbed trainer sends its parameters and, unless the merge is
     refused, its outer momentum; each worker that joins a trainer receives the parameters and an

@@ -46,14 +46,14 @@ Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """Where trainers run. A method returns as soon as its work is dispatched, unless it says so."""
+    """Where trainers run. A method returns once its work is dispatched, unless it says it waits."""
 
     @property
     def state_bytes(self) -> StateBytes:
-        """What a merge or a hand-over sends."""
+        """Bytes that a merge or a reallocation sends."""
 
     def ready(self, state: State) -> list[int]:
-        """Positions of the trainers to run a round: waits until there are some."""
+        """Positions of the trainers to run a round; waits until there is one."""
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
         """The next sequences of these trainers' workers, each from its own stream."""
@@ -65,16 +65,16 @@ class Engine(Protocol):
         """A round of these trainers, and its metrics."""
 
     def without_broken(self, state: State) -> State:
-        """The state without trainers whose updates have stopped being finite."""
+        """The state without trainers whose updates are no longer finite."""
 
     def flush(self, state: State, trainers: Sequence[int]) -> State:
-        """The state with what fragments (Streaming DiLoCo) left unsynchronised synchronised."""
+        """The state with unsynchronised worker updates (Streaming DiLoCo) flushed."""
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on rows that are never reported, nats/token; waits."""
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The same of the trainer that a merge would make; waits."""
+        """The guard loss of the trainer that a merge would give, nats/token; waits."""
 
     def merge(
         self,
@@ -89,7 +89,7 @@ class Engine(Protocol):
 def adloco(
     state: State, *, settings: Settings, engine: Engine, observers: Sequence[Observer] = ()
 ) -> State:
-    """Trains until the configured rounds, or tokens, are done: algorithms 1 to 3 of AdLoCo.
+    """Train until the configured rounds, or tokens, are done: algorithms 1 to 3 of AdLoCo.
 
     Rounds are dispatched and not waited for: of each, the host needs the gradient statistics alone,
     which are ready before the round's own updates.
@@ -140,7 +140,7 @@ def start(settings: Settings, max_batch_size: int) -> Control:
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """How much of a run is behind it; from 1 on it is over."""
+    """The fraction of the run that is done; at 1 it is over."""
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 
@@ -172,7 +172,7 @@ def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
 
 
 def planned_max_batch_size(control: Control) -> int:
-    """What the next round is planned with: of a round that is run again, as it was before."""
+    """The `max_batch_size` to plan with; of a round that is re-run, the one it was planned with."""
     is_redone = control.round < control.redo_round
     return control.redo_max_batch_size if is_redone else control.max_batch_size
 
@@ -208,7 +208,7 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """The trainers that become one, the representative first; empty for nobody (CheckMerge)."""
+    """The trainers to merge, the representative first; empty for no merge (CheckMerge)."""
     candidates = [
         Candidate(trainer.requested_batch_size, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
@@ -223,7 +223,7 @@ def merge_trainers(
     settings: Settings,
     engine: Engine,
 ) -> tuple[State, dict]:
-    """Merges trainers unless the guard refuses, and divides the workers again (DoMerge).
+    """Merge trainers unless the guard refuses, and reallocate the workers (DoMerge).
 
     Args:
       state: The stack.
@@ -255,7 +255,7 @@ def merge_trainers(
         refused=refused,
     )
     ids = [trainers[m].id for m in members]
-    event = {
+    event: dict[str, Any] = {
         "event": "refusal" if refused else "merge",
         "round": state.control.round,
         "members": ids,
@@ -268,16 +268,14 @@ def merge_trainers(
     }
     control = with_cost(state.control, cost)
     if refused:
-        return State(state.ensemble, control), event | {"action": rule.on_refusal}
-    (into,) = (trainer for trainer in control.trainers if trainer.id == ids[0])
-    event |= {
-        "requested_batch_size": into.requested_batch_size,
-        "workers": {t.id: control.owners.count(m) for m, t in enumerate(control.trainers)},
-    }
-    merge = {name: event[name] for name in ("round", "members", "into")}
-    return State(
-        state.ensemble, dataclasses.replace(control, merges=[*control.merges, merge])
-    ), event
+        event["action"] = rule.on_refusal
+    else:
+        into = next(trainer for trainer in control.trainers if trainer.id == ids[0])
+        event["requested_batch_size"] = into.requested_batch_size
+        event["workers"] = {t.id: control.owners.count(m) for m, t in enumerate(control.trainers)}
+        merge = {name: event[name] for name in ("round", "members", "into")}
+        control = dataclasses.replace(control, merges=[*control.merges, merge])
+    return State(state.ensemble, control), event
 
 
 def _join(
@@ -289,7 +287,7 @@ def _join(
     *,
     refused: bool,
 ) -> tuple[State, int]:
-    """One trainer in place of the members, and how many workers have joined another trainer."""
+    """Merge the members into one trainer; also the number of workers that changed trainer."""
     before = state.control
     changed, owners = after_merge(before, members, settings, refused=refused)
     moved = [
@@ -311,7 +309,7 @@ def _join(
 def after_merge(
     control: Control, members: Sequence[int], settings: Settings, *, refused: bool = False
 ) -> tuple[Control, list[int]]:
-    """One trainer made of the members, and the workers divided again.
+    """The control after a merge, with the workers reallocated.
 
     Args:
       control: Before the merge.

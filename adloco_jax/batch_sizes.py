@@ -20,7 +20,7 @@ it tested, and its statistics, arrays [R] that may still be computed."""
 
 
 class Decision(NamedTuple):
-    """What one trainer's batch-size test said."""
+    """The outcome of one trainer's batch-size test."""
 
     noise: float | None  # S_hat
     signal: float | None  # |G|^2
@@ -37,7 +37,7 @@ def measures_gradients(settings: Settings) -> bool:
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings
 ) -> tuple[Control, list[Decision]]:
-    """Sets every trainer's requested batch for the next round; waits for the statistics.
+    """Set every trainer's requested batch for the next round; waits for the statistics.
 
     Args:
       control: Already counts the round.

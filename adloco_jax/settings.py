@@ -147,9 +147,8 @@ class Batching:
     mode: Literal["unbiased", "paper"] = _knob("unbiased")
     scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
     eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
-    vartheta: float = _knob(
-        0.9, "(0, 100]"
-    )  # inner-product tests; AdLoCo: 0.01, see docs/algorithm
+    # Of the inner-product tests; AdLoCo: 0.01, see docs/algorithm.
+    vartheta: float = _knob(0.9, "(0, 100]")
     nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
     # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
     estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")

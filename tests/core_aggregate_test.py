@@ -93,30 +93,11 @@ def test_every_rule_agrees_with_the_oracle(rule):
         np.testing.assert_allclose(norm_M[m], np.sqrt(sum(squares)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", AGGREGATORS)
-def test_order_changes_nothing_and_workers_that_have_not_moved_move_nothing(rule):
-    owners, ones = (0, 0, 0), np.ones(3, np.float32)
-    difference_R = draw(3)
-    turned_R = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=0), difference_R)
-    plain, turned = (update_of(rule)(one, ones, owners)[0] for one in (difference_R, turned_R))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5), turned, plain)
-    still_R = jax.tree.map(np.zeros_like, difference_R)
-    still, norm_M = update_of(rule)(still_R, ones, owners)
+@pytest.mark.parametrize("rule", OTHERS)
+def test_workers_that_have_not_moved_move_nothing(rule):
+    still_R = jax.tree.map(np.zeros_like, draw(3))
+    still, norm_M = update_of(rule)(still_R, np.ones(3, np.float32), (0, 0, 0))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(still)) and norm_M.tolist() == [0]
-
-
-def test_equal_workers_give_what_one_gives_and_the_nuclear_norm_stays():
-    ones, one = np.ones(3, np.float32), draw(1)
-    equal_R = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=0), one)
-    for rule in ("mean", "rda"):
-        actual, _ = update_of(rule)(equal_R, ones, (0, 0, 0))
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, one)
-    iso, _ = update_of("isotropic")(equal_R, ones, (0, 0, 0))
-    for name in ("embed", "head"):
-        singular = np.linalg.svd(np.asarray(iso[name][0]), compute_uv=False)
-        np.testing.assert_allclose(singular, singular.mean(), rtol=1e-5)
-        before = np.linalg.svd(one[name][0], compute_uv=False)
-        np.testing.assert_allclose(singular.sum(), before.sum(), rtol=1e-5)
 
 
 def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
@@ -129,12 +110,11 @@ def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
     np.testing.assert_allclose(cancelled, [-1.0, 0.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", OTHERS)
-def test_quantised_differences_are_aggregated_after_they_have_arrived(rule):
+def test_quantised_differences_are_aggregated_after_they_have_arrived():
     ones, difference_R = np.ones(3, np.float32), draw(3)
     arrived_R = unpack(pack(difference_R, "int8"), difference_R, "int8")
-    _, expected_M = update_of(rule)(arrived_R, ones, (0, 0, 0))
-    _, norm_M = update_of(rule, "int8")(difference_R, ones, (0, 0, 0))
+    _, expected_M = update_of("rda")(arrived_R, ones, (0, 0, 0))
+    _, norm_M = update_of("rda", "int8")(difference_R, ones, (0, 0, 0))
     np.testing.assert_allclose(norm_M, expected_M, rtol=1e-5)
 
 

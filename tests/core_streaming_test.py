@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,12 +107,11 @@ def test_a_fragment_has_strided_layers_and_rows_and_the_first_has_what_is_too_sm
 # --- One synchronisation
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_one_fragment_is_the_whole_update_bit_for_bit(precision):
+def test_one_fragment_is_the_whole_update_bit_for_bit():
     ensemble = drifted([0, 1, 0], num_trainers=2)
     workers = start_round(ensemble)
     assert same(workers.params_R, ensemble.params_R)
-    how = {"outer_tx": NESTEROV, "precision": precision}
+    how = {"outer_tx": NESTEROV, "precision": "int8"}
     whole, whole_norm_M = outer_update(ensemble, workers, **how)
     part, norm_M = outer_update_fragment(ensemble, workers.params_R, 0, num_fragments=1, **how)
     workers = receive_fragment(workers, part, 0, num_fragments=1)
@@ -175,32 +175,16 @@ def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment
 def test_workers_take_their_parameters_along_and_join_at_their_trainers():
     ensemble = drifted([0, 1, 1, 2], num_trainers=3)
     sub = take(ensemble, [2, 1])
-    theirs = np.array([3, 1, 2])
-    assert same(sub.params_R, jax.tree.map(lambda leaf: leaf[theirs], ensemble.params_R))
+    assert same(sub.params_R, trees.rows(ensemble.params_R, 3, 1, 2))
     blank = ensemble.replace(params_R=jax.tree.map(jnp.zeros_like, ensemble.params_R))
     back = put(blank, [2, 1], sub).params_R
     assert same(back, jax.tree.map(lambda leaf: leaf.at[0].set(0.0), ensemble.params_R))
-    moved = reassign(ensemble, [0, 0, 1, 2, 1])
-    for worker, (own, trainer) in enumerate([(True, 0), (False, 0), (True, 1), (True, 2)]):
-        expected, at = (ensemble.params_R, worker) if own else (ensemble.params_M, trainer)
-        assert same(
-            jax.tree.map(lambda leaf, w=worker: leaf[w], moved.params_R),
-            jax.tree.map(lambda leaf, at=at: leaf[at], expected),
-        )
+    moved = reassign(ensemble, [0, 0, 1, 2, 1]).params_R
+    assert same(trees.rows(moved, 0, 2, 3), trees.rows(ensemble.params_R, 0, 2, 3))
+    assert same(trees.rows(moved, 1, 4), trees.rows(ensemble.params_M, 0, 1))
     merged = merge(ensemble, [2, 0], weights=[1.0, 3.0])
-    of_merged = jax.tree.map(lambda leaf: leaf[1], merged.params_M)
-    for worker in (0, 3):
-        assert same(jax.tree.map(lambda leaf, w=worker: leaf[w], merged.params_R), of_merged)
-    assert same(*(jax.tree.map(lambda leaf: leaf[1:3], e.params_R) for e in (merged, ensemble)))
-
-
-def test_a_whole_update_absorbs_what_workers_have_of_their_own():
-    ensemble = drifted([0, 0, 1], num_trainers=2)
-    after, _ = outer_update(ensemble, start_round(ensemble), outer_tx=optax.sgd(1.0))
-    for name, leaf_M in after.params_M.items():
-        mean = np.asarray(ensemble.params_R[name])[:2].mean(axis=0)
-        np.testing.assert_allclose(leaf_M[0], mean, rtol=1e-6, atol=2e-7)
-        np.testing.assert_array_equal(after.params_R[name], np.asarray(leaf_M)[[0, 0, 1]])
+    assert same(trees.rows(merged.params_R, 0, 3), trees.rows(merged.params_M, 1, 1))
+    assert same(trees.rows(merged.params_R, 1, 2), trees.rows(ensemble.params_R, 1, 2))
 
 
 # --- Whole runs, beside Streaming DiLoCo written out in float64
@@ -290,7 +274,7 @@ def stream_diloco(rounds, *, num_fragments, delay, mixing):
     return {name: sum(one[name] for one in workers) / len(workers) for name in outer}, velocity
 
 
-def run(workdir, configured, *, linear=False, rows=None, num_devices=1):
+def run(workdir, configured, *, linear=False, table=None, num_devices=1):
     some = jax.devices()[:num_devices]
     with mock.patch.object(jax, "devices", lambda: some):
         return fit(
@@ -298,7 +282,7 @@ def run(workdir, configured, *, linear=False, rows=None, num_devices=1):
             workdir=workdir,
             init_fn=(lambda key: jax.tree.map(jnp.float32, start_params())) if linear else init_fn,
             loss_fn=linear_loss if linear else bigram_loss,
-            corpus=rows or corpus(),
+            corpus=table or corpus(),
         )
 
 
@@ -324,7 +308,7 @@ ONE_TRAINER = {
 
 @pytest.mark.parametrize(
     ("num_fragments", "delay", "mixing"),
-    [(4, 0, 0.0), (2, 3, 0.25), (1, 2, 0.0)],
+    [(2, 3, 0.25), (1, 2, 0.0)],
 )
 def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
     """A round of 8 updates, then one whose updates accumulate two micro-batches each."""
@@ -437,7 +421,7 @@ def test_a_replay_takes_fragments_and_whole_synchronisations_from_the_ledger(who
 
 def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
     with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(3))
+        run(tmp_path / "r", settings_of(**RUN), table=Stopping(3))
     result = run(tmp_path / "r", settings_of(**RUN))
     assert len(events(tmp_path / "r", "start")) == 2
     assert result.controller == whole.controller and result.loss == whole.loss
@@ -445,10 +429,11 @@ def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
     assert lines_of(result.workdir) == lines_of(whole.workdir)
 
 
+@pytest.mark.slow
 def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whole):
     """Trainers of two workers and of one have a device each, then share one."""
     with pytest.raises(Preempted):
-        run(tmp_path / "r", settings_of(**RUN), rows=Stopping(2), num_devices=2)
+        run(tmp_path / "r", settings_of(**RUN), table=Stopping(2), num_devices=2)
     result = run(tmp_path / "r", settings_of(**RUN))
     for one, other in zip(lines_of(result.workdir), lines_of(whole.workdir), strict=True):
         assert one["event"] == other["event"] and one.get("bytes") == other.get("bytes")
@@ -486,52 +471,23 @@ def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatc
         np.testing.assert_allclose(halved.params[name], leaf, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        {"inner": {"tx": "adamw", "state": "reset"}},
-        {"switch": {"mode": "lengthen"}},
-    ],
-    ids=["reset", "lengthen"],
-)
-def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path, groups):
+def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path):
     """However a round is made up: whole or in parts, its updates are the same."""
-    ensembles = []
+    results = []
     for num_fragments in (1, 4):
         settings = settings_of(
             **ONE_TRAINER
             | {"ensemble": {"num_trainers": 2, "num_workers": 2}}
             | {"outer": {"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments}}
-            | groups
-            | {"inner": ONE_TRAINER["inner"] | groups.get("inner", {})},
+            | {"inner": ONE_TRAINER["inner"] | {"tx": "adamw", "state": "reset"}}
+            | {"switch": {"mode": "lengthen"}},
         )
-        result = run(tmp_path / str(num_fragments), settings, linear=True)
-        ensembles.append(result.ensemble)
-        assert len({line["updates"] for line in events(result.workdir, "round")}) == 1 + (
-            "inner" not in groups or "unit" in groups["inner"]
-        )
-    for name, leaf in ensembles[0].params_M.items():
-        np.testing.assert_allclose(ensembles[1].params_M[name], leaf, rtol=1e-5, atol=1e-6)
-
-
-def test_a_merge_loses_nothing_that_only_workers_know(tmp_path):
-    """With the mean of one worker as it is, fragments change nothing but when it is taken."""
-    merges, results = [], []
-    for num_fragments in (1, 3):
-        settings = settings_of(
-            num_rounds=3,
-            ensemble={"num_trainers": 3, "num_workers": 3},
-            outer={"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments},
-            inner={"steps_per_round": 6, "learning_rate": 0.1},
-            batching={"test": "constant"},
-            merge={"every_rounds": 2},
-        )
-        results.append(run(tmp_path / str(num_fragments), settings))
-        merges += events(results[-1].workdir, "merge")
-    for name in ("loss_before", "loss_after"):
-        np.testing.assert_allclose(merges[1][name], merges[0][name], rtol=1e-6)
-    three = [line["event"] for line in lines_of(results[1].workdir) if line["round"] == 2]
-    assert three[3:5] == ["sync", "merge"]
+        results.append(run(tmp_path / str(num_fragments), settings, linear=True))
+        updates = {line["updates"] for line in events(results[-1].workdir, "round")}
+        assert len(updates) == 2
+    whole, parts = (result.ensemble.params_M for result in results)
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(parts[name], leaf, rtol=1e-5, atol=1e-6)
 
 
 # --- What moves between eight devices
@@ -548,41 +504,34 @@ def layered_loss(params, tokens):
 
 
 @functools.cache
-def compiled(*, num_trainers=1, fragments=1, delay=0, precision="float32", accumulates=False):
+def compiled(*, fragments=1, delay=0, precision="float32"):
     """What eight workers on eight devices exchange when they synchronise, and in which program."""
     configured = settings_of(
-        ensemble={"num_trainers": num_trainers, "num_workers": 8, "model_shards": 1},
+        ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         inner={"steps_per_round": 16},
         outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
     )
     spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1)
-    owners = tuple(w * num_trainers // 8 for w in range(8))
-    key = Key("outer", owners)
-    if fragments > 1:
-        key = Key("fragment", owners, 2, accumulates)
+    key = Key("fragment", (0,) * 8, 2, False) if fragments > 1 else Key("outer", (0,) * 8)
     text = lower(spec, key).compile().as_text()
     return spec, text, collectives(text, loops=fragments > 1)
 
 
-@pytest.mark.parametrize(("num_trainers", "accumulates"), [(4, False), (1, True)])
-def test_a_fragment_of_four_moves_a_quarter(num_trainers, accumulates):
-    spec, _, whole = compiled(num_trainers=num_trainers)
-    part_spec, _, part = compiled(
-        num_trainers=num_trainers, fragments=4, delay=2, accumulates=accumulates
-    )
+def test_a_fragment_of_four_moves_a_quarter():
+    spec, _, whole = compiled()
+    part_spec, _, part = compiled(fragments=4, delay=2)
     assert part_spec.full_sync_bytes == spec.sync_bytes
     assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # the gain is in each
-    per_trainer = 8 // num_trainers
-    accounted = 2 * (per_trainer - 1) / per_trainer * part_spec.sync_bytes
+    accounted = 2 * 7 / 8 * part_spec.sync_bytes
     assert accounted <= sum(found.num_bytes for found in part) <= accounted + 1024  # losses, flags
     largest, largest_part = (max(one.num_bytes for one in found) for found in (whole, part))
     assert largest_part == largest / 4
     assert not any(found.in_loop for found in part)
 
 
-@pytest.mark.parametrize("precision", ["float32", "int4"])
+@pytest.mark.parametrize("precision", [{}, {"precision": "int4"}], ids=str)
 def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(precision):
-    _, text, found = compiled(fragments=4, delay=2, precision=precision)
+    _, text, found = compiled(fragments=4, delay=2, **precision)
     large = {one.line for one in found if one.num_bytes > 512}
     inputs, loops, sent = {}, [], []
     for line in text[text.index("\nENTRY ") :].splitlines():
@@ -616,10 +565,6 @@ def test_the_plan_says_how_fragments_travel(monkeypatch):
     config.batching.update(max_batch_size=1, initial_batch_size=1, test="constant")
     config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
     text = plan_module.plan(config)
-    assert re.search(
-        r"fragments: 4, one every 2 inner updates, on its way during the last 1 of them;"
-        r" [\d.]+ KiB each way for a worker \(float32\), which keeps 0.5 of its own when it"
-        r" arrives",
-        text,
-    )
+    assert "fragments: 4, one every 2 inner updates, on its way during the last 1" in text
+    assert "which keeps 0.5 of its own when it arrives" in text
     assert "in 4 synchronisations" in text and "flush M=1 R=2" in text

@@ -7,25 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trees import assert_close, assert_equal, rows
+from trees import assert_close, assert_equal, at, rows
 
-from adloco_jax import init, outer_step, put, reassign, take
+import adloco_jax
+from adloco_jax import outer_step, put, reassign, take
 from adloco_jax.core.types import Ensemble
 
 ADAMW = optax.adamw(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+init = functools.partial(adloco_jax.init, inner_tx=ADAMW, outer_tx=NESTEROV)
 
 
 def ensemble_of(num_trainers, owner_R):
     """Trainers and workers that all differ."""
-    ensemble = init(
-        {"w": jnp.zeros((2, 3))},
-        num_trainers=num_trainers,
-        num_workers=len(owner_R),
-        inner_tx=ADAMW,
-        outer_tx=NESTEROV,
-        owner_R=owner_R,
-    )
+    params, num_workers = {"w": jnp.zeros((2, 3))}, len(owner_R)
+    ensemble = init(params, num_trainers=num_trainers, num_workers=num_workers, owner_R=owner_R)
     rng = np.random.default_rng(0)
 
     def filled(leaf):
@@ -45,74 +41,37 @@ def ensemble_of(num_trainers, owner_R):
 
 def test_all_trainers_and_workers_start_alike():
     params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(2.0)}
-    ensemble = init(params, num_trainers=2, num_workers=3, inner_tx=ADAMW, outer_tx=NESTEROV)
+    ensemble = init(params, num_trainers=2, num_workers=3)
     assert (ensemble.num_trainers, ensemble.num_workers, int(ensemble.round)) == (2, 3, 0)
     for m in range(2):
-        assert_equal(jax.tree.map(lambda leaf, m=m: leaf[m], ensemble.params_M), params)
-        one = jax.tree.map(lambda leaf, m=m: leaf[m], ensemble.outer_state_M)
-        assert_equal(one, NESTEROV.init(params))
+        assert_equal(at(ensemble.params_M, m), params)
+        assert_equal(at(ensemble.outer_state_M, m), NESTEROV.init(params))
     for r in range(3):
-        one = jax.tree.map(lambda leaf, r=r: leaf[r], ensemble.inner_state_R)
-        assert_equal(one, ADAMW.init(params))
-
-
-@pytest.mark.parametrize(
-    ("num_trainers", "num_workers", "owners"),
-    [(1, 3, [0, 0, 0]), (3, 3, [0, 1, 2]), (3, 4, [0, 0, 1, 2]), (2, 5, [0, 0, 0, 1, 1])],
-)
-def test_workers_are_spread_as_evenly_as_possible(num_trainers, num_workers, owners):
-    arguments = {"num_trainers": num_trainers, "num_workers": num_workers}
-    ensemble = init(jnp.zeros(2), **arguments, inner_tx=ADAMW, outer_tx=NESTEROV)
-    assert ensemble.owner_R.tolist() == owners and ensemble.owner_R.dtype == jnp.int32
-
-
-@pytest.mark.parametrize("owner_R", [(1, 0, 1), np.array([1, 0, 1])], ids=type)
-def test_owners_may_be_given_and_are_known_while_tracing(owner_R):
-    @jax.jit
-    def make(params):
-        ensemble = init(
-            params,
-            num_trainers=2,
-            num_workers=3,
-            inner_tx=ADAMW,
-            outer_tx=NESTEROV,
-            owner_R=owner_R,
-        )
-        assert ensemble.owners == (1, 0, 1) and ensemble.num_trainers == 2
-        return ensemble
-
-    ensemble = make(jnp.zeros(2))
-    assert ensemble.owners == (1, 0, 1)
-    assert ensemble.owner_R.tolist() == [1, 0, 1] and ensemble.owner_R.dtype == np.int32
+        assert_equal(at(ensemble.inner_state_R, r), ADAMW.init(params))
 
 
 @pytest.mark.parametrize(
     ("num_trainers", "num_workers", "owner_R", "words"),
     [
-        (0, 1, None, "num_trainers=0: expected at least 1"),
-        (3, 2, None, "num_workers=2 for num_trainers=3: expected at least one worker per trainer"),
+        (0, 1, None, "num_trainers=0: expected at least one trainer"),
+        (3, 2, None, "num_workers=2 for num_trainers=3: expected .* one worker for each"),
         (2, 3, [0, 1], r"owner_R has shape \(2,\), expected \[num_workers=3\]"),
         (2, 3, [0, 0, 0], r"owner_R=.*without a worker: \[1\]"),
         (2, 3, [0, 1, 2], r"owner_R=.*unknown: \[2\]"),
-        (2, 3, [0, 1, -1], r"owner_R=.*unknown: \[-1\]"),
     ],
 )
 def test_impossible_ensembles_are_refused(num_trainers, num_workers, owner_R, words):
     with pytest.raises(ValueError, match=words):
-        init(
-            jnp.zeros(2),
-            num_trainers=num_trainers,
-            num_workers=num_workers,
-            inner_tx=ADAMW,
-            outer_tx=NESTEROV,
-            owner_R=owner_R,
-        )
+        init(jnp.zeros(2), num_trainers=num_trainers, num_workers=num_workers, owner_R=owner_R)
 
 
-def test_defect_16_no_trainer_is_left_without_a_worker():
-    ensemble = ensemble_of(3, [0, 1, 1, 2])
-    with pytest.raises(ValueError, match=r"without a worker: \[0\]"):
-        reassign(ensemble, [2, 1, 1, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "given", "owners"),
+    [(3, None, [0, 1, 2]), (5, None, [0, 0, 1, 1, 2]), (4, np.array([1, 0, 2, 1]), [1, 0, 2, 1])],
+)
+def test_workers_are_spread_as_evenly_as_possible_or_as_given(num_workers, given, owners):
+    ensemble = init(jnp.zeros(2), num_trainers=3, num_workers=num_workers, owner_R=given)
+    assert ensemble.owners == tuple(owners) and ensemble.owner_R.tolist() == owners
 
 
 # --- Parts of it
@@ -145,11 +104,8 @@ def test_run_in_groups_is_one_run():
     def loss_fn(params, batch):
         return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", batch["x"], params["w"]) - 1.0))
 
-    step = jax.jit(
-        lambda ensemble, batch: outer_step(
-            ensemble, batch, loss_fn, inner_tx=ADAMW, outer_tx=NESTEROV
-        )
-    )
+    txs = {"inner_tx": ADAMW, "outer_tx": NESTEROV}
+    step = jax.jit(lambda ensemble, batch: outer_step(ensemble, batch, loss_fn, **txs))
     whole = grouped = ensemble_of(3, [0, 1, 2, 1])
     for seed in range(2):
         x = np.random.default_rng(seed).normal(size=(2, 4, 3, 2)).astype(np.float32)
@@ -171,20 +127,13 @@ def test_run_in_groups_is_one_run():
         ((), "trainers: expected distinct positions, at least one"),
         ((1, 1), "trainers: expected distinct positions"),
         ((0, 3), "trainers: .0, 3. out of range; the stack holds 3"),
+        ((1, 2), "sub has 2 trainers and 2 workers, expected 2 and 3"),
     ],
 )
 def test_impossible_parts_are_refused(trainers, words):
-    ensemble = ensemble_of(3, [0, 1, 2])
-    with pytest.raises(ValueError, match=words):
-        take(ensemble, trainers)
-    with pytest.raises(ValueError, match=words):
-        put(ensemble, trainers, ensemble)
-
-
-def test_put_refuses_another_size_than_was_taken():
     whole = ensemble_of(3, [0, 1, 2, 2])
-    with pytest.raises(ValueError, match="sub has 2 trainers and 2 workers, expected 2 and 3"):
-        put(whole, (1, 2), take(whole, (0, 1)))
+    with pytest.raises(ValueError, match=words):
+        put(whole, trainers, take(whole, (0, 1)))
 
 
 # --- Moving workers
@@ -223,9 +172,7 @@ def test_joining_worker_rounds_the_count_of_updates():
     [
         ([0, 1], "owner_R has 2 entries for a pool of 3 workers"),
         ([0, 1, 2], r"owner_R=.*unknown: \[2\]"),
-        ([0, 1, -2], r"owner_R=.*unknown: \[-2\]"),
         ([0, -1, -1], r"without a worker: \[1\]"),
-        ([-1, -1, -1], r"without a worker: \[0, 1\]"),
     ],
 )
 def test_impossible_moves_are_refused(owner_R, words):
@@ -248,20 +195,7 @@ def test_impossible_moves_are_refused(owner_R, words):
 )
 def test_what_is_no_parameter_is_named(params, words, unchecked):
     with pytest.raises(ValueError, match=words):
-        init(params, num_trainers=1, num_workers=1, inner_tx=ADAMW, outer_tx=NESTEROV)
-
-
-def test_groups_taken_before_any_is_put_back_are_one_round():
-    """As `put` says; and that taking from what it returned counts every group."""
-
-    def step(sub):
-        return sub.replace(round=sub.round + 1)
-
-    start = after = chained = ensemble_of(3, [0, 1, 2]).replace(round=jnp.int32(4))
-    for trainers in ((0,), (2, 1)):
-        after = put(after, trainers, step(take(start, trainers)))
-        chained = put(chained, trainers, step(take(chained, trainers)))
-    assert (int(after.round), int(chained.round)) == (5, 6)
+        init(params, num_trainers=1, num_workers=1)
 
 
 def test_keys_in_an_optimizers_state_are_taken_put_and_moved():
@@ -278,5 +212,5 @@ def test_keys_in_an_optimizers_state_are_taken_put_and_moved():
     np.testing.assert_array_equal(bits(sub), bits(whole)[2:])
     np.testing.assert_array_equal(bits(put(whole, (1,), sub)), bits(whole))
     # Workers 0 and 1 are the first trainer's; one that joins takes its trainer's first one's key.
-    moved = reassign(whole, [0, 1, 1, 0])
+    moved = jax.jit(reassign, static_argnums=1)(whole, (0, 1, 1, 0))
     np.testing.assert_array_equal(bits(moved), bits(whole)[np.array([0, 2, 2, 0])])

@@ -464,8 +464,6 @@ def merge_trainers(s, trainers, workers, members):
         "members": [member.id for member in members],
         "into": representative.id,
         "weights": weights,
-        "owners": [worker.trainer for worker in workers],
-        "params": representative.params.copy(),
     }
 
 

@@ -193,8 +193,8 @@ def sharded(precision, owners, model_shards):
         outer_update,
         outer_tx=NESTEROV,
         precision=precision,
-        exchange=at.exchange,
-        publish=at.publish,
+        reduce_scatter=at.reduce_scatter,
+        all_gather=at.all_gather,
     )
     jitted = jax.jit(update, in_shardings=states, out_shardings=(states[0], at.replicated))
     return jitted.lower(*shapes).compile(), states

@@ -1,4 +1,4 @@
-"""How a trainer's workers' differences become its pseudo-gradient: the mean, and what replaces it.
+"""Aggregation of workers' differences into a pseudo-gradient: the mean and its alternatives.
 
 `AGGREGATORS` is the table that a run chooses from by name.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.types import by_trainer, where_leading
+from adloco_jax.core.types import by_trainer, shares, where_leading
 
 Aggregator: TypeAlias = Callable[..., PyTree]
 """`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
@@ -137,15 +137,10 @@ def by_trainers(
     )
 
     def one_trainer(usable_W, weights_W, difference_W):
-        weighted_W = usable_W & (weights_W > 0) & jnp.isfinite(weights_W)
-        any_weight = jnp.any(weighted_W)
-        chosen_W = jnp.where(any_weight, weighted_W, usable_W)
-        share_W = jnp.where(chosen_W, jnp.where(any_weight, weights_W, 1.0), 0.0)
-        total = jnp.sum(share_W)
+        share_W, chosen_W = shares(weights_W, usable_W)
         # Left out by selection: zero times NaN is NaN.
         zeros_W = jax.tree.map(jnp.zeros_like, difference_W)
-        chosen = where_leading(chosen_W, difference_W, zeros_W)
-        return aggregate(chosen, share_W / jnp.where(total > 0, total, 1.0))
+        return aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
 
     usable_MW &= mask_MW
     return jax.vmap(one_trainer)(usable_MW, weights_MW, difference_MW), jnp.any(usable_MW, axis=1)

@@ -1,4 +1,4 @@
-"""What the functions of a round accept: losses with keys, factors, transformations, meshes."""
+"""Checks and adapters for arguments: losses, learning rates, transformations, meshes."""
 
 import functools
 import inspect
@@ -53,7 +53,7 @@ def with_fixed_key(loss_fn: LossFn) -> LossFn:
 
 
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """`function` with those of the knobs bound that it names; itself if it names none."""
+    """`function` with the knobs bound that it has parameters for."""
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function
 
@@ -70,7 +70,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 
 
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
-    """Lets a function take arrays on mesh axes of type Explicit: it runs with automatic ones.
+    """Let a function take arrays on mesh axes of type Explicit: it runs with automatic ones.
 
     Explicit axes would have each operation name its result's sharding. `shardings` gives those of
     the results, as a prefix of their tree: of the replicated sharding, the shardings of the first
@@ -120,34 +120,27 @@ def checked_batch_length(
         raise ValueError(f"num_accum_steps={num_accum_steps}: expected at least 1")
     if not leaves:
         raise ValueError(f"{name}: expected a pytree with at least one array")
-    num_updates = leaves[0].shape[0] if leaves[0].ndim else 0
+    shape = leaves[0].shape[:3]
     for leaf in leaves:
-        if leaf.ndim < 3 or leaf.shape[:2] != (num_updates, num_workers) or 0 in leaf.shape[:3]:
+        if len(shape) < 3 or leaf.shape[:3] != shape or shape[1] != num_workers or 0 in shape:
             raise ValueError(
-                f"{name}: a leaf has shape {leaf.shape}, expected [{axes}, ...] with the same"
-                f" {axes[0]} >= 1 in every leaf and R={num_workers} workers"
+                f"{name}: a leaf has shape {leaf.shape}, expected [{axes}, ...] with"
+                f" R={num_workers} workers and the same {axes[0]} >= 1 and {axes[6:]} >= 1 in every"
+                " leaf"
             )
-        if leaf.shape[2] % num_accum_steps:
-            raise ValueError(
-                f"{name}: {leaf.shape[2]} examples per update do not divide into"
-                f" num_accum_steps={num_accum_steps} micro-batches"
-            )
-    if len(sizes := {leaf.shape[2] for leaf in leaves}) > 1:
+    if shape[2] % num_accum_steps:
         raise ValueError(
-            f"{name}: leaves have {sorted(sizes)} examples on the third axis of [{axes}, ...],"
-            " expected the same number in every leaf"
+            f"{name}: {shape[2]} examples per update do not divide into"
+            f" num_accum_steps={num_accum_steps} micro-batches"
         )
-    return num_updates
+    return shape[0]
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
     """Weights or learning rates as a float32 array, once they have the shape expected."""
     if values is None:
         return None
-    try:
-        array = jnp.asarray(values, jnp.float32)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: expected numbers of shape {shape}; {error}") from error
+    array = jnp.asarray(values, jnp.float32)
     if array.shape != shape:
         raise ValueError(
             f"{name} has shape {array.shape}, expected one number for each of {shape};"
@@ -159,7 +152,7 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """`tx.update`, once its state has nothing that a round would leave out of step."""
+    """`tx.update`, after checking that its state keeps no parameters of its own."""
 
     def keeps_params(node):
         # Opaque SAM holds none between updates.

@@ -160,7 +160,7 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
 
 
 def replay(*, history: Sequence[int], round_index: int) -> int:
-    """A recorded batch history: what tells the effect of batches from that of merging.
+    """A recorded batch history: separates the effect of batches from that of merging.
 
     Args:
       history: Sequences per worker of the recorded run's rounds, in order.
@@ -178,7 +178,7 @@ def replay(*, history: Sequence[int], round_index: int) -> int:
 
 
 class BatchTest(NamedTuple):
-    """An entry of `BATCH_TESTS`: how a trainer's next batch is asked for."""
+    """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`, not yet rounded or capped. It names the
@@ -210,7 +210,7 @@ _ramp = ramp  # whose name is a knob's too
 def next_batch_size(
     requested: float, *, batch_size: int, max_growth: float, batch_cap: int, monotone: bool = True
 ) -> int:
-    """What a test's answer becomes after rounding, growth limit and cap.
+    """The next batch size: a test's request after rounding, growth limit and cap.
 
     Args:
       requested: A test's answer; a non-finite one keeps the batch.
@@ -223,7 +223,7 @@ def next_batch_size(
       A whole number in [1, max(batch_size, batch_cap)].
 
     Raises:
-      ValueError: If `batch_size` or `batch_cap` is no whole number.
+      ValueError: If `batch_size` or `batch_cap` is no positive whole number.
 
     Source: docs/algorithm.md, 2, "Then, always"; the reference has no cap (section 7, defect 7).
     """
@@ -243,7 +243,7 @@ def switch_mode(
     multiplier: int = 2,
     mode: Literal["threshold", "accumulate", "clip", "lengthen"] = "threshold",
 ) -> BatchPlan:
-    """How a requested batch is run on a device that holds `max_batch_size` sequences per worker.
+    """Micro-batch and accumulation steps that run a requested batch on a device.
 
     Just above what the device holds the batch is clipped, which keeps updates frequent; from
     `multiplier` times that on, gradients are accumulated.
@@ -267,11 +267,6 @@ def switch_mode(
     requested_batch_size = _whole("requested_batch_size", requested_batch_size)
     max_batch_size = _whole("max_batch_size", max_batch_size)
     multiplier = _whole("multiplier", multiplier)
-    if min(requested_batch_size, max_batch_size, multiplier) < 1:
-        raise ValueError(
-            f"requested_batch_size={requested_batch_size}, max_batch_size={max_batch_size},"
-            f" multiplier={multiplier}: expected positive whole numbers"
-        )
     if mode not in ("threshold", "accumulate", "clip", "lengthen"):
         raise ValueError(f"mode={mode!r}: expected threshold, accumulate, clip or lengthen")
     if requested_batch_size <= max_batch_size:
@@ -283,12 +278,12 @@ def switch_mode(
 
 
 def _whole(name: str, value) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
+    if not hasattr(value, "__index__") or value < 1:
         raise ValueError(
-            f"{name}={value!r}: expected a whole number; round it first, see next_batch_size"
-        ) from None
+            f"{name}={value!r}: expected a positive whole number; round it first, see"
+            " next_batch_size"
+        )
+    return operator.index(value)
 
 
 def _signal(stats: GradientStats, mode: TestMode, num_workers: int, batch_size: int | None):

@@ -53,14 +53,8 @@ class _Blocks(NamedTuple):
         return self.places * self.width + self.places * self.width % 2
 
 
-def check_precision(precision: Precision) -> None:
-    """Raises ValueError if it is none of the known ones."""
-    if precision not in BITS:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
-
-
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
-    """Quantises arrays for communication.
+    """Quantise arrays for communication.
 
     Args:
       tree_X: Leaves [X, ...]; each entry of the leading axis is packed on its own.
@@ -78,7 +72,8 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     bits an entry as a float of 3 exponent bits; here whole numbers with block scales, rounded to
     nearest.
     """
-    check_precision(precision)
+    if precision not in BITS:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
     if precision == "float32":
         return tree_X
     if precision == "bfloat16":
@@ -123,11 +118,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
     Returns:
       Bytes, of which float32 takes four per parameter.
-
-    Raises:
-      ValueError: If `precision` is unknown.
     """
-    check_precision(precision)
     if precision in ("float32", "bfloat16"):
         return sum(math.prod(leaf.shape) * BITS[precision] // 8 for leaf in jax.tree.leaves(tree))
     num_bytes = 0

@@ -186,7 +186,7 @@ def per_example_products(
 
 
 def pool(stats: GradientStats) -> GradientStats:
-    """Combines the statistics of several workers at the same point: sums add, and so do weights.
+    """Combine the statistics of several workers at the same point: sums add, and so do weights.
 
     Scalars only; no vector of model size is reduced. Inner products stay those with each worker's
     own mean. Works on NumPy arrays as on JAX arrays.
@@ -225,7 +225,7 @@ class _Units(NamedTuple):
         return jax.tree.leaves(self.batch_U)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
-        """Folds `body(i, index_C, valid_C, units_C, carry)` over the passes of each part listed."""
+        """Fold `body(i, index_C, valid_C, units_C, carry)` over the passes of each part listed."""
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         passes_I = -(-(ends_I - starts_I) // self.group)
@@ -335,7 +335,7 @@ def _units(
     num_examples: Array | int | None,
     inner_products: bool,
 ) -> _Units:
-    """Divides a batch into units, passes and parts."""
+    """Divide a batch into units, passes and parts."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(

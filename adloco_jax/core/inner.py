@@ -21,6 +21,7 @@ from adloco_jax.core.arguments import (
 from adloco_jax.core.types import (
     LossFn,
     Workers,
+    at_least_float32,
     squared_norms,
     trainable,
     with_dtypes,
@@ -49,7 +50,7 @@ def inner_steps(
     worker_parallelism: int | None = None,
     examples_per_pass: int | None = None,
 ) -> tuple:
-    """Consumes T micro-batches on every worker; workers do not communicate.
+    """Run T micro-batches on every worker; workers do not communicate.
 
     Which micro-batches end an update is data, so one program serves every accumulation count, and a
     long round may be cut anywhere into calls of equal shape.
@@ -108,7 +109,7 @@ def inner_steps(
         flags_T = (update_T, count_T)
     value_and_grad = functools.partial(_value_and_grad, loss_fn, has_aux)
     step = functools.partial(
-        _plain_step if flags_T is None else _accumulating_step,
+        _step,
         functools.partial(_in_passes, value_and_grad, examples_per_pass),
         checked_update("inner_tx", inner_tx, workers.inner_state_R, refused=_KEEPS_PARAMS),
     )
@@ -135,24 +136,17 @@ def _value_and_grad(
     return jax.value_and_grad(loss_of, has_aux=True)(trainable(params), batch_B, **key)
 
 
-def _plain_step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """An update with the gradient of one micro-batch."""
-    params, state, *unused = carry
-    inputs_B, learning_rate, _ = step
-    (loss, aux), grads = value_and_grad(params, inputs_B)
-    params, state, skipped = _update(
-        transform, (params, state), grads, jnp.isfinite(loss), learning_rate
-    )
-    return (params, state, *unused), (loss, skipped, aux)
-
-
-def _accumulating_step(
-    value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple
-) -> tuple:
-    """Adds the gradient of one micro-batch, and makes an update where the last one is reached."""
+def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
+    """Add the gradient of one micro-batch; update where it completes one."""
     params, state, grad_sum, is_finite = carry
-    inputs_B, learning_rate, (ends_update, count) = step
+    inputs_B, learning_rate, flags = step
     (loss, aux), grads = value_and_grad(params, inputs_B)
+    if flags is None:  # each micro-batch is an update, without a buffer for its gradient
+        *updated, skipped = _update(
+            transform, (params, state), grads, jnp.isfinite(loss), learning_rate
+        )
+        return (*updated, grad_sum, is_finite), (loss, skipped, aux)
+    ends_update, count = flags
     grad_sum = jax.tree.map(jnp.add, grad_sum, with_dtypes(grads, grad_sum))
     is_finite &= jnp.isfinite(loss)
 
@@ -209,15 +203,13 @@ def _in_passes(
         return jax.tree.map(jnp.add, total, value_and_grad(params, inputs_B)), None
 
     one = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], inputs_NB))
-    zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), one
-    )
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, at_least_float32(leaf.dtype)), one)
     total, _ = lax.scan(add, zeros, inputs_NB)
     return jax.tree.map(lambda leaf, like: (leaf / num_passes).astype(like.dtype), total, one)
 
 
 def _at_once(count: int, limit: int | None, name: str) -> int:
-    """The most of `count` that divide it and are within the limit."""
+    """The largest divisor of `count` within the limit."""
     if limit is None:
         return count
     if limit < 1:

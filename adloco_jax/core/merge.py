@@ -1,6 +1,5 @@
 """Merging trainers, and dividing the workers among those that remain (AdLoCo section 4.3)."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -18,7 +17,8 @@ from adloco_jax.core.types import (
     move_workers,
     place_workers,
     positions,
-    trainable,
+    shares,
+    where_leading,
 )
 
 
@@ -74,7 +74,7 @@ def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple
 def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
-    """Which trainers become one, by a policy that looks at their batches.
+    """The trainers to merge, by a policy that sees their batch sizes.
 
     Args:
       requested_batch_sizes: By trainer position, sequences per worker.
@@ -103,7 +103,7 @@ def choose_merge(
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
-    """Merges trainers into the first of them: one trainer fewer per absorbed member.
+    """Merge trainers into the first of them: one trainer fewer per absorbed member.
 
     Parameters and the floating-point outer state (momentum) become the weighted mean of the
     members, float32 inside (float64 for float64). A member with a non-finite value or without a
@@ -122,13 +122,11 @@ def merge(
       A stack of M - len(members) + 1 trainers.
 
     Raises:
-      ValueError: If a position repeats or is out of range, the number of weights differs, or
-        parameters are complex.
+      ValueError: If a position repeats or is out of range, or the number of weights differs.
 
     Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours
       (docs/algorithm.md, 4).
     """
-    trainable(ensemble.params_M)  # complex ones are refused
     chosen = positions("members", members, ensemble.num_trainers)
     weights_n = jnp.asarray(weights, jnp.float32)
     if len(chosen) < 2 or weights_n.shape != (len(chosen),):
@@ -138,42 +136,30 @@ def merge(
         )
     representative, absorbed = chosen[0], chosen[1:]
     survivors = [m for m in range(ensemble.num_trainers) if m not in absorbed]
-
-    def all_finite(leaf_M):
-        if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
-            return jnp.ones(len(chosen), bool)
-        return jnp.all(jnp.isfinite(leaf_M[chosen].reshape(len(chosen), -1)), axis=1)
-
     stacked = (ensemble.params_M, ensemble.outer_state_M)
-    finite_n = functools.reduce(
-        jnp.logical_and, [all_finite(leaf) for leaf in jax.tree.leaves(stacked)]
-    )
-    usable_n = finite_n & jnp.isfinite(weights_n) & (weights_n > 0)
-    usable_n, weights_n = (
-        jnp.where(jnp.any(usable_n), usable_n, finite_n),
-        jnp.where(jnp.any(usable_n), weights_n, 1.0),
-    )
-    share_n = jnp.where(usable_n, weights_n / jnp.max(jnp.where(usable_n, weights_n, 0.0)), 0.0)
-    share_n = share_n / jnp.sum(share_n)
+    finite_n = jnp.ones(len(chosen), bool)
+    for leaf in jax.tree.leaves(stacked):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            finite_n &= jnp.all(jnp.isfinite(leaf[chosen].reshape(len(chosen), -1)), axis=1)
+    share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)
 
     def merge_leaf(leaf_M):
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
-            return leaf_M[jnp.asarray(survivors)]
+            return leaf_M[np.array(survivors)]
         # From differences, so that equal members give back exactly what they were.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
-        base = member_n[origin][None]
-        shape = (-1,) + (1,) * (member_n.ndim - 1)
-        difference_n = jnp.where(usable_n.reshape(shape), member_n - base, 0.0)
-        mean = base[0] + jnp.sum(difference_n * share_n.reshape(shape), axis=0)
+        base = member_n[origin]
+        difference_n = where_leading(usable_n, member_n - base[None], jnp.zeros_like(member_n))
+        mean = base + jnp.tensordot(share_n, difference_n, 1, precision="highest")
         mean = jnp.where(jnp.any(usable_n), mean, leaf_M[representative]).astype(leaf_M.dtype)
-        return leaf_M.at[representative].set(mean)[jnp.asarray(survivors)]
+        return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
     params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
     # Whose inner state goes on: the representative's, unless it is broken itself.
     heir = jnp.asarray(chosen)[origin]
     is_member_R = np.isin(ensemble.owner_R, chosen)
-    owners = owners_after_merge(ensemble.owners, chosen.tolist())
+    owners = tuple(survivors.index(representative if m in absorbed else m) for m in ensemble.owners)
     pool = np.arange(ensemble.num_workers)
     return ensemble.replace(
         params_M=params_M,
@@ -192,7 +178,7 @@ def merge(
 
 
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
-    """Moves workers between trainers; lets workers join the pool or retire from it.
+    """Move workers between trainers; workers may join the pool or retire from it.
 
     A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
     mean inner state of the workers that were already there (whole numbers, such as Adam's count of
@@ -230,25 +216,10 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     )
 
 
-def owners_after_merge(owners: Sequence[int], members: Sequence[int]) -> tuple[int, ...]:
-    """Whose each worker is once trainers have become the first of them.
-
-    Args:
-      owners: Position of each worker's trainer.
-      members: Positions, the representative first.
-
-    Returns:
-      Positions in the stack of the survivors, whose order is kept.
-    """
-    representative, absorbed = members[0], members[1:]
-    survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
-    return tuple(survivors.index(representative if m in absorbed else m) for m in owners)
-
-
 def divide_workers(
     owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Whose each worker is once trainers have become one and the pool is divided again.
+    """Each worker's trainer after a merge and the reallocation of the pool.
 
     A trainer keeps its own workers first, the representative then those it absorbed; what it lacks
     it takes from what is free, by position. Workers that nobody lacks retire.
@@ -278,7 +249,7 @@ def divide_workers(
 
 
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
-    """Divides the pool in proportion to what each trainer asks for.
+    """Divide the pool in proportion to the requested batch sizes.
 
     Every trainer has one worker; the rest go by largest remainder of the proportional shares of the
     whole pool. Ties go to the lower position.

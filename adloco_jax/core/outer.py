@@ -26,7 +26,7 @@ from adloco_jax.core.arguments import (
     fold_in_each,
     on_any_mesh,
 )
-from adloco_jax.core.compress import Precision, check_precision, pack, unpack
+from adloco_jax.core.compress import Precision, pack, unpack
 from adloco_jax.core.inner import inner_steps
 from adloco_jax.core.types import (
     Ensemble,
@@ -59,7 +59,7 @@ def outer_step(
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
 ) -> tuple[Ensemble, RoundMetrics]:
-    """Runs one round: S inner updates on every worker, then one outer update of every trainer.
+    """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
     Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
     Buffers are not donated here. What is not finite is left out, see `inner_steps` and
@@ -205,10 +205,10 @@ def outer_update(
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
-    exchange: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
-    publish: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
+    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
+    all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """Ends a round: the only communication between the workers of a trainer.
+    """End a round: the only communication between the workers of a trainer.
 
     Below float32 both of its halves are quantised (`core.compress`): the workers' differences,
     whose aggregate is formed in float32 and reaches the outer optimizer unrounded; and the
@@ -229,12 +229,11 @@ def outer_update(
       aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
-      exchange: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
+      reduce_scatter: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
         differences, packed, and whether they are usable. Where workers are spread over devices, a
-        sharding constraint by which each device holds its shard of the parameters for all workers:
-        the reduce-scatter.
-      publish: Applied to the trainers' updates [M, ...], packed: the all-gather. In float32 the new
-        parameters travel instead, by whatever sharding they are given.
+        sharding constraint by which each device holds its shard of the parameters for all workers.
+      all_gather: Applied to the trainers' updates [M, ...], packed. In float32 the new parameters
+        travel instead, by whatever sharding they are given.
 
     Returns:
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
@@ -248,14 +247,13 @@ def outer_update(
     every worker; here it runs once for each share, and its updates are what goes back.
     """
     owners = ensemble.owners
-    check_precision(precision)
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     transform = checked_update(
         "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
     )
     if ensemble.num_workers == ensemble.num_trainers:
         precision = "float32"  # each has one worker: nothing is sent
-    alone_M = np.bincount(owners) == 1
+    single_M = np.bincount(owners) == 1
     start_M = trainable(ensemble.params_M)
 
     def subtract(start_R, end_R):
@@ -265,8 +263,8 @@ def outer_update(
 
     difference_R = jax.tree.map(subtract, of_owners(start_M, owners), trainable(workers.params_R))
     usable_R = jnp.isfinite(squared_norms(difference_R))
-    difference_R = _send(difference_R, alone_M[ensemble.owner_R], precision, exchange)
-    usable_R = exchange(usable_R)
+    difference_R = _send(difference_R, single_M[ensemble.owner_R], precision, reduce_scatter)
+    usable_R = reduce_scatter(usable_R)
     pseudo_grad_M, is_usable_M = by_trainers(
         difference_R, owners, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
@@ -275,7 +273,7 @@ def outer_update(
     updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if precision != "float32":
-        updates_M = _send(updates_M, alone_M, precision, publish)
+        updates_M = _send(updates_M, single_M, precision, all_gather)
     end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)
     params_M = with_trainable(ensemble.params_M, where_leading(is_usable_M, end_M, start_M))
     params_R = None if ensemble.params_R is None else of_owners(params_M, owners)
@@ -290,13 +288,13 @@ def outer_update(
 
 
 def _send(
-    tree_X: PyTree, alone_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
+    tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """What arrives of `tree_X`: quantised, but for the entries of single-worker trainers."""
+    """`tree_X` as received: quantised, except for the entries of single-worker trainers."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
-    if precision == "float32" or not alone_X.any():
+    if precision == "float32" or not single_X.any():
         return arrived_X
-    return jax.tree.map(lambda leaf, own: leaf.at[alone_X].set(own[alone_X]), arrived_X, tree_X)
+    return jax.tree.map(lambda leaf, own: leaf.at[single_X].set(own[single_X]), arrived_X, tree_X)
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:

@@ -65,7 +65,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
-    """Writes a fragment back: the inverse of `take_fragment`.
+    """Write a fragment back: the inverse of `take_fragment`.
 
     Args:
       tree_X: Leaves [X, ...].
@@ -101,7 +101,7 @@ def outer_update_fragment(
     outer_tx: optax.GradientTransformation,
     precision: Precision = "float32",
     keep: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
-    publish: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
+    all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
     **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """The trainers' half of a fragment's synchronisation: `outer_update` on these entries alone.
@@ -121,9 +121,9 @@ def outer_update_fragment(
       keep: Applied to the fragment of the trainers' parameters as it is taken. Where they are
         replicated over several devices, a sharding constraint that says so, or the partitioner
         shards and gathers them again.
-      publish: Applied to the trainers' updates [M, ...], packed, or in float32 to the fragment's
-        new parameters: the all-gather.
-      **how: `weights_R`, `aggregate` and `exchange` of `outer_update`.
+      all_gather: Applied to the trainers' updates [M, ...], packed, or in float32 to the fragment's
+        new parameters.
+      **how: `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
 
     Returns:
       The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
@@ -154,11 +154,11 @@ def outer_update_fragment(
         Workers(params_R=sent_R, inner_state_R=ensemble.inner_state_R),
         outer_tx=outer_tx,
         precision=precision,
-        publish=publish,
+        all_gather=all_gather,
         **how,
     )
     if precision == "float32" or ensemble.num_workers == ensemble.num_trainers:
-        part = part.replace(params_M=publish(part.params_M))
+        part = part.replace(params_M=all_gather(part.params_M))
     ensemble = ensemble.replace(
         params_M=put(ensemble.params_M, part.params_M),
         outer_state_M=jax.tree.map(
@@ -268,14 +268,14 @@ def fragment_steps(
 
 
 def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
-    """Sets every trainer, and its workers, to the mean of its workers' parameters.
+    """Set every trainer, and its workers, to the mean of its workers' parameters.
 
     For the end of a run and before a merge, where fragments leave worker updates unsynchronised. It
     is no outer step: momentum and the count of rounds stay.
 
     Args:
       ensemble: Its workers have parameters of their own.
-      **how: `precision`, `exchange` and `publish` of `outer_update`.
+      **how: `precision`, `reduce_scatter` and `all_gather` of `outer_update`.
 
     Returns:
       The ensemble with the new parameters.

@@ -68,9 +68,7 @@ class Workers(struct.PyTreeNode):
 
     params_R: PyTree  # [R, ...]
     inner_state_R: PyTree  # [R, ...]
-    grad_sum_R: PyTree = (
-        None  # [R, ...] float32: gradients of the update under way, if accumulating
-    )
+    grad_sum_R: PyTree = None  # [R, ...] float32: gradients of the update under way
     num_grads: Array | None = None  # int32 []: how many of them
     finite_R: Array | None = None  # bool [R]: whether their losses were all finite
 
@@ -127,7 +125,7 @@ class GradientStats(struct.PyTreeNode):
 
 
 class BatchPlan(NamedTuple):
-    """What one worker really runs for each inner update."""
+    """What one worker runs for each inner update."""
 
     micro_batch_size: int
     num_accum_steps: int
@@ -191,7 +189,7 @@ def init(
     owner_R: Sequence[int] | np.ndarray | None = None,
     own_params: bool = False,
 ) -> Ensemble:
-    """Stacks `num_trainers` trainers that all start from `params`, and a pool of workers.
+    """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
 
     For trainers with parameters of their own, replace `params_M` of the result (and `params_R`, if
     it has any). Random keys in an optimizer's state (`optax.add_noise`) are alike too: for noise of
@@ -218,12 +216,10 @@ def init(
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
-    if num_trainers < 1:
-        raise ValueError(f"num_trainers={num_trainers}: expected at least 1")
-    if num_workers < num_trainers:
+    if not 1 <= num_trainers <= num_workers:
         raise ValueError(
             f"num_workers={num_workers} for num_trainers={num_trainers}: expected at least one"
-            " worker per trainer"
+            " trainer, and one worker for each"
         )
     if owner_R is None:
         owner_R = np.arange(num_workers) * num_trainers // num_workers
@@ -283,7 +279,7 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
 
 
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
-    """Writes back what `take` took, after a round: the inverse of `take`.
+    """Write back a sub-ensemble after a round: the inverse of `take`.
 
     The `round` of the result is the larger of the two, so that groups which were all taken before
     any of them was put back count as one round:
@@ -344,22 +340,6 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
     return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, size, axis=0), tree_M)
 
 
-def owner_mean(tree_R: PyTree, owners: Sequence[int]) -> PyTree:
-    """Mean over each trainer's workers, float32 at least: leaves [R, ...] -> [M, ...].
-
-    Of PRNG keys it is the first worker's. Padding is left out by selection: zero times NaN is NaN.
-    """
-    tree_MW, mask_MW = by_trainer(tree_R, owners)
-
-    def mean(leaf_MW):
-        if is_key(leaf_MW):
-            return leaf_MW[:, 0]
-        mask = mask_MW.reshape(mask_MW.shape + (1,) * (leaf_MW.ndim - 2))
-        return jnp.mean(leaf_MW.astype(at_least_float32(leaf_MW.dtype)), axis=1, where=mask)
-
-    return jax.tree.map(mean, tree_MW)
-
-
 def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarray]:
     """Leaves [R, ...] -> [M, W, ...], W the most workers of a trainer, and bool [M, W]: is one.
 
@@ -375,13 +355,27 @@ def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarra
     return jax.tree.map(lambda leaf: leaf[index], tree_R), mask
 
 
-def where_leading(condition_X: Array, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Selects whole entries of the leading axis: from `tree_X` where true, else from `other_X`."""
+def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
+    """Select whole entries of the leading axis: from `tree_X` where true, else from `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
 
     return jax.tree.map(select, tree_X, other_X)
+
+
+def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
+    """Shares that sum to 1, and which entries have one: usable ones of positive finite weight.
+
+    If no usable entry has such a weight, all of them count alike; if none is usable, the shares are
+    zero.
+    """
+    weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
+    any_weight = jnp.any(weighted_X)
+    chosen_X = jnp.where(any_weight, weighted_X, usable_X)
+    share_X = jnp.where(chosen_X, jnp.where(any_weight, weights_X, 1.0), 0.0)
+    total = jnp.sum(share_X)
+    return share_X / jnp.where(total > 0, total, 1.0), chosen_X
 
 
 def squared_norms(tree_X: PyTree) -> Array:
@@ -405,18 +399,22 @@ def move_workers(
     updates, are rounded, and a PRNG key is the first one's. `source` and `joined_R` are positions
     in `ensemble`.
     """
-    mean_M = owner_mean(ensemble.inner_state_R, ensemble.owners)
+    states_MW, mask_MW = by_trainer(ensemble.inner_state_R, ensemble.owners)
 
-    def move(leaf_R, mean_leaf_M):
-        joined = mean_leaf_M[joined_R]
-        if not is_key(leaf_R):
+    def move(leaf_R, leaf_MW):
+        if is_key(leaf_R):
+            joined = leaf_MW[:, 0]
+        else:
+            # Padding is left out by selection: zero times NaN is NaN.
+            mask = mask_MW.reshape(mask_MW.shape + (1,) * (leaf_R.ndim - 1))
+            wide_MW = leaf_MW.astype(at_least_float32(leaf_R.dtype))
+            joined = jnp.mean(wide_MW, axis=1, where=mask)
             if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
                 joined = jnp.round(joined)
             joined = joined.astype(leaf_R.dtype)
-        stays = stays_R.reshape((-1,) + (1,) * (leaf_R.ndim - 1))
-        return jnp.where(stays, leaf_R[source], joined)
+        return where_leading(stays_R, leaf_R[source], joined[joined_R])
 
-    return jax.tree.map(move, ensemble.inner_state_R, mean_M)
+    return jax.tree.map(move, ensemble.inner_state_R, states_MW)
 
 
 def place_workers(
@@ -430,7 +428,7 @@ def place_workers(
     if ensemble.params_R is None:
         return None
     own_R = jax.tree.map(lambda leaf_R: leaf_R[source], ensemble.params_R)
-    return where_leading(jnp.asarray(stays_R), own_R, of_owners(ensemble.params_M, owners))
+    return where_leading(stays_R, own_R, of_owners(ensemble.params_M, owners))
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
@@ -450,7 +448,7 @@ def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
 
 
 def check_owners(owners: np.ndarray, num_trainers: int) -> None:
-    """Raises ValueError unless every trainer has a worker, and every worker a trainer."""
+    """Raise ValueError unless every trainer has a worker, and every worker a trainer."""
     missing = sorted(set(range(num_trainers)) - set(owners.tolist()))
     strange = sorted(set(owners.tolist()) - set(range(num_trainers)))
     if missing or strange:

@@ -289,7 +289,7 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
     update = functools.partial(
-        outer_update, outer_tx=spec.outer_tx, aggregate=spec.aggregate, **_exchange(spec, at)
+        outer_update, outer_tx=spec.outer_tx, aggregate=spec.aggregate, **_collectives(spec, at)
     )
     return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
 
@@ -318,7 +318,7 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
             delay=spec.delay,
             mixing=spec.mixing,
             keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
-            **_exchange(spec, at),
+            **_collectives(spec, at),
         )
 
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
@@ -329,7 +329,7 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
 
 def _flush(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
-    flush = functools.partial(flush_workers, **_exchange(spec, at))
+    flush = functools.partial(flush_workers, **_collectives(spec, at))
     return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
@@ -477,8 +477,12 @@ def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
     )
 
 
-def _exchange(spec: Spec, at: Placement) -> dict[str, Any]:
-    return {"precision": spec.precision, "exchange": at.exchange, "publish": at.publish}
+def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
+    return {
+        "precision": spec.precision,
+        "reduce_scatter": at.reduce_scatter,
+        "all_gather": at.all_gather,
+    }
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:

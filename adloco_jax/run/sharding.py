@@ -84,7 +84,7 @@ class Placement:
         """Leaves [M, ...] or [R, ...]: sharded over all devices of the trainer."""
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
-    def exchange(self, tree_R: PyTree) -> PyTree:
+    def reduce_scatter(self, tree_R: PyTree) -> PyTree:
         """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
 
         In two steps, or the partitioner replicates: first the devices that share a worker keep a
@@ -110,7 +110,7 @@ class Placement:
         )
         return jax.lax.with_sharding_constraint(parts_R, to)
 
-    def publish(self, tree_M: PyTree) -> PyTree:
+    def all_gather(self, tree_M: PyTree) -> PyTree:
         """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
 
         In two steps, or what is quantised would be gathered first and quantised then.
