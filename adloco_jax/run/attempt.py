@@ -229,7 +229,7 @@ def after_failure(
     attempt.watch.progress.note(f"round {index} failed ({cause}); restoring the newest checkpoint")
     fault, changes = {"kind": "round_failed", "round": index, "cause": cause}, before.changes
     if exhausted:
-        fault |= {"kind": "out_of_memory", **_halved(size, size // 2)}
+        fault = _out_of_memory(index, cause, size, size // 2)
         changes = {
             "max_batch_size": size // 2,
             "redo_round": max(index, control.redo_round),
@@ -257,12 +257,8 @@ def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
             " copy, or name another folder"
         )
-    recorded = restored.host["data"] if restored else None
-    if (
-        recorded
-        and not run.accept_data_change
-        and recorded["fingerprint"] != run.corpus.fingerprint
-    ):
+    recorded = restored.host["data"] if restored and not run.accept_data_change else None
+    if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
         changes = shard_changes(recorded["shards"], list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data are not those that this run began with; restore them, or"
@@ -317,13 +313,14 @@ def _control(
     least = min(processes.gather(before if noted is None else noted))
     if least >= before:
         return control, []
-    fault = {"kind": "out_of_memory", "round": control.round + 1, **_halved(before, least)}
-    fault["cause"] = "a process had run out of memory"
+    cause = "a process had run out of memory"
+    fault = _out_of_memory(control.round + 1, cause, before, least)
     return dataclasses.replace(control, max_batch_size=least), [fault]
 
 
-def _halved(before: int, now: int) -> dict[str, int]:
-    return {"max_batch_size_before": before, "max_batch_size": now}
+def _out_of_memory(index: int, cause: str, before: int, now: int) -> dict[str, Any]:
+    fault = {"kind": "out_of_memory", "round": index, "cause": cause}
+    return fault | {"max_batch_size_before": before, "max_batch_size": now}
 
 
 def _initial_ensemble(run: Run, control: Control) -> Ensemble:

@@ -358,20 +358,14 @@ _RULES: dict[str, Callable[..., bool]] = {
     "the two belong together; set test='ramp' and (round, batch) pairs, or neither": (
         lambda c: (c.batching.test == "ramp") == (c.batching.ramp != ())
     ),
-    "the first round must be 0 and rounds must increase; correct the (round, batch) pairs": (
+    "a ramp begins with (0, initial_batch_size) and its rounds increase; correct the pairs": (
         lambda c: (
-            not c.batching.ramp
-            or (
-                c.batching.ramp[0][0] == 0
-                and all(a[0] < b[0] for a, b in pairwise(c.batching.ramp))
-            )
+            c.batching.ramp[:1] in ((), ((0, c.batching.initial_batch_size),))
+            and all(a[0] < b[0] for a, b in pairwise(c.batching.ramp))
         )
     ),
     "the two belong together; set test='replay' and the folder of a run, or neither": (
         lambda c: (c.batching.test == "replay") == (c.batching.replay != "")
-    ),
-    "both name the first batch; make them equal": (
-        lambda c: not c.batching.ramp or c.batching.ramp[0][1] == c.batching.initial_batch_size
     ),
     "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
         lambda c: all(1 <= size <= c.batching.batch_cap for _, size in c.batching.ramp)
