@@ -239,30 +239,6 @@ def test_what_is_no_contradiction_passes():
         validate(changed(**values))
 
 
-def test_all_faults_are_reported_at_once_in_one_line_each():
-    config = changed(
-        num_rounds=0,
-        inner__tx="adam",
-        inner__learning_rate=float("nan"),
-        merge__evry_rounds=2,
-        model__num_kv_heads=3,
-        batching__initial_batch_size=2000,
-        batching__max_batch_size=16,
-    )
-    del config["seed"]
-    lines = faults(config)
-    assert sorted(line.split(" = ")[0].split(":")[0] for line in lines) == [
-        "batching.initial_batch_size",  # above the cap
-        "batching.max_batch_size",  # below the first batch
-        "inner.learning_rate",
-        "inner.tx",
-        "merge.evry_rounds",
-        "model.num_kv_heads",
-        "num_rounds",
-        "seed",
-    ]
-
-
 # --- The configs that ship ------------------------------------------------------------------
 
 

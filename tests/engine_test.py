@@ -96,9 +96,9 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
     assert sorted(e["key"] for e in events if e["event"] == "compile") == sorted(planned)
 
 
-@pytest.mark.parametrize("batch_size", [4, 12])
-def test_the_engines_round_is_the_public_outer_step(batch_size):
+def test_the_engines_round_is_the_public_outer_step():
     """With unequal trainers; 12 sequences are 3 micro-batches of 4, accumulated."""
+    batch_size = 12
     settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
     rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
     spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)

@@ -308,9 +308,9 @@ def _control(
             control = dataclasses.replace(control, max_batch_size=given)
     control = dataclasses.replace(control, **changes)
     before = control.max_batch_size
-    noted = memory_notes.least(run.workdir, after_round=control.round)
     # A process may not yet see what another has written, but what it has written itself.
-    least = min(processes.gather(before if noted is None else noted))
+    noted = memory_notes.least(run.workdir, after_round=control.round)
+    least = min(processes.gather(noted or before))
     if least >= before:
         return control, []
     cause = "a process had run out of memory"
@@ -421,11 +421,10 @@ def _write_start(
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,
     )
-    damaged = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
-    bad_data = [
-        {"kind": "bad_data", "round": control.round, **shard}
-        for shard in run.corpus.shards
-        if shard.get("skipped") or shard.get("bad_rows")
-    ]
-    for fault in [*damaged, *bad_data, *faults]:
+    for line in damage:
+        ledger.write("fault", kind="checkpoint", round=control.round, cause=line)
+    for shard in run.corpus.shards:
+        if shard.get("skipped") or shard.get("bad_rows"):
+            ledger.write("fault", kind="bad_data", round=control.round, **shard)
+    for fault in faults:
         ledger.write("fault", **fault)
