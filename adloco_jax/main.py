@@ -68,7 +68,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
 
 
 class _Outlived(io.FileIO):
-    """A standard stream whose terminal or pipe may disappear: then output is discarded."""
+    """A standard stream that discards output once its terminal or pipe is gone."""
 
     def write(self, data, /) -> int:
         """Writes until an error; from then on to the null device."""
@@ -203,7 +203,7 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
-    """The line that refuses a word which is no option."""
+    """The line that refuses an unknown word."""
     if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
         key = override[1]
         if key in KNOBS:

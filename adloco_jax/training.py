@@ -193,10 +193,10 @@ def fit(
 
     Raises:
       ValueError: If an optimizer is given here and also named in the settings.
-      ConfigError: As `train`, and if `init_fn` makes no array.
+      ConfigError: If the folder cannot be used, or `init_fn` makes no array.
       DataError: If there are too few held-out rows: one, or two with several trainers (of each
         class, where there are classes).
-      Exception: Otherwise as `train`, but for faults in text.
+      UserError: Otherwise see `train`; no text is read here.
     """
     workdir = Path(workdir)
     check_installed(settings.log)

@@ -74,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Failures:
-    """What the attempts so far have failed of, for the next one."""
+    """Faults of the attempts so far, and what the next one does differently."""
 
     faults: tuple[dict, ...] = ()  # to record
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of control, to need less
@@ -83,7 +83,7 @@ class Failures:
 
 @dataclass
 class Attempt:
-    """A run that is ready to go on."""
+    """A run that is ready to train."""
 
     state: State
     ended: bool  # according to its ledger
@@ -105,7 +105,7 @@ def begin(
       failures: Of the attempts before this one.
 
     Raises:
-      UserError: As `train`.
+      UserError: See `train`.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = _restore(run)
@@ -271,7 +271,7 @@ def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
-    """The run's ledger, up to what the restored state knows of it, and its trackers."""
+    """The run's ledger, cut to the restored state, and its trackers."""
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
@@ -298,7 +298,7 @@ def _open_ledger(
 def _control(
     run: Run, restored: resume.Restored | None, programs: Programs, changes: dict[str, Any]
 ) -> tuple[Control, list[dict]]:
-    """The control to go on with, and a fault if an earlier start has run out of memory."""
+    """The control to resume with, and a fault if an earlier start ran out of memory."""
     settings = run.settings
     if restored is None:
         control = start(settings, min(processes.gather(max_batch_size(settings, programs))))

@@ -44,11 +44,11 @@ def plan(
     accept_config_change: bool = False,
     config_file: str | Path | None = None,
 ) -> str:
-    """What a run would compile, hold and move, as text; nothing is trained and no text is read.
+    """Describes what a run would compile, hold and move; trains nothing and reads no text.
 
     Args:
-      config: As for `train`.
-      workdir: As for `train`; None leaves it out.
+      config: A config that `train` accepts.
+      workdir: The run's folder, which need not exist; None leaves it out.
       accept_config_change: Whether a run there may resume with other settings that change it.
       config_file: The file that the config is from, if any, compared with the recorded one.
 
@@ -57,7 +57,7 @@ def plan(
       programs, bytes per round, tokens to come; at the end what was not checked.
 
     Raises:
-      UserError: As `check_inputs`.
+      UserError: See `check_inputs`.
     """
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
@@ -79,7 +79,7 @@ def check_inputs(
     accept_config_change: bool = False,
     config_file: str | Path | None = None,
 ) -> list[str]:
-    """Refuses all that a run would refuse before it reads text or weights.
+    """Checks everything that a run checks before it reads text or weights.
 
     Args:
       settings: The run's.
@@ -158,7 +158,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """How fragments are synchronised, if in turn or late, in a line."""
+    """A line on how fragments are synchronised, if in turn or late."""
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -275,7 +275,7 @@ def _accumulates(settings: Settings) -> bool:
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """What a merge and the hand-over after it move, if trainers may merge, in a line."""
+    """A line on the bytes of a merge and of the workers that join, if trainers may merge."""
     if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
         return []
     absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
