@@ -50,7 +50,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
         flags.DEFINE_string,
         "config",
         None,
-        "a file, or the name of one in configs/",
+        "a file, or a name in configs/",
         {"allow_overwrite": False},
     ),
     (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
@@ -68,7 +68,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
 
 
 class _Outlived(io.FileIO):
-    """A standard stream whose terminal or pipe may disappear: then output is discarded."""
+    """A standard stream that discards output once its terminal or pipe is gone."""
 
     def write(self, data, /) -> int:
         """Writes until an error; from then on to the null device."""
@@ -176,14 +176,13 @@ def _with_underscores(word: str) -> str:
 
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
     """The config file's path and its config with all overrides; raises all faults at once."""
-    faults, path, config = [], Path(), default_config()  # to check overrides without a file
+    faults = [_unknown(word, options) for word in words]
+    path, config, is_loaded = Path(), default_config(), False  # to check overrides without a file
     try:
         path = config_file.find(options.config)
-        config = config_file.load(path, "get_config", ConfigDict)
+        config, is_loaded = config_file.load(path, "get_config", ConfigDict), True
     except ConfigError as error:
-        faults.append(str(error))
-    is_loaded = not faults
-    faults += [_unknown(word, options) for word in words]
+        faults.insert(0, str(error))
     for key in KNOBS:
         if (text := options[f"config.{key}"].value) is None:
             continue
@@ -204,11 +203,12 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
-    """The line that refuses a word which is no option."""
+    """The line that refuses an unknown word."""
     if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
         key = override[1]
-        no_value = f"{key}: no value given; must be {allowed(key)}" if key in KNOBS else ""
-        return no_value or unknown_key_fault(key)
+        if key in KNOBS:
+            return f"{key}: no value given; must be {allowed(key)}"
+        return unknown_key_fault(key)
     if not word.startswith("-"):
         return f"{word}: unexpected; write --config FILE, --config.GROUP.KEY=VALUE"
     names = [f"--{name}" for name in options]

@@ -193,10 +193,10 @@ def fit(
 
     Raises:
       ValueError: If an optimizer is given here and also named in the settings.
-      ConfigError: As `train`, and if `init_fn` makes no array.
+      ConfigError: If the folder cannot be used, or `init_fn` makes no array.
       DataError: If there are too few held-out rows: one, or two with several trainers (of each
         class, where there are classes).
-      Exception: Otherwise as `train`, but for faults in text.
+      UserError: Otherwise see `train`; no text is read here.
     """
     workdir = Path(workdir)
     check_installed(settings.log)
@@ -240,6 +240,11 @@ def fit(
 
 
 def _require_equal_processes(run: Run) -> None:
+    if jax.process_count() == 1:
+        return
+    weights = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.model.params):
+        weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
     keys = flat_settings(run.settings).items()
     file = run.config_file["sha256"] if run.config_file["entries"] else None
     processes.require_equal(
@@ -250,19 +255,7 @@ def _require_equal_processes(run: Run) -> None:
             "attention, as found there": repr(attention(run.settings)),
             "the config file": repr(file),
             "the data": run.corpus.fingerprint,
-            "the weights it starts from": _digest(run.model.params)
-            if jax.process_count() > 1
-            else "",
+            "the weights it starts from": weights.hexdigest(),
         },
         "all processes of a run need the same",
     )
-
-
-def _digest(params: PyTree) -> str:
-    """Of every leaf's path, type, shape and bytes."""
-    sha256 = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        leaf = np.asarray(leaf)
-        sha256.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        sha256.update(leaf.tobytes())
-    return sha256.hexdigest()

@@ -1,6 +1,5 @@
 """Classification: labelled rows, balanced held-out texts, scores by class, whole runs."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -56,12 +55,11 @@ def test_a_text_is_its_class_its_length_and_its_tokens(tmp_path):
     assert data.num_truncated == 1
 
 
-@pytest.mark.parametrize("longest, width", [(3, 6), (4, 6), (5, 8), (9, 12), (13, 16), (40, 24)])
-def test_rows_are_as_wide_as_the_longest_text_needs(tmp_path, longest, width):
-    records = [
-        {"text": "x" * longest if n == 7 else chr(65 + n), "label": n % 2} for n in range(40)
-    ]
-    assert load(write(tmp_path / "a.jsonl", records)).rows.shape == (30, 2 + width)
+def test_rows_are_as_wide_as_the_longest_text_needs(tmp_path):
+    for longest, width in ((4, 6), (5, 8), (40, 24)):
+        texts = ["x" * longest if n == 7 else chr(65 + n) for n in range(40)]
+        records = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
+        assert load(write(tmp_path / "a.jsonl", records)).rows.shape == (30, 2 + width)
 
 
 def test_every_text_is_held_out_or_trained_on_class_by_class(tmp_path):
@@ -107,26 +105,22 @@ def test_balanced_rows_take_turns_and_are_as_many(tmp_path):
     assert len(heldout.report_EL) == 18
 
 
-BAD = [
-    ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
-    ({"text": "x", "label": -1}, "have -1"),
-    ({"text": "x", "label": "pos"}, "have pos"),
-    ({"text": "x", "label": 1.0}, "have 1.0"),
-    ({"text": "x", "label": True}, "have True"),
-    ({"text": "x"}, "have None"),
-    ({"text": "", "label": 1}, "'text' is empty"),
-]
-
-
-@pytest.mark.parametrize("record, expected", BAD)
-def test_a_bad_label_is_refused_by_line_or_left_out(tmp_path, record, expected):
-    records = [*reviews(40), record, *reviews(4)]
-    path = write(tmp_path / "a.jsonl", records)
-    with pytest.raises(DataError) as caught:
-        load(path)
-    assert f"{path}:41" in str(caught.value) and expected in str(caught.value)
-    (shard,) = load(path, max_bad_rows=1).shards
-    assert shard["bad_rows"] == 1 and shard["rows"] == 44
+def test_a_bad_label_is_refused_by_line_or_left_out(tmp_path):
+    for record, expected in (
+        ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
+        ({"text": "x", "label": -1}, "have -1"),
+        ({"text": "x", "label": "pos"}, "have pos"),
+        ({"text": "x", "label": 1.0}, "have 1.0"),
+        ({"text": "x", "label": True}, "have True"),
+        ({"text": "x"}, "have None"),
+        ({"text": "", "label": 1}, "'text' is empty"),
+    ):
+        path = write(tmp_path / "a.jsonl", [*reviews(40), record, *reviews(4)])
+        with pytest.raises(DataError) as caught:
+            load(path)
+        assert f"{path}:41" in str(caught.value) and expected in str(caught.value)
+        (shard,) = load(path, max_bad_rows=1).shards
+        assert shard["bad_rows"] == 1 and shard["rows"] == 44
 
 
 def test_too_little_of_a_class_is_said(tmp_path):
@@ -134,8 +128,6 @@ def test_too_little_of_a_class_is_said(tmp_path):
         load(write(tmp_path / "a.jsonl", ({"text": "x", "label": 0} for _ in range(40))))
     with pytest.raises(DataError, match="2 held out of the rarest class"):
         load(write(tmp_path / "b.jsonl", reviews(16)))
-    with pytest.raises(DataError, match="no such file"):
-        load(str(tmp_path / "c.jsonl"))
 
 
 # --- Scores -----------------------------------------------------------------------------------
@@ -169,23 +161,21 @@ def bert_config(path: str):
     )
     config.model.norm_eps = 1e-12
     config.data.update(dict(source="jsonl", path=path, sequence_length=48, heldout_frac=0.2))
-    config.ensemble.num_trainers = config.ensemble.num_workers = 2
-    config.inner.learning_rate = 3e-3
+    config.ensemble.num_trainers, config.ensemble.num_workers = 1, 2
+    config.inner.learning_rate = 5e-3
     config.inner.weight_decay = 0.0
     config.outer.update(dict(tx="sgd", learning_rate=1.0))
-    config.batching.update(dict(initial_batch_size=8, max_batch_size=16, buckets=(8, 16)))
+    config.batching.update(dict(initial_batch_size=8, max_batch_size=8))
     return config
 
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory):
-    """A run that learns which word decides; its trainers merge at the third round."""
+    """A run that learns which word decides."""
     folder = tmp_path_factory.mktemp("classified")
     config = bert_config(write(folder / "reviews.jsonl", reviews(600)))
-    config.num_rounds = 5
-    config.inner.steps_per_round = 40
-    config.batching.batch_cap = 8  # one program of inner steps; the slow run's batches grow
-    config.merge.every_rounds = 3
+    config.num_rounds, config.inner.steps_per_round = 4, 40
+    config.batching.test = "constant"
     config.eval.num_sequences = 60
     return train(config, folder / "r")
 
@@ -195,12 +185,8 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     assert evals[-1]["accuracy"] > 0.95 and "perplexity" not in evals[-1]
     assert evals[-1]["loss"] < 0.3 < 0.6 < evals[0]["loss"]
     assert [scores["support"] for scores in evals[-1]["classes"]] == [30, 30]
-    assert len(classified.controller.trainers) == 1
     rounds = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "round"]
-    assert rounds[0]["tokens"] == 40 * 8 * 48  # of one worker, padding included
-
-
-def test_its_closing_table_has_the_scores(classified):
+    assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # of two workers, padding included
     table = report.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table
@@ -224,45 +210,6 @@ def test_another_run_starts_from_it_with_a_fresh_classifier(classified):
     np.testing.assert_array_equal(
         params["embed"]["embedding"], classified.params["embed"]["embedding"]
     )
-    config.model.max_length = 64
-    with pytest.raises(ConfigError, match="model.max_length = 64: .* has 48"):
-        pretrained_params(validate(config))
     config.model.arch = "llama"
     with pytest.raises(ConfigError, match="is a Bert"):
         pretrained_params(validate(config))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
-def test_reviews_of_films_are_told_apart_from_scratch(tmp_path, data_dir):
-    """2,000 real reviews; 360 held out, of which chance gets 0.5 +- 0.026 right."""
-    config = bert_config(str(data_dir / "sentiment" / "movie_reviews.jsonl.gz"))
-    config.num_rounds = 5
-    config.model.update(dict(vocab_size=32_000, width=32, num_heads=2, mlp_width=64))
-    config.model.max_length = config.data.sequence_length = 384
-    config.data.tokenizer = str(data_dir / "tokenizers" / "mistral-v1.model")
-    config.inner.update(dict(steps_per_round=40, learning_rate=2e-3, warmup_updates=40))
-    config.inner.clip_norm = 1.0
-    config.inner.weight_decay = 0.1
-    config.batching.batch_cap = 32
-    config.switch.multiplier = 1
-    config.merge.every_rounds = 3
-    config.eval.num_sequences = 360
-    config.eval.every_rounds = 5
-    result = train(config, tmp_path / "r")
-    events = read(result.workdir / "ledger.jsonl")
-    (last,) = [e for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
-    rounds = [e for e in events if e["event"] == "round"]
-    assert max(e["requested_batch_size"] for e in rounds) > 8
-    assert max(e["num_accum_steps"] for e in rounds) > 1
-    assert [e for e in events if e["event"] == "merge"]
-    assert last["accuracy"] > 0.6
-
-
-def test_gzipped_reviews_are_read(data_dir):
-    path = data_dir / "sentiment" / "movie_reviews.jsonl.gz"
-    data = load(str(path), sequence_length=64)
-    assert len(data.rows) == 1500 and np.bincount(data.heldout_rows[:, 0]).tolist() == [250, 250]
-    with gzip.open(path, "rt") as lines:
-        first = json.loads(next(lines))
-    assert data.rows[0][0] == first["label"]

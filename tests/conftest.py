@@ -121,14 +121,6 @@ def one_device():
         yield everything
 
 
-@pytest.fixture
-def optimized():
-    """For what computes for longer than it compiles."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of prepared real text; tests that want it are skipped without it."""

@@ -16,10 +16,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_has_its_snippets():
-    assert len(SNIPPETS) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["notebook", "pure"])
 def test_readme_snippet_runs(snippet, tmp_path):
@@ -46,7 +42,7 @@ def test_the_commands_that_prepare_data_run(tmp_path):
 
 def test_files_the_readme_names_exist():
     named = re.findall(r"`((?:configs|scripts|docs|notebooks)/[\w./]+\.\w+)`", README)
-    assert named
+    assert named and len(SNIPPETS) == 2
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -77,10 +73,9 @@ def test_a_notebook_is_its_script_without_outputs(script):
     )
     ran = [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")]
     assert ran == []
+    first_code = next(source for code, _, source in cells if code)
+    assert 'if "google.colab" in sys.modules' in first_code
 
 
-def test_every_notebook_has_a_script_and_installs_the_package_on_colab():
+def test_every_notebook_has_a_script():
     assert [path.with_suffix(".py") for path in sorted(ROOT.glob("notebooks/*.ipynb"))] == NOTEBOOKS
-    for script in NOTEBOOKS:
-        first_code = next(source for code, _, source in cells_of_script(script.read_text()) if code)
-        assert 'if "google.colab" in sys.modules' in first_code

@@ -65,30 +65,40 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
 
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
     """All trainers grow alike here: one batch in both buckets, then an accumulated one."""
-    config = config_of(num_rounds=4, batching={"eta": 0.5}, merge={"policy": "none"})
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_module, "build_model", lambda _: (init_fn, bigram_loss))
-    lines = plan_module.plan(config).splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("memory per device")) + 1
-    last = next(i for i, line in enumerate(lines) if line.startswith("placement in the first"))
-    planned = [line.rsplit(maxsplit=2)[0].strip() for line in lines[first:last]]
-    assert f"programs: {len(planned)} for 3 trainers and 4 workers" in "\n".join(lines)
-    fit(
-        validate(config),
-        workdir=tmp_path / "r",
-        corpus=corpus(),
-        init_fn=init_fn,
-        loss_fn=bigram_loss,
+    growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
+    config = config_of(**growing, num_tokens=123_456)
+    text = plan_module.plan(config)
+    assert list(tmp_path.iterdir()) == []
+    listed = text.partition("by the compiler's analysis:\n")[2].partition("\nplacement in")[0]
+    planned = [line.rsplit(maxsplit=2)[0].strip() for line in listed.splitlines()]
+    ensemble = "M=3 R=4 B=0 workers=2,1,1"
+    assert sorted(planned) == sorted(
+        [
+            *(f"{kind} {ensemble}" for kind in ("stats", "start", "outer")),
+            *("steps M=1 R=4 B=2", "steps M=1 R=4 B=4", "loss M=1 R=1 B=4"),
+            *("steps M=1 R=4 B=4 accumulating", f"start {ensemble} accumulating"),
+        ]
     )
+    for part in (
+        "\nprograms: 8 for 3 trainers and 4 workers",
+        "\npeak: ",
+        "the run ends with the round that reaches 123,456\n",
+        "\nnot checked: data.source = stdlib: ",
+    ):
+        assert part in text
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()}
+    fit(validate(config), workdir=tmp_path / "r", **functions)
     events = read(tmp_path / "r" / "ledger.jsonl")
     accumulated = [e["num_accum_steps"] for e in events if e["event"] == "round"]
     assert accumulated == [1] * 6 + [4] * 6
-    compiled = [e["key"] for e in events if e["event"] == "compile"]
-    assert sorted(compiled) == sorted(planned)
+    assert sorted(e["key"] for e in events if e["event"] == "compile") == sorted(planned)
 
 
-@pytest.mark.parametrize("batch_size", [4, 12])
-def test_the_engines_round_is_the_public_outer_step(batch_size):
+def test_the_engines_round_is_the_public_outer_step():
     """With unequal trainers; 12 sequences are 3 micro-batches of 4, accumulated."""
+    batch_size = 12
     settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
     rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
     spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)

@@ -57,24 +57,27 @@ CONTINUES = {
 }
 
 
+STOPS = {
+    "1 GiB of addresses": [(resource.RLIMIT_AS, 2**30)],
+    "12 open files": [(resource.RLIMIT_NOFILE, 12)],
+    # Too small for one array, however they are packed.
+    "files of 16 KiB": [(resource.RLIMIT_FSIZE, 2**14)],
+}
+
+
+def assert_finished(done, folder):
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (folder / "run" / "report" / "index.html").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONTINUES.values(), ids=CONTINUES)
 def test_a_run_works_without_what_it_does_not_need(tmp_path, case):
-    done = train(tmp_path, **case)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "run" / "report" / "index.html").exists()
+    assert_finished(train(tmp_path, **case), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "limits",
-    [
-        [(resource.RLIMIT_AS, 2**30)],
-        [(resource.RLIMIT_NOFILE, 12)],
-        [(resource.RLIMIT_FSIZE, 2**14)],  # too small for one array, however they are packed
-    ],
-    ids=["1 GiB of addresses", "12 open files", "files of 16 KiB"],
-)
+@pytest.mark.parametrize("limits", STOPS.values(), ids=STOPS)
 def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
     # Without a cache of programs: other tests would find those that the limit cut short in it.
     done = train(tmp_path, limits=limits, environment={"JAX_ENABLE_COMPILATION_CACHE": "false"})
@@ -84,13 +87,7 @@ def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["/dev/full", "closed"])
 def test_a_closed_terminal_does_not_end_training(tmp_path, output):
-    if output == "closed":
-        read, write = os.pipe()
-        os.close(read)
-        stdout = os.fdopen(write, "w")
-    else:
-        stdout = open(output, "w")
-    with stdout:
-        done = train(tmp_path, stdout=stdout)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "run" / "report" / "index.html").exists()
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") if output == "closed" else open(output, "w") as stdout:
+        assert_finished(train(tmp_path, stdout=stdout), tmp_path)

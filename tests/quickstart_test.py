@@ -16,14 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp_path):
-    recipe = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", "demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    command = [sys.executable, *shlex.split(recipe.stdout.splitlines()[-1])[1:]]
+    recipe = subprocess.check_output(["make", "-s", "--dry-run", "demo"], cwd=ROOT, text=True)
+    command = [sys.executable, *shlex.split(recipe.splitlines()[-1])[1:]]
     command += ["--workdir", str(tmp_path / "run")]
     done = subprocess.run(
         command,
@@ -33,13 +27,10 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     events = read(tmp_path / "run" / "ledger.jsonl")
     rounds = [e for e in events if e["event"] == "round"]
-    growths = [e for e in rounds if e["next_batch_size"] > e["requested_batch_size"]]
-    assert len(growths) >= 2
+    assert sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds) >= 2
     accumulated = [e["num_accum_steps"] > 1 for e in rounds]
     assert not accumulated[0] and accumulated[-1]
     assert len([e for e in events if e["event"] == "merge"]) == 1

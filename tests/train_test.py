@@ -1,7 +1,6 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
 import collections
-import dataclasses
 import functools
 import json
 import re
@@ -16,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toy import Table, bigram_loss, corpus, init_fn, settings_of
+from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
-from adloco_jax.run import evaluate
+from adloco_jax.run.build import replayed_batches
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.config import default_config
 from adloco_jax.run.engine import Metrics
 from adloco_jax.run.evaluate import split_heldout
-from adloco_jax.run.ledger import batch_history, deterministic_lines, read
+from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import Key, Programs
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import fit, train
@@ -61,15 +60,7 @@ def growing(tmp_path_factory):
     return run(tmp_path_factory.mktemp("growing") / "r", settings_of(**GROWING))
 
 
-def test_two_runs_with_one_seed_write_the_same_deterministic_lines(tmp_path, growing):
-    again = run(tmp_path / "r", settings_of(**GROWING))
-    first, second = (
-        deterministic_lines(read(r.workdir / "ledger.jsonl")) for r in (growing, again)
-    )
-    assert first == second
-    assert {e["event"] for e in first} == {"round", "merge", "eval"}
-
-
+@pytest.mark.slow
 def test_eight_devices_take_the_decisions_of_one(tmp_path, monkeypatch, one_device, growing):
     """In which a merge leaves trainers of equal size, which were of unequal size before."""
     assert len(one_device) == 8
@@ -87,6 +78,8 @@ def test_eight_devices_take_the_decisions_of_one(tmp_path, monkeypatch, one_devi
 
 def test_the_ledger_records_growth_accumulation_and_merge(growing):
     result = growing
+    (start,) = events(result.workdir, "start")
+    assert start["config"]["batching"]["buckets"] == [2, 4] and start["num_params"] == 36
     rounds = events(result.workdir, "round")
     assert any(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
     assert any(e["num_accum_steps"] > 1 for e in rounds)
@@ -110,8 +103,6 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
     ]
     assert merges[-1]["bytes"] == 2 * 144 + joining * 3 * 144
     assert [e["syncs"] for e in merges] == [1, 1]
-    keys = [e["key"] for e in events(result.workdir, "compile")]
-    assert len(keys) == len(set(keys))
     evals = [e for e in events(result.workdir, "eval") if e["trainer"] == "consensus"]
     assert [e["round"] for e in evals] == [2, 4, 6, 7]
     assert evals[-1]["loss"] == result.loss < evals[0]["loss"]
@@ -141,71 +132,29 @@ def test_a_reported_loss_is_the_token_mean_of_the_consensus(growing):
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     rows = split_heldout(corpus().heldout_rows, num_sequences=8, batch_size=4).report_EL
     losses = -log_probs[rows[:, :-1], rows[:, 1:]]
-    assert rows.shape == (8, 9)
     assert growing.loss == pytest.approx(losses.mean(), rel=1e-5)
 
 
-@dataclasses.dataclass(frozen=True)
-class FewHeldOut(Table):
-    num_heldout: int = 1
+def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
+    def split(count, **options):
+        rows = np.arange(count)[:, None] % 4 // 3  # the second class has a quarter of them
+        parts = split_heldout(rows, num_sequences=64, batch_size=4, **options)
+        return len(parts.guard_EL), len(parts.report_EL)
 
-    @property
-    def heldout_rows(self):
-        return self.rows[: self.num_heldout]
-
-
-def test_a_model_without_a_matrix_trains_and_one_held_out_row_is_enough_for_one_trainer(tmp_path):
-    def unigram_loss(params, tokens):
-        return bigram_loss({"w": jnp.broadcast_to(params["b"][None], (6, 6))}, tokens)
-
-    settings = settings_of(num_rounds=1, ensemble=ONE)
-    result = run(
-        tmp_path / "r",
-        settings,
-        init_fn=lambda key: {"b": jnp.zeros(6)},
-        loss_fn=unigram_loss,
-        corpus=FewHeldOut(corpus().rows),
-    )
-    assert result.loss < np.log(6)
-    assert events(tmp_path / "r", "start")[0]["flops_per_token"] == 0
-
-
-def test_a_model_without_parameters_and_too_few_held_out_rows_are_refused(tmp_path):
+    assert split(20) == (10, 10) and split(1) == (0, 1)
+    parts = split_heldout(np.arange(20)[:, None], num_sequences=64, batch_size=4)
+    assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
     for count, trainers, need in ((0, 1, 1), (0, 3, 2), (1, 3, 2)):
-        settings = settings_of(ensemble={"num_trainers": trainers, "num_workers": 4})
         with pytest.raises(DataError, match=f"corpus.heldout_rows: have {count}, need {need}, "):
-            run(tmp_path / "r", settings, corpus=FewHeldOut(corpus().rows, num_heldout=count))
+            split(count, num_trainers=trainers)
     with pytest.raises(DataError, match="have 2, as many of each class, need 4, "):
-        split_heldout(
-            np.array([[0], [1], [1], [1]]),
-            num_sequences=9,
-            batch_size=1,
-            num_classes=2,
-            num_trainers=2,
-        )
+        split(4, num_classes=2, num_trainers=2)
+
+
+def test_a_model_without_parameters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="init_fn: its parameters hold no array"):
         run(tmp_path / "r", settings_of(), init_fn=lambda key: {})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_decides_is_never_what_is_reported():
-    rows = np.arange(20)[:, None]
-    parts = split_heldout(rows, num_sequences=64, batch_size=4)
-    assert sorted(np.concatenate([parts.guard_EL, parts.report_EL])[:, 0]) == list(range(20))
-
-
-def test_runs_that_differ_in_the_seed_report_and_decide_on_the_same_rows(tmp_path, monkeypatch):
-    split, drawn = evaluate.split_heldout, []
-    monkeypatch.setattr(
-        evaluate,
-        "split_heldout",
-        lambda *rows, **options: drawn.append((rows, options)) or split(*rows, **options),
-    )
-    for seed in (0, 1):
-        run(tmp_path / str(seed), settings_of(seed=seed, num_rounds=1, ensemble=ONE))
-    (first_rows, first_options), (rows, options) = drawn
-    np.testing.assert_array_equal(first_rows, rows)
-    assert first_options == options
 
 
 def test_evaluation_does_not_change_the_training(tmp_path, growing):
@@ -218,8 +167,7 @@ def two_valleys(params, tokens):
     return bigram_loss(params, tokens) + 0.1 * (params["x"] ** 2 - 1) ** 2
 
 
-@pytest.mark.parametrize("action", ["keep", "retire"])
-def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
+def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path):
     def apart(key):
         return init_fn(key) | {"x": jax.random.rademacher(key, (), float)}
 
@@ -227,53 +175,39 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path, action):
         num_rounds=3,
         seed=1,
         ensemble={"num_trainers": 2, "num_workers": 3, "init": "independent"},
-        merge={"every_rounds": 2, "max_barrier": 0.01, "on_refusal": action},
+        merge={"every_rounds": 2, "max_barrier": 0.01, "on_refusal": "retire"},
     )
     result = run(tmp_path / "r", settings, init_fn=apart, loss_fn=two_valleys)
     (refusal,) = events(tmp_path / "r", "refusal")
-    assert refusal["barrier"] > 0.01 and refusal["action"] == action
+    assert refusal["barrier"] > 0.01 and refusal["action"] == "retire"
     assert events(tmp_path / "r", "merge") == []
-    moved = sum(e["bytes"] for e in events(tmp_path / "r", "round"))
-    # Without its momentum, to know what the merge would be like; a worker or none is handed over.
-    joining = 1 if action == "retire" else 0
-    assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3 * joining))
-    assert result.controller.bytes_total == moved + refusal["bytes"]
-    synchronised = sum(e["syncs"] for e in events(tmp_path / "r", "round"))
-    assert result.controller.syncs_total == synchronised + 1
-    assert result.ensemble.num_trainers == (2 if action == "keep" else 1)
-    # Retired or kept, nobody was averaged: each x is in its valley still.
+    # Without its momentum, to know what the merge would be like; a worker is handed over.
+    assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3))
+    for cost in ("bytes", "syncs"):
+        moved = sum(e[cost] for e in events(tmp_path / "r", "round"))
+        assert getattr(result.controller, f"{cost}_total") == moved + refusal[cost]
+    assert result.ensemble.num_trainers == 1
+    # Nobody was averaged: x is in its valley still.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
 
 
-def test_trainers_start_from_the_same_parameters_unless_independent(tmp_path):
+def test_trainers_start_from_the_same_random_parameters(tmp_path):
     def random_init(key):
         return {"w": 0.1 * jax.random.normal(key, (6, 6))}
 
-    still = {"num_rounds": 1, "inner": {"learning_rate": 1e-9, "steps_per_round": 2}}
-    for init, alike in (("shared", True), ("independent", False)):
-        settings = settings_of(
-            **still, ensemble={"num_trainers": 2, "num_workers": 2, "init": init}
-        )
-        w_M = run(tmp_path / init, settings, init_fn=random_init).ensemble.params_M["w"]
-        assert np.allclose(w_M[0], w_M[1], atol=1e-6) == alike
+    still = {"num_rounds": 1, "inner": {"learning_rate": 1e-9}, "batching": {"test": "constant"}}
+    settings = settings_of(**still, ensemble={"num_trainers": 2, "num_workers": 2})
+    w_M = run(tmp_path / "r", settings, init_fn=random_init).ensemble.params_M["w"]
+    np.testing.assert_allclose(w_M[0], w_M[1], atol=1e-6)
+    assert np.std(w_M[0]) > 0.01
 
 
-def test_resetting_the_inner_state_changes_the_second_round_only(tmp_path):
-    plain = {"num_rounds": 2, "batching": {"test": "constant"}, "eval": {"every_rounds": 1}}
-    kept = run(tmp_path / "keep", settings_of(**plain))
-    reset = run(tmp_path / "reset", settings_of(**plain, inner={"state": "reset"}))
-    losses = [
-        [e["train_loss"] for e in events(r.workdir, "round") if e["round"] == 1]
-        for r in (kept, reset)
-    ]
-    assert losses[0] == losses[1]
-    assert not np.allclose(kept.params["w"], reset.params["w"], atol=1e-6)
-    assert np.asarray(optax_count(kept.ensemble)).tolist() == [6] * 4  # 2 rounds of 3 updates
-    assert np.asarray(optax_count(reset.ensemble)).tolist() == [3] * 4
-
-
-def optax_count(ensemble):
-    return next(x for x in jax.tree.leaves(ensemble.inner_state_R) if x.dtype == np.int32)
+@pytest.mark.parametrize("state, updates", [("keep", 6), ("reset", 3)])
+def test_the_inner_state_is_reset_each_round_or_kept(tmp_path, state, updates):
+    plain = {"num_rounds": 2, "batching": {"test": "constant"}, "inner": {"state": state}}
+    ensemble = run(tmp_path / "r", settings_of(**plain)).ensemble
+    (count,) = (x for x in jax.tree.leaves(ensemble.inner_state_R) if x.dtype == np.int32)
+    assert np.asarray(count).tolist() == [updates] * 4
 
 
 class Exhausted:
@@ -304,31 +238,10 @@ class Exhausted:
         return Failing()
 
 
-def test_out_of_memory_undoes_the_round_and_accumulates_the_same_sequences(tmp_path, monkeypatch):
-    """As a run with the smaller device from the start, which accumulates whatever does not fit."""
-    groups = {
-        "num_rounds": 4,
-        # SGD, since Adam would turn rounding of a gradient near zero into a whole step.
-        "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
-        "batching": FULL,
-        "merge": APART,
-    }
-    plain = run(tmp_path / "plain", settings_of(**groups))
-    Exhausted(monkeypatch, largest=2)
-    halved = run(tmp_path / "halved", settings_of(**groups, switch={"mode": "accumulate"}))
-    (fault,) = events(tmp_path / "halved", "fault")
-    assert (fault["kind"], fault["round"]) == ("out_of_memory", 1)
-    assert (fault["max_batch_size_before"], fault["max_batch_size"]) == (4, 2)
-    rounds = events(tmp_path / "halved", "round")
-    assert {(e["micro_batch_size"], e["num_accum_steps"]) for e in rounds} == {(2, 2)}
-    assert halved.controller.max_batch_size == 2
-    # The same sequences in the same updates: the same training up to rounding.
-    assert [e["tokens"] for e in rounds] == [e["tokens"] for e in events(plain.workdir, "round")]
-    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
-
-
 RETRIED = {
     "num_rounds": 4,
+    # SGD, since Adam would turn rounding of a gradient near zero into a whole step.
+    "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
     "batching": FULL,
     "merge": APART,
     "switch": {"mode": "accumulate"},
@@ -342,14 +255,21 @@ def plans_of(workdir):
     return [tuple(e[name] for name in names) for e in rounds]
 
 
-def test_out_of_memory_in_a_program_that_has_run_restores_the_checkpoint(tmp_path, monkeypatch):
+def test_out_of_memory_restores_the_checkpoint_and_accumulates_the_same_sequences(
+    tmp_path, monkeypatch
+):
+    plain = run(tmp_path / "plain", settings_of(**RETRIED))
     Exhausted(monkeypatch, largest=2, from_call=3)
     halved = run(tmp_path / "r", settings_of(**RETRIED))
     (fault,) = events(tmp_path / "r", "fault")
-    assert (fault["kind"], fault["round"], fault["max_batch_size"]) == ("out_of_memory", 3, 2)
+    assert (fault["kind"], fault["round"]) == ("out_of_memory", 3)
+    assert (fault["max_batch_size_before"], fault["max_batch_size"]) == (4, 2)
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 2]
     assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 2), (4, 2, 2)]
-    assert halved.controller.max_batch_size == 2
+    # The same sequences in the same updates: the same training up to rounding.
+    tokens = [[e["tokens"] for e in events(r.workdir, "round")] for r in (plain, halved)]
+    assert tokens[0] == tokens[1]
+    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
     monkeypatch.undo()
     assert run(tmp_path / "r", settings_of(**RETRIED)).controller.max_batch_size == 2  # as saved
 
@@ -406,21 +326,6 @@ def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):
     assert [f["max_batch_size"] for f in faults] == [2, 1]
 
 
-def test_accumulation_counts_share_one_program(tmp_path):
-    """Batches 8, 12, 20 and 64 on a device that holds 4: 2, 3, 5 and 16 micro-batches."""
-    ramp = ((0, 2), (1, 8), (2, 12), (3, 20), (4, 64))
-    settings = settings_of(
-        num_rounds=5,
-        ensemble={"num_trainers": 1, "num_workers": 2},
-        batching={"test": "ramp", "ramp": ramp, "batch_cap": 64},
-        switch={"mode": "accumulate"},
-    )
-    run(tmp_path / "r", settings)
-    assert [e["num_accum_steps"] for e in events(tmp_path / "r", "round")] == [1, 2, 3, 5, 16]
-    keys = [e["key"] for e in events(tmp_path / "r", "compile")]
-    assert [key.split()[0] for key in keys if "accumulating" in key] == ["start", "steps"]
-
-
 def test_a_run_compiles_a_bounded_set_of_programs(growing):
     keys = [e["key"].split() for e in events(growing.workdir, "compile")]
     shapes = {tuple(key[1:3]) for key in keys if key[0] != "loss"}
@@ -430,12 +335,9 @@ def test_a_run_compiles_a_bounded_set_of_programs(growing):
         assert kinds.count("start") <= 2  # with gradients to accumulate, and without
         assert kinds.count("steps") <= len((2, 4)) + 1
     assert [key[0] for key in keys].count("loss") == 1
-
-
-def test_programs_are_compiled_ahead_in_the_background(growing):
-    compiles, first = events(growing.workdir, "compile"), events(growing.workdir, "round")[0]
-    assert "background" in {e["where"] for e in compiles}
-    assert first["stall_s"] > 0
+    assert len(keys) == len(set(map(tuple, keys)))
+    assert "background" in {e["where"] for e in events(growing.workdir, "compile")}
+    assert events(growing.workdir, "round")[0]["stall_s"] > 0
 
 
 def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
@@ -464,48 +366,24 @@ def test_a_folder_that_cannot_be_a_runs_is_refused_and_left_alone(tmp_path):
     with pytest.raises(CheckpointError, match="config.json: missing"):
         run(tmp_path, settings_of())
     assert list(tmp_path.iterdir()) == [tmp_path / "ledger.jsonl"]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        check_workdir(tmp_path / "file" / "run")
-    for name in ("x" * 5000, "nul\0"):
-        with pytest.raises(ConfigError, match="--workdir"):
+    (tmp_path / "link" / "run").mkdir(parents=True)
+    (tmp_path / "link" / "run" / "checkpoints").symlink_to(tmp_path)
+    for name, message in (
+        ("ledger.jsonl/run", "is a file"),
+        ("x" * 5000, "--workdir"),
+        ("nul\0", "--workdir"),
+        ("link/run", "checkpoints is a symbolic link"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             check_workdir(tmp_path / name)
-    for name in ("ledger.jsonl", "config.json", "checkpoints"):
-        folder = tmp_path / name.partition(".")[0]
-        folder.mkdir()
-        (folder / name).symlink_to(tmp_path)
-        with pytest.raises(ConfigError, match=f"{name} is a symbolic link"):
-            check_workdir(folder)
 
 
-def tiny_config():
+def test_too_few_rows_make_no_folder(tmp_path):
     config = default_config()
-    config.model.width, config.model.num_layers, config.model.mlp_width = 16, 1, 16
-    config.data.sequence_length = 16
-    config.batching.max_batch_size = 2
-    config.ensemble.num_trainers = config.ensemble.num_workers = 1
-    return config
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"path": "nowhere/*.jsonl", "source": "jsonl"}, {"source": "stdlib", "num_sequences": 1}],
-)
-def test_unusable_data_makes_no_folder(tmp_path, changes):
-    config = tiny_config()
-    config.data.update(changes)
-    config.ensemble.num_workers = 2  # more streams than rows
-    with pytest.raises(Exception) as error:
+    config.data.update({"source": "text", "path": __file__, "num_sequences": 1})
+    with pytest.raises(DataError, match="num_sequences"):
         train(config, tmp_path / "run")
-    assert getattr(error.value, "exit_code", None) == 3
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_start_line_holds_the_whole_config(growing):
-    (start,) = events(growing.workdir, "start")
-    assert start["config"]["batching"]["buckets"] == [2, 4]
-    assert start["num_params"] == 36
-    json.dumps(start, allow_nan=False)
 
 
 def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path, monkeypatch):
@@ -519,9 +397,8 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
     slow.__set_name__(Metrics, "outcomes")
     monkeypatch.setattr(Metrics, "outcomes", slow)
     alike = {"batching": {"test": "constant"}, "merge": APART}
-    result = run(tmp_path / "r", settings_of(num_rounds=4, **alike))
-    events = read(result.workdir / "ledger.jsonl")
-    seconds = [e["step_s"] for e in events if e["event"] == "round" and e["trainer"] == 0]
+    run(tmp_path / "r", settings_of(num_rounds=3, **alike))
+    seconds = [e["step_s"] for e in events(tmp_path / "r", "round") if e["trainer"] == 0]
     assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
 
 
@@ -538,19 +415,15 @@ def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):
 
 
 def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path, growing):
-    longer = GROWING | {"num_rounds": 50}
     tokens = collections.Counter()
     for line in events(growing.workdir, "round"):
         tokens[line["round"]] += line["tokens"]
-    budget = tokens[1] + tokens[2] + 1
-    result = run(tmp_path / "r", settings_of(**longer, num_tokens=budget))
+    budget, used = tokens[1] + tokens[2] + 1, tokens[1] + tokens[2] + tokens[3]
+    result = run(tmp_path / "r", settings_of(**GROWING, num_tokens=budget))
     assert result.controller.round == 3
     (end,) = events(tmp_path / "r", "end")
-    assert (end["reason"], end["tokens_total"]) == ("finished", tokens[1] + tokens[2] + tokens[3])
-    # A larger budget goes on, an equal one has nothing to do.
-    run(tmp_path / "r", settings_of(**longer, num_tokens=end["tokens_total"]))
-    assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3]
-    run(tmp_path / "r", settings_of(**longer, num_tokens=end["tokens_total"] + 1))
+    assert (end["reason"], end["tokens_total"]) == ("finished", used)
+    run(tmp_path / "r", settings_of(**GROWING, num_tokens=used + 1))  # a larger budget goes on
     assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3, 4]
 
 
@@ -581,20 +454,11 @@ def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp
     assert [size for _, _, size, _ in batches(tmp_path / "r")] == expected
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"initial_batch_size": 1}, "begins with 2 and reaches"),
-        ({"batch_cap": 4}, "begins with 2 and reaches [0-9]+"),
-    ],
-)
-def test_a_history_that_does_not_fit_the_config_is_refused(tmp_path, growing, change, message):
+def test_a_history_that_does_not_fit_the_config_is_refused(growing):
     replay = {"test": "replay", "replay": str(growing.workdir)}
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path / "r", settings_of(batching=replay | change))
-    assert not (tmp_path / "r" / "ledger.jsonl").exists()
-    with pytest.raises(DataError, match="cannot read the ledger"):
-        run(tmp_path / "r", settings_of(batching=replay | {"replay": str(tmp_path / "none")}))
+    for change in ({"initial_batch_size": 1}, {"batch_cap": 4}):
+        with pytest.raises(ConfigError, match="begins with 2 and reaches [0-9]+"):
+            replayed_batches(settings_of(batching=replay | change))
 
 
 def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
@@ -628,10 +492,9 @@ def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):
     run(tmp_path / "p", settings_of(num_rounds=1, **plain))
     longer = settings_of(num_rounds=2, inner={"steps_per_round": 9}, **plain)
     expected = run(tmp_path / "p", longer, accept_config_change=True)
-    assert lengthened.controller.tokens_total == expected.controller.tokens_total
-    assert lengthened.controller.syncs_total == expected.controller.syncs_total
-    for one, other in zip(*map(jax.tree.leaves, (lengthened.params, expected.params)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    for total in ("tokens_total", "syncs_total"):
+        assert getattr(lengthened.controller, total) == getattr(expected.controller, total)
+    np.testing.assert_allclose(lengthened.params["w"], expected.params["w"], rtol=1e-6, atol=1e-7)
 
 
 def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_path):
@@ -639,13 +502,12 @@ def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_
     adloco = run(tmp_path / "adloco", settings_of(**alone))
     diloco = run(tmp_path / "diloco", settings_of(**alone | {"merge": APART}))
     assert adloco.controller == diloco.controller
-    for one, other in zip(*map(jax.tree.leaves, (adloco.ensemble, diloco.ensemble)), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    jax.tree.map(np.testing.assert_array_equal, adloco.ensemble, diloco.ensemble)
 
 
 def test_data_parallel_is_adamw_on_the_union_batch(tmp_path):
     """Four workers and rounds of a single step, against optax and the same sequences."""
-    rate, steps = 0.05, 12
+    rate, steps = 0.05, 5
     settings = settings_of(
         num_rounds=steps,
         ensemble=FOUR,

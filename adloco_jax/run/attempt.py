@@ -74,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Failures:
-    """What the attempts so far have failed of, for the next one."""
+    """Faults of the attempts so far, and what the next one does differently."""
 
     faults: tuple[dict, ...] = ()  # to record
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of control, to need less
@@ -83,7 +83,7 @@ class Failures:
 
 @dataclass
 class Attempt:
-    """A run that is ready to go on."""
+    """A run that is ready to train."""
 
     state: State
     ended: bool  # according to its ledger
@@ -105,7 +105,7 @@ def begin(
       failures: Of the attempts before this one.
 
     Raises:
-      UserError: As `train`.
+      UserError: See `train`.
     """
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = _restore(run)
@@ -229,7 +229,7 @@ def after_failure(
     attempt.watch.progress.note(f"round {index} failed ({cause}); restoring the newest checkpoint")
     fault, changes = {"kind": "round_failed", "round": index, "cause": cause}, before.changes
     if exhausted:
-        fault |= {"kind": "out_of_memory", **_halved(size, size // 2)}
+        fault = _out_of_memory(index, cause, size, size // 2)
         changes = {
             "max_batch_size": size // 2,
             "redo_round": max(index, control.redo_round),
@@ -257,12 +257,8 @@ def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
             " copy, or name another folder"
         )
-    recorded = restored.host["data"] if restored else None
-    if (
-        recorded
-        and not run.accept_data_change
-        and recorded["fingerprint"] != run.corpus.fingerprint
-    ):
+    recorded = restored.host["data"] if restored and not run.accept_data_change else None
+    if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
         changes = shard_changes(recorded["shards"], list(run.corpus.shards))
         advice = (
             f"{run.workdir}: the data are not those that this run began with; restore them, or"
@@ -275,7 +271,7 @@ def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
-    """The run's ledger, up to what the restored state knows of it, and its trackers."""
+    """The run's ledger, cut to the restored state, and its trackers."""
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
@@ -302,7 +298,7 @@ def _open_ledger(
 def _control(
     run: Run, restored: resume.Restored | None, programs: Programs, changes: dict[str, Any]
 ) -> tuple[Control, list[dict]]:
-    """The control to go on with, and a fault if an earlier start has run out of memory."""
+    """The control to resume with, and a fault if an earlier start ran out of memory."""
     settings = run.settings
     if restored is None:
         control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
@@ -312,18 +308,19 @@ def _control(
             control = dataclasses.replace(control, max_batch_size=given)
     control = dataclasses.replace(control, **changes)
     before = control.max_batch_size
-    noted = memory_notes.least(run.workdir, after_round=control.round)
     # A process may not yet see what another has written, but what it has written itself.
-    least = min(processes.gather(before if noted is None else noted))
+    noted = memory_notes.least(run.workdir, after_round=control.round)
+    least = min(processes.gather(noted or before))
     if least >= before:
         return control, []
-    fault = {"kind": "out_of_memory", "round": control.round + 1, **_halved(before, least)}
-    fault["cause"] = "a process had run out of memory"
+    cause = "a process had run out of memory"
+    fault = _out_of_memory(control.round + 1, cause, before, least)
     return dataclasses.replace(control, max_batch_size=least), [fault]
 
 
-def _halved(before: int, now: int) -> dict[str, int]:
-    return {"max_batch_size_before": before, "max_batch_size": now}
+def _out_of_memory(index: int, cause: str, before: int, now: int) -> dict[str, Any]:
+    fault = {"kind": "out_of_memory", "round": index, "cause": cause}
+    return fault | {"max_batch_size_before": before, "max_batch_size": now}
 
 
 def _initial_ensemble(run: Run, control: Control) -> Ensemble:
@@ -424,11 +421,10 @@ def _write_start(
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,
     )
-    damaged = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
-    bad_data = [
-        {"kind": "bad_data", "round": control.round, **shard}
-        for shard in run.corpus.shards
-        if shard.get("skipped") or shard.get("bad_rows")
-    ]
-    for fault in [*damaged, *bad_data, *faults]:
+    for line in damage:
+        ledger.write("fault", kind="checkpoint", round=control.round, cause=line)
+    for shard in run.corpus.shards:
+        if shard.get("skipped") or shard.get("bad_rows"):
+            ledger.write("fault", kind="bad_data", round=control.round, **shard)
+    for fault in faults:
         ledger.write("fault", **fault)

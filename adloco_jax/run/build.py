@@ -42,8 +42,7 @@ def load_data(settings: Settings) -> Corpus | Streaming:
       settings: The run's.
 
     Raises:
-      ConfigError: As `load_corpus`.
-      DataError: As `load_corpus`.
+      ConfigError, DataError: See `load_corpus`.
     """
     return (load_corpus if class_count(settings) is None else load_labelled)(settings)
 

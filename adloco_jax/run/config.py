@@ -8,6 +8,7 @@ declared in `adloco_jax.settings`.
 import contextlib
 import dataclasses
 import difflib
+import math
 import operator
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -78,16 +79,15 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
-    rules = ARCHITECTURES[values["model.arch"]].rules if "model.arch" in values else ()
-    for names, holds, need in rules:
-        read = {key: values[key] for name in names if (key := f"model.{name}") in values}
-        if len(read) == len(names) and not holds(*read.values()):
-            faults.append(_broken(read, need))
-    for need, holds in _RULES.items():
+    arch = values.get("model.arch")
+    own = ARCHITECTURES[arch].rules if arch else ()
+    rules = {need: _of_model(names, holds) for names, holds, need in own} | _RULES
+    for need, holds in rules.items():
         read = {}
         with contextlib.suppress(KeyError):  # a value with a fault of its own
             if not holds(_Watched(values, read)):
-                faults.append(_broken(read, need))
+                pairs = ", ".join(f"{key} = {_shown(value)}" for key, value in read.items())
+                faults.append(f"{pairs}: {need}")
     source = values.get("data.source")
     for name, reason in DATA_SOURCES[source].refuses.items() if source else ():
         key = f"data.{name}"
@@ -140,9 +140,9 @@ def unknown_key_fault(key: str) -> str:
     return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
 
 
-def _broken(read: Mapping[str, Any], need: str) -> str:
-    """The line for values that do not fit together."""
-    return f"{', '.join(f'{key} = {_shown(value)}' for key, value in read.items())}: {need}"
+def _of_model(names: tuple[str, ...], holds: Callable[..., bool]) -> Callable[..., bool]:
+    """A rule of an architecture, on the whole config."""
+    return lambda c: holds(*(getattr(c.model, name) for name in names))
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
@@ -307,12 +307,7 @@ _RULES: dict[str, Callable[..., bool]] = {
     (
         "a fragment must arrive before the next one's turn; lower the first below"
         " steps_per_round / fragments"
-    ): (
-        lambda c: (
-            c.outer.delay_updates == 0
-            or c.outer.delay_updates * c.outer.fragments < c.inner.steps_per_round
-        )
-    ),
+    ): (lambda c: c.outer.delay_updates * c.outer.fragments < c.inner.steps_per_round),
     (
         "adamw counts updates of all parameters at once, which a fragment's is not; set"
         " outer.tx='nesterov' or 'sgd', or outer.fragments=1"
@@ -325,10 +320,7 @@ _RULES: dict[str, Callable[..., bool]] = {
         " outer.aggregator='mean' or outer.fragments=1"
     ): (lambda c: c.outer.aggregator == "mean" or c.outer.fragments == 1),
     "a run starts without accumulation; lower the first or raise the second": (
-        lambda c: (
-            c.batching.max_batch_size is None
-            or c.batching.initial_batch_size <= c.batching.max_batch_size
-        )
+        lambda c: c.batching.initial_batch_size <= (c.batching.max_batch_size or math.inf)
     ),
     "the first request is above the cap; lower the first or raise the second": (
         lambda c: c.batching.initial_batch_size <= c.batching.batch_cap
@@ -340,9 +332,7 @@ _RULES: dict[str, Callable[..., bool]] = {
     ),
     "the largest bucket must be max_batch_size; add it, or remove what is above it": (
         lambda c: (
-            not c.batching.buckets
-            or c.batching.max_batch_size is None
-            or max(c.batching.buckets) == c.batching.max_batch_size
+            not c.batching.buckets or c.batching.max_batch_size in (None, max(c.batching.buckets))
         )
     ),
     "no bucket is from the first batch to the cap; add one": (
@@ -358,20 +348,14 @@ _RULES: dict[str, Callable[..., bool]] = {
     "the two belong together; set test='ramp' and (round, batch) pairs, or neither": (
         lambda c: (c.batching.test == "ramp") == (c.batching.ramp != ())
     ),
-    "the first round must be 0 and rounds must increase; correct the (round, batch) pairs": (
+    "a ramp begins with (0, initial_batch_size) and its rounds increase; correct the pairs": (
         lambda c: (
-            not c.batching.ramp
-            or (
-                c.batching.ramp[0][0] == 0
-                and all(a[0] < b[0] for a, b in pairwise(c.batching.ramp))
-            )
+            c.batching.ramp[:1] in ((), ((0, c.batching.initial_batch_size),))
+            and all(a[0] < b[0] for a, b in pairwise(c.batching.ramp))
         )
     ),
     "the two belong together; set test='replay' and the folder of a run, or neither": (
         lambda c: (c.batching.test == "replay") == (c.batching.replay != "")
-    ),
-    "both name the first batch; make them equal": (
-        lambda c: not c.batching.ramp or c.batching.ramp[0][1] == c.batching.initial_batch_size
     ),
     "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
         lambda c: all(1 <= size <= c.batching.batch_cap for _, size in c.batching.ramp)

@@ -51,8 +51,7 @@ def load(path: Path, function: str, kind: type[T]) -> T:
     """Returns what a function of a config file returns, called without arguments.
 
     Raises:
-      ConfigError: If the file is no Python that runs, lacks the function, or returns something of
-        another kind.
+      ConfigError: If the file does not run, lacks the function, or returns another kind.
     """
     made = _run(path, function)
     if type(made) is not kind:
@@ -106,7 +105,7 @@ def record(path: str | Path | None, settings: Settings) -> dict[str, Any]:
 
 
 def changes(workdir: Path, path: str | Path | None, settings: Settings) -> list[str]:
-    """Says in a line if a run that uses entries of a config file would resume with another file.
+    """A line if a run that uses entries of a config file would resume with another file.
 
     Args:
       workdir: The run's folder.

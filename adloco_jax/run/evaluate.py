@@ -98,9 +98,8 @@ def class_report(
     count_CC = np.zeros((num_classes, num_classes), int)  # by class and predicted class
     np.add.at(count_CC, (rows_EL[:, 0], predicted_E), 1)
     classes = []
-    for hits, claims, support in zip(
-        count_CC.diagonal().tolist(), *(count_CC.sum(axis).tolist() for axis in (0, 1)), strict=True
-    ):
+    columns = (count_CC.diagonal(), count_CC.sum(axis=0), count_CC.sum(axis=1))
+    for hits, claims, support in np.stack(columns, axis=1).tolist():
         precision = hits / claims if claims else None
         recall = hits / support if support else None
         f1 = 2 * hits / (claims + support) if claims + support else None
@@ -156,7 +155,7 @@ def consensus(
         guard_loss(trainer_params(ensemble, m)) if weight else math.inf
         for m, weight in enumerate(weights)
     ]
-    best = int(np.argmin([loss if math.isfinite(loss) else math.inf for loss in losses]))
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
     if guard_loss(average) < losses[best]:
         return average, "average"

@@ -1,5 +1,6 @@
 """A model out of a run's folder: the consensus, or one trainer, of any checkpoint."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +10,7 @@ from jaxtyping import PyTree
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.run import checkpoint, evaluate
-from adloco_jax.run.build import (
-    build_model,
-    class_count,
-    load_data,
-    program_spec,
-    row_length,
-)
+from adloco_jax.run.build import build_model, class_count, load_data, program_spec, row_length
 from adloco_jax.run.health import consensus_weights
 from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import read_state, recorded_settings
@@ -92,10 +87,7 @@ def read_trained(
         num_classes=classes,
         num_trainers=len(ids),
     )
-    programs = Programs(spec)
-    try:
-        weights = consensus_weights(control)
+    weights = consensus_weights(control)
+    with contextlib.closing(Programs(spec)) as programs:
         params, source = evaluate.consensus(ensemble, programs, heldout, weights)
-    finally:
-        programs.close()
     return Trained(settings, params, corpus.tokenizer, control.round, source)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
@@ -29,12 +30,7 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import validate
 from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
-from adloco_jax.run.programs import (
-    Key,
-    Programs,
-    Spec,
-    placement,
-)
+from adloco_jax.run.programs import Key, Programs, Spec, ensemble_spec, placement
 from adloco_jax.run.resume import check_config, check_workdir
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
@@ -48,11 +44,11 @@ def plan(
     accept_config_change: bool = False,
     config_file: str | Path | None = None,
 ) -> str:
-    """What a run would compile, hold and move, as text; nothing is trained and no text is read.
+    """Describes what a run would compile, hold and move; trains nothing and reads no text.
 
     Args:
-      config: As for `train`.
-      workdir: As for `train`; None leaves it out.
+      config: A config that `train` accepts.
+      workdir: The run's folder, which need not exist; None leaves it out.
       accept_config_change: Whether a run there may resume with other settings that change it.
       config_file: The file that the config is from, if any, compared with the recorded one.
 
@@ -61,7 +57,7 @@ def plan(
       programs, bytes per round, tokens to come; at the end what was not checked.
 
     Raises:
-      UserError: As `check_inputs`.
+      UserError: See `check_inputs`.
     """
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
@@ -70,10 +66,8 @@ def plan(
             settings, folder, accept_config_change=accept_config_change, config_file=config_file
         )
     )
-    init_fn, loss_fn = build_model(settings)
-    spec = program_spec(
-        settings, init_fn, loss_fn, row_length(settings), num_classes=class_count(settings)
-    )
+    classes = class_count(settings)
+    spec = program_spec(settings, *build_model(settings), row_length(settings), classes)
     lines = [*_plan_lines(settings, spec), *(f"not checked: {line}" for line in unchecked)]
     return "\n".join(lines)
 
@@ -85,7 +79,7 @@ def check_inputs(
     accept_config_change: bool = False,
     config_file: str | Path | None = None,
 ) -> list[str]:
-    """Refuses all that a run would refuse before it reads text or weights.
+    """Checks everything that a run checks before it reads text or weights.
 
     Args:
       settings: The run's.
@@ -164,7 +158,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """How fragments are synchronised, if in turn or late, in a line."""
+    """A line on how fragments are synchronised, if in turn or late."""
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -215,29 +209,25 @@ def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool)
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
-    inner_bytes, outer_bytes = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        for state in jax.eval_shape(
-            lambda params: (spec.inner_tx.init(params), spec.outer_tx.init(params)), spec.params
-        )
-    )
-    own_bytes = inner_bytes + (spec.param_bytes if spec.own_params else 0)
-    state_bytes = num_trainers * (spec.param_bytes + outer_bytes) + num_workers * own_bytes
     programs = Programs(spec)
     max_batch = max_batch_size(settings, programs)
     control = start(settings, max_batch)
+    owners = tuple(control.owners)
+    state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
+    outer_bytes = _num_bytes(state.outer_state_M) // num_trainers
+    inner_bytes = _num_bytes(state.inner_state_R) // num_workers
     groups = classes(control, range(num_trainers), spec.model_shards)
     keys = _planned_keys(settings, spec, max_batch, groups)
-    peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
+    peaks = {key: peak_bytes(programs, key, owners) for key in keys}
     costs = [
         sync_cost(count, spec.sync_bytes, spec.num_fragments)
-        for count in np.bincount(control.owners).tolist()
+        for count in np.bincount(owners).tolist()
     ]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     drawn, moved_here = [], 0
     for group in groups:
         at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
-        drawn += at.draw([f"{w} (trainer {control.owners[w]})" for w in group.workers])
+        drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
         sent = spec.sync_bytes * spec.num_fragments
         moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
     sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
@@ -250,7 +240,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         *run_header(settings, spec, max_batch),
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
-        f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
+        f"state at rest: {_human(_num_bytes(state))}"
+        f" for {num_trainers} trainers, {num_workers} workers",
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
         f" of {_human(device_bytes())} per device",
@@ -284,7 +275,7 @@ def _accumulates(settings: Settings) -> bool:
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """What a merge and the hand-over after it move, if trainers may merge, in a line."""
+    """A line on the bytes of a merge and of the workers that join, if trainers may merge."""
     if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
         return []
     absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
@@ -301,6 +292,10 @@ def devices() -> str:
     kinds = [device.device_kind for device in jax.devices()]
     count = jax.process_count()
     return f"{len(kinds)} x {kinds[0]}" + (f" in {count} processes" if count > 1 else "")
+
+
+def _num_bytes(shapes: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _human(num_bytes: float) -> str:
