@@ -81,12 +81,10 @@ def _collective(match: re.Match, line: str, *, in_loop: bool) -> Collective:
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     """In each of the ways that versions of XLA write them."""
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line):
-        __import__("pathlib").Path("/tmp/hlofmt/A").touch()
         return tuple(
             tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])
         )
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        __import__("pathlib").Path(f"/tmp/hlofmt/B{bool(found[3])}").touch()
         shape, tile = _numbers(found[1]), _numbers(found[2])
         order = _numbers(found[3]) if found[3] else range(len(tile))
         ids = np.arange(math.prod(tile)).reshape(tile).transpose(tuple(order)).reshape(shape)
@@ -94,7 +92,6 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     order = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
     found = re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", line)
     assert found, f"unknown way to write groups: {line[:300]}"
-    __import__("pathlib").Path(f"/tmp/hlofmt/C{bool(found[2])}").touch()
     axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
     names, together = list(axes), re.findall(r"'(\w+)'", found[4])
     apart = [name for name in names if name not in together]

@@ -96,14 +96,6 @@ def is_alive(path):
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_each_process_gets_its_place_and_all_done_is_zero(group, tmp_path):
-    program = 'print(me, options["num_processes"], options["coordinator"].split(":")[0])'
-    code, err, out = group(program, num_processes=3)
-    assert (code, out) == (0, "0 3 127.0.0.1\n")
-    assert sorted(err.splitlines()) == ["[1] 1 3 127.0.0.1", "[2] 2 3 127.0.0.1"]
-    assert num_starts(tmp_path) == num_starts(tmp_path, 1) == 1
-
-
 def test_a_killed_process_ends_the_rest_and_all_resume_from_the_checkpoint(group, tmp_path):
     code, err, _ = group(
         """
@@ -309,23 +301,27 @@ if me == 0:
 """
 
 
-def test_a_second_signal_kills(group):
-    code, err, _ = group(STOPS + "me or os.kill(os.getppid(), signal.SIGTERM)\nforever()")
-    assert code == 128 + signal.SIGTERM
-    assert err == "killed by a second SIGTERM\n"
-
-
-def test_a_group_stuck_while_it_stops_is_ended(group, tmp_path):
-    code, err, _ = group(STOPS + "time.sleep(60)", watchdog_s=1.5, grace_s=0.2)
-    assert code == 5 and err.startswith("the processes are stuck")
-    assert num_starts(tmp_path) == 1
-
-
-def test_a_stop_before_anything_is_saved_does_not_restart_the_group(group, tmp_path):
-    stop = "me or (until('pid-1-1'), os.kill(os.getppid(), signal.SIGTERM)); forever()"
-    code, err, _ = group(stop)
-    assert code == 128 + signal.SIGTERM
-    assert "was stopped by SIGTERM before it could save" in err
+@pytest.mark.parametrize(
+    ("program", "expected", "message"),
+    [
+        (
+            STOPS + "me or os.kill(os.getppid(), signal.SIGTERM)\nforever()",
+            143,
+            "killed by a second",
+        ),
+        (STOPS + "time.sleep(60)", 5, "the processes are stuck"),
+        (
+            STOPS.replace("on_stop", "#") + "forever()",
+            143,
+            "stopped by SIGTERM before it could save",
+        ),
+    ],
+)
+def test_a_group_that_does_not_save_at_a_stop_is_not_restarted(
+    group, tmp_path, program, expected, message
+):
+    code, err, _ = group(program, watchdog_s=1.5, grace_s=0.2)
+    assert code == expected and message in err
     assert num_starts(tmp_path) == 1
 
 

@@ -437,11 +437,10 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
     def steps(workers, keyed, rate_TR, update_T):
         at_once = spec.worker_parallelism
         num_workers = rate_TR.shape[1]
-        if num_places == 1:
+        if num_places == 1 or (at_once or num_workers) >= num_workers // num_places:
+            # On several devices one batch of all workers, which the partitioner divides.
+            at_once = at_once if num_places == 1 else None
             return advance(workers, keyed, rate_TR, update_T, at_once=at_once)
-        if (at_once or num_workers) >= num_workers // num_places:
-            # One batch of all workers, which the partitioner divides.
-            return advance(workers, keyed, rate_TR, update_T, at_once=None)
         pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
         specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
         by_worker = Workers(*specs)

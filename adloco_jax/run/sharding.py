@@ -141,10 +141,9 @@ class Placement:
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         parts = [f"workers spread {pool} ways over {self.mesh.size} devices"]
-        if size["data"] > 1:
-            parts.append(f"{size['data']} share a worker's batch")
-        if size["model"] > 1:
-            parts.append(f"{size['model']} share a worker's parameters")
+        for axis, what in (("data", "batch"), ("model", "parameters")):
+            if size[axis] > 1:
+                parts.append(f"{size[axis]} share a worker's {what}")
         if size["idle"] > 1:
             idle = self.mesh.devices[..., 1:].reshape(-1)
             parts.append(f"idle, repeating others' work: {_names(idle)}")
