@@ -7,6 +7,7 @@ has devices of its own, so that what a synchronisation moves is what is accounte
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -253,15 +254,12 @@ class LocalEngine:
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 
-    def settled(self, state: State) -> State:
-        """The state with the outcomes of every round that was dispatched; waits for them.
+    def settled(self, state: State, *, up_to: float = math.inf) -> State:
+        """The state with the outcomes of the dispatched rounds up to one; waits for them.
 
         Raises:
           Diverged: If no trainer is left that makes updates.
         """
-        return self._settle(state, up_to=state.control.round)
-
-    def _settle(self, state: State, *, up_to: int) -> State:
         control = state.control
         for metrics in self._unread:
             if control.outcomes_round < metrics.round <= up_to:
@@ -283,7 +281,7 @@ class LocalEngine:
         """
         merge_now = merge_due(state.control, self.settings)
         by_round = state.control.round - (0 if merge_now else 1)
-        state = self._settle(state, up_to=by_round)
+        state = self.settled(state, up_to=by_round)
         broken = broken_trainers(state.control, by_round=by_round)
         if broken:
             state = self.settled(state)

@@ -435,8 +435,7 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
         )
 
     def steps(workers, keyed, rate_TR, update_T):
-        at_once = spec.worker_parallelism
-        num_workers = rate_TR.shape[1]
+        at_once, num_workers = spec.worker_parallelism, rate_TR.shape[1]
         if num_places == 1 or (at_once or num_workers) >= num_workers // num_places:
             # On several devices one batch of all workers, which the partitioner divides.
             at_once = at_once if num_places == 1 else None
@@ -482,7 +481,9 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
+    )
 
 
 def _shardings(shapes: PyTree) -> PyTree:
