@@ -32,13 +32,11 @@ ARRAYS = Arrays(np.arange(12, dtype=np.float32).reshape(3, 4), np.int32(7))
 
 
 def save(folder, *rounds, keep=2, losses=None):
-    saved = []
-    with contextlib.closing(Saver(folder, keep=keep, on_saved=saved.append)) as writer:
+    with contextlib.closing(Saver(folder, keep=keep, on_saved=lambda _: None)) as writer:
         for number in rounds:
             arrays = jax.tree.map(lambda leaf, number=number: jnp.asarray(leaf + number), ARRAYS)
             writer.save(number, arrays, {"at": number}, loss=(losses or {}).get(number))
         writer.wait()
-    return saved
 
 
 def template(arrays=ARRAYS):
@@ -81,27 +79,21 @@ def fail_at(monkeypatch, point):
     monkeypatch.setenv("ADLOCO_FAIL_AT", f"{point}:1:ENOSPC")
 
 
-def test_a_saved_state_is_restored(tmp_path):
-    (saved,) = save(tmp_path, 5, losses={5: 1.5})
-    manifest = verify(tmp_path / "5")
-    assert (manifest["round"], manifest["loss"], saved.round) == (5, 1.5, 5)
-    assert saved.size_bytes == sum(f["size"] for f in manifest["files"].values())
-    back = read_arrays(tmp_path / "5", template())
-    assert back.n == 12 and back.n.dtype == np.int32 and back.absent is None
-    np.testing.assert_array_equal(back.w, ARRAYS.w + 5)
-    assert checkpoint.read_host(tmp_path / "5") == {"at": 5}
-
-
-def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
-    writer = Saver(tmp_path, keep=2, on_saved=lambda _: None)
-    arrays = Arrays(jnp.arange(2.0**20), jnp.zeros(()))
+def test_a_saved_state_is_restored_though_its_arrays_are_donated_at_once(tmp_path):
+    arrays = jax.tree.map(jnp.asarray, ARRAYS)
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
-    writer.save(1, arrays, {}, loss=None)
-    jax.block_until_ready(step(arrays))
-    writer.wait()
-    writer.close()
-    back = read_arrays(tmp_path / "1", template(arrays))
-    np.testing.assert_array_equal(back.w, np.arange(2.0**20))
+    events = []
+    with contextlib.closing(Saver(tmp_path, keep=2, on_saved=events.append)) as writer:
+        writer.save(5, arrays, {"at": 5}, loss=1.5)
+        jax.block_until_ready(step(arrays))
+        writer.wait()
+    manifest = verify(tmp_path / "5")
+    assert (manifest["round"], manifest["loss"], events[0].round) == (5, 1.5, 5)
+    assert events[0].size_bytes == sum(f["size"] for f in manifest["files"].values())
+    back = read_arrays(tmp_path / "5", template())
+    assert back.n == 7 and back.n.dtype == np.int32 and back.absent is None
+    np.testing.assert_array_equal(back.w, ARRAYS.w)
+    assert checkpoint.read_host(tmp_path / "5") == {"at": 5}
 
 
 def test_the_newest_and_the_best_are_kept_in_the_order_of_their_rounds(tmp_path):
@@ -117,19 +109,17 @@ def test_the_newest_and_the_best_are_kept_in_the_order_of_their_rounds(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "before, left, place, advice",
+    ("left", "place", "advice"),
     [
-        ((), (), "save.arrays", "none was saved before it; run the same command again, which"),
-        ((), (), "save.renamed", "none was saved before it; run the same command again, which"),
-        ((1,), (), "save.synced", "those before are gone; restore them from a copy, or name"),
-        ((1, 2), (1,), "save.committed", "the one before it is FOLDER/1; run the same command"),
+        ((), "save.renamed", "no other checkpoint is left"),
+        ((1,), "save.synced", "the one before it is FOLDER/1"),
     ],
 )
 def test_checkpoints_deleted_during_a_save_are_reported_with_what_is_left(
-    tmp_path, monkeypatch, place, before, left, advice
+    tmp_path, monkeypatch, left, place, advice
 ):
     folder = tmp_path / "checkpoints"
-    save(folder, *before)
+    save(folder, 1, 2)
 
     def delete(name):
         if name == place:
@@ -140,43 +130,36 @@ def test_checkpoints_deleted_during_a_save_are_reported_with_what_is_left(
     monkeypatch.setattr(checkpoint, "hit", delete)
     with pytest.raises(CheckpointError) as refusal:
         save(folder, 3)
-    assert refusal.value.exit_code == 3
     expected = f"{folder / '3'}: deleted while it was written; {advice}"
     assert str(refusal.value).startswith(expected.replace("FOLDER", str(folder)))
 
 
-def test_a_first_save_that_fails_names_no_older_one_and_leaves_no_trace(tmp_path, monkeypatch):
+def test_a_first_save_that_fails_leaves_no_trace(tmp_path, monkeypatch):
     fail_at(monkeypatch, "save.manifest")
-    with pytest.raises(ResourceError, match="none was saved before it; make room, and run"):
+    with pytest.raises(ResourceError, match="no other checkpoint is left; make room, and run"):
         save(tmp_path, 1)
-    assert {p.name for p in tmp_path.iterdir()} == {".staging"}
     save(tmp_path, 1)
     assert {p.name for p in tmp_path.iterdir()} == {"1"}
 
 
-@pytest.mark.parametrize("fault", ["flip", "truncate", "empty", "append", "delete", "link"])
-def test_damage_to_any_file_is_found_and_named(good, tmp_path, fault):
-    for number, file in enumerate(files_of(good / "3")):
-        path = shutil.copytree(good / "3", tmp_path / str(number) / "3")
-        name, content = file.relative_to(good / "3"), file.read_bytes()
-        if not content and fault in ("flip", "truncate", "empty"):
-            continue  # Orbax marks a success with an empty file
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1 if content else 0])
-        damaged = {
-            "flip": flipped + content[middle + 1 :],
-            "truncate": content[:-1],
-            "empty": b"",
-            "append": content + b"\0",
-        }
-        if fault in damaged:
-            (path / name).write_bytes(damaged[fault])
-        else:
-            (path / name).unlink()
-            if fault == "link":
-                (path / name).symlink_to(file)
-        with pytest.raises(Damaged, match=str(name)):
-            verify(path)
+def test_damage_to_any_file_is_found_and_named(good, path):
+    for file in files_of(path):
+        content, middle = file.read_bytes(), file.stat().st_size // 2
+        damaged = [content + b"\0", None, file.relative_to(path)]
+        if content:  # Orbax marks a success with an empty file
+            flipped = bytes([content[middle] ^ 1])
+            damaged += [content[:-1], content[:middle] + flipped + content[middle + 1 :]]
+        for new in damaged:  # extended, deleted, a link, cut, flipped
+            file.unlink()
+            if isinstance(new, bytes):
+                file.write_bytes(new)
+            elif new is not None:
+                file.symlink_to(good / "3" / new)
+            with pytest.raises(Damaged, match=file.name):
+                verify(path)
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
+    verify(path)
 
 
 def test_swapped_foreign_and_renamed_files_are_damage(path):
@@ -223,15 +206,7 @@ def test_a_newer_format_is_named_and_no_older_checkpoint_used(path, good):
         newest(path.parent, checkpoint.read_host)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"../../outside": {"size": 1, "sha256": "0"}},
-        {"a\0b": {"size": 1, "sha256": "0"}},
-        {"host.json": 5},
-        [],
-    ],
-)
+@pytest.mark.parametrize("files", [{"../../outside": {"size": 1, "sha256": "0"}}, []])
 def test_a_forged_manifest_opens_nothing_outside_its_folder(path, files):
     reseal(path, lambda manifest: manifest.update(files=files))
     with pytest.raises(Damaged):
@@ -240,15 +215,13 @@ def test_a_forged_manifest_opens_nothing_outside_its_folder(path, files):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, json.dumps({str(i): 0 for i in range(10**6)}), "{", "[]", "\xff"],
-    ids=["deep", "wide", "cut", "list", "latin"],
+    ["[" * 100_000, "{}" + " " * 2**22, "{", "[]", "\xff"],
+    ids=["deep", "long", "cut", "list", "latin"],
 )
-@pytest.mark.parametrize("name", ["manifest.json", "host.json"])
-def test_invalid_json_is_damage(path, name, text):
-    (path / name).write_text(text, encoding="latin-1")
-    read = checkpoint.read_host if name == "host.json" else checkpoint.read_manifest
-    with pytest.raises(Damaged, match=name):
-        read(path)
+def test_invalid_json_is_damage(tmp_path, text):
+    (tmp_path / "host.json").write_text(text, encoding="latin-1")
+    with pytest.raises(Damaged, match="host.json"):
+        checkpoint.read_host(tmp_path)
 
 
 def test_arrays_of_another_shape_are_refused_before_they_are_read(good):
@@ -273,7 +246,7 @@ def test_forged_shapes_take_no_memory(path, size):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
 
 
-@pytest.mark.parametrize("point", ["save.begin", "save.arrays", "save.manifest", "save.committed"])
+@pytest.mark.parametrize("point", ["save.begin", "save.arrays", "save.committed"])
 def test_a_save_that_fails_says_so_and_keeps_the_one_before(tmp_path, monkeypatch, point):
     save(tmp_path, 1)
     fail_at(monkeypatch, point)

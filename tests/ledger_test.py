@@ -63,7 +63,7 @@ def test_a_value_without_a_plain_form_raises_and_leaves_no_line(path, value):
     with Ledger(path) as ledger:
         with pytest.raises(TypeError):
             ledger.write("round", fine=1, value=value)
-        with pytest.raises(TypeError, match=r"merge\.members.*Path"):
+        with pytest.raises(TypeError, match="Path"):
             ledger.write("merge", members=[Path("runs")])
     assert read(path) == []
 

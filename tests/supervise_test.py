@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adloco_jax.run import checkpoint, supervise
+from adloco_jax.run import supervise
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -96,31 +96,22 @@ def is_alive(path):
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_each_process_gets_its_place_and_all_done_is_zero(group, tmp_path):
-    program = 'print(me, options["num_processes"], options["coordinator"].split(":")[0])'
-    code, err, out = group(program, num_processes=3)
-    assert (code, out) == (0, "0 3 127.0.0.1\n")
-    assert sorted(err.splitlines()) == ["[1] 1 3 127.0.0.1", "[2] 2 3 127.0.0.1"]
-    assert num_starts(tmp_path) == num_starts(tmp_path, 1) == 1
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_the_rest_and_all_resume_from_the_checkpoint(group, tmp_path, killed):
+def test_a_killed_process_ends_the_rest_and_all_resume_from_the_checkpoint(group, tmp_path):
     code, err, _ = group(
-        f"""
+        """
         if start == 2:
             sys.exit()
         save(7)
-        until("pid-{1 - killed}-1")
-        if me == {killed}:
+        until("pid-0-1")
+        if me == 1:
             kill_me(signal.SIGKILL)
         time.sleep(60)
         """
     )
     [line] = err.splitlines()
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.match(rf"{when} process {killed} of 2 was killed by SIGKILL; .* from round 7 ", line)
-    assert code == 0 and not is_alive(tmp_path / "run" / f"pid-{1 - killed}-1")
+    assert re.match(rf"{when} process 1 of 2 was killed by SIGKILL; .* from round 7 ", line)
+    assert code == 0 and not is_alive(tmp_path / "run" / "pid-0-1")
     assert num_starts(tmp_path) == num_starts(tmp_path, 1) == 2
 
 
@@ -161,25 +152,22 @@ def test_a_stopped_process_is_found_by_the_silent_ledger_and_killed(group, tmp_p
         grace_s=0.2,
     )
     assert code == 0
-    assert "ledger.jsonl has not changed for 2 s (stopped: process 1 of 2); all" in err
-    assert "from round 3" in err
+    assert "ledger.jsonl has not changed for 2 s; all" in err and "from round 3" in err
     assert not is_alive(tmp_path / "run" / "pid-1-1")
     assert num_starts(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
-    "grows, pause_s, expected",
-    [(True, 5.0, 0), (False, 1000.0, 0), (False, 5.0, 5)],
-    ids=["grows", "the whole machine pauses", "is silent"],
+    ("grows", "pause_s", "expected"), [(True, 1.0, 0), (False, 1000.0, 0), (False, 1.0, 5)]
 )
 def test_the_watchdog_counts_the_seconds_that_the_ledger_is_silent(
     tmp_path, monkeypatch, grows, pause_s, expected
 ):
-    # A process that ends at the 21st poll; the clock goes on a second at most between two polls.
+    # A process that ends at the 21st poll, a second after the other; a pause is of the machine.
     ledger, polls, now_s = tmp_path / "ledger.jsonl", itertools.count(), [0.0]
 
     def sleep(_):
-        now_s[0] += pause_s if pause_s > 5 and now_s[0] == 0 else 1.0
+        now_s[0] += 1.0 if now_s[0] else pause_s
         if grows:
             ledger.write_text("x" * int(now_s[0]))
 
@@ -188,50 +176,42 @@ def test_the_watchdog_counts_the_seconds_that_the_ledger_is_silent(
     popen = types.SimpleNamespace(pid=os.getpid(), returncode=0)
     popen.poll = lambda: 0 if next(polls) == 20 else None
     process = supervise._Process(popen, "process 0", None, None)
-    watchdog_s = 30.0 if pause_s > 5 else 10.0
+    watchdog_s = 30.0 if pause_s > 1 else 10.0
     assert supervise._follow([process], ledger, watchdog_s, 10.0, []).code == expected
 
 
-def test_restarts_without_progress_end_with_the_cause(group, tmp_path):
-    code, err, _ = group("save(5); sys.exit('a peer has gone' if me else 0)")
-    # The first failure comes after a new checkpoint; the three that follow bring nothing.
-    assert code == 1
-    restarts, last = err.splitlines()[1:-1:2], err.splitlines()[-1]
-    assert [f"restart {n} of 3" in line for n, line in enumerate(restarts, 1)] == [True] * 3
-    assert last == (
+def test_restarts_without_progress_end_with_the_cause(group):
+    code, err, _ = group("save(5); sys.exit('a peer has gone' if me else 0)", max_restarts=1)
+    # The first failure comes after a new checkpoint; the one that follows brings nothing.
+    assert code == 1 and err.count("restart 1 of 1") == 1
+    assert err.splitlines()[-1] == (
         "process 1 of 2 ended with exit code 1: a peer has gone;"
-        " gave up after 3 restarts without progress"
+        " gave up after 1 restarts without progress"
     )
-    ports = (tmp_path / "run" / "starts-0").read_text()
-    assert ports == (tmp_path / "run" / "starts-1").read_text()
 
 
-def test_a_signal_as_the_last_cause_is_out_of_resources(group, tmp_path):
+def test_a_signal_as_the_last_cause_is_out_of_resources(group):
     code, err, _ = group("me or kill_me(signal.SIGKILL); time.sleep(60)", max_restarts=0)
     assert code == 5
     assert err == (
         "process 0 of 2 was killed by SIGKILL; gave up after 0 restarts without progress\n"
     )
-    assert num_starts(tmp_path) == 1
 
 
 def test_a_higher_checkpoint_is_progress_and_a_lower_one_is_not(group, tmp_path):
-    code, err, _ = group("save(start); sys.exit(9 if start < 4 else 0)", max_restarts=1)
-    assert (code, num_starts(tmp_path)) == (0, 4)
-    assert all("restart 1 of 1" in line for line in err.splitlines() if "start again" in line)
-    # If the newest is damaged, set aside, and written again: endless restarts, if that counted.
-    code, _, _ = group(
+    # The newest, damaged and set aside, is written again: endless restarts, if that counted.
+    code, err, _ = group(
         """
         if me == 0:
-            save(8)
-            if start % 2 == 0:
-                (workdir / "checkpoints" / "8").rmdir()
-                save(6)
+            save(min(start, 3))
+            if start == 4:
+                (workdir / "checkpoints" / "3").rmdir()
             sys.exit(1)
         """,
         max_restarts=1,
     )
-    assert (code, num_starts(tmp_path)) == (1, 4 + 2)
+    assert code == 1 and "gave up after 1 restarts" in err
+    assert num_starts(tmp_path) == 4
 
 
 def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
@@ -248,22 +228,12 @@ def test_a_smaller_micro_batch_to_try_is_progress(group, tmp_path):
     assert num_starts(tmp_path) == 4
 
 
-def test_the_newest_checkpoint_is_the_one_that_a_run_resumes_from(tmp_path):
-    folder = tmp_path / "checkpoints"
-    assert supervise._newest_round(tmp_path) == -1
-    for name in ("3", "12", "020", "40.orbax-tmp", "damaged-50"):
-        (folder / name).mkdir(parents=True)
-    (folder / "60").write_text("a file")
-    assert supervise._newest_round(tmp_path) == checkpoint.list_rounds(folder)[0] == 12
-
-
-@pytest.mark.parametrize("mistake", [2, 3, 4])
-def test_a_mistake_is_not_repeated(group, tmp_path, mistake):
-    code, err, _ = group(f'me and (print("data.path: none"), sys.exit({mistake})); time.sleep(60)')
-    assert (code, num_starts(tmp_path)) == (mistake, 1)
+def test_a_mistake_is_not_repeated(group, tmp_path):
+    code, err, _ = group('me and (print("data.path: none"), sys.exit(3)); time.sleep(60)')
+    assert (code, num_starts(tmp_path)) == (3, 1)
     assert err.splitlines() == [
         "[1] data.path: none",
-        f"process 1 of 2 ended with exit code {mistake}: data.path: none",
+        "process 1 of 2 ended with exit code 3: data.path: none",
     ]
 
 
@@ -289,12 +259,12 @@ def test_the_cause_is_named_rather_than_its_consequence():
 
 
 def test_a_preempted_process_leaves_the_others_time_to_save(group, tmp_path):
-    code, err, _ = group("me and (time.sleep(1.5), (workdir / 'saved').touch()); sys.exit(75)")
+    code, err, _ = group("me and (time.sleep(1.2), (workdir / 'saved').touch()); sys.exit(75)")
     assert (code, err, num_starts(tmp_path)) == (75, "", 1)
     assert (tmp_path / "run" / "saved").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_stop_is_forwarded_to_all_and_waits_for_them_to_save(group, tmp_path, request, number):
     if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP, if the tests run under nohup
         signal.signal(number, signal.SIG_DFL)
@@ -331,43 +301,28 @@ if me == 0:
 """
 
 
-def test_a_second_signal_kills(group, tmp_path):
-    code, err, _ = group(STOPS + "me or os.kill(os.getppid(), signal.SIGTERM)\nforever()")
-    assert code == 128 + signal.SIGTERM
-    assert err == "killed by a second SIGTERM\n"
+@pytest.mark.parametrize(
+    ("program", "expected", "message"),
+    [
+        (
+            STOPS + "me or os.kill(os.getppid(), signal.SIGTERM)\nforever()",
+            143,
+            "killed by a second",
+        ),
+        (STOPS + "time.sleep(60)", 5, "the processes are stuck"),
+        (
+            STOPS.replace("on_stop", "#") + "forever()",
+            143,
+            "stopped by SIGTERM before it could save",
+        ),
+    ],
+)
+def test_a_group_that_does_not_save_at_a_stop_is_not_restarted(
+    group, tmp_path, program, expected, message
+):
+    code, err, _ = group(program, watchdog_s=1.5, grace_s=0.2)
+    assert code == expected and message in err
     assert num_starts(tmp_path) == 1
-
-
-def test_a_group_stuck_while_it_stops_is_ended(group, tmp_path):
-    code, err, _ = group(STOPS + "time.sleep(60)", watchdog_s=1.5, grace_s=0.2)
-    assert code == 5 and err.startswith("the processes are stuck")
-    assert num_starts(tmp_path) == 1
-
-
-def test_a_stop_before_anything_is_saved_does_not_restart_the_group(group, tmp_path):
-    stop = "me or (until('pid-1-1'), os.kill(os.getppid(), signal.SIGTERM)); forever()"
-    code, err, _ = group(stop)
-    assert code == 128 + signal.SIGTERM
-    assert "was stopped by SIGTERM before it could save" in err
-    assert num_starts(tmp_path) == 1
-
-
-def test_a_flood_is_cut_but_not_its_end(group):
-    code, err, out = group(
-        """
-        if me == 1:
-            for number in range(50_000):
-                print("line", number)
-            sys.exit(2)
-        print("bar 1%\\rbar 2%", end="")
-        """
-    )
-    assert (code, out) == (2, "bar 1%\rbar 2%")
-    lines = err.splitlines()
-    assert lines[0] == "[1] line 0"
-    assert lines[-2] == "[1] line 49999"
-    assert len(lines) < 5000
-    assert any(re.fullmatch(r"\[1\] \.\.\. \d+ lines left out", line) for line in lines)
 
 
 def test_none_is_left_running_if_another_cannot_be_started(group, tmp_path, monkeypatch):
@@ -391,27 +346,21 @@ def test_none_is_left_running_if_another_cannot_be_started(group, tmp_path, monk
     [
         (["--config=quickstart"], "--workdir: missing"),
         (["--workdir=runs/a", "--process_id=1"], "--process_id: is given"),
-        (["--workdir=runs/a", "--distributed"], "--distributed: is given"),
     ],
 )
 def test_the_launcher_refuses_in_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch_local.py", "--processes", "2", "--", *words])
     assert launch_local.main() == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(message) and err.count("\n") == 1
+    assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--workdir=a", "--workdir=b"], ["-workdir", "b"], ["--config", "c", "--workdir", "b"]],
-)
-def test_the_launcher_reads_the_workdir_as_the_run_does(words):
-    assert launch_local.workdir_of(words) == Path("b")
+def test_the_launcher_reads_the_workdir_as_the_run_does():
+    for words in (["--workdir=a", "--workdir=b"], ["--config", "c", "-workdir", "b"]):
+        assert launch_local.workdir_of(words) == Path("b")
 
 
 def test_emulated_devices_are_appended_to_the_flags():
     flag = "--xla_force_host_platform_device_count=4"
-    assert launch_local.environment({}, None) == {"JAX_PLATFORMS": "cpu"}
     assert launch_local.environment({"JAX_PLATFORMS": ""}, None) == {"JAX_PLATFORMS": ""}
     assert launch_local.environment({}, 4) == {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     assert launch_local.environment({"XLA_FLAGS": "--a=1"}, 4)["XLA_FLAGS"] == f"--a=1 {flag}"

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
 from adloco_jax import init, outer_step, outer_update, start_round
 from adloco_jax.accounting import sync_cost
 from adloco_jax.adloco import start
-from adloco_jax.core.compress import packed_bytes
 from adloco_jax.run.batches import classes
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.ledger import read
@@ -87,8 +85,9 @@ def assert_close_but_for_ties(params, expected):
 EVEN = (0, 0, 0, 1, 1, 1)  # one program for most of the tests that follow
 
 
-@pytest.mark.parametrize("owners", [EVEN, (1, 0, 1, 1, 0, 0)], ids=str)
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("precision", "owners"), [("int8", EVEN), ("int4", (1, 0, 1, 1, 0, 0))], ids=str
+)
 def test_both_halves_are_rounded_and_the_mean_is_not(precision, owners):
     ensemble, workers = drifted(*owners)
     after, norm_M = update_of(precision)(ensemble, workers)
@@ -112,13 +111,6 @@ def test_both_halves_are_rounded_and_the_mean_is_not(precision, owners):
 
 
 @pytest.mark.parametrize("precision", LOW)
-def test_a_trainer_of_one_worker_is_not_rounded(precision):
-    ensemble, workers = drifted(0, 1)
-    exact = update_of("float32")(ensemble, workers)
-    assert same(update_of(precision)(ensemble, workers), exact)
-
-
-@pytest.mark.parametrize("precision", LOW)
 def test_beside_a_trainer_of_several_workers_one_of_one_is_not_rounded(precision):
     ensemble, workers = drifted(1, 0, 1, 2)
 
@@ -132,7 +124,7 @@ def test_beside_a_trainer_of_several_workers_one_of_one_is_not_rounded(precision
     assert not same(states(precision, 1), states("float32", 1))
 
 
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("precision", ["bfloat16", "int4"])
 def test_order_of_workers_and_a_round_without_updates_change_nothing(precision):
     ensemble, workers = drifted(*EVEN)
     order = np.array([2, 0, 1, 4, 3, 5])
@@ -146,8 +138,9 @@ def test_order_of_workers_and_a_round_without_updates_change_nothing(precision):
     assert same(after.params_M, ensemble.params_M) and norm_M.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize(
+    ("precision", "broken"), [("bfloat16", np.nan), ("int8", np.inf), ("int4", np.nan)]
+)
 def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
     ensemble, workers = drifted(*EVEN)
     bad = dict(workers.params_R, embed=workers.params_R["embed"].at[1, 5, 5].set(broken))
@@ -166,12 +159,11 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
 
 def test_a_whole_round_takes_a_precision_and_keeps_every_dtype():
     params = {"w": jnp.zeros((6, 6), jnp.bfloat16)}
-    inner_tx = optax.sgd(0.1)
-    ensemble = init(params, num_trainers=2, num_workers=3, inner_tx=inner_tx, outer_tx=NESTEROV)
+    txs = {"inner_tx": optax.sgd(0.1), "outer_tx": NESTEROV}
+    ensemble = init(params, num_trainers=2, num_workers=3, **txs)
     tokens = corpus().rows[:24].reshape(2, 3, 4, -1)
     after = {}
     for precision in ["float32", "bfloat16", "int4"]:
-        txs = {"inner_tx": inner_tx, "outer_tx": NESTEROV}
         step = functools.partial(outer_step, loss_fn=bigram_loss, precision=precision, **txs)
         after[precision], _ = jax.jit(step)(ensemble, tokens)
         assert shapes_of(after[precision]) == shapes_of(ensemble)
@@ -200,39 +192,17 @@ def sharded(precision, owners, model_shards):
     return jitted.lower(*shapes).compile(), states
 
 
-def moved_bytes(hlo):
-    """Bytes a device receives by collectives, by element type."""
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "u16": 2, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
-    operation = r" = (.*?) (?:all-reduce|all-gather|reduce-scatter|collective-\w+|all-to-all)\S*\("
-    moved = dict.fromkeys(sizes, 0)
-    for result in re.findall(operation, hlo):
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
-            moved[dtype] += sizes[dtype] * math.prod(map(int, dims.split(","))) if dims else 0
-    return moved
-
-
-LAYOUTS = [
-    pytest.param((0,) * 8, 1, marks=pytest.mark.slow),  # one trainer
-    ((0, 0, 1, 1), 1),
-    ((0,) * 4, 2),
-]
-
-
-@pytest.mark.parametrize(("owners", "model_shards"), LAYOUTS)
-def test_four_bits_move_a_seventh_and_nothing_large_in_float32(owners, model_shards):
-    compiled = {p: sharded(p, owners, model_shards)[0] for p in ["float32", *LOW]}
-    moved = {precision: moved_bytes(program.as_text()) for precision, program in compiled.items()}
-    total = {precision: sum(moved[precision].values()) for precision in moved}
+def test_four_bits_move_a_seventh_where_devices_share_parameters():
+    total = {}
+    for precision in ["float32", "int4"]:
+        program, _ = sharded(precision, (0,) * 4, 2)
+        total[precision] = sum(c.num_bytes for c in collectives(program.as_text(), loops=False))
     assert total["float32"] >= 7 * total["int4"]
-    assert total["float32"] >= 3.7 * total["int8"]
-    assert total["float32"] >= 1.99 * total["bfloat16"]
-    assert moved["int4"]["u8"] > 0.85 * total["int4"]  # the rest are scales
-    assert moved["int8"]["s8"] > 0.9 * total["int8"]
-    assert moved["bfloat16"]["u16"] > 0.99 * total["bfloat16"]
 
 
-@pytest.mark.parametrize(("owners", "model_shards"), LAYOUTS)
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize(
+    ("precision", "owners", "model_shards"), [("int8", (0, 0, 1, 1), 1), ("int4", (0,) * 4, 2)]
+)
 def test_sharded_is_unsharded_and_all_copies_agree(precision, owners, model_shards):
     ensemble, workers = drifted(*owners)
     expected, expected_norm_M = update_of(precision)(ensemble, workers)
@@ -255,14 +225,13 @@ DIVIDES = {"layers": (2, 240, 480), "embed": (960, 120)}
 POWERS = {"layers": (2, 256, 512), "embed": (1024, 128)}
 
 
-@functools.cache
 def moved_and_charged(shapes, sizes, precision):
     """Bytes that a round's compiled synchronisations move, and those that are accounted."""
     settings = settings_of(
         ensemble={"num_trainers": len(sizes), "num_workers": 8, "model_shards": 1},
         outer={"precision": precision},
     )
-    params = {name: jnp.zeros(shape) for name, shape in shapes}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     spec = program_spec(settings, lambda key: params, bigram_loss, LENGTH + 1)
     owners = [m for m, size in enumerate(sizes) for _ in range(size)]
     control = dataclasses.replace(start(settings, 2), owners=owners)
@@ -275,36 +244,24 @@ def moved_and_charged(shapes, sizes, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "sizes"),
-    [*((precision, (5, 2, 1)) for precision in ["float32", *LOW]), ("int4", (2, 3, 3))],
-    ids=str,
+    ("shapes", "sizes", "precision", "most"),
+    [
+        (DIVIDES, (5, 2, 1), "float32", 10),
+        (DIVIDES, (5, 2, 1), "bfloat16", 10),
+        (DIVIDES, (5, 2, 1), "int8", 10),
+        (DIVIDES, (2, 3, 3), "int4", 10),
+        # Nothing divides over five: codes go to each of them, 5 x 4, and 2 for the two.
+        (POWERS, (5, 2, 1), "float32", 10),
+        (POWERS, (5, 2, 1), "int4", 22),
+    ],
 )
-def test_unequal_trainers_move_the_bytes_that_are_accounted(precision, sizes):
-    moved, charged, sync_bytes = moved_and_charged(tuple(DIVIDES.items()), sizes, precision)
-    assert charged == 10 * sync_bytes
-    assert charged <= moved <= charged + 8 * 1024  # norms, and which workers are finite
-
-
-@pytest.mark.parametrize(("precision", "most"), [("float32", 10), ("int8", 22), ("int4", 22)])
-def test_where_nothing_divides_float32_moves_no_more_and_codes_go_to_every_worker(precision, most):
-    """Five workers on parameters of powers of two; momentum that a device keeps must divide."""
-    moved, charged, sync_bytes = moved_and_charged(tuple(POWERS.items()), (5, 2, 1), precision)
-    assert charged == 10 * sync_bytes  # 4 x 2 for the five, and 2 for the two
-    assert most * sync_bytes <= moved <= most * sync_bytes + 8 * 1024  # 5 x 4, and 2
+def test_unequal_trainers_move_the_bytes_that_are_accounted(shapes, sizes, precision, most):
+    moved, charged, sync_bytes = moved_and_charged(shapes, sizes, precision)
+    assert charged == 10 * sync_bytes  # 4 x 2 for five workers, and 2 for two
+    assert most * sync_bytes <= moved <= most * sync_bytes + 8 * 1024  # norms, who is finite
 
 
 # --- A run
-
-
-@pytest.mark.parametrize("precision", ["float32", *LOW])
-def test_a_round_is_charged_the_bytes_of_its_precision(precision):
-    spec = program_spec(
-        settings_of(outer={"precision": precision}), init_fn, bigram_loss, LENGTH + 1
-    )
-    # A table of 6 x 6: one block, of six rows.
-    one_way = {"float32": 144, "bfloat16": 72, "int8": 36 + 4, "int4": 18 + 4}[precision]
-    assert spec.sync_bytes == packed_bytes(spec.params, precision) == one_way
-    assert sync_cost(3, spec.sync_bytes) == {"syncs": 1, "bytes": 4 * one_way}
 
 
 def test_a_run_rounds_what_several_workers_send_and_nothing_else(tmp_path, monkeypatch):

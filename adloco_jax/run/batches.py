@@ -1,4 +1,4 @@
-"""What a round takes: groups of trainers, their sequences, learning rates and test rows."""
+"""A round's inputs: groups of trainers, their sequences, learning rates and test rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -36,43 +36,35 @@ class Rows(Protocol):
     @property
     def heldout_rows(self) -> np.ndarray:
         """Int [E, L + 1]; no training row shares a document with them."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Of the content that decides the rows."""
-        ...
 
     @property
     def shards(self) -> Sequence[dict]:
         """A JSON record of each part that was read, to name which has changed; may be empty."""
-        ...
 
     @property
     def tokens_per_byte(self) -> float | None:
         """Of the held-out text, where tokens are text."""
-        ...
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
-        ...
 
 
 @runtime_checkable
 class SequentialRows(Rows, Protocol):
-    """Rows given out in the order of asking, whose place is part of a run's state."""
+    """Rows that are read in sequence; the position is part of a run's state."""
 
     def state(self) -> dict:
-        """The place of the rows not yet given out, as plain JSON."""
-        ...
+        """The position of the next row, as plain JSON."""
 
     def restore(self, state: dict | None) -> None:
-        """Goes to a place that `state` has given, or to the beginning."""
-        ...
+        """Returns to a position from `state`, or to the beginning."""
 
     def close(self) -> None:
-        """Ends what reads ahead."""
-        ...
+        """Stops reading ahead."""
 
 
 class Group(NamedTuple):
@@ -85,17 +77,17 @@ class Group(NamedTuple):
     plan: RoundPlan = RoundPlan(0, 1, 0, 0)  # where they run a round
 
     def key(self, kind: Kind, **more) -> Key:
-        """A program that depends on whose the workers are."""
+        """The key of a program that depends on the workers' trainers."""
         return Key(kind, self.owners, devices=self.devices, **more)
 
     def steps_key(self) -> Key:
-        """The program of the inner steps, to which it does not matter whose the workers are."""
+        """The key of the inner steps, which do not depend on the workers' trainers."""
         pool, size = (0,) * len(self.workers), self.plan.micro_batch_size
         return Key("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
-    """What trainers take their gradient statistics on."""
+    """Rows of a group for its gradient statistics."""
 
     group: Group
     rows_RBL: Array
@@ -329,8 +321,8 @@ def _sequences(
 ) -> np.ndarray:
     """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
 
-    Of several processes each fills in only the workers that its devices train or test, but where
-    rows come in the order of asking.
+    Of several processes each fills in only the workers that its devices train or test, unless rows
+    are read in sequence.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)

@@ -68,7 +68,6 @@ class Saver:
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        self._has_saved = bool(list_rounds(folder))  # in this process, or in an earlier one
         if processes.is_first():
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
@@ -96,9 +95,11 @@ class Saver:
         blocked_s = time.perf_counter() - start_s
 
         def finish():
+            complete = functools.partial(self._finish, round_index, host, loss)
             with self._write_errors(round_index):
-                size_bytes = self._finish_together(round_index, host, loss)
-            self._has_saved = True
+                written = self._orbax.wait_until_finished
+                _on_all("a checkpoint's arrays are written", _FAULTS, written)
+                size_bytes = _on_all("a checkpoint ends", _FAULTS, complete)
             self._on_saved(Saved(round_index, size_bytes, blocked_s, time.perf_counter() - start_s))
 
         self._pending = self._thread.submit(finish)
@@ -130,29 +131,18 @@ class Saver:
         try:
             yield
         except _FAULTS as error:
-            target, kind = self._folder / str(round_index), ResourceError
-            what = f"the checkpoint cannot be written ({' '.join(str(error).split())[:300]})"
-            retry = "make room, and run the same command again"
+            target, older = self._folder / str(round_index), "no other checkpoint is left"
+            for number in [n for n in list_rounds(self._folder) if n != round_index][:1]:
+                older = f"the one before it is {self._folder / str(number)}"
             if has_begun and not target.exists() and not (self._folder / _STAGING).exists():
-                kind, what = CheckpointError, "deleted while it was written"
-                retry = "run the same command again"
-            older = [number for number in list_rounds(self._folder) if number != round_index]
-            if older:
-                advice = f"the one before it is {self._folder / str(older[0])}; {retry}"
-            elif target.exists():
-                advice = f"no other one is there; {retry}, which uses this one if it is whole"
-            elif self._has_saved:
-                kind = CheckpointError
-                advice = "those before are gone; restore them from a copy, or name another folder"
-            else:
-                advice = f"none was saved before it; {retry}, which starts over"
-            raise kind(f"{target}: {what}; {advice}") from error
-
-    def _finish_together(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Completes the checkpoint in process 0 once every process has written its arrays."""
-        _on_all("a checkpoint's arrays are written", _FAULTS, self._orbax.wait_until_finished)
-        complete = functools.partial(self._finish, round_index, host, loss)
-        return _on_all("a checkpoint ends", _FAULTS, complete)
+                raise CheckpointError(
+                    f"{target}: deleted while it was written; {older}; run the same command again"
+                ) from error
+            cause = " ".join(str(error).split())[:300]
+            raise ResourceError(
+                f"{target}: the checkpoint cannot be written ({cause}); {older}; make room, and run"
+                " the same command again"
+            ) from error
 
     def _make_staging(self, staging: Path) -> None:
         hit("save.begin")
@@ -161,6 +151,7 @@ class Saver:
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
+        """Completes the checkpoint in process 0, and returns its size in bytes."""
         if not processes.is_first():
             return 0
         staging, target = self._folder / _STAGING, self._folder / str(round_index)

@@ -15,7 +15,7 @@ _lock = threading.Lock()  # checkpoints are written on a thread of their own
 
 
 def hit(name: str) -> None:
-    """Does nothing, unless the environment names this point."""
+    """Kills the process, or raises, if the environment names this point."""
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:
         return

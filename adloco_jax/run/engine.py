@@ -7,6 +7,7 @@ has devices of its own, so that what a synchronisation moves is what is accounte
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.accounting import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.adloco import State, Stats, merge_due, smaller_plan
+from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import merge, reassign
 from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.run.batches import (
@@ -41,7 +43,7 @@ from adloco_jax.run.health import (
     without_trainers,
 )
 from adloco_jax.run.programs import Key, Programs, Spec, placement
-from adloco_jax.run.sharding import copy_back, copy_to_host, reshard
+from adloco_jax.run.sharding import reshard
 from adloco_jax.settings import Settings
 
 
@@ -69,11 +71,9 @@ class Metrics:
 
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
-        """What came of the round for each trainer; waits for it."""
+        """Losses and skipped updates of each trainer; waits for the round."""
         outcomes: dict[int, Outcome] = {}
-        for group, measured, group_norms in zip(
-            self.groups, self.measured, self.norms, strict=True
-        ):
+        for group, measured, norms in zip(self.groups, self.measured, self.norms, strict=True):
             parts = jax.device_get(measured)
             loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             ends = np.flatnonzero(update_flags(group.plan))
@@ -82,16 +82,15 @@ class Metrics:
             skipped_SR = skipped_TR[ends]
             loss_SR = np.where(skipped_SR, np.nan, loss_SR)
             # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
-            squares = np.square(np.asarray(jax.device_get(group_norms), np.float64))
-            norms = np.sqrt(squares.sum(axis=0)).tolist()
-            for place, (trainer, norm) in enumerate(zip(group.trainers, norms, strict=True)):
-                own = np.flatnonzero(np.array(group.owners) == place)
+            norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
+            for place, (trainer, norm) in enumerate(zip(group.trainers, norm_M, strict=True)):
+                own = np.array(group.owners) == place
                 outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm)
         return [outcomes[m] for m in sorted(outcomes)]
 
 
-# Waits for the devices on behalf of the host, which may not look in before the next round is under
-# way (and then blocked by it): the clock of a round is read when it ends.
+# Reads the clock when a round ends; the host itself must not wait for the devices before it has
+# dispatched the next round.
 _clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
 
 
@@ -121,7 +120,7 @@ class LocalEngine:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """What a merge or a hand-over sends."""
+        """Bytes that a merge or a reassignment of workers sends."""
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
@@ -154,16 +153,19 @@ class LocalEngine:
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
         keys = {group.steps_key() for group in batch.groups}
         untried = control.max_batch_size > 1 and not self._tried.issuperset(keys)
-        backup = copy_to_host(state.ensemble) if untried else None
+        # Of several processes the others may have begun the round: all go back to a checkpoint.
+        can_undo = untried and jax.process_count() == 1
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state.ensemble)
+        backup = jax.tree.map(np.array, state.ensemble) if can_undo else None
         try:
             ensemble, measured, norms = self._dispatch(state, batch)
             if untried:
                 jax.block_until_ready((ensemble, measured))
         except jax.errors.JaxRuntimeError as error:
-            several = jax.process_count() > 1  # the others may have begun: all go back to a save
-            if "RESOURCE_EXHAUSTED" not in str(error) or backup is None or several:
+            if "RESOURCE_EXHAUSTED" not in str(error) or backup is None:
                 raise
-            return self._retry_smaller(state._replace(ensemble=copy_back(backup)), batch, error)
+            state = state._replace(ensemble=reshard(backup, shardings))
+            return self._retry_smaller(state, batch, error)
         self._tried |= keys
         self._flushed.clear()
         if isinstance(self.rows, SequentialRows):
@@ -252,15 +254,12 @@ class LocalEngine:
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 
-    def settled(self, state: State) -> State:
-        """The state with the outcomes of every round that was dispatched; waits for them.
+    def settled(self, state: State, *, up_to: float = math.inf) -> State:
+        """The state with the outcomes of the dispatched rounds up to one; waits for them.
 
         Raises:
           Diverged: If no trainer is left that makes updates.
         """
-        return self._settle(state, up_to=state.control.round)
-
-    def _settle(self, state: State, *, up_to: int) -> State:
         control = state.control
         for metrics in self._unread:
             if control.outcomes_round < metrics.round <= up_to:
@@ -282,7 +281,7 @@ class LocalEngine:
         """
         merge_now = merge_due(state.control, self.settings)
         by_round = state.control.round - (0 if merge_now else 1)
-        state = self._settle(state, up_to=by_round)
+        state = self.settled(state, up_to=by_round)
         broken = broken_trainers(state.control, by_round=by_round)
         if broken:
             state = self.settled(state)
@@ -340,7 +339,8 @@ class LocalEngine:
             flushed = self._call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)
             ensemble = self._put(ensemble, group, sub)
-        control, line = count_flush(control, owed, sync_bytes=self.spec.full_sync_bytes)
+        full_sync_bytes = packed_bytes(self.spec.params, self.spec.precision)
+        control, line = count_flush(control, owed, sync_bytes=full_sync_bytes)
         self.events.append(Event("sync", line))
         self._flushed.update(line["trainers"])
         return State(ensemble, control)
@@ -356,7 +356,7 @@ class LocalEngine:
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, Key("outer", group.owners))  # on all devices
-        return _put(ensemble, reshard(sub, at.ensemble(sub)), group.trainers)
+        return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
 
     def _call(self, key: Key, *arguments):
         """Runs a program with its arguments moved to where it wants them."""
@@ -372,15 +372,9 @@ def _merge_and_reassign(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _take(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    return take(ensemble, trainers)
-
-
-@functools.partial(jax.jit, static_argnums=1)
 def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
 
 
-@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _put(ensemble: Ensemble, sub: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    return put(ensemble, trainers, sub)
+_take = jax.jit(take, static_argnums=1)
+_put = jax.jit(put, static_argnums=1, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""Trainers that break: what a round's losses tell of them, and how they leave a run."""
+"""Broken trainers: their detection from a round's losses, and their removal from a run."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ class Diverged(Exception):
 
 
 class Outcome(NamedTuple):
-    """What came of one trainer's round."""
+    """Losses and skipped updates of one trainer's round."""
 
     loss_SR: np.ndarray  # of each update of each of its workers; NaN where it was skipped
     skipped_SR: np.ndarray  # bool

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -82,8 +82,7 @@ class Ledger:
           TypeError: If a value has no plain JSON form; nothing is written.
           ResourceError: If the disk is full or cannot be written.
         """
-        line = {"event": event}
-        line |= {name: _plain(value, where=f"{event}.{name}") for name, value in fields.items()}
+        line = _plain({"event": event, **fields})
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             with write_errors(self._path):
@@ -182,7 +181,7 @@ def batch_history(events: Iterable[dict], *, num_trainers: int) -> dict[str, lis
 
 
 def cut(path: str | os.PathLike[str], position: dict) -> None:
-    """Takes a ledger back to where it stood when a checkpoint was written.
+    """Truncates a ledger to what it held when a checkpoint was written.
 
     What came after will be run, and recorded, again; lines that will not (starts, compile events,
     checkpoints, ends) are kept. The file is replaced as a whole.
@@ -320,7 +319,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """What two runs with one seed must have in common, for comparing them with `==`.
+    """The lines that two runs with one seed share, for comparing them with `==`.
 
     Args:
       events: Ledger lines, from `read`.
@@ -357,15 +356,12 @@ def _parse(line: bytes) -> dict | None:
     return event if isinstance(event, dict) and "event" in event else None
 
 
-def _plain(value: object, *, where: str) -> object:
-    """`value` as plain JSON; `where` names the field for the error."""
+def _plain(value: object) -> Any:
+    """`value` as plain JSON."""
 
     def from_array(value: object) -> object:
         if isinstance(value, np.generic | np.ndarray | jax.Array):
             return np.asarray(value).tolist()
-        raise TypeError(
-            f"ledger field {where}: no plain JSON form for {type(value).__name__}; "
-            f"pass a string, a number, a boolean, None, or lists and dicts of them"
-        )
+        raise TypeError(f"ledger: no plain JSON form for {type(value).__name__}")
 
     return json.loads(json.dumps(value, default=from_array), parse_constant=lambda _: None)

@@ -1,4 +1,4 @@
-"""What observes a run: ledger, evaluation, terminal, checkpoints and compilation ahead of time.
+"""Observers of a run: ledger, evaluation, terminal, checkpoints and compilation ahead of time.
 
 Observers are called after every round, in the order that `training` declares. Each sees the state
 of the boundary it is called at, and changes nothing in the run.
@@ -63,6 +63,10 @@ class Watch:
     def wall_s(self) -> float:
         """Seconds of the run so far, those of resumed processes added up."""
         return round(time.perf_counter() - self.start_s, 3)
+
+    def write_memory(self, control: Control) -> None:
+        """Records the most memory that the process has held so far."""
+        self.ledger.write("memory", round=control.round, **measured_peaks())
 
     def share_of_matmul(self, tokens_per_s: float) -> float:
         """The run's FLOP/s as a fraction of what the machine's matrix product reaches."""
@@ -176,12 +180,12 @@ class Recorder:
     def write_end(self, control: Control, reason: str) -> None:
         """Records the end of the run, or of this process's part of it."""
         watch = self.watch
-        watch.ledger.write("memory", round=control.round, **measured_peaks())
+        watch.write_memory(control)
         fields = {"rounds": control.round, **_totals(control)}
         if self.seconds:
             rate = self.tokens / self.seconds
-            fields |= {"tokens_per_s": round(rate, 1)}
-            fields |= {"share_of_matmul": watch.share_of_matmul(rate)}
+            share = watch.share_of_matmul(rate)
+            fields |= {"tokens_per_s": round(rate, 1), "share_of_matmul": share}
         watch.ledger.write("end", reason=reason, **fields, wall_s=watch.wall_s())
 
 
@@ -211,7 +215,7 @@ class Evaluator:
             self._record(control, trainer.id, params)
         hit("eval.trainers")
         self.consensus(state, record=True)
-        watch.ledger.write("memory", round=control.round, **measured_peaks())
+        watch.write_memory(control)
         self.recorder.show()
 
     def consensus(self, state: State, *, record: bool = False) -> None:
@@ -253,30 +257,20 @@ class Evaluator:
         return loss
 
 
+@dataclass
 class Checkpoints:
     """Saves the boundary's own state when that is due or at a signal, which then stops the run."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        recorder: Recorder,
-        saver: Saver,
-        stop: Callable[[], bool],
-        host: Callable[[State], dict],
-    ):
-        """Starts the clock of the next save.
+    watch: Watch
+    recorder: Recorder  # records the rounds up to a boundary before its state is saved
+    saver: Saver
+    stop: Callable[[], bool]  # whether the process has received a signal
+    host: Callable[[State], dict]  # what is saved of a state beside its arrays, as plain JSON
+    _last_save_s: float = field(default_factory=time.perf_counter)
 
-        Args:
-          watch: Of the run.
-          recorder: Records the rounds up to a boundary before its state is saved.
-          saver: Writes the files.
-          stop: Whether the process has received a signal.
-          host: What is saved of a state beside its arrays, as plain JSON.
-        """
-        self.watch, self.recorder, self.saver = watch, recorder, saver
-        self._stop, self._host = stop, host
-        self._last_save_s = time.perf_counter()
-        self._vote = self._ask()
+    def __post_init__(self):
+        """Asks for the first time, before the first round is dispatched."""
+        self._read_vote = self._ask()
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Saves, if that is due, and ends the run at a signal.
@@ -286,11 +280,9 @@ class Checkpoints:
           ResourceError: If a save has failed, and the config says to stop then.
         """
         watch, index = self.watch, state.control.round
-        last, every = (
-            is_over(state.control, watch.settings),
-            watch.settings.checkpoint.every_rounds,
-        )
-        stop_now, save_by_clock = self._vote.read()
+        last = is_over(state.control, watch.settings)
+        every = watch.settings.checkpoint.every_rounds
+        stop_now, save_by_clock = self._read_vote()
         stop_now = stop_now and not last
         if last or stop_now or save_by_clock or (every and index % every == 0):
             self._save(state)
@@ -299,7 +291,7 @@ class Checkpoints:
                 self.saver.wait()
             self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
         else:
-            self._vote = self._ask()
+            self._read_vote = self._ask()
         if stop_now:
             saved = checkpoint.last(watch.workdir / "checkpoints")
             raise Preempted(
@@ -307,9 +299,9 @@ class Checkpoints:
                 " command goes on from there"
             )
 
-    def _ask(self) -> processes.Vote:
+    def _ask(self) -> Callable[[], list[bool]]:
         """Asks all processes, before the next round is dispatched; a single one when it is read."""
-        return processes.Vote(lambda: [self._stop(), self._is_time()])
+        return processes.vote(lambda: [self.stop(), self._is_time()])
 
     def _is_time(self) -> bool:
         """Whether a checkpoint is due by now; also reports a failure of the one before."""
@@ -326,9 +318,9 @@ class Checkpoints:
             self.saver.wait()
         state = watch.engine.settled(state)
         known = watch.evaluated_round == index and np.isfinite(watch.loss)
+        loss = watch.loss if known else None
         with self._save_errors(index):
-            loss = watch.loss if known else None
-            self.saver.save(index, state.ensemble, self._host(state), loss=loss)
+            self.saver.save(index, state.ensemble, self.host(state), loss=loss)
 
     @contextlib.contextmanager
     def _save_errors(self, round_index: int) -> Iterator[None]:
@@ -401,14 +393,12 @@ def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
 
 
 def _batch_note(line: dict, decision: Decision) -> str:
-    asks = f"the test asks for {decision.test_value or 0.0:.1f}"
+    requested = f"the test requests {decision.test_value or 0.0:.1f}"
     why = {
-        "grew": asks,
-        "shrank": asks,
-        "capped": f"{asks}, held by max_growth or batch_cap",
+        "capped": f"{requested}, held by max_growth or batch_cap",
         "signal": "no signal above the noise yet, one step of growth",
         "schedule": "as declared",
-    }[decision.reason]
+    }.get(decision.reason, requested)
     return (
         f"round {line['round']}: trainer {line['trainer']} batch per worker"
         f" {line['requested_batch_size']} -> {decision.next_batch_size} ({why})"

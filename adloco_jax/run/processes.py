@@ -1,4 +1,4 @@
-"""The processes of one run: how they connect, and what they exchange.
+"""The processes of one run: how they connect, and what they agree on before they act.
 
 Every process runs the same program on the same host state; only process 0 prints and writes.
 What only one of them can know (a clock, a signal, a full disk) is exchanged here before anything is
@@ -106,15 +106,13 @@ def is_first() -> bool:
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
     """Discards the standard output of all other processes."""
-    with contextlib.ExitStack() as stack:
-        if not is_first():
-            null = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(null))
-        yield
+    with open(os.devnull, "w") as null:
+        with contextlib.redirect_stdout(sys.stdout if is_first() else null):
+            yield
 
 
 def _send(name: str, value: object) -> int:
-    """Gives the others a value under a name; which exchange of that name it is."""
+    """Sends a value to all processes; returns its number among those of this name."""
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -122,7 +120,7 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """What every process has sent in an exchange; waits for all of them."""
+    """The values that all processes have sent under a name and number; waits for them."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
@@ -132,7 +130,7 @@ def _receive(name: str, number: int) -> list:
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """The value of each process, in their order; all must call it, and wait for one another.
+    """All-gathers a value: that of each process, in their order; all must call it.
 
     Args:
       value: Plain JSON data.
@@ -147,7 +145,7 @@ def broadcast(value: T) -> T:
 
 
 def barrier(name: str) -> None:
-    """A barrier: returns once all processes have called it.
+    """Waits until all processes have called it.
 
     Args:
       name: Of the barrier; each thread uses names of its own.
@@ -215,7 +213,7 @@ def _client():
 
 
 def require_equal(what: dict[str, str], advice: str) -> None:
-    """Compares the processes.
+    """Checks that all processes have the same values.
 
     Args:
       what: Strings by name, such as hashes; the same names in every process.
@@ -265,20 +263,20 @@ def require_shared(folder: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
-class Vote:
-    """A few yes or no questions, answered yes if any process says so.
+def vote(ask: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
+    """Sends this process's answers to a few questions to the others; a single process sends none.
 
-    Asked before a round is dispatched and read when it is over, so that no process waits for the
-    others to dispatch theirs.
+    Called before a round is dispatched, and the result when it is over, so that no process waits
+    for the others to dispatch theirs.
+
+    Args:
+      ask: Answers the questions.
+
+    Returns:
+      A function that waits for the answers of all processes: true where any of them is. In a single
+      process it is `ask` itself.
     """
-
-    def __init__(self, ask: Callable[[], list[bool]]):
-        """Sends this process's answers to the others; a single process asks at `read`."""
-        self._ask = ask
-        self._number = _send("vote", ask()) if jax.process_count() > 1 else 0
-
-    def read(self) -> list[bool]:
-        """The answers; waits for those of all processes."""
-        if not self._number:
-            return self._ask()
-        return [any(answers) for answers in zip(*_receive("vote", self._number), strict=True)]
+    if jax.process_count() == 1:
+        return ask
+    number = _send("vote", ask())
+    return lambda: [any(answers) for answers in zip(*_receive("vote", number), strict=True)]

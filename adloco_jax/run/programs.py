@@ -8,7 +8,6 @@ How many steps are accumulated is data, and makes no program of its own.
 
 import contextlib
 import functools
-import math
 import os
 import threading
 import time
@@ -95,11 +94,11 @@ class Spec:
     @property
     def param_bytes(self) -> int:
         """Bytes of one trainer's parameters."""
-        return sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(self.params))
+        return _num_bytes(jax.tree.leaves(self.params))
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one trainer's outer gradient on its way, or of the updates on theirs back.
+        """Bytes of one trainer's outer gradient, or of the updates sent back.
 
         Of one fragment, padding included, where there are several.
         """
@@ -112,11 +111,6 @@ class Spec:
         return packed_bytes(jax.eval_shape(take, self.params), self.precision)
 
     @property
-    def full_sync_bytes(self) -> int:
-        """The same of all parameters at once."""
-        return packed_bytes(self.params, self.precision)
-
-    @property
     def state_bytes(self) -> StateBytes:
         """What trainers and workers send one another when they merge or move."""
         inner_bytes = 0 if self.reset_inner_state else _float_bytes(self.inner_tx, self.params)
@@ -125,18 +119,21 @@ class Spec:
     @property
     def num_params(self) -> int:
         """Parameters of one trainer."""
-        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def _num_bytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
     leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in floating)
+    return _num_bytes(leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 class Compiled(NamedTuple):
-    """What became of one compilation, for the ledger."""
+    """The record of one compilation, for the ledger."""
 
     key: Key
     seconds: float
@@ -158,7 +155,7 @@ class Programs:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
-        """The program for a key: waited for, or compiled now if nobody has begun to."""
+        """The program for a key; waits for it, or compiles it now."""
         start_s = time.perf_counter()
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # cancelled: it was still in the queue
@@ -179,7 +176,7 @@ class Programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
 
     def close(self) -> None:
-        """Gives up what is still in the queue, and waits for what is being compiled."""
+        """Cancels what is still in the queue, and waits for what is being compiled."""
         self._background.shutdown(cancel_futures=True)
 
     def _compile(self, key: Key, *, background: bool) -> jax.stages.Compiled:
@@ -347,17 +344,13 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
     elif spec.estimator == "chunks":
         chunk = CHUNK_SIZE
     trainers_here = num_trainers // at.mesh.shape["trainer"]
-
-    def one_worker(params_M, owner, tokens_BL, count):
-        return gradient_stats(
-            spec.loss_fn,
-            jax.tree.map(lambda leaf: leaf[owner % trainers_here], params_M),
-            tokens_BL,
-            estimator=spec.estimator,
-            chunk_size=chunk,
-            num_examples=count,
-            inner_products=spec.inner_products,
-        )
+    own_stats = functools.partial(
+        gradient_stats,
+        spec.loss_fn,
+        estimator=spec.estimator,
+        chunk_size=chunk,
+        inner_products=spec.inner_products,
+    )
 
     # A device's workers in turn: one gradient is held at a time, each worker stops at its own
     # count, and a vmap over few workers made the products of single examples a quarter slower.
@@ -370,9 +363,12 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
         check_vma=False,
     )
     def of_workers(params_M, owner_R, tokens_RBL, count_R):
-        return jax.lax.map(
-            lambda worker: one_worker(params_M, *worker), (owner_R, tokens_RBL, count_R)
-        )
+        def of_worker(worker):
+            owner, tokens_BL, count = worker
+            params = jax.tree.map(lambda leaf: leaf[owner % trainers_here], params_M)
+            return own_stats(params, tokens_BL, num_examples=count)
+
+        return jax.lax.map(of_worker, (owner_R, tokens_RBL, count_R))
 
     def stats(params_M, tokens_RBL, count_R):
         return of_workers(params_M, jnp.array(key.owners, jnp.int32), tokens_RBL, count_R)
@@ -439,13 +435,11 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
         )
 
     def steps(workers, keyed, rate_TR, update_T):
-        at_once = spec.worker_parallelism
-        num_workers = rate_TR.shape[1]
-        if num_places == 1:
+        at_once, num_workers = spec.worker_parallelism, rate_TR.shape[1]
+        if num_places == 1 or (at_once or num_workers) >= num_workers // num_places:
+            # On several devices one batch of all workers, which the partitioner divides.
+            at_once = at_once if num_places == 1 else None
             return advance(workers, keyed, rate_TR, update_T, at_once=at_once)
-        if (at_once or num_workers) >= num_workers // num_places:
-            # One batch of all workers, which the partitioner divides.
-            return advance(workers, keyed, rate_TR, update_T, at_once=None)
         pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
         specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
         by_worker = Workers(*specs)
@@ -466,15 +460,12 @@ def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
     """Tokens, learning rates, update flags where gradients are accumulated, streams for keys."""
     steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
+    rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)
     flags = jax.ShapeDtypeStruct((steps,), jnp.bool_, sharding=at.replicated)
-    return (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size)),
-        jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR),
-        flags if key.accumulates else None,
-        None
-        if spec.key_seed is None
-        else jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers),
-    )
+    streams = jax.ShapeDtypeStruct((workers, 3), jnp.int32, sharding=at.workers)
+    takes_key = spec.key_seed is not None
+    return tokens, rates, flags if key.accumulates else None, streams if takes_key else None
 
 
 def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
@@ -488,17 +479,14 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
     """Device bytes a program holds while it runs, with its arguments: the compiler's analysis."""
     memory = compiled.memory_analysis()
-    if memory is None:
-        raise RuntimeError(f"{jax.default_backend()}: its compiler gives no memory analysis")
+    assert memory is not None, f"{jax.default_backend()}: its compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 
 
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
+        lambda leaf, at: leaf.update(sharding=at, weak_type=False), shapes, shardings
     )
 
 

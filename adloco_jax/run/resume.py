@@ -7,19 +7,17 @@ change freely, some only with `--accept-config-change`, and the rest make anothe
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
-from adloco_jax.adloco import Control, State, share_done
+from adloco_jax.adloco import Control, State, Trainer, share_done
 from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import checkpoint, processes
@@ -162,12 +160,13 @@ def finished(
     if not (folder / "export").exists():
         return None
     rounds = checkpoint.list_rounds(checkpoints)
+    if not rounds:
+        return [f"{checkpoints}: gone, or empty"]
     try:
-        if rounds:
-            checkpoint.verify(checkpoints / str(rounds[0]))
-        return [] if rounds else [f"{checkpoints}: gone, or empty"]
+        checkpoint.verify(checkpoints / str(rounds[0]))
     except Damaged as error:
         return [str(error)]
+    return []
 
 
 def rebuild_ledger(workdir: str | Path) -> str | None:
@@ -189,15 +188,14 @@ def rebuild_ledger(workdir: str | Path) -> str | None:
     if not (folder / "ledger.jsonl").exists() and not (folder / "checkpoints").exists():
         return None
     with exclusive(folder):
-        act = functools.partial(_rebuild_ledger, folder)
-        return processes.broadcast(processes.run_on_all(act))
+        return processes.broadcast(processes.run_on_all(lambda: _rebuild_ledger(folder)))
 
 
 def _rebuild_ledger(folder: Path) -> str | None:
     if not processes.is_first():
         return None
     path, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
-    positions = {}  # of the ledger, by checkpoint, the newest first
+    positions = {}  # of the ledger, by checkpoint
     for number in checkpoint.list_rounds(checkpoints):
         with contextlib.suppress(Damaged, KeyError):
             checkpoint.verify(checkpoints / str(number))
@@ -211,9 +209,10 @@ def _rebuild_ledger(folder: Path) -> str | None:
             f"{path}: damaged, and {checkpoints} has no whole checkpoint to go on from; restore"
             " either from a copy, or name another folder"
         )
-    newest, *older = positions
-    earlier = [positions[number] for number in older]
-    gap = rebuild(path, position=positions[newest], round_index=newest, earlier=earlier)
+    newest = max(positions)
+    gap = rebuild(
+        path, position=positions.pop(newest), round_index=newest, earlier=positions.values()
+    )
     if gap is None:
         return None
     rounds = ", ".join(map(str, gap["lost_rounds"])) or "none"
@@ -370,9 +369,9 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
         num_trainers, owners = len(control.trainers), tuple(control.owners)
         if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
             raise ValueError(f"{num_trainers} trainers, {len(owners)} workers")
-        if control.round != int(path.name):
-            raise ValueError(f"round {control.round}")
-    except (KeyError, ValueError) as error:
+        if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
+            raise ValueError(f"owners {owners}, round {control.round}")
+    except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{path}: not this run's state ({error})") from error
     template = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
@@ -382,34 +381,7 @@ def control_from_json(data: dict) -> Control:
     """The inverse of `dataclasses.asdict` on a control.
 
     Raises:
-      ValueError: If the data cannot be a control's; the state of a run comes from a file.
+      KeyError: If there are no trainers.
+      TypeError: If the fields are not a control's.
     """
-    control = _from_json(data, Control)
-    trainers, owners = control.trainers, control.owners
-    if not (
-        set(owners) == set(range(len(trainers))) != set()
-        and len(control.streams) == len(set(control.streams)) == len(owners)
-        and len({trainer.id for trainer in trainers}) == len(trainers)
-        and all(trainer.requested_batch_size > 0 for trainer in trainers)
-        and control.max_batch_size > 0 < control.eval_batch_size
-    ):
-        raise ValueError("trainers, owners, streams and batches do not fit one another")
-    return control
-
-
-def _from_json(value: Any, kind: Any) -> Any:
-    """`value` as the annotation `kind` says, dataclasses made from dicts; else ValueError."""
-    parts = get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        fields = get_type_hints(kind)
-        if isinstance(value, dict) and value.keys() == fields.keys():
-            return kind(**{name: _from_json(value[name], fields[name]) for name in fields})
-    elif get_origin(kind) is list and isinstance(value, list):
-        return [_from_json(item, parts[0]) for item in value]
-    elif get_origin(kind) is dict and isinstance(value, dict):
-        return {name: _from_json(item, parts[1]) for name, item in value.items()}
-    elif type(kind) is UnionType:  # optional
-        return None if value is None else _from_json(value, parts[0])
-    elif kind is Any or (type(value) is kind and (kind is not int or 0 <= value < 2**62)):
-        return value
-    raise ValueError(f"{str(value)[:40]}: no {getattr(kind, '__name__', kind)}")
+    return Control(**data | {"trainers": [Trainer(**trainer) for trainer in data["trainers"]]})

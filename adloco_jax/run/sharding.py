@@ -1,8 +1,8 @@
-"""Where a run's arrays are: devices as a mesh, each array's sharding on it, moving arrays there.
+"""The device mesh of a program, each array's sharding on it, and resharding.
 
 A program has a mesh over its devices, by default all devices of all processes, with the axes
 
-  trainer  trainers, whose workers then never exchange anything with another's
+  trainer  trainers, whose workers communicate only with one another
   worker   a trainer's workers, or all workers where trainers do not divide over the devices
   data     devices that share a worker's batch
   model    devices that share a worker's parameters and optimizer state, and its batch if it divides
@@ -17,7 +17,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from adloco_jax.core.compress import Packed
 from adloco_jax.core.types import Ensemble, block_size
 
 _AXES = ("trainer", "worker", "data", "model", "idle")
-_MAX_LINES = 32
 _POOL = ("trainer", "worker")
 _SHARING = ("model", "data", "idle")
 
@@ -143,10 +141,9 @@ class Placement:
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         parts = [f"workers spread {pool} ways over {self.mesh.size} devices"]
-        if size["data"] > 1:
-            parts.append(f"{size['data']} share a worker's batch")
-        if size["model"] > 1:
-            parts.append(f"{size['model']} share a worker's parameters")
+        for axis, what in (("data", "batch"), ("model", "parameters")):
+            if size[axis] > 1:
+                parts.append(f"{size[axis]} share a worker's {what}")
         if size["idle"] > 1:
             idle = self.mesh.devices[..., 1:].reshape(-1)
             parts.append(f"idle, repeating others' work: {_names(idle)}")
@@ -157,12 +154,10 @@ class Placement:
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)
-        lines = []
-        for place, devices in enumerate(groups[:_MAX_LINES]):
-            whose = ", ".join(workers[place * each : (place + 1) * each])
-            lines.append(f"  {_names(devices)}: worker {whose}")
-        left = len(groups) - len(lines)
-        return lines + [f"  and {left} more like these"] * (left > 0)
+        return [
+            f"  {_names(devices)}: worker {', '.join(workers[i * each : (i + 1) * each])}"
+            for i, devices in enumerate(groups)
+        ]
 
     def _batch_axes(self, batch_size: int) -> tuple[str, ...]:
         shared = self.mesh.shape["data"] * self.mesh.shape["model"]
@@ -259,38 +254,6 @@ def _reshard(leaf, sharding: NamedSharding | None):
 @functools.cache
 def _move(sharding: NamedSharding):
     return jax.jit(lambda leaf: leaf, out_shardings=sharding)
-
-
-class HostCopy(NamedTuple):
-    """An array as this process's devices hold it, on the host."""
-
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
-    parts: dict[str, np.ndarray]  # by what `repr` gives for the index
-
-
-def copy_to_host(tree: PyTree) -> PyTree:
-    """A `HostCopy` of every array: waits for the devices."""
-
-    def copy(leaf: jax.Array) -> HostCopy:
-        parts = {}
-        for shard in leaf.addressable_shards:
-            if repr(shard.index) not in parts:
-                parts[repr(shard.index)] = np.asarray(shard.data)
-        return HostCopy(leaf.shape, leaf.sharding, parts)
-
-    return jax.tree.map(copy, tree)
-
-
-def copy_back(tree: PyTree) -> PyTree:
-    """The arrays that `copy_to_host` was given."""
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index: leaf.parts[repr(index)]
-        ),
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, HostCopy),
-    )
 
 
 def fetch(tree: PyTree) -> PyTree:

@@ -14,7 +14,6 @@ process itself is killed, they go on unsupervised.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import signal
@@ -25,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from adloco_jax.errors import ConfigError, DataError, DivergedError, Preempted, ResourceError
 from adloco_jax.run import memory_notes
@@ -34,9 +33,7 @@ _USER_CODES = (ConfigError.exit_code, DataError.exit_code, DivergedError.exit_co
 
 _POLL_S = 0.1
 _SETTLE_S = 1.0  # in which others of a broken group may end too, one perhaps with the real cause
-_LINES, _LINES_S = 200, 10.0  # of a process, passed on in so many seconds
-_LINE_LENGTH = 2000
-_TAIL = 20  # lines of a flood's end, where the error is
+_TAIL = 20  # last lines of a process that are kept, for the reason of its end
 
 
 def supervise(
@@ -99,7 +96,7 @@ def supervise(
             reached, smallest = max(newest, reached), noted
             if fruitless == max_restarts:
                 what = f"{end.what}; gave up after {fruitless} restarts without progress"
-                end = dataclasses.replace(end, what=what)
+                end = end._replace(what=what)
                 break
             fruitless += 1
             source = "the beginning" if newest < 0 else f"round {newest}"
@@ -113,12 +110,9 @@ def supervise(
 
 
 def _newest_round(workdir: Path) -> int:
-    """The highest round with a checkpoint, or -1: `checkpoint.list_rounds` without JAX."""
-    folder = workdir / "checkpoints"
-    if not folder.is_dir():
-        return -1
-    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    return max((int(n) for n in names if n.isdecimal() and n == str(int(n))), default=-1)
+    """The highest round with a checkpoint, or -1; unlike `checkpoint.list_rounds` without JAX."""
+    paths = workdir.glob("checkpoints/*")
+    return max((int(path.name) for path in paths if path.name.isdecimal()), default=-1)
 
 
 def _free_port() -> int:
@@ -147,16 +141,14 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Process:
+class _Process(NamedTuple):
     popen: subprocess.Popen[str]
     name: str
     tail: deque[str]  # its last lines, if they pass through here
     reader: threading.Thread | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _End:
+class _End(NamedTuple):
     code: int
     what: str  # empty when all is well
     retry: bool
@@ -175,37 +167,20 @@ def _start(
         errors="replace",
         start_new_session=True,
     )
-    process = _Process(popen, f"process {number} of {num_processes}", deque(maxlen=_TAIL), None)
-    if popen.stdout is None:
-        return process
-    arguments = (popen.stdout, f"[{number}] ", process.tail)
-    reader = threading.Thread(target=_pass_on, args=arguments, daemon=True)
-    reader.start()
-    return dataclasses.replace(process, reader=reader)
+    tail, reader = deque(maxlen=_TAIL), None
+    if popen.stdout is not None:
+        arguments = (popen.stdout, f"[{number}] ", tail)
+        reader = threading.Thread(target=_pass_on, args=arguments, daemon=True)
+        reader.start()
+    return _Process(popen, f"process {number} of {num_processes}", tail, reader)
 
 
 def _pass_on(stream: TextIO, prefix: str, tail: deque[str]) -> None:
-    """Passes lines on to stderr; of a flood its beginning, the number left out, and its end."""
-    window_s, num_lines = time.monotonic(), 0
-
-    def say_held(num_shown: int) -> None:
-        num_held = max(0, num_lines - _LINES)
-        num_shown = min(num_held, num_shown)
-        if num_held > num_shown:
-            _say(f"{prefix}... {num_held - num_shown} lines left out")
-        for line in list(tail)[len(tail) - num_shown :]:
-            _say(prefix + line)
-
+    """Passes lines on to stderr, and keeps the last ones."""
     with stream:
-        while text := stream.readline(_LINE_LENGTH):
-            tail.append(text.rstrip("\n"))
-            if time.monotonic() - window_s >= _LINES_S:
-                say_held(0)
-                window_s, num_lines = time.monotonic(), 0
-            num_lines += 1
-            if num_lines <= _LINES:
-                _say(prefix + tail[-1])
-    say_held(len(tail))
+        for line in stream:
+            tail.append(line.rstrip("\n"))
+            _say(prefix + tail[-1])
 
 
 def _say(line: str) -> None:
@@ -239,9 +214,7 @@ def _follow(
         idle_s = 0.0 if state != seen else idle_s + min(now_s - before_s, 1.0)
         seen = state
         if idle_s >= watchdog_s:
-            stopped = [process.name for process in group if _is_stopped(process.popen.pid)]
-            whose = f" (stopped: {', '.join(stopped)})" if stopped else ""
-            what = f"the processes are stuck: {ledger} has not changed for {watchdog_s:g} s{whose}"
+            what = f"the processes are stuck: {ledger} has not changed for {watchdog_s:g} s"
             return _End(ResourceError.exit_code, what, retry=True)
         time.sleep(_POLL_S)
     if len(stops) > 1:
@@ -252,13 +225,9 @@ def _follow(
 def _rank(process: _Process) -> int:
     """How likely an exit code is a group's cause, not a consequence; the likeliest is 0."""
     code = process.popen.returncode
-    causes = (_USER_CODES, (Preempted.exit_code,), (ResourceError.exit_code,))
-    for rank, codes in enumerate(causes):
-        if code in codes:
-            return rank
-    if code == -signal.SIGABRT:  # JAX aborts a process when another has gone
-        return 5
-    return 3 if code < 0 else 4 if code else 6
+    known = dict.fromkeys(_USER_CODES, 0) | {Preempted.exit_code: 1, ResourceError.exit_code: 2}
+    known |= {-signal.SIGABRT: 5, 0: 6}  # JAX aborts a process when another has gone
+    return known.get(code, 3 if code < 0 else 4)
 
 
 def _why(process: _Process, stops: Sequence[int]) -> _End:
@@ -304,16 +273,6 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a child is stopped (SIGSTOP), on systems that can tell."""
-    if not hasattr(os, "waitid"):
-        return False
-    try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # it has ended meanwhile
-        return False
 
 
 def _name(number: int) -> str:
