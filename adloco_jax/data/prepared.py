@@ -120,16 +120,13 @@ def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
     return train, heldout
 
 
-def check_fits(
-    sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, name: str, row_length: int
-) -> None:
+def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length: int) -> None:
     """Compares prepared rows with what the config asks for.
 
     Args:
       sidecar: Of the folder.
       tokenizer: The configured one.
       where: The key and value of the folder, for messages.
-      name: The configured tokenizer's name, for messages.
       row_length: `data.sequence_length` plus one.
 
     Raises:
@@ -145,7 +142,7 @@ def check_fits(
     if have != (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id):
         raise ConfigError(
             f"{where}: made with the tokenizer {sidecar.tokenizer} ({sidecar.vocab_size} ids, "
-            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={name} has "
+            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={tokenizer.name} has "
             f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
             "the one it was made with, or prepare the data again"
         )
