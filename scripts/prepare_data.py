@@ -1,4 +1,4 @@
-"""Tokenises and packs text once, for training to read as rows: `data.source=tokens`.
+"""Tokenise and pack text once, for training to read as rows: `data.source=tokens`.
 
     python scripts/prepare_data.py PATH --output FOLDER [--tokenizer NAME] [--sequence_length L]
     python scripts/prepare_data.py PATH --check
@@ -47,7 +47,7 @@ class Progress:
 
 
 def make(request: Request, output: Path, processes: int) -> None:
-    """Prepares the folder and says what is in it."""
+    """Prepare the folder and say what is in it."""
     progress = Progress()
     sidecar = prepare(request, output, processes=processes, on_progress=progress)
     if progress.first_tokens is None:
@@ -72,7 +72,7 @@ def make(request: Request, output: Path, processes: int) -> None:
 
 
 def run(path: str, output: Path | None, processes: int, options: dict) -> None:
-    """Makes or describes what the command line names; `options` are fields of `Request`.
+    """Make or describe what the command line names; `options` are fields of `Request`.
 
     Raises:
       ConfigError: If arguments contradict one another.
@@ -92,7 +92,7 @@ def run(path: str, output: Path | None, processes: int, options: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit codes are those of training."""
+    """Run the command line; the exit codes are those of training."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -375,6 +375,7 @@ def tiny_config(path, **data):
     return config
 
 
+@pytest.mark.slow
 def test_a_config_trains_from_a_folder(tmp_path, folder, capsys):
     result = train(tiny_config(folder), tmp_path / "r")
     header = capsys.readouterr().out

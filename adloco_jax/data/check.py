@@ -44,7 +44,7 @@ def guess_source(path: str) -> str:
 
 
 def check(request: Request, *, processes: int = 1) -> str:
-    """Reads and tokenises all of a source and describes it; nothing is written.
+    """Read and tokenise all of a source and describe it; nothing is written.
 
     Args:
       request: As for `prepare`.
@@ -90,7 +90,7 @@ def check(request: Request, *, processes: int = 1) -> str:
 
 
 def check_tokens(path: str, *, tokenizer: str | None) -> str:
-    """Reads all of a prepared folder, compares its hashes, and describes it as `check` does.
+    """Read all of a prepared folder, compare its hashes, and describe it as `check` does.
 
     Args:
       path: The folder.

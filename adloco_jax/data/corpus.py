@@ -157,7 +157,7 @@ def fingerprint_of(tokenizer: Tokenizer, *parts: str | np.ndarray) -> str:
 
 
 def _read_documents(settings: Settings) -> Corpus:
-    """Tokenises, splits and packs what `DataSource.documents` gives."""
+    """Tokenise, split and pack what `DataSource.documents` gives."""
     data = settings.data
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
@@ -375,7 +375,7 @@ DATA_SOURCES: dict[str, DataSource] = {
 
 
 def load_corpus(settings: Settings) -> Corpus | Streaming:
-    """Reads, tokenises, splits and packs the configured text, and reports all that is wrong.
+    """Read, tokenise, split and pack the configured text, and report all that is wrong.
 
     Without `data.heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
@@ -402,7 +402,7 @@ def load_corpus(settings: Settings) -> Corpus | Streaming:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Refuses what `load_corpus` would refuse before it reads any text.
+    """Refuse what `load_corpus` would refuse before it reads any text.
 
     Args:
       settings: The run's.

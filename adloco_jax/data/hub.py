@@ -81,27 +81,8 @@ def hub_parts(
     ]
 
 
-def hub_documents(
-    name: str, part: Iterable[dict], intake: Intake, *, text_column: str
-) -> Iterator[str]:
-    """One document per row of a part, except empty texts.
-
-    As there is no file, its record has bytes and SHA-256 of the texts taken, each closed by a NUL.
-
-    Args:
-      name: Of the part, for its record and messages.
-      part: Rows, as `hub_parts` gives them.
-      intake: Which damage is tolerated.
-      text_column: Column that holds the text.
-
-    Raises:
-      DataError: While reading, if the connection is lost, or a row without text is not tolerated.
-    """
-    return intake.read_unfiled(name, texts(part, name, text_column))
-
-
 def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
-    """Finds a data set for a run, and checks its columns without reading its rows.
+    """Find a data set for a run, and check its columns without reading its rows.
 
     Args:
       path: A folder in the hub's layout, or of data files; a file or glob; else a name on the hub.

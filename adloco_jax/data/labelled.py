@@ -16,7 +16,7 @@ _MIN_HELDOUT = 4  # per class
 
 
 def load_labelled(settings: Settings) -> Corpus:
-    """Reads JSON lines of text and class, tokenises them, and splits them class by class.
+    """Read JSON lines of text and class, tokenise them, and split them class by class.
 
     A text of which a copy is held out is not trained on, whatever its class; texts that only begin
     alike are.

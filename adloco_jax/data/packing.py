@@ -57,7 +57,7 @@ class Extent:
 def encode_documents(
     texts: Iterable[str], tokenizer: Tokenizer, *, where: str, extent: Extent
 ) -> Documents:
-    """Tokenises texts, a chunk of documents at a time.
+    """Tokenise texts, a chunk of documents at a time.
 
     Args:
       texts: One document each.
@@ -98,7 +98,7 @@ def encode_documents(
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
-    """Tokenises a few texts, one document each, in the smallest type that holds the ids.
+    """Tokenise a few texts, one document each, in the smallest type that holds the ids.
 
     Raises:
       DataError: If the tokenizer gives an id that is not in [0, vocab_size).
@@ -143,7 +143,7 @@ def read_token_documents(
     where: str,
     vocab_size: int,
 ) -> Documents:
-    """Finds the documents of a token stream and checks every id; the stream is not copied.
+    """Find the documents of a token stream and check every id; the stream is not copied.
 
     Args:
       tokens: Integers [T], each document closed by the end of text.
@@ -227,7 +227,7 @@ def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
 
 
 def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Splits `tokens` at the end-of-text tokens, which are in no piece."""
+    """Split `tokens` at the end-of-text tokens, which are in no piece."""
     pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_id))
     return [piece[piece != tokenizer.eot_id] for piece in pieces]
 

@@ -127,9 +127,14 @@ def find_shards(request: Request) -> list[Shard]:
         name = f"stdlib-{platform.python_version()}"
         return [Shard([[name, 0]], lambda taken: taken.read_unfiled("stdlib", stdlib_documents()))]
     if request.source == "hub":
-        read = functools.partial(hub.hub_documents, text_column=column)
+
+        def read_part(name: str, part: Iterable[dict], intake: Intake) -> Iterator[str]:
+            return intake.read_unfiled(name, hub.texts(part, name, column))
+
         parts = hub.hub_parts(request.path, request.name, request.split, text_column=column)
-        return [Shard([[name, 0]], functools.partial(read, name, part)) for name, part in parts]
+        return [
+            Shard([[name, 0]], functools.partial(read_part, name, part)) for name, part in parts
+        ]
     files = sources.find_files(request.path, key="path")
     sizes = [file.stat().st_size for file in files]
     numbers = np.cumsum([0, *sizes[:-1]]) // _SHARD_BYTES
@@ -176,7 +181,7 @@ def prepare(
     processes: int = 1,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> Sidecar:
-    """Makes a prepared folder, or continues making it.
+    """Make a prepared folder, or continue making it.
 
     The result depends on the request and the text alone, not on `processes` or on interruptions:
     the rows of `load_corpus` for the same text, except that too little held-out text is an error.
@@ -252,7 +257,7 @@ def tokenising_pool(processes: int) -> Iterator[concurrent.futures.Executor | No
 def encoded(
     texts: Iterable[str], encoder: Tokenizer, pool: concurrent.futures.Executor | None
 ) -> Iterator[tuple[list[str], Documents]]:
-    """Tokenises texts in order, a block at a time or, in a pool, several.
+    """Tokenise texts in order, a block at a time or, in a pool, several.
 
     Args:
       texts: One document each.
@@ -306,7 +311,7 @@ def _end_with_parent() -> None:
 
 
 def _load_done(job: _Job) -> None:
-    """Loads the shards that are done; files not yet read may have changed since."""
+    """Load the shards that are done; files not yet read may have changed since."""
     for number, shard in enumerate(job.shards):
         path = job.folder / f"{number}.npz"
         if not path.exists():
@@ -327,7 +332,7 @@ def _load_done(job: _Job) -> None:
 
 
 def _tokenise(job: _Job, processes: int, on_progress: Callable[[int, int, int], None]) -> None:
-    """Tokenises the shards that are not done."""
+    """Tokenise the shards that are not done."""
     path, itemsize = job.folder / _TOKENS, packing.id_dtype(job.encoder).itemsize
     num_tokens = sum(int(documents["length"].sum()) for documents in job.documents)
     num_bad_rows = sum(record.get("bad_rows", 0) for record in job.records)
@@ -368,7 +373,7 @@ def _save_done(job: _Job, number: int, records: list[dict]) -> None:
 
 
 def _write_folder(job: _Job) -> Sidecar:
-    """Writes rows and sidecar; all shards are done.
+    """Write rows and sidecar; all shards are done.
 
     Raises:
       DataError: If there is too little text.
@@ -459,7 +464,7 @@ def _finished(folder: Path, wanted: dict) -> Sidecar | None:
 
 @contextlib.contextmanager
 def _lock(partial: Path) -> Iterator[None]:
-    """Holds the folder for this process; refuses one with files of others."""
+    """Lock the folder for this process; refuse one with files of others."""
     partial.mkdir(parents=True, exist_ok=True)
     if others := [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]:
         raise ConfigError(
@@ -478,7 +483,7 @@ def _damaged(path: Path) -> DataError:
 
 
 def _sync(path: Path) -> None:
-    """Forces a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -87,7 +87,7 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """Reads a folder's `prepared.json`.
+    """Read a folder's `prepared.json`.
 
     Raises:
       DataError: If it is missing, damaged or of another format.
@@ -111,7 +111,7 @@ def read_sidecar(folder: Path) -> Sidecar:
 
 
 def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-maps both arrays and checks size, type and shape; their content is not read.
+    """Memory-map both arrays and check size, type and shape; their content is not read.
 
     Raises:
       DataError: If an array is missing, no regular file of the folder, or not as described.
@@ -121,7 +121,7 @@ def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length: int) -> None:
-    """Compares prepared rows with what the config asks for.
+    """Compare prepared rows with what the config asks for.
 
     Args:
       sidecar: Of the folder.

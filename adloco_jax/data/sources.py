@@ -292,7 +292,7 @@ def _json_lines(
 
 
 def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
-    """Memory-maps an `.npy` array of token ids.
+    """Memory-map an `.npy` array of token ids.
 
     Args:
       file: A stream of tokens [T], or packed rows [N, row_length].
@@ -322,7 +322,7 @@ def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
-    """Splits a single document at the blank line nearest to 1 - heldout_frac of its length.
+    """Split a single document at the blank line nearest to 1 - heldout_frac of its length.
 
     Where that would move the cut by more than half of the held-out part, the nearest newline is
     used instead.

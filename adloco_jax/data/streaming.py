@@ -71,7 +71,6 @@ class Streaming:
       excerpt: The beginning of the first document, as the tokenizer gives it back.
       reader: Makes documents and ids.
       row_length: L+1.
-      num_sequences: Rows after which the data set starts over, None for all.
       heldout_digests: Of the documents that `heldout_rows` are made of; their copies are left out.
     """
 
@@ -83,7 +82,6 @@ class Streaming:
     excerpt: str
     reader: "_Reader"
     row_length: int
-    num_sequences: int | None
     heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
     _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
@@ -140,7 +138,7 @@ class Streaming:
         return json.loads(json.dumps(state))
 
     def restore(self, state: dict | None) -> None:
-        """Goes to the position of a `state`, or with None to the beginning.
+        """Go to the position of a `state`, or with None to the beginning.
 
         Of the state of other data, only how many rows each stream has read is used. If another
         version of `datasets` wrote it, the examples before the position are read and skipped.
@@ -158,7 +156,7 @@ class Streaming:
             self._offset = state["offset"]
 
     def close(self) -> None:
-        """Stops reading ahead; a later `batch` continues with the next row."""
+        """Stop reading ahead; a later `batch` continues with the next row."""
         if self._block:
             self._place, self._block = self._block.place, None
         if self._ahead:
@@ -175,6 +173,7 @@ class Streaming:
 
     def _blocks(self, place: _Place) -> Iterator[_Block]:
         """All rows from a place on, epoch after epoch."""
+        num_sequences = self.reader.data.num_sequences
         while True:
             source = self.reader.opened.open()
             for texts, after in self.reader.chunks(source, place):
@@ -184,11 +183,11 @@ class Streaming:
                 tokens = np.concatenate([leftover, kept.tokens], dtype=np.int32, casting="unsafe")
                 rows = packing.pack_rows(tokens, self.row_length)
                 after = dataclasses.replace(after, leftover=tuple(tokens[rows.size :].tolist()))
-                if self.num_sequences is not None:
-                    rows = rows[: self.num_sequences - place.num_rows]
+                if num_sequences is not None:
+                    rows = rows[: num_sequences - place.num_rows]
                 yield _Block(place, rows)
                 place = dataclasses.replace(after, num_rows=place.num_rows + len(rows))
-                if place.num_rows == self.num_sequences:
+                if place.num_rows == num_sequences:
                     break
             if not place.num_rows:
                 raise DataError(
@@ -200,7 +199,7 @@ class Streaming:
 
 
 def load_stream(settings: Settings) -> Streaming:
-    """Opens a data set, and reads its first documents to hold some out.
+    """Open a data set, and read its first documents to hold some out.
 
     Documents are held out by their number (`packing.is_heldout`). None of them is trained on; the
     first of them make the held-out rows. Copies of these first ones are left out of training as
@@ -255,7 +254,6 @@ def load_stream(settings: Settings) -> Streaming:
         excerpt=packing.readable(sample, encoder, max_chars=240),
         reader=reader,
         row_length=row_length,
-        num_sequences=data.num_sequences,
         heldout_digests=np.concatenate([part.digests for part in heldout]),
     )
 
@@ -322,7 +320,7 @@ class _Ahead:
         self._thread.start()
 
     def next(self) -> _Block:
-        """Waits for the next item; raises what making it has raised."""
+        """Wait for the next item; raise what making it has raised."""
         item = self._queue.get()
         if isinstance(item, Exception):
             self._queue.put(item)  # for the next call
@@ -330,7 +328,7 @@ class _Ahead:
         return item
 
     def close(self) -> None:
-        """Ends the thread after its present item; a thread that hangs is abandoned."""
+        """End the thread after its present item; a thread that hangs is abandoned."""
         self._is_closed = True
         with contextlib.suppress(queue.Empty):
             while True:  # the thread may be waiting for room
