@@ -287,7 +287,7 @@ def encode(texts: list[str], tokenizer: str) -> Documents:
     return packing.encode_chunk(texts, worker_tokenizer(tokenizer))
 
 
-worker_tokenizer = functools.cache(load_tokenizer)
+worker_tokenizer = functools.cache(load_tokenizer)  # of a process of the pool
 
 
 def described(documents: Documents) -> np.ndarray:
