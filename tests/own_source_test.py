@@ -55,14 +55,22 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         return code, capsys.readouterr()
 
     def run_fit(workdir, num_rounds):
-        config = config_file.load(Path("own.py"), "get_config", ConfigDict)
+        path = Path("own.py")
+        config = config_file.load(path, "get_config", ConfigDict)
         config.update(changes | {"num_rounds": num_rounds})
         settings = validate(config)
         own = load_corpus(settings)
         assert [shard["rows"] for shard in own.shards] == [40, 40]
         assert own.num_heldout_documents == 8
         init_fn, loss_fn = build_model(settings)
-        fit(settings, workdir=workdir, corpus=own, init_fn=init_fn, loss_fn=loss_fn)
+        fit(
+            settings,
+            workdir=workdir,
+            corpus=own,
+            init_fn=init_fn,
+            loss_fn=loss_fn,
+            config_file=path,
+        )
 
     code, printed = run_main("--plan")
     assert code == 0 and "not checked: data.path = reviews/*.csv: what its files" in printed.out
