@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gzip
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -218,8 +219,8 @@ def preparation(options: argparse.Namespace) -> dict:
         request = Request("jsonl", f"{folder}/shards", tokenizer=tokenizer, sequence_length=512)
 
         def encode():
-            with tokenising_pool(tokenizer, processes) as pool:
-                list(pool.map(_encode_bare, blocks))
+            with tokenising_pool(processes) as pool:
+                list((pool.map if pool else map)(_encode_bare, blocks, itertools.repeat(tokenizer)))
 
         def whole():
             prepare(request, f"{folder}/out{time.monotonic_ns()}", processes=processes)
@@ -243,8 +244,8 @@ def _train_tokenizer(texts: list[str], path: str) -> str:
     return path
 
 
-def _encode_bare(texts: list[str]) -> int:
-    return sum(len(ids) for ids in worker_tokenizer().encode_batch(texts))
+def _encode_bare(texts: list[str], tokenizer: str) -> int:
+    return sum(len(ids) for ids in worker_tokenizer(tokenizer).encode_batch(texts))
 
 
 def pytorch(options: argparse.Namespace) -> dict:

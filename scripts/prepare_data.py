@@ -1,4 +1,4 @@
-"""Tokenises and packs text once, for training to read as rows: `data.source=tokens`.
+"""Tokenise and pack text once, for training to read as rows: `data.source=tokens`.
 
     python scripts/prepare_data.py PATH --output FOLDER [--tokenizer NAME] [--sequence_length L]
     python scripts/prepare_data.py PATH --check
@@ -29,17 +29,17 @@ class Progress:
 
     def __init__(self):
         self._start_s = self._last_s = time.monotonic()
-        self._first_tokens: int | None = None
+        self.first_tokens: int | None = None  # None: nothing to do
         self.tokens_per_s = 0.0  # of this process, not of an earlier one
 
     def __call__(self, done: int, total: int, tokens: int) -> None:
         """See `prepare`'s `on_progress`."""
         now_s, is_terminal = time.monotonic(), sys.stdout.isatty()
-        if self._first_tokens is None:
-            self._first_tokens = tokens
+        if self.first_tokens is None:
+            self.first_tokens = tokens
             if done:
                 print(f"continuing: {done} of {total} shards and {tokens} tokens are done")
-        self.tokens_per_s = (tokens - self._first_tokens) / max(1e-9, now_s - self._start_s)
+        self.tokens_per_s = (tokens - self.first_tokens) / max(1e-9, now_s - self._start_s)
         if now_s - self._last_s > (0.5 if is_terminal else 10.0):
             self._last_s = now_s
             line = f"{done} of {total} shards, {tokens} tokens, {self.tokens_per_s:.0f}/s"
@@ -47,13 +47,12 @@ class Progress:
 
 
 def make(request: Request, output: Path, processes: int) -> None:
-    """Prepares the folder and says what is in it."""
-    if prepared.is_prepared(output):
-        prepare(request, output)  # raises if another request made it
-        print(f"{output}: already prepared by this request, nothing to do")
-        return
+    """Prepare the folder and say what is in it."""
     progress = Progress()
     sidecar = prepare(request, output, processes=processes, on_progress=progress)
+    if progress.first_tokens is None:
+        print(f"{output}: already prepared by this request, nothing to do")
+        return
     for line in left_out(sidecar.shards):
         print(line)
     if sidecar.also_heldout:
@@ -73,7 +72,7 @@ def make(request: Request, output: Path, processes: int) -> None:
 
 
 def run(path: str, output: Path | None, processes: int, options: dict) -> None:
-    """Makes or describes what the command line names; `options` are fields of `Request`.
+    """Make or describe what the command line names; `options` are fields of `Request`.
 
     Raises:
       ConfigError: If arguments contradict one another.
@@ -89,12 +88,11 @@ def run(path: str, output: Path | None, processes: int, options: dict) -> None:
     elif output:
         raise ConfigError(f"path={path}: tokens already; nothing to prepare")
     else:
-        length = options["sequence_length"]
-        print(check_tokens(path, tokenizer=options["tokenizer"], sequence_length=length))
+        print(check_tokens(path, tokenizer=options["tokenizer"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit codes are those of training."""
+    """Run the command line; the exit codes are those of training."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,13 +7,11 @@ import pytest
 from toy import data_settings
 
 from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, packing
-from adloco_jax.data.sampling import stream_rows
+from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.plan import data_header
 
 END = 256
-FILES = ("text", "jsonl", "tokens")
 
 
 def settings_of(path="", **changes):
@@ -57,23 +55,20 @@ def test_defect_12_rows_are_the_documents_end_to_end_without_padding_or_gap(tmp_
     heldout = write_documents(tmp_path, ["ü" * 40, "ab" * 10], "heldout.jsonl")
     corpus = load(fifty, heldout_path=str(heldout))
     stream = "".join(text + "\0" for text in numbered_documents(50))
-    assert corpus.rows.shape == (len(stream) // 16, 16)
+    assert corpus.rows.shape == (len(stream) // 16, 16) and corpus.rows.dtype == np.uint16
     assert as_stream(corpus.rows) == stream[: corpus.rows.size]
     assert corpus.num_documents == 50 and corpus.num_heldout_documents == 2
-    assert corpus.num_tokens == corpus.rows.size
-    assert corpus.num_dropped_tokens == len(stream) % 16
     assert as_stream(corpus.heldout_rows) == "ü" * 40 + "\0" + "ab" * 7 + "a"
     assert corpus.tokens_per_byte == 102 / 100  # of UTF-8 bytes, with ends of text
 
 
-def test_a_batch_is_int32_and_a_pure_function_of_its_arguments(fifty):
+def test_a_batch_is_int32_and_follows_the_order_of_its_run(fifty):
     corpus = load(fifty, seed=4, subset_frac=0.5)
+    order = RowOrder(4, len(corpus.rows), num_streams=3, subset_frac=0.5)
+    index = stream_rows(order, trainer=1, stream=2, start=40, count=12)
     batch = corpus.batch(1, 2, 40, 12)
-    order = dict(num_rows=corpus.num_sequences, num_streams=3, subset_frac=0.5)
-    index = stream_rows(4, trainer=1, stream=2, start=40, count=12, **order)
     np.testing.assert_array_equal(batch, corpus.rows[index])
-    assert batch.dtype == corpus.sequence(3).dtype == np.int32
-    np.testing.assert_array_equal(corpus.sequence(3), corpus.rows[3])
+    assert batch.dtype == np.int32
 
 
 def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
@@ -88,16 +83,15 @@ def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
     np.testing.assert_array_equal(corpus.heldout_rows, load(path, seed=9).heldout_rows)
 
 
-@pytest.mark.parametrize(("count", "heldout"), [(24, 2), (27, 3)])
-def test_the_held_out_share_of_the_documents_is_rounded(tmp_path, count, heldout):
-    corpus = load(write_documents(tmp_path, numbered_documents(count)))
-    assert corpus.num_heldout_documents == heldout
-
-
-def test_more_documents_are_held_out_where_the_share_is_too_short_for_two_rows(tmp_path):
-    texts = [f"abcde{n:02}" for n in range(40)]
-    corpus = load(write_documents(tmp_path, texts), heldout_frac=0.05)
-    assert (corpus.num_heldout_documents, corpus.num_documents) == (4, 36)
+def test_the_held_out_share_of_the_documents_is_rounded_and_fills_two_rows(tmp_path):
+    short = [f"abcde{n:02}" for n in range(40)]  # four of these are two rows
+    for texts, share, heldout in (
+        (numbered_documents(24), 0.1, 2),
+        (numbered_documents(27), 0.1, 3),
+        (short, 0.05, 4),
+    ):
+        corpus = load(write_documents(tmp_path, texts), heldout_frac=share)
+        assert corpus.num_heldout_documents == heldout
 
 
 def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
@@ -109,22 +103,18 @@ def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
 
 
 def test_a_length_of_whole_rows_keeps_its_last_row():
-    assert [packing.pack_rows(np.arange(length), 16).shape for length in (48, 47)] == [
-        (3, 16),
-        (2, 16),
-    ]
+    assert [packing.pack_rows(np.arange(length), 16).shape[0] for length in (48, 47)] == [3, 2]
 
 
 def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "_CHUNK_CHARS", 2**10)
     path = write_documents(tmp_path, [f"{i:03}" + str(i % 10) * 97 for i in range(200)])
-    corpus, everything = load(path, num_sequences=50), load(path)
-    assert corpus.num_sequences == 50 and corpus.num_tokens == 50 * 16
+    corpus, everything = load(path, num_sequences=50), load(path, num_sequences=10**9)
     assert corpus.num_documents + corpus.num_heldout_documents < 100
+    assert everything.num_documents + everything.num_heldout_documents == 200
     np.testing.assert_array_equal(corpus.rows, everything.rows[:50])
     first = everything.heldout_rows[: len(corpus.heldout_rows)]
     np.testing.assert_array_equal(corpus.heldout_rows, first)
-    assert load(path, num_sequences=10**9).num_sequences == everything.num_sequences
 
 
 def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
@@ -133,7 +123,7 @@ def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatc
     texts[1] = texts[3] = texts[0]  # which is held out
     path = write_documents(tmp_path, texts)
     corpus = load(path, num_sequences=4, heldout_frac=0.5)
-    assert corpus.num_sequences == 4
+    assert len(corpus.rows) == 4
     np.testing.assert_array_equal(corpus.rows, load(path, heldout_frac=0.5).rows[:4])
 
 
@@ -141,7 +131,7 @@ def test_num_sequences_reads_on_until_something_is_held_out(tmp_path, monkeypatc
     monkeypatch.setattr(packing, "_CHUNK_CHARS", 2**10)
     texts = [f"{i:02}" + "x" * (2**10 - 2) for i in range(12)]
     corpus = load(write_documents(tmp_path, texts), num_sequences=5)
-    assert corpus.num_sequences == 5 and len(corpus.heldout_rows) == 2**10 // 16
+    assert len(corpus.rows) == 5 and len(corpus.heldout_rows) == 2**10 // 16
     assert corpus.num_documents == 4 and corpus.num_heldout_documents == 1
 
 
@@ -152,30 +142,12 @@ def test_a_single_text_document_is_cut_in_two(tmp_path):
     assert corpus.num_documents == corpus.num_heldout_documents == 1
     train, heldout = map(numbers_in, (corpus.rows, corpus.heldout_rows))
     assert max(map(int, train)) < min(map(int, heldout))
-    assert len(corpus.heldout_rows) / corpus.num_sequences == pytest.approx(1 / 9, rel=0.1)
-
-
-def test_stdlib_needs_no_files():
-    corpus = load(source="stdlib", num_sequences=100, sequence_length=63)
-    assert corpus.rows.shape == (100, 64) and corpus.rows.dtype == np.uint16
-    assert corpus.rows.max() <= END
-
-
-def test_c4_shards_with_a_published_tokenizer(data_dir):
-    c4, name = data_dir / "c4", str(data_dir / "tokenizers" / "mistral-v1.model")
-    tokens = dict(tokenizer=name, vocab_size=32000, sequence_length=128)
-    heldout_path = str(c4 / "c4-validation.*.json.gz")
-    corpus = load(c4 / "c4-train.*.json.gz", heldout_path=heldout_path, **tokens)
-    assert corpus.num_documents == 1000 and corpus.num_heldout_documents == 200
-    assert corpus.rows.dtype == np.uint16
-    assert int((corpus.rows == 2).sum()) == 1000 - (corpus.rows[-1, -1] != 2)
-    assert 0.2 < corpus.tokens_per_byte < 0.3
+    assert len(corpus.heldout_rows) / len(corpus.rows) == pytest.approx(1 / 9, rel=0.1)
 
 
 def test_fingerprint_follows_rows_and_not_the_order_they_are_seen_in(tmp_path, fifty):
     base = load(fifty).fingerprint
     assert base == load(fifty, seed=5, num_streams=1, subset_frac=0.5).fingerprint
-    assert len(base) == 64
     changed = numbered_documents(50)
     changed[-2] = changed[-2].replace("4", "5")
     others = {
@@ -188,15 +160,16 @@ def test_fingerprint_follows_rows_and_not_the_order_they_are_seen_in(tmp_path, f
     assert len(others - {base}) == 4
 
 
-def test_sample_is_one_printable_line_of_the_first_row_trained_on(tmp_path):
+def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tmp_path):
     texts = [f"line\n\t\x1b[31m {i} é" for i in range(60)]
-    corpus = load(write_documents(tmp_path, texts), sequence_length=40)
-    sample = corpus.sample(500)
-    assert sample.isprintable() and f"  | {sample}" in corpus.describe()
+    path = write_documents(tmp_path, texts)
+    corpus = load(path, sequence_length=40)
+    first, sample = corpus.describe().split("\n  | ")
+    assert "rows of 40 tokens to train on" in first and sample.isprintable()
     assert r"line\n\t\x1b[31m " in sample and "é<end of text>line" in sample
-    short = corpus.sample(20)
-    assert len(short) == 20 and short == sample[:19] + "…"
     assert sample.count("<end of text>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
+    _, long = load(path, sequence_length=300, num_streams=1).describe().split("\n  | ")
+    assert len(long) == 240 and long.endswith("…")
 
 
 # --- Arrays of tokens -------------------------------------------------------------------------
@@ -212,45 +185,29 @@ def write_tokens(folder, name="tokens.npy", dtype=np.uint16, texts=None):
     return folder / name, tokens
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, ">i4"])
-def test_a_token_stream_gives_the_same_corpus_as_its_text(tmp_path, fifty, dtype):
-    path, tokens = write_tokens(tmp_path, dtype=dtype)
+def test_a_token_stream_gives_the_same_corpus_as_its_text(tmp_path, fifty):
+    path, tokens = write_tokens(tmp_path, dtype=">i4")
     from_tokens, from_text = load(path, source="tokens"), load(fifty)
     np.testing.assert_array_equal(from_tokens.rows, from_text.rows)
     np.testing.assert_array_equal(from_tokens.heldout_rows, from_text.heldout_rows)
     assert from_tokens.num_documents == from_text.num_documents
     assert from_tokens.tokens_per_byte == from_text.tokens_per_byte
-    few = load(path, source="tokens", num_sequences=5)
-    np.testing.assert_array_equal(few.rows, from_text.rows[:5])
-    np.testing.assert_array_equal(few.heldout_rows, from_text.heldout_rows)
     np.save(path, tokens[:-1])
-    unclosed = load(path, source="tokens")
+    unclosed = load(path, source="tokens", num_sequences=5)
     assert unclosed.num_documents + unclosed.num_heldout_documents == 50
+    np.testing.assert_array_equal(unclosed.rows, from_text.rows[:5])
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_stay_memory_mapped_when_held_out_text_is_given(tmp_path, packed):
     path, tokens = write_tokens(tmp_path)
     if packed:
-        tokens = tokens[: len(tokens) // 16 * 16].reshape(-1, 16)
-        np.save(path, tokens)
+        np.save(path, tokens[: len(tokens) // 16 * 16].reshape(-1, 16))
     heldout, _ = write_tokens(tmp_path, "heldout.npy", texts=["kept apart " * 9])
     corpus = load(path, source="tokens", heldout_path=str(heldout), num_sequences=20)
     assert isinstance(corpus.rows, np.memmap)
-    np.testing.assert_array_equal(corpus.rows.reshape(-1), tokens.reshape(-1)[: 20 * 16])
+    np.testing.assert_array_equal(corpus.rows.reshape(-1), tokens[: 20 * 16])
     assert corpus.tokens_per_byte == 100 / 99
-    assert corpus.batch(0, 0, 0, 2).dtype == np.int32
-
-
-@pytest.mark.parametrize("bad", [257, -1])
-def test_a_token_id_out_of_range_is_named_with_its_place(tmp_path, bad):
-    path, tokens = write_tokens(tmp_path, dtype=np.int32)
-    tokens[123] = bad
-    np.save(path, tokens)
-    with pytest.raises(
-        DataError, match=rf"tokens\.npy: token id {bad} at position 123.*0 to 256 .*vocab_size=257"
-    ):
-        load(path, source="tokens")
 
 
 def test_arrays_that_cannot_be_split_or_decoded_are_refused(tmp_path):
@@ -268,62 +225,46 @@ def test_arrays_that_cannot_be_split_or_decoded_are_refused(tmp_path):
 # --- Documents that are held out too ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", FILES)
+@pytest.mark.parametrize("source", ["jsonl", "tokens"])
 def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path, source):
     texts = numbered_documents(50)
     texts[4] = texts[12] = "<4>" * 30  # number 4 is held out
-    if source == "text":
-        for number, text in enumerate(texts):
-            (tmp_path / f"{number:02}.txt").write_text(text)
-        path = tmp_path
-    elif source == "tokens":
+    path = write_documents(tmp_path, texts)
+    if source == "tokens":
         path, _ = write_tokens(tmp_path, texts=texts)
-    else:
-        path = write_documents(tmp_path, texts)
     corpus = load(path, source=source)
     assert "4" in numbers_in(corpus.heldout_rows)
     assert corpus.num_also_heldout == 1
     assert (corpus.num_documents, corpus.num_heldout_documents) == (44, 5)
     held = packing.is_heldout(0, 50, 0.1)
     kept = [text for n, text in enumerate(texts) if not held[n] and n != 12]
-    stream = "".join(text + "\0" for text in kept)
-    assert as_stream(corpus.rows) == stream[: corpus.rows.size]
-    assert corpus.num_tokens + corpus.num_dropped_tokens == len(stream)
+    assert as_stream(corpus.rows) == "".join(text + "\0" for text in kept)[: corpus.rows.size]
     assert "left out: 1 documents that are held out too" in data_header(corpus)
     assert "held out too" not in data_header(dataclasses.replace(corpus, num_also_heldout=0))
 
 
-@pytest.mark.parametrize("source", ["jsonl", "tokens"])
-def test_reading_goes_on_past_documents_that_are_held_out_too(tmp_path, source):
+def test_reading_goes_on_past_documents_that_are_held_out_too(tmp_path):
     texts, heldout = numbered_documents(50), ["kept apart " * 9, "<0>" * 40]
     texts[:10] = [heldout[1]] * 10
-    if source == "jsonl":
-        path = write_documents(tmp_path, texts)
-        heldout_path = write_documents(tmp_path, heldout, "heldout.jsonl")
-    else:
-        path, _ = write_tokens(tmp_path, texts=texts)
-        heldout_path, _ = write_tokens(tmp_path, "heldout.npy", np.int32, heldout)
+    path = write_documents(tmp_path, texts)
+    heldout_path = write_documents(tmp_path, heldout, "heldout.jsonl")
     stream = "".join(text + "\0" for text in texts[10:])
-    for num_sequences in (None, 20, 10**6):
-        limits = dict(heldout_path=str(heldout_path), num_sequences=num_sequences)
-        corpus = load(path, source=source, **limits)
-        assert len(corpus.rows) == min(num_sequences or 10**6, len(stream) // 16)
+    for num_sequences in (None, 20):
+        corpus = load(path, heldout_path=str(heldout_path), num_sequences=num_sequences)
+        assert len(corpus.rows) == (num_sequences or len(stream) // 16)
         assert as_stream(corpus.rows) == stream[: corpus.rows.size]
         assert corpus.num_also_heldout == 10
-    other = path.with_stem("other")
-    other.write_bytes(path.read_bytes())
+    other = write_documents(tmp_path, texts, "other.jsonl")
     with pytest.raises(DataError, match="have 0 rows .* 50 documents held out too are left out"):
-        load(path, source=source, heldout_path=str(other))
+        load(path, heldout_path=str(other))
 
 
 # --- Faults -----------------------------------------------------------------------------------
 
 
-def test_text_that_is_trained_on_cannot_be_held_out(tmp_path):
-    write_documents(tmp_path, numbered_documents(50), "a.jsonl")
-    write_documents(tmp_path, numbered_documents(50), "b.jsonl")
-    with pytest.raises(ConfigError, match=r"both hold b\.jsonl"):
-        load(tmp_path, heldout_path=str(tmp_path / "b*"))
+def test_text_that_is_trained_on_cannot_be_held_out(tmp_path, fifty):
+    with pytest.raises(ConfigError, match=r"both hold docs\.jsonl"):
+        load(tmp_path, heldout_path=str(tmp_path / "d*"))
 
 
 @pytest.mark.parametrize(
@@ -339,75 +280,42 @@ def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
         load(write_documents(tmp_path, texts))
 
 
-def test_too_little_held_out_text_is_a_data_error(tmp_path, fifty):
-    heldout = write_documents(tmp_path, ["x" * 30], "heldout.jsonl")
-    with pytest.raises(DataError, match=r"data.heldout_path=.*have 1 rows, need 2 of 16"):
-        load(fifty, heldout_path=str(heldout))
-
-
 @pytest.mark.parametrize(
-    ("changes", "have"),
+    ("changes", "message"),
     [
-        (dict(num_streams=11, subset_frac=0.5), "have 10 rows"),
-        (dict(num_streams=4, num_sequences=3), "have 3 rows"),
-        (dict(sequence_length=400), "have 0 rows"),
+        (dict(num_streams=11, subset_frac=0.5), "have 10 rows .*need 11, one per"),
+        (dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, one per"),
+        (dict(sequence_length=400), "have 0 rows .*need 3, one per"),
+        (dict(sequence_length=600), "data.heldout_path=.*have 1 rows, need 2 of 601"),
     ],
 )
-def test_too_few_rows_for_the_streams_is_a_data_error(tmp_path, changes, have):
+def test_too_few_rows_is_a_data_error(tmp_path, changes, message):
     heldout = write_documents(tmp_path, ["x" * 1000], "heldout.jsonl")
     train = write_documents(tmp_path, ["y" * 325])
-    settings = dict(num_streams=3) | changes
-    with pytest.raises(DataError, match=f"{have} .*need {settings['num_streams']}, one per"):
-        load(train, heldout_path=str(heldout), **settings)
+    with pytest.raises(DataError, match=message):
+        load(train, heldout_path=str(heldout), **changes)
 
 
-@pytest.mark.parametrize("source", [*FILES, "hf"])
-def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for path in ("gone", "gone/*.txt", "x" * 300, "~no_such_user/x", "gone/deep/x.npy"):
+@pytest.mark.parametrize("source", ["jsonl", "tokens", "hf"])
+def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
+    for path in ("gone/*.txt", "~no_such_user/x", "gone/deep/x.npy"):
         for refuse in (check_corpus, load_corpus):
-            if source == "hf" and path in ("gone", "x" * 300) and refuse is check_corpus:
-                continue  # may be a name on the hub
             with pytest.raises((ConfigError, DataError), match=r"data\.path=") as error:
                 refuse(settings_of(path, source=source))
             assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["heldout_path", "tokenizer"])
-def test_a_missing_held_out_path_or_tokenizer_is_known_before_text_is_read(tmp_path, key):
-    path = write_documents(tmp_path, [])
-    for value in ("gone.json", "x" * 300, "~no_such_user/x"):
-        with pytest.raises(DataError, match=f"data.{key}={value[:100]}"):
-            check_corpus(settings_of(path, **{key: value}))
-
-
-def test_data_that_could_be_read_pass_the_check_unread(tmp_path):
+def test_the_check_reads_no_text_and_finds_missing_paths_and_tokenizers(tmp_path):
     path = write_documents(tmp_path, [])
     assert check_corpus(settings_of(path)) == [f"data.path = {path}: what its files hold"]
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
         check_corpus(settings_of(path, vocab_size=256))
+    for key in ("heldout_path", "tokenizer"):
+        with pytest.raises(DataError, match=f"data.{key}=gone.json"):
+            check_corpus(settings_of(path, **{key: "gone.json"}))
 
 
 # --- The table of sources ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (dict(source="mine"), "data.source = 'mine': must be 'stdlib' or 'text' or .* 'hf' "),
-        (dict(source="text"), "set data.path"),
-        (dict(path="x"), "this source reads no files; leave both paths empty"),
-        (dict(source="jsonl", path="x", split="a"), "data.split = 'a': only hf has"),
-        (dict(source="hf", path="x", heldout_path="y"), "leave it empty"),
-        (dict(source="hf", path="x", subset_frac=0.5), "set 1.0, or prepare the data first"),
-    ],
-)
-def test_keys_a_source_needs_or_refuses_are_one_line_each(data, message):
-    config = default_config()
-    config.data.update(data)
-    with pytest.raises(ConfigError, match=message) as error:
-        validate(config)
-    assert "\n" not in str(error.value)
 
 
 def test_a_source_may_give_token_ids_which_are_checked(monkeypatch):
@@ -416,9 +324,6 @@ def test_a_source_may_give_token_ids_which_are_checked(monkeypatch):
     monkeypatch.setitem(DATA_SOURCES, "own", DataSource(lambda *_: tokens, needs=()))
     corpus = load(source="own")
     np.testing.assert_array_equal(np.sort(np.r_[corpus.rows, corpus.heldout_rows][:, 0]), range(40))
-    tokens[5] = 257
-    with pytest.raises(DataError, match="data.source=own: token id 257 at position 5"):
-        load(source="own")
     monkeypatch.setitem(DATA_SOURCES, "own", DataSource(lambda *_: tokens / 2, needs=()))
     with pytest.raises(DataError, match="data.source=own: token ids are integers, have float64"):
         load(source="own")

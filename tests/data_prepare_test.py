@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,14 +40,8 @@ def small_shards(monkeypatch):
 def tokenizer_file(tmp_path_factory):
     import tokenizers
 
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts_of(300), trainer)
+    backend = tokenizers.ByteLevelBPETokenizer()
+    backend.train_from_iterator(texts_of(300), vocab_size=500, show_progress=False)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     backend.save(str(path))
     return str(path)
@@ -78,10 +73,8 @@ def request_for(path, **changes):
 
 
 def load(path, **changes):
-    defaults = {"source": "tokens", "path": str(path), "heldout_path": "", "text_column": "text"}
-    defaults |= {"tokenizer": "bytes", "sequence_length": LENGTH, "num_sequences": None, "seed": 0}
-    defaults |= {"heldout_frac": 0.1, "subset_frac": 1.0, "num_streams": 2, "vocab_size": 600}
-    return load_corpus(data_settings(**defaults | changes))
+    defaults = dict(source="tokens", path=str(path), sequence_length=LENGTH, heldout_frac=0.1)
+    return load_corpus(data_settings(**defaults | {"vocab_size": 600} | changes))
 
 
 def content(folder):
@@ -98,17 +91,10 @@ def stop_after(shards):
     return on_progress
 
 
-def shards_done_at_start(request, folder):
-    """Prepares the folder, and returns how many shards had been done before."""
-    done = []
-    prepare.prepare(request, folder, on_progress=lambda number, *_: done.append(number))
-    return done[0]
-
-
 # -- rows --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl with BPE", "text", "single text"])
+@pytest.mark.parametrize("kind", ["jsonl with BPE", "text", "single text"])
 def test_rows_are_those_of_the_corpus_read_in_memory(tmp_path, source, tokenizer_file, kind):
     path, name = source, "text" if "text" in kind else "jsonl"
     tokenizer = tokenizer_file if "BPE" in kind else "bytes"
@@ -124,12 +110,9 @@ def test_rows_are_those_of_the_corpus_read_in_memory(tmp_path, source, tokenizer
     theirs = load(path, source=name, tokenizer=tokenizer)
     np.testing.assert_array_equal(ours.rows, theirs.rows)
     np.testing.assert_array_equal(ours.heldout_rows, theirs.heldout_rows)
-    for field in ("num_documents", "num_heldout_documents", "num_tokens", "num_dropped_tokens"):
+    for field in ("num_documents", "num_heldout_documents", "tokens_per_byte", "shards"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert ours.tokens_per_byte == theirs.tokens_per_byte
-    assert ours.shards == theirs.shards
     assert ours.rows.dtype == theirs.rows.dtype
-    np.testing.assert_array_equal(ours.batch(1, 1, 3, 9), theirs.batch(1, 1, 3, 9))
 
 
 def test_copies_of_heldout_documents_are_left_out_and_counted(tmp_path, source):
@@ -140,14 +123,10 @@ def test_copies_of_heldout_documents_are_left_out_and_counted(tmp_path, source):
     ours, theirs = load(tmp_path / "out"), load(source, source="jsonl")
     assert sidecar.also_heldout == ours.num_also_heldout == theirs.num_also_heldout == 3
     np.testing.assert_array_equal(ours.rows, theirs.rows)
-    assert ours.num_documents == theirs.num_documents
-    assert ours.num_dropped_tokens == theirs.num_dropped_tokens
-    texts = [text for number in range(4) for text in texts_of(40, number)]
-    num_bytes = sidecar.train.text_bytes + sidecar.heldout.text_bytes
-    assert num_bytes == sum(len(text.encode()) for text in texts)
-    assert f"{sidecar.train.rows} rows of {LENGTH} tokens" in check(wanted)
-    assert "left out of training: 3 documents that are held out too" in check(wanted)
-    report = check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=LENGTH)
+    report = check(wanted)
+    assert f"{sidecar.train.rows} rows of {LENGTH} tokens" in report
+    assert "left out of training: 3 documents that are held out too" in report
+    report = check_tokens(str(tmp_path / "out"), tokenizer=None)
     assert "left out of training: 3 documents held out too" in report and "prepare" not in report
 
 
@@ -162,14 +141,13 @@ def test_the_check_counts_heldout_copies_in_a_folder_of_an_earlier_version(
         prepare.prepare(request_for(source), tmp_path / "out")
     edit(also_heldout=None)(tmp_path / "out")
     assert load(tmp_path / "out").num_also_heldout == 0
-    report = check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=LENGTH)
+    report = check_tokens(str(tmp_path / "out"), tokenizer=None)
     assert "1 documents to train on are held out too; prepare the data again" in report
 
 
 def test_a_pool_tokenises_blocks_in_their_order(monkeypatch):
     monkeypatch.setattr(packing, "_CHUNK_CHARS", 300)
     monkeypatch.setattr(prepare, "_NUM_AHEAD", 3)
-    monkeypatch.setitem(prepare._worker, "tokenizer", load_tokenizer("bytes"))
     texts = texts_of(60)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         blocks = list(prepare.encoded(texts, load_tokenizer("bytes"), pool))
@@ -182,7 +160,7 @@ def test_a_pool_tokenises_blocks_in_their_order(monkeypatch):
 
 def test_a_worker_that_dies_is_one_line():
     with pytest.raises(ResourceError, match="a tokenising process died, .*fewer processes"):
-        with prepare.tokenising_pool("bytes", 1):
+        with prepare.tokenising_pool(2):
             raise concurrent.futures.process.BrokenProcessPool
 
 
@@ -197,7 +175,9 @@ def test_a_shard_that_is_done_is_not_read_again(tmp_path, source):
     assert not (tmp_path / "out").exists()
     first = source / "part-0.json.gz"
     first.write_bytes(b"x" * first.stat().st_size)  # would be refused
-    assert shards_done_at_start(wanted, tmp_path / "out") == 2
+    done = []
+    prepare.prepare(wanted, tmp_path / "out", on_progress=lambda number, *_: done.append(number))
+    assert done[0] == 2
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
@@ -236,8 +216,9 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch):
     assert number > 15
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokenizer_file, capsys):
-    source = shards_in(tmp_path / "source", count=8, documents=400)
+    source = shards_in(tmp_path / "source", count=6, documents=200)
     arguments = [str(source), "--tokenizer", tokenizer_file, "--output"]
     assert prepare_data.main([*arguments, str(tmp_path / "whole"), "--processes", "1"]) == 0
     program = "import sys, prepare_data as p; from adloco_jax.data import prepare; "
@@ -272,26 +253,22 @@ def is_running(group):
     return True
 
 
-@pytest.mark.parametrize("name", ["tokens", "1.npz"])
-def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, name):
+def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(request_for(source), tmp_path / "out", on_progress=stop_after(2))
-    damaged = tmp_path / "out.partial" / name
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"{name}: damaged; delete .* and start again"):
-        prepare.prepare(request_for(source), tmp_path / "out")
+    for name in ("tokens", "1.npz"):
+        damaged = tmp_path / "out.partial" / name
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        with pytest.raises(DataError, match=f"{name}: damaged; delete .* and start again"):
+            prepare.prepare(request_for(source), tmp_path / "out")
 
 
 def test_other_arguments_are_refused_with_what_differs_and_nothing_is_overwritten(tmp_path, source):
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(request_for(source), tmp_path / "out", on_progress=stop_after(1))
     before = content(tmp_path / "out.partial")
-    for changes, named in (
-        ({"sequence_length": 31}, "sequence_length 15 there, 31 asked for"),
-        ({"heldout_frac": 0.2}, "heldout_frac 0.1 there, 0.2 asked for"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            prepare.prepare(request_for(source, **changes), tmp_path / "out")
+    with pytest.raises(ConfigError, match="sequence_length 15 there, 31 asked for"):
+        prepare.prepare(request_for(source, sequence_length=31), tmp_path / "out")
     assert content(tmp_path / "out.partial") == before
     prepare.prepare(request_for(source), tmp_path / "out")
     whole = content(tmp_path / "out")
@@ -299,22 +276,6 @@ def test_other_arguments_are_refused_with_what_differs_and_nothing_is_overwritte
     with pytest.raises(ConfigError, match="part-9.json.gz of 4 asked for.*never overwritten"):
         prepare.prepare(request_for(source), tmp_path / "out")
     assert content(tmp_path / "out") == whole
-
-
-def test_a_start_without_a_shard_binds_nobody_and_a_file_not_yet_read_may_be_repaired(
-    tmp_path, source
-):
-    damaged = source / "part-2.json.gz"
-    whole = damaged.read_bytes()
-    with pytest.raises(DataError, match="no field 'body'"):
-        prepare.prepare(request_for(source, text_column="body"), tmp_path / "out")
-    damaged.write_bytes(whole[:-5])
-    with pytest.raises(DataError, match=r"part-2\.json\.gz: damaged"):
-        prepare.prepare(request_for(source), tmp_path / "out")
-    damaged.write_bytes(whole)
-    assert shards_done_at_start(request_for(source), tmp_path / "out") == 2
-    prepare.prepare(request_for(source), tmp_path / "whole")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_files_of_others_are_never_touched(tmp_path, source):
@@ -383,19 +344,18 @@ def test_parquet_is_read_and_its_faults_are_named(tmp_path, source):
     theirs = prepare.prepare(request_for(source), tmp_path / "out2")
     assert (ours.train, ours.heldout) == (theirs.train, theirs.heldout)
     assert [shard["rows"] for shard in ours.shards] == [90, 70]
-    faults = [
-        ({"text_column": "body"}, r"a\[1\]\.parquet: no column 'body' .*have text, n"),
-        ({"text_column": "n"}, "must be a column of strings, have int64"),
-    ]
     write_parquet(folder / "b.parquet", {"text": ["a", None, "c"]})
-    faults.append(({}, r"b\.parquet:2: 'text' must be a string"))
-    for wanted, message in faults:
+    for column, message in (
+        ("body", r"a\[1\]\.parquet: no column 'body' .*have text, n"),
+        ("n", "must be a column of strings, have int64"),
+        ("text", r"b\.parquet:2: 'text' must be a string"),
+    ):
         with pytest.raises(DataError, match=message):
             prepare.prepare(
-                request_for(folder, source="parquet", **wanted), tmp_path / str(len(message))
+                request_for(folder, source="parquet", text_column=column), tmp_path / column
             )
     (folder / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"b\.parquet: damaged or no parquet[^\n]*$"):
+    with pytest.raises(DataError, match=r"b\.parquet: damaged \([^\n]*$"):
         prepare.prepare(request_for(folder, source="parquet"), tmp_path / "out5")
 
 
@@ -408,63 +368,53 @@ def test_a_data_set_of_the_hub_is_read_part_by_part(tmp_path, monkeypatch):
 
     stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"numbers": [0, 1, 2, 3]})
     asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *path, **options: asked.append((path, options)) or stream
-    )
+
+    def open_stream(*names, text_column):
+        asked.append((*names, text_column))
+        return hub.Opened(lambda: stream.select_columns([text_column]), "a test", ())
+
+    monkeypatch.setattr(hub, "open_stream", open_stream)
     sidecar = prepare.prepare(request_for("allenai/c4", source="hub", name="en"), tmp_path / "out")
-    assert asked == [(("allenai/c4", "en"), {"split": "train", "streaming": True})]
+    assert asked == [("allenai/c4", "en", "train", "text")]
     assert [shard["rows"] for shard in sidecar.shards] == [40] * 4
     assert sidecar.shards[1]["name"] == "allenai/c4/en/train/00001-of-00004"
     theirs = prepare.prepare(request_for(shards_in(tmp_path / "source")), tmp_path / "out2")
     assert sidecar.train.sha256 == theirs.train.sha256
 
 
-def test_no_network_is_one_line_with_the_remedy(monkeypatch, capsys, tmp_path):
-    import datasets
-
-    def offline(*arguments, **options):
-        raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub\n(LocalEntryNotFoundError)")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    code = prepare_data.main(["allenai/c4", "--name", "en", "--output", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert code == 2 and error.count("\n") == 1
-    assert "no network" in error and "give their path" in error and "LocalEntry" not in error
-
-
 # -- training ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def prepared_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare.prepare(request_for(shards_in(folder / "source")), folder / "out")
+    return folder / "out"
+
+
 @pytest.fixture
-def finished(tmp_path, source):
-    prepare.prepare(request_for(source), tmp_path / "out")
-    return tmp_path / "out"
+def finished(tmp_path, prepared_once):
+    return shutil.copytree(prepared_once, tmp_path / "out")
 
 
-def test_training_maps_the_arrays_and_takes_the_sidecars_hashes(finished, source):
+def test_training_maps_the_arrays_and_takes_the_sidecars_hashes(finished):
     corpus = load(finished)
     assert isinstance(corpus.rows, np.memmap) and isinstance(corpus.heldout_rows, np.memmap)
-    assert corpus.fingerprint == load(finished).fingerprint
-    assert corpus.fingerprint != load(finished, num_sequences=100).fingerprint
-    assert load(finished, num_sequences=100).num_sequences == 100
+    fewer = load(finished, num_sequences=100)
+    assert corpus.fingerprint == load(finished).fingerprint != fewer.fingerprint
+    assert len(fewer.rows) == 100
     bare = load(finished / "train.npy", heldout_path=str(finished / "heldout.npy"))
     np.testing.assert_array_equal(bare.rows, corpus.rows)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_config_that_does_not_fit_is_refused(prepared_once, tokenizer_file):
+    for changes, message in (
         ({"sequence_length": 16}, "rows of 16 tokens, need 17 .*set data.sequence_length=15"),
-        ({"tokenizer": "FILE"}, "made with the tokenizer bytes .*prepare the data again"),
-        ({"vocab_size": 200}, "model.vocab_size"),
+        ({"tokenizer": tokenizer_file}, "made with the tokenizer bytes .*prepare the data again"),
         ({"heldout_path": "/x"}, "has its own held-out rows"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(finished, tokenizer_file, changes, message):
-    changes = {key: tokenizer_file if v == "FILE" else v for key, v in changes.items()}
-    with pytest.raises(ConfigError, match=message) as error:
-        load(finished, **changes)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(prepared_once, **changes)
 
 
 def edit(**changes):
@@ -496,18 +446,14 @@ def other_type(folder):
 
 DAMAGE = {
     "truncated": (lambda folder: os.truncate(folder / "train.npy", 99), r"train\.npy: 99 bytes"),
-    "missing": (lambda folder: (folder / "heldout.npy").unlink(), r"heldout\.npy: missing"),
     "link": (link, "a link out of the folder"),
     "other type": (other_type, "int16 of shape"),
     "rows": (edit(train__rows=1), "says uint16 of"),
-    "negative": (edit(train__rows=-1), "damaged, rows is -1"),
     "a bool": (edit(row_length=True), "damaged, row_length is True"),
-    "a number": (edit(heldout__sha256=5), "damaged, sha256 is 5"),
     "no side": (edit(train=None), "damaged, rows is None"),
     "shards": (edit(shards=[5]), "not every one of shards"),
     "format": (edit(format=2), "format 2, need 1"),
     "no object": (write("[]"), "format None"),
-    "no JSON": (write('{"for'), "no JSON"),
     "deep": (write("[" * 10**6), "no JSON"),
 }
 
@@ -526,7 +472,7 @@ def test_a_flipped_bit_is_found_by_the_check(finished):
     rows[3, 4] ^= 1
     np.save(finished / "train.npy", rows)
     with pytest.raises(DataError, match=r"train\.npy damaged"):
-        check_tokens(str(finished), tokenizer=None, sequence_length=128)
+        check_tokens(str(finished), tokenizer=None)
 
 
 def test_the_check_reports_lengths_rows_and_round_trips(tmp_path):
@@ -542,7 +488,7 @@ def test_the_check_reports_lengths_rows_and_round_trips(tmp_path):
     assert "10 of 10 sampled documents (100.0%)" in report
     assert "  | a0aaaaaaa<end of text>" in report
     prepare.prepare(wanted, tmp_path / "out")
-    assert rows in check_tokens(str(tmp_path / "out"), tokenizer=None, sequence_length=128)
+    assert rows in check_tokens(str(tmp_path / "out"), tokenizer=None)
 
 
 def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch):
@@ -557,13 +503,9 @@ def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch)
     ("arguments", "code", "message"),
     [
         (["missing/file.jsonl", "--check"], 3, "no such file"),
-        (["*.parquet", "--check"], 3, "no file matches"),
         (["x" * 300, "--check"], 3, "no path that can be read (File name too long)"),
-        (["~no_such_user/x", "--check"], 3, "no path that can be read"),
         (["stdlib"], 2, "either --output FOLDER or --check"),
         (["stdlib", "--output", "out", "--sequence_length", "0"], 2, "at least 1"),
-        (["stdlib", "--output", "out", "--processes", "0"], 2, "processes=0"),
-        (["stdlib", "--output", "out", "--tokenizer", "no/such.json"], 3, "no such file or folder"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, monkeypatch, capsys, arguments, code, message):
@@ -584,11 +526,3 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     assert "already prepared" in capsys.readouterr().out
     assert prepare_data.main([str(tmp_path / "out"), "--check"]) == 0
     assert "as they were written" in capsys.readouterr().out
-
-
-def test_the_hash_of_texts_separates_documents():
-    record = {"bytes": 0}
-    assert list(hub.hashed(["a", "ö"], record)) == ["a", "ö"]
-    other = {"bytes": 0}
-    list(hub.hashed(["aö"], other))
-    assert record["bytes"] == other["bytes"] == 3 and record["sha256"] != other["sha256"]

@@ -1,6 +1,3 @@
-import gzip
-import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -17,10 +14,6 @@ def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-def jsonl(*paths, text_column="text"):
-    return list(sources.jsonl_documents(paths, sources.Intake(), text_column=text_column))
 
 
 def test_a_file_a_folder_and_a_glob_name_their_files_in_order(tmp_path):
@@ -65,78 +58,27 @@ def test_stdlib_is_the_librarys_own_sources_and_topics_without_tests():
 
 
 def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
-    contents = {"a": "one\r\ntwo", "b": "", "c": "ü"}
+    contents = {"a": "one\r\ntwo", "b": "", "c": "ü", "d": b"a\xff"}
     files = [write(tmp_path / name, content) for name, content in contents.items()]
-    assert list(sources.text_documents(files, sources.Intake())) == ["one\r\ntwo", "ü"]
-
-
-def test_all_files_that_are_not_utf8_are_named_with_their_number_and_the_remedy(tmp_path):
-    files = [write(tmp_path / f"{n}.txt", b"\xff" if n % 2 else b"text") for n in range(20)]
-    with pytest.raises(DataError) as error:
-        list(sources.text_documents(files[:4], sources.Intake(), among=files))
-    assert str(error.value).startswith(f"{files[1]}: not UTF-8 at byte 0 ")
-    assert str(error.value).endswith(
-        "; 10 of 20 files are no UTF-8 text, also 3.txt, 5.txt, 7.txt, 9.txt, 11.txt, …; convert to"
-        " UTF-8, or leave out with data.on_bad_shard=skip"
-    )
+    assert list(sources.text_documents(files[:3], sources.Intake())) == ["one\r\ntwo", "ü"]
+    with pytest.raises(DataError, match="d: not UTF-8 at byte 1 .*data.on_bad_shard=skip"):
+        list(sources.text_documents(files, sources.Intake()))
     skipping = sources.Intake(skip_bad_shards=True)
-    assert len(list(sources.text_documents(files, skipping))) == 10
+    assert len(list(sources.text_documents(files, skipping))) == 2
 
 
-def test_jsonl_reads_lines_in_order_plain_and_compressed(tmp_path):
-    lines = '{"text": "one", "url": 1}\n\n{"text": ""}\n{"text": "zwei \\u00fc"}'
-    plain = write(tmp_path / "a.jsonl", lines)
-    compressed = write(tmp_path / "b.json.gz", gzip.compress(lines.encode()))
-    assert jsonl(plain, compressed) == ["one", "zwei ü"] * 2
+def test_a_file_of_another_kind_is_no_json(tmp_path):
+    with pytest.raises(DataError, match=r"README\.md: data.source=jsonl reads .jsonl and .json"):
+        list(sources.jsonl_documents([tmp_path / "README.md"], sources.Intake(), text_column="t"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "cut', r"not one JSON object per line"),
-        (b'["text"]', r"have a JSON list, need an object"),
-        (b'{"content": "x", "id": 3}', r"no field 'text' \(data.text_column\), have content, id"),
-        (b'{"text": null}', r"'text' must be a string, have null"),
-        (b'{"text": 7}', r"'text' must be a string, have 7"),
-        (b'{"text": "\xff"}', r"not UTF-8 at byte 10 of the line"),
-        (b'{"text": "\\ud800"}', r"'text' is not Unicode text"),
-    ],
-)
-def test_a_bad_json_line_names_file_and_line(tmp_path, line, message):
-    file = write(tmp_path / "bad.json.gz", gzip.compress(b'{"text": "fine"}\n' + line + b"\n"))
-    with pytest.raises(DataError, match=rf"bad\.json\.gz:2: {message}"):
-        jsonl(file)
-
-
-def test_a_damaged_file_is_named_with_the_fault(tmp_path):
-    text = np.random.default_rng(0).integers(0, 10**9, 1000).astype(str)
-    whole = gzip.compress("\n".join(json.dumps({"text": t}) for t in text).encode())
-    for name, content, message in (
-        ("cut.json.gz", whole[:-9], r"damaged or unreadable \(Compressed"),
-        ("a.json.gz", '{"text": "plain"}', r"damaged or unreadable \(Not a gzip"),
-        ("b.json.gz", gzip.compress(b""), "empty"),
-        ("c.jsonl", "", "empty"),
-        ("README.md", "about", "data.source=jsonl reads .jsonl and .json"),
-    ):
-        with pytest.raises(DataError, match=rf"{re.escape(name)}: {message}"):
-            jsonl(write(tmp_path / name, content))
-
-
-def test_rows_of_a_users_file_are_recorded_and_bad_ones_counted(tmp_path):
-    files = [write(tmp_path / name, "one\n\nbad\ntwo") for name in "ab"]
-
-    def rows_of(file):
-        for line in file.read_text().splitlines():
-            yield DataError(f"{file}: bad") if line == "bad" else line
-
-    intake = sources.Intake(max_bad_rows=1)
-    rows = intake.read(files, rows_of)
-    assert [next(rows) for _ in range(3)] == ["one", "two", "one"]
-    with pytest.raises(DataError, match=r"b: bad \(data.max_bad_rows=1\)"):
-        next(rows)
-    digest = hashlib.sha256(b"one\n\nbad\ntwo").hexdigest()
-    first = {"name": "a", "bytes": 12, "sha256": digest, "rows": 2, "bad_rows": 1}
-    assert intake.shards[0] == first
+def test_texts_without_a_file_are_recorded_by_their_hash():
+    first, other = sources.Intake(), sources.Intake()
+    assert list(first.read_unfiled("x", ["a", "", "ö"])) == ["a", "ö"]
+    list(other.read_unfiled("x", ["aö"]))
+    (one,), (two,) = first.shards, other.shards
+    assert one["bytes"] == two["bytes"] == 3 and one["rows"] == 2
+    assert one["sha256"] != two["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +87,6 @@ def test_rows_of_a_users_file_are_recorded_and_bad_ones_counted(tmp_path):
         (np.zeros(8, np.float32), "token ids are integers, have float32"),
         (np.zeros((2, 5), np.int32), r"rows of 5 tokens, need 4 \(data.sequence_length 3"),
         (np.zeros((2, 2, 4), np.int32), "have 3 dimensions"),
-        (np.array([{}]), "no readable, whole .npy"),
         (np.arange(1000), "no readable, whole .npy array"),  # truncated below
     ],
 )

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from toy import bigram_loss, data_settings, settings_of
 
-from adloco_jax.data import hub, load_corpus, packing, streaming
+from adloco_jax.data import hub, load_corpus, packing
 from adloco_jax.data.streaming import Streaming, load_stream
 from adloco_jax.errors import ConfigError, DataError, Preempted
 from adloco_jax.run import plan as plan_module
@@ -29,31 +28,24 @@ from adloco_jax.training import fit, train
 pytestmark = pytest.mark.usefixtures("one_device")
 
 LENGTH = 8
-PACKING = dict(
-    text_column="text",
-    tokenizer="bytes",
-    sequence_length=LENGTH,
-    num_sequences=None,
-    heldout_frac=0.1,
-    vocab_size=257,
-)
+PACKING = dict(sequence_length=LENGTH, heldout_frac=0.1)
 
 
 _opened: list[Streaming] = []
 
 
-def stream(path, **changes) -> Streaming:
+def stream(path, *, num_heldout_rows=20, **changes) -> Streaming:
     """Opens a data set; it is closed after the test."""
-    given = dict(name="", split="train", num_heldout_rows=20) | PACKING
-    _opened.append(load_stream(path=str(path), **(given | changes)))
+    settings = data_settings(source="hf", path=str(path), **(PACKING | changes))
+    limit = dataclasses.replace(
+        settings.eval, num_sequences=num_heldout_rows - packing.MAX_GUARD_ROWS
+    )
+    _opened.append(load_stream(dataclasses.replace(settings, eval=limit)))
     return _opened[-1]
 
 
-def packed(path, **changes):
-    others = dict(heldout_path="", subset_frac=1.0, num_streams=1, seed=0)
-    return load_corpus(
-        data_settings(source="jsonl", path=str(path), **(PACKING | others | changes))
-    )
+def packed(path):
+    return load_corpus(data_settings(source="jsonl", path=str(path), **PACKING))
 
 
 def write_shard(path: Path, examples: list[dict]) -> None:
@@ -127,26 +119,9 @@ def test_copies_of_heldout_documents_are_not_trained_on(tmp_path):
     assert "left out as it is read" in plan_module.data_header(rows)
 
 
-def test_a_state_is_found_again_with_more_heldout_rows(tmp_path):
-    """As after `eval.num_sequences` has grown: a block may have fewer rows than it had."""
-    texts = [text for text in documents(300) if text]
-    last = np.flatnonzero(packing.is_heldout(0, len(texts), 0.1))[-1]
-    for n in (20, 21, 22, 23, 30, 31, 32, 33):
-        texts[n] = texts[last]
-    write_shard(tmp_path / "a.jsonl.gz", [{"text": text} for text in texts])
-    few, many = (stream(tmp_path / "a.jsonl.gz", num_heldout_rows=n) for n in (33, 10**6))
-    for count in (64, 97):  # both near the end of a block that has copies
-        few.restore(None)
-        few.batch(0, 0, 0, count)
-        many.restore(few.state())
-        expected, got = (numbers_in(data.batch(0, 0, count, 60)) for data in (few, many))
-        assert len(got & expected - {str(last)}) > 5 and str(last) not in got
-
-
-@pytest.mark.parametrize("glob, split", [("c4-train*", "train"), ("c4-val*", "validation")])
-def test_files_by_glob_and_other_splits_are_read_too(folder, glob, split):
-    expected = packed(folder / glob).rows[:50]
-    for rows in (stream(folder / glob), stream(folder, split=split)):
+def test_files_by_glob_and_other_splits_are_read_too(folder):
+    expected = packed(folder / "c4-val*").rows[:50]
+    for rows in (stream(folder / "c4-val*"), stream(folder, split="validation")):
         np.testing.assert_array_equal(rows.batch(0, 0, 0, 50), expected)
 
 
@@ -168,9 +143,8 @@ def test_each_call_gets_the_next_rows(folder):
     asked = [(0, 0, 0, 5), (2, 1, 0, 7), (0, 0, 5, 1), (0, 1, 0, 40), (2, 1, 7, 3), (1, 0, 0, 0)]
     got = np.concatenate([rows.batch(*arguments) for arguments in asked])
     np.testing.assert_array_equal(got, expected[: len(got)])
-    for start in (5, 7):
-        with pytest.raises(AssertionError, match="has read 6 rows"):
-            rows.batch(0, 0, start, 1)
+    with pytest.raises(AssertionError, match="has read 6 rows"):
+        rows.batch(0, 0, 5, 1)
 
 
 def test_heldout_documents_are_those_of_a_corpus_and_are_never_trained_on(folder):
@@ -189,8 +163,7 @@ def test_heldout_documents_are_those_of_a_corpus_and_are_never_trained_on(folder
 
 
 @pytest.mark.parametrize(
-    "counts, num_sequences, total",
-    [((1,), None, 40), ((17,), 190, 700), ((64, 1, 300, 0, 97), None, 1700)],
+    "counts, num_sequences, total", [((17,), 190, 400), ((64, 1, 300, 0, 97), None, 1700)]
 )
 def test_a_state_continues_with_the_next_row(folder, counts, num_sequences, total):
     """Resumed after every call, by another process's object, over three shards and two epochs."""
@@ -209,20 +182,19 @@ def test_a_state_continues_with_the_next_row(folder, counts, num_sequences, tota
             rows = stream(folder, num_sequences=num_sequences)
         rows.restore(json.loads(state))
         assert json.dumps(rows.state()) == state
-    assert total == 40 or json.loads(state)["place"]["epoch"] >= 2
+    assert json.loads(state)["place"]["epoch"] >= 2
 
 
-@pytest.mark.parametrize("count", [1, 350, 750])
-def test_a_state_of_another_version_of_datasets_gives_the_same_rows(folder, count):
+def test_a_state_of_another_version_of_datasets_gives_the_same_rows(folder):
     rows = stream(folder)
-    rows.batch(0, 0, 0, count)
+    rows.batch(0, 0, 0, 350)
     state = rows.state()
-    expected = rows.batch(0, 0, count, 300)
+    expected = rows.batch(0, 0, 350, 300)
     strange = {"place": state["place"] | {"source": {"what": "?"}}, "datasets": "0.1"}
     rows.restore(state | strange)
-    np.testing.assert_array_equal(rows.batch(0, 0, count, 300), expected)
+    np.testing.assert_array_equal(rows.batch(0, 0, 350, 300), expected)
     rows.restore(rows.state())  # and from there by the library's own again
-    assert count == 1 or rows.state()["place"]["source"]
+    assert rows.state()["place"]["source"]
 
 
 def test_a_state_is_a_copy_and_none_restarts(folder):
@@ -230,9 +202,8 @@ def test_a_state_is_a_copy_and_none_restarts(folder):
     first = rows.batch(1, 0, 0, 30)
     state = rows.state()
     second = rows.batch(1, 0, 30, 300)
-    for _ in range(2):
-        rows.restore(state)
-        np.testing.assert_array_equal(rows.batch(1, 0, 30, 300), second)
+    rows.restore(state)
+    np.testing.assert_array_equal(rows.batch(1, 0, 30, 300), second)
     rows.restore(None)
     np.testing.assert_array_equal(rows.batch(1, 0, 0, 30), first)
     rows.close()
@@ -247,6 +218,9 @@ def test_other_data_have_another_fingerprint_and_start_at_their_beginning(folder
     assert stream(tmp_path / "moved").fingerprint == rows.fingerprint
     for changes in (dict(split="validation"), dict(text_column="url"), dict(sequence_length=5)):
         assert stream(folder, **changes).fingerprint != rows.fingerprint
+    many, more = stream(folder, num_heldout_rows=40), stream(folder, num_heldout_rows=50)
+    assert (len(many.heldout_rows), len(more.heldout_rows)) == (40, 50)
+    assert many.fingerprint == more.fingerprint
     last = tmp_path / "moved" / "c4-train.00003-of-00004.json.gz"
     write_shard(last, [{"text": "other", "url": "u"}])
     other = stream(tmp_path / "moved")
@@ -256,20 +230,6 @@ def test_other_data_have_another_fingerprint_and_start_at_their_beginning(folder
     other.restore(state)
     beginning = packed(tmp_path / "moved" / "c4-train*").rows
     np.testing.assert_array_equal(other.batch(0, 0, 30, 10), beginning[:10])
-
-
-def test_a_state_beyond_the_data_is_refused(folder):
-    rows = stream(folder)
-    rows.batch(0, 0, 0, 1)
-    rows.restore(rows.state() | {"offset": 1000})
-    with pytest.raises(DataError, match="have changed since the checkpoint"):
-        rows.batch(0, 0, 1, 1)
-
-
-def test_the_number_of_heldout_rows_does_not_change_the_fingerprint(folder):
-    many, more = stream(folder, num_heldout_rows=40), stream(folder, num_heldout_rows=50)
-    assert (len(many.heldout_rows), len(more.heldout_rows)) == (40, 50)
-    assert many.fingerprint == more.fingerprint
 
 
 def test_a_streamed_run_accepts_another_number_of_evaluated_rows_only_explicitly(tmp_path):
@@ -357,9 +317,8 @@ def whole(folder, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("first, second", [(1, 1), (5, 3)])
-def test_a_run_stopped_twice_ends_as_the_uninterrupted_one(tmp_path, folder, whole, first, second):
-    for number in (first, second):
+def test_a_run_stopped_twice_ends_as_the_uninterrupted_one(tmp_path, folder, whole):
+    for number in (5, 3):
         with pytest.raises(Preempted):
             run(tmp_path / "r", at_read(stream(folder, num_sequences=100), number, interrupt))
     rows, threads = stream(folder, num_sequences=100), []
@@ -370,26 +329,24 @@ def test_a_run_stopped_twice_ends_as_the_uninterrupted_one(tmp_path, folder, who
     assert threads and not threads[0].is_alive()
 
 
-@pytest.mark.parametrize("every_rounds", [1, 100])
-def test_a_failed_round_is_run_again_on_the_same_rows(tmp_path, folder, whole, every_rounds):
-    settings = settings_of(**RUN, checkpoint={"every_rounds": every_rounds})
+def test_a_failed_round_is_run_again_on_the_same_rows(tmp_path, folder, whole):
+    settings = settings_of(**RUN, checkpoint={"every_rounds": 1})
     rows = at_read(stream(folder, num_sequences=100), 8, fail)
     result = run(tmp_path / "r", rows, settings)
     starts = [e["round"] for e in events(tmp_path / "r", "start")]
-    assert starts == ([0, 2] if every_rounds == 1 else [0, 0])  # it reads in round 3
+    assert starts == [0, 2]  # it reads in round 3
     assert_same_end(result, whole)
 
 
 def test_a_round_out_of_memory_is_run_again_on_the_same_rows(tmp_path, folder, monkeypatch):
     groups = {
-        "num_rounds": 3,
+        "num_rounds": 2,
         "ensemble": {"num_trainers": 2, "num_workers": 3},
         "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
         "batching": {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4},
         "merge": {"policy": "none"},
         "switch": {"mode": "accumulate"},
     }
-    plain = run(tmp_path / "plain", stream(folder), settings_of(**groups))
     real = LocalEngine._dispatch
 
     def dispatch(engine, state, batch):
@@ -399,11 +356,10 @@ def test_a_round_out_of_memory_is_run_again_on_the_same_rows(tmp_path, folder, m
 
     monkeypatch.setattr(LocalEngine, "_dispatch", dispatch)
     rows = stream(folder)
-    halved = run(tmp_path / "halved", rows, settings_of(**groups))
+    run(tmp_path / "halved", rows, settings_of(**groups))
     assert [e["kind"] for e in events(tmp_path / "halved", "fault")] == ["out_of_memory"]
     assert len(events(tmp_path / "halved", "start")) == 1
-    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
-    assert sum(rows.state()["num_read"].values()) == 3 * 3 * 3 * 4  # rounds, steps, workers, batch
+    assert sum(rows.state()["num_read"].values()) == 2 * 3 * 3 * 4  # rounds, steps, workers, batch
 
 
 def tiny_config(path, **data):
@@ -419,23 +375,13 @@ def tiny_config(path, **data):
     return config
 
 
+@pytest.mark.slow
 def test_a_config_trains_from_a_folder(tmp_path, folder, capsys):
     result = train(tiny_config(folder), tmp_path / "r")
     header = capsys.readouterr().out
     assert "streamed from data.path=" in header and "<0><0>" in header
     assert (tmp_path / "r" / "export" / "model.safetensors").exists()
     assert np.isfinite(result.loss)
-
-
-def test_a_run_resumes_on_edited_data_only_if_accepted(tmp_path, folder):
-    folder = shutil.copytree(folder, tmp_path / "c4")
-    with pytest.raises(Preempted):
-        run(tmp_path / "r", at_read(stream(folder), 5, interrupt))
-    write_shard(folder / "c4-train.00001-of-00004.json.gz", [{"text": "edited", "url": "u"}])
-    with pytest.raises(DataError, match="00001-of-00004.json.gz: edited"):
-        run(tmp_path / "r", stream(folder))
-    run(tmp_path / "r", stream(folder), accept_data_change=True)
-    assert len(events(tmp_path / "r", "start")) == 2
 
 
 def test_a_plan_reads_no_data(monkeypatch):
@@ -453,10 +399,7 @@ def test_a_plan_reads_no_data(monkeypatch):
         (dict(name="en"), ConfigError, "data.name=en, .*Available: \\['default'\\]"),
         (dict(text_column="body"), DataError, r"no column 'body' \(data.text_column\), have text"),
         (dict(path="*.json.gz", name="en"), ConfigError, "files have no configurations"),
-        (dict(path="*.parquet"), DataError, "no file matches"),
         (dict(path=__file__), DataError, r"reads .jsonl, .*use data.source=text"),
-        (dict(path="c5"), DataError, "no such file or folder"),
-        (dict(tokenizer="bytes", vocab_size=256), ConfigError, "set model.vocab_size"),
         (dict(sequence_length=5000), DataError, "too little held-out text: .* data.heldout_frac"),
     ],
 )
@@ -483,9 +426,9 @@ def test_documents_without_text_are_refused_by_number_or_left_out(tmp_path):
     good = [{"text": text, "n": 0} for text in documents(60)]
     path = tmp_path / "set" / "train.jsonl.gz"
     write_shard(path, [*good[:20], {"n": 1}, {"text": None, "n": 2}, *good[20:]])
-    with pytest.raises(DataError, match="document 21: 'text' must be a string, have NoneType"):
+    with pytest.raises(DataError, match="split=train:21: 'text' must be a string, have NoneType"):
         stream(path.parent)
-    with pytest.raises(DataError, match=r"document 22: .*\(data.max_bad_rows=1\)"):
+    with pytest.raises(DataError, match=r"split=train:22: .*\(data.max_bad_rows=1\)"):
         stream(path.parent, max_bad_rows=1, num_heldout_rows=10**6)
     write_shard(tmp_path / "good.jsonl.gz", good)
     expected, rows = packed(tmp_path / "good.jsonl.gz").rows, stream(path.parent, max_bad_rows=2)
@@ -499,7 +442,7 @@ def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
     path = tmp_path / "set" / "train.jsonl.gz"
     write_shard(path, [*good[:20], bad, *good[20:40], bad, *good[40:]])
     rows = stream(path.parent, max_bad_rows=1, num_heldout_rows=2)
-    with pytest.raises(DataError, match="document 42"):
+    with pytest.raises(DataError, match="split=train:42"):
         for number in range(0, 1000, 9):
             rows.batch(0, 0, number, 9)
             rows.restore(rows.state())
@@ -524,7 +467,7 @@ def test_a_lost_connection_may_be_tried_again():
             raise ConnectionError("Server Disconnected")
 
     with pytest.raises(hub.Unreachable, match="Server Disconnected.*again") as caught:
-        list(hub.examples(Lost(), "data.path=x"))
+        list(hub.texts(Lost(), "data.path=x", "text"))
     assert isinstance(caught.value, OSError) and caught.value.exit_code == 3
 
 
@@ -545,16 +488,3 @@ def test_ids_outside_of_the_vocabulary_are_refused(folder):
     rows.reader = dataclasses.replace(rows.reader, tokenizer=strange)
     with pytest.raises(DataError, match="gives ids from .* to 256, need 0 to 99"):
         rows.batch(0, 0, 0, 1)
-
-
-def test_close_ends_a_thread_that_waits_for_room(folder):
-    rows = stream(folder)
-    rows.batch(0, 0, 0, 1)
-    thread = rows._ahead._thread
-    deadline = time.monotonic() + 5
-    while not rows._ahead._queue.full() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert rows._ahead._queue.qsize() == streaming._NUM_AHEAD  # and no more are made
-    start = time.monotonic()
-    rows.close()
-    assert time.monotonic() - start < 2 and not thread.is_alive()

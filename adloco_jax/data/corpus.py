@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from adloco_jax.data import hub, packing, prepared, sources
-from adloco_jax.data.packing import Documents
-from adloco_jax.data.sampling import stream_rows, subset_size
+from adloco_jax.data.packing import Documents, Extent
+from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.streaming import Streaming, load_stream
@@ -38,16 +38,12 @@ class Corpus:
       shards: What was read, see `sources.Intake`; names the files that explain a new fingerprint.
       num_documents: Documents to train on.
       num_heldout_documents: Documents held out.
-      num_dropped_tokens: Tokens of these documents that are in no row: the tail too short for one,
-        and those beyond `data.num_sequences`.
       tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
         nats per byte. None where the loss is not per token.
       num_also_heldout: Documents left out of training because a held-out one is the same.
+      order: Of the rows in worker streams; decides nothing about the split.
       num_truncated: Labelled texts of which only the first tokens are in a row.
       description: The data in words, in place of those for plain text.
-      seed: Decides the order, not the split; this and the following as `ordered` sets them.
-      num_streams: Streams that each trainer's subset is divided into.
-      subset_frac: Share of the rows each trainer draws from.
     """
 
     rows: np.ndarray
@@ -57,28 +53,11 @@ class Corpus:
     shards: Sequence[dict]
     num_documents: int
     num_heldout_documents: int
-    num_dropped_tokens: int
     tokens_per_byte: float | None
     num_also_heldout: int
+    order: RowOrder
     num_truncated: int = 0
     description: str = ""
-    seed: int = 0
-    num_streams: int = 1
-    subset_frac: float = 1.0
-
-    @property
-    def num_sequences(self) -> int:
-        """Training rows, from which every trainer draws its subset."""
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in `rows`."""
-        return self.rows.size
-
-    def sequence(self, index: int) -> np.ndarray:
-        """Training row `index` as int32[L+1]."""
-        return self.rows[index].astype(np.int32)
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
@@ -91,64 +70,53 @@ class Corpus:
           start: Rows this stream has given out so far (the cursor).
           count: Rows wanted.
         """
-        index = stream_rows(
-            self.seed,
-            trainer=trainer,
-            stream=stream,
-            start=start,
-            count=count,
-            num_rows=len(self.rows),
-            num_streams=self.num_streams,
-            subset_frac=self.subset_frac,
-        )
+        index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
         return self.rows[index].astype(np.int32)
-
-    def sample(self, max_chars: int) -> str:
-        """The first row trainer 0 trains on, decoded: one printable line, at most `max_chars`."""
-        return packing.readable(self.batch(0, 0, 0, 1)[0], self.tokenizer, max_chars=max_chars)
 
     def describe(self) -> str:
         """The data of a run in words, with an excerpt of what the model will see."""
-        return self.description or (
-            f"data: {self.num_sequences} rows of {self.rows.shape[1] - 1} tokens to train on,"
-            f" {len(self.heldout_rows)} held out; a model will see, for instance:\n"
-            f"  | {self.sample(240)}"
+        if self.description:
+            return self.description
+        excerpt = packing.readable(self.batch(0, 0, 0, 1)[0], self.tokenizer, max_chars=240)
+        return (
+            f"data: {len(self.rows)} rows of {self.rows.shape[1] - 1} tokens to train on,"
+            f" {len(self.heldout_rows)} held out; a model will see, for instance:\n  | {excerpt}"
         )
 
 
-def ordered(settings: Settings, corpus: Corpus) -> Corpus:
-    """A corpus in the order of a run.
+def row_order(
+    settings: Settings, rows: np.ndarray, heldout_rows: np.ndarray, num_also_heldout: int
+) -> RowOrder:
+    """The order in which a run sees rows.
 
     Args:
       settings: The run's.
-      corpus: Rows in reading order.
+      rows: To train on.
+      heldout_rows: Held out.
+      num_also_heldout: Documents left out of training as copies, for the message.
 
     Raises:
       DataError: If a worker stream would have no row, or there are too few held-out rows.
     """
-    data, num_streams = settings.data, settings.ensemble.num_workers
-    num_rows, row_length = corpus.rows.shape
-    if len(corpus.heldout_rows) < packing.MIN_HELDOUT_ROWS:
+    data, (num_rows, row_length) = settings.data, rows.shape
+    order = RowOrder(settings.seed, num_rows, settings.ensemble.num_workers, data.subset_frac)
+    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
         raise DataError(
-            f"{where_of(data, heldout=True)}: too little held-out text: have"
-            f" {len(corpus.heldout_rows)} rows, need {packing.MIN_HELDOUT_ROWS} of {row_length}"
-            " (data.sequence_length + 1); give more text, a larger data.heldout_frac or a smaller"
-            " data.sequence_length"
+            f"{where_of(data, heldout=True)}: too little held-out text: have {len(heldout_rows)}"
+            f" rows, need {packing.MIN_HELDOUT_ROWS} of {row_length} (data.sequence_length + 1);"
+            " give more text, a larger data.heldout_frac or a smaller data.sequence_length"
         )
-    have_rows = min(num_rows, subset_size(num_rows, data.subset_frac))
-    if have_rows < num_streams:
-        left_out = f", {corpus.num_also_heldout} documents held out too are left out"
+    have_rows = min(num_rows, order.subset_size)
+    if have_rows < order.num_streams:
+        left_out = f", {num_also_heldout} documents held out too are left out"
         raise DataError(
             f"{where_of(data)}: too little text: have {have_rows} rows of {row_length} tokens for a"
             f" trainer ({num_rows} rows in all, data.subset_frac={data.subset_frac}"
-            f"{left_out if corpus.num_also_heldout else ''}), need"
-            f" {num_streams}, one per worker stream; give more text, fewer workers"
-            " (ensemble.num_workers), a larger data.subset_frac or data.num_sequences, or a smaller"
-            " data.sequence_length"
+            f"{left_out if num_also_heldout else ''}), need {order.num_streams}, one per worker"
+            " stream; give more text, fewer workers (ensemble.num_workers), a larger"
+            " data.subset_frac or data.num_sequences, or a smaller data.sequence_length"
         )
-    return dataclasses.replace(
-        corpus, seed=settings.seed, num_streams=num_streams, subset_frac=data.subset_frac
-    )
+    return order
 
 
 def find_sides(data: Data) -> tuple[list[Path], list[Path]]:
@@ -189,7 +157,7 @@ def fingerprint_of(tokenizer: Tokenizer, *parts: str | np.ndarray) -> str:
 
 
 def _read_documents(settings: Settings) -> Corpus:
-    """Tokenises, splits and packs what `DataSource.documents` gives."""
+    """Tokenise, split and pack what `DataSource.documents` gives."""
     data = settings.data
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
@@ -205,7 +173,8 @@ def _read_documents(settings: Settings) -> Corpus:
             f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
             f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
         )
-    corpus = Corpus(
+    num_also_heldout = num_read - len(train.lengths)
+    return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
         tokenizer=tokenizer,
@@ -213,11 +182,10 @@ def _read_documents(settings: Settings) -> Corpus:
         shards=tuple(intake.shards),
         num_documents=len(train.lengths),
         num_heldout_documents=len(heldout.lengths),
-        num_dropped_tokens=len(train.tokens) - rows.size,
         tokens_per_byte=len(heldout.tokens) / num_bytes,
-        num_also_heldout=num_read - len(train.lengths),
+        num_also_heldout=num_also_heldout,
+        order=row_order(settings, rows, heldout_rows, num_also_heldout),
     )
-    return ordered(settings, corpus)
 
 
 def _read_sides(
@@ -226,32 +194,29 @@ def _read_sides(
     """Documents to train on, some of which may be held out too, and documents to hold out."""
     data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
     row_length, heldout_frac = data.sequence_length + 1, data.heldout_frac
-    max_tokens = None if data.num_sequences is None else data.num_sequences * row_length
     files, heldout_files = find_sides(data)
 
-    def read(files: Sequence[Path], where: str, *, heldout_frac: float = 0.0, **limits):
+    def encode(texts: Iterable[str], where: str, extent: Extent) -> Documents:
+        return packing.encode_documents(texts, tokenizer, where=where, extent=extent)
+
+    def read(files: Sequence[Path], where: str, extent: Extent) -> Documents:
         assert source.documents is not None, f"data.source={data.source} has no documents"
         found = source.documents(data, files, intake)
-        if isinstance(found, np.ndarray):
-            vocab_size = settings.model.vocab_size
-            return packing.read_token_documents(
-                found, tokenizer, where=where, vocab_size=vocab_size, **limits
-            )
-        limits |= {"heldout_frac": heldout_frac, "row_length": row_length}
-        return packing.encode_documents(_checked(found, where), tokenizer, where=where, **limits)
+        if not isinstance(found, np.ndarray):
+            return encode(_checked(found, where), where, extent)
+        vocab_size = settings.model.vocab_size
+        return packing.read_token_documents(found, tokenizer, where=where, vocab_size=vocab_size)
 
     if heldout_files:
-        heldout = read(heldout_files, where_of(data, heldout=True))
-        return read(files, where, max_tokens=max_tokens, heldout=heldout), heldout
+        heldout = read(heldout_files, where_of(data, heldout=True), Extent(row_length))
+        return read(files, where, Extent(row_length, data.num_sequences, heldout=heldout)), heldout
     if source.cuts_single_file and sum(file.stat().st_size > 0 for file in files) == 1:
         (text,) = sources.text_documents(files, intake)
         parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
-        train, heldout = (packing.encode_documents([p], tokenizer, where=where) for p in parts)
+        train, heldout = (encode([part], where, Extent(row_length)) for part in parts)
         return train, heldout
-    both = read(files, where, max_tokens=max_tokens, heldout_frac=heldout_frac)
-    return packing.split_documents(
-        both, where=where, heldout_frac=heldout_frac, row_length=row_length
-    )
+    extent = Extent(row_length, data.num_sequences, heldout_frac)
+    return packing.split_documents(read(files, where, extent), where=where, extent=extent)
 
 
 def _checked(texts: Iterable[str], where: str) -> Iterator[str]:
@@ -296,7 +261,7 @@ def _load_tokens(settings: Settings) -> Corpus:
     if not sidecar.heldout.text_bytes:
         raise DataError(f"{where_of(data)}: no held-out text; prepare the data again")
     hashes = f" {sidecar.train.sha256} {len(rows)} {sidecar.heldout.sha256}"
-    corpus = Corpus(
+    return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
         tokenizer=tokenizer,
@@ -304,11 +269,10 @@ def _load_tokens(settings: Settings) -> Corpus:
         shards=tuple(sidecar.shards),
         num_documents=sidecar.train.documents,
         num_heldout_documents=sidecar.heldout.documents,
-        num_dropped_tokens=sidecar.train.tokens - rows.size,
         tokens_per_byte=sidecar.heldout.tokens / sidecar.heldout.text_bytes,
         num_also_heldout=sidecar.also_heldout,
+        order=row_order(settings, rows, heldout_rows, sidecar.also_heldout),
     )
-    return ordered(settings, corpus)
 
 
 def _check_tokens(settings: Settings) -> list[str]:
@@ -333,26 +297,8 @@ def _open_prepared(
         )
     folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
     sidecar = prepared.read_sidecar(folder)
-    name = data.tokenizer
-    prepared.check_fits(sidecar, tokenizer, where=where, name=name, row_length=row_length)
+    prepared.check_fits(sidecar, tokenizer, where=where, row_length=row_length)
     return tokenizer, sidecar, *prepared.open_rows(folder, sidecar)
-
-
-def _load_hf(settings: Settings) -> Streaming:
-    data = settings.data
-    return load_stream(
-        path=data.path,
-        name=data.name,
-        split=data.split,
-        text_column=data.text_column,
-        tokenizer=data.tokenizer,
-        sequence_length=data.sequence_length,
-        num_sequences=data.num_sequences,
-        heldout_frac=data.heldout_frac,
-        num_heldout_rows=packing.MAX_GUARD_ROWS + settings.eval.num_sequences,
-        vocab_size=settings.model.vocab_size,
-        max_bad_rows=data.max_bad_rows,
-    )
 
 
 def _check_hf(settings: Settings) -> list[str]:
@@ -421,7 +367,7 @@ DATA_SOURCES: dict[str, DataSource] = {
             "on_bad_shard": "a file is used before it has been read to its end; set reject, or"
             " prepare the data first",
         },
-        load=_load_hf,
+        load=load_stream,
         check=_check_hf,
         is_stream=True,
     ),
@@ -429,13 +375,13 @@ DATA_SOURCES: dict[str, DataSource] = {
 
 
 def load_corpus(settings: Settings) -> Corpus | Streaming:
-    """Reads, tokenises, splits and packs the configured text, and reports all that is wrong.
+    """Read, tokenise, split and pack the configured text, and report all that is wrong.
 
     Without `data.heldout_path`, whole documents are held out, evenly along the reading order and
     whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
     a single text file is cut in two instead. A document that is the same as a held-out one, token
-    by token, is not trained on. With `data.num_sequences`, reading stops soon after there is
-    enough.
+    by token, is not trained on. With `data.num_sequences`, reading of text stops soon after
+    there is enough.
 
     A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
     stand for the arrays in the fingerprint: only sizes and shapes are checked, not the content.
@@ -456,7 +402,7 @@ def load_corpus(settings: Settings) -> Corpus | Streaming:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Refuses what `load_corpus` would refuse before it reads any text.
+    """Refuse what `load_corpus` would refuse before it reads any text.
 
     Args:
       settings: The run's.

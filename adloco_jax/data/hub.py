@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,25 +59,20 @@ def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str
     """
 
     def rows_of(file: Path) -> Iterator[str | DataError]:
-        return _texts(_open_parquet(file, text_column), str(file), text_column)
+        builder = _datasets().load_dataset_builder("parquet", data_files=glob.escape(str(file)))
+        return texts(_open(builder, "train", str(file), text_column), str(file), text_column)
 
     return intake.read(files, rows_of, check=lambda file: collections.deque(rows_of(file), 0))
 
 
-def hub_parts(path: str, name: str, split: str) -> list[tuple[str, Iterable[dict]]]:
-    """The files of a data set on the hub, each with its name as a data set of its own.
+def hub_parts(
+    path: str, name: str, split: str, *, text_column: str
+) -> list[tuple[str, Iterable[dict]]]:
+    """The files of a data set, each with its name as a data set of its own.
 
-    Args:
-      path: Name on the hub.
-      name: Configuration, `""` if there is only one.
-      split: Which part of the data set.
-
-    Raises:
-      ConfigError: If there is no such data set, configuration or split, or no network.
+    Args and Raises: see `open_stream`.
     """
-    datasets = _datasets()
-    with _hub_faults(f"path={path}", f"path={path}, name={name}, split={split}", "their path"):
-        dataset = datasets.load_dataset(path, name or None, split=split, streaming=True)
+    dataset = open_stream(path, name, split, text_column=text_column).open()
     count = dataset.num_shards
     stem = "/".join(part for part in (path, name, split) if part)
     return [
@@ -84,45 +81,8 @@ def hub_parts(path: str, name: str, split: str) -> list[tuple[str, Iterable[dict
     ]
 
 
-def hub_documents(
-    name: str, part: Iterable[dict], intake: Intake, *, text_column: str
-) -> Iterator[str]:
-    """One document per row of a part, except empty texts.
-
-    As there is no file, its record has bytes and SHA-256 of the texts taken, each closed by a NUL.
-
-    Args:
-      name: Of the part, for its record and messages.
-      part: Rows, as `hub_parts` gives them.
-      intake: Which damage is tolerated.
-      text_column: Column that holds the text.
-
-    Raises:
-      DataError: While reading, if the connection is lost, or a row without text is not tolerated.
-    """
-    record = {"name": name, "bytes": 0, "sha256": "", "rows": 0, "bad_rows": 0}
-    intake.shards.append(record)
-    yield from hashed(intake.take(_texts(part, name, text_column), record), record)
-
-
-def hashed(texts: Iterable[str], record: dict) -> Iterator[str]:
-    """Passes texts through, and records their bytes and SHA-256 after the last.
-
-    Args:
-      texts: Documents.
-      record: Its `bytes` are increased, and its `sha256` is set.
-    """
-    digest = hashlib.sha256()
-    for text in texts:
-        content = text.encode()
-        digest.update(content + b"\0")
-        record["bytes"] += len(content)
-        yield text
-    record["sha256"] = digest.hexdigest()
-
-
 def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
-    """Finds a data set for a run, and checks its columns without reading its rows.
+    """Find a data set for a run, and check its columns without reading its rows.
 
     Args:
       path: A folder in the hub's layout, or of data files; a file or glob; else a name on the hub.
@@ -148,42 +108,64 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
             )
         paths = find_files(path, key="data.path")
         found, files = _format(paths[0]), {split: [glob.escape(str(p.absolute())) for p in paths]}
-    with _hub_faults(where, f"{where}: no such data set", "their folder", is_local=is_local):
+    try:
         builder = datasets.load_dataset_builder(found, name or None, data_files=files)
+    except Exception as error:  # deliberately broad, because each library raises its own
+        if isinstance(error, OSError) and not is_local:
+            raise ConfigError(
+                f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
+                "data set for it (wrong or private name, or no network); correct the name, log in, "
+                "or download its files and give their folder"
+            ) from error
+        kind = ConfigError if isinstance(error, ValueError) else DataError
+        raise kind(f"{where}: no such data set ({_line(error)})") from error
     names = builder.config.data_files or {}
     if split not in names:
         raise ConfigError(f"{where}: no such split, have {', '.join(map(str, names))}")
 
-    def open_again():
-        with _faults(where):
-            dataset: Any = builder.as_streaming_dataset(split=split)
-            if dataset.features is None:
-                return dataset
-            _check_column(dataset.features, where, text_column, key="data.text_column")
-            return dataset.select_columns([text_column])
-
+    open_again = functools.partial(_open, builder, split, where, text_column)
     open_again()
     return Opened(open_again, where, [_file_record(str(name)) for name in names[split]])
 
 
-def examples(dataset: Iterable[dict], where: str) -> Iterator[dict]:
-    """The examples of a stream, with its errors as errors of ours.
+def _open(builder: Any, split: str, where: str, text_column: str) -> Any:
+    """The text column of a split, as a stream."""
+    with _faults(where):
+        dataset = builder.as_streaming_dataset(split=split)
+        if dataset.features is None:
+            return dataset
+        _require_column(dataset.features, where, text_column)
+        kind = getattr(dataset.features[text_column], "dtype", "no plain column")
+        if kind not in ("string", "large_string"):
+            raise DataError(f"{where}: {text_column!r} must be a column of strings, have {kind}")
+        return dataset.select_columns([text_column])
+
+
+def texts(
+    dataset: Iterable[dict], where: str, text_column: str, *, first: int = 1
+) -> Iterator[str | DataError]:
+    """The text of each example of a stream, or an error that names it.
 
     Args:
       dataset: An iterable of examples.
       where: What names it, for messages.
+      text_column: Column that holds the text.
+      first: Number of the first example.
 
     Raises:
       Unreachable: If the connection is lost, or a disk cannot be read.
-      DataError: If the data are damaged.
+      DataError: If the data are damaged, or there is no such column.
     """
     rows = iter(dataset)
-    while True:
+    for number in itertools.count(first):
         with _faults(where):
             row = next(rows, None)
         if row is None:
             return
-        yield row
+        _require_column(row, where, text_column)
+        text = row[text_column]
+        problem = f"{text_column!r} must be a string, have {type(text).__name__}"
+        yield text if isinstance(text, str) else DataError(f"{where}:{number}: {problem}")
 
 
 @contextlib.contextmanager
@@ -199,22 +181,6 @@ def _faults(where: str) -> Iterator[None]:
                 f"{where}: cannot be read ({_line(error)}); once it can, run the same command again"
             ) from error
         raise DataError(f"{where}: damaged ({_line(error)})") from error
-
-
-@contextlib.contextmanager
-def _hub_faults(where: str, fault: str, remedy: str, *, is_local: bool = False) -> Iterator[None]:
-    """Errors of looking a data set up as ours."""
-    try:
-        yield
-    except Exception as error:  # deliberately broad, because each library raises its own
-        if isinstance(error, OSError) and not is_local:
-            raise ConfigError(
-                f"{where}: no file or folder of that name here, and the Hugging Face hub gave no "
-                "data set for it (wrong or private name, or no network); correct the name, log in, "
-                f"or download its files and give {remedy}"
-            ) from error
-        kind = ConfigError if isinstance(error, ValueError) else DataError
-        raise kind(f"{fault} ({_line(error)})") from error
 
 
 def _format(file: Path) -> str:
@@ -241,39 +207,11 @@ def _file_record(name: str) -> dict:
     return {"name": file.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def _open_parquet(file: Path, text_column: str):
-    datasets = _datasets()
-    try:
-        dataset = datasets.load_dataset(
-            "parquet", data_files=glob.escape(str(file)), split="train", streaming=True
+def _require_column(columns: Mapping[str, object], where: str, text_column: str) -> None:
+    if text_column not in columns:
+        raise DataError(
+            f"{where}: no column {text_column!r} (data.text_column), have {', '.join(columns)}"
         )
-        features = dataset.features or {}
-    except Exception as error:  # deliberately broad, because each library raises its own
-        raise DataError(f"{file}: damaged or no parquet ({_line(error)})") from error
-    _check_column(features, str(file), text_column, key="text_column")
-    return dataset.select_columns([text_column])
-
-
-def _check_column(
-    features: Mapping[str, object], where: str, text_column: str, *, key: str
-) -> None:
-    if text_column not in features:
-        raise DataError(f"{where}: no column {text_column!r} ({key}), have {', '.join(features)}")
-    kind = getattr(features[text_column], "dtype", "no plain column")
-    if kind not in ("string", "large_string"):
-        raise DataError(f"{where}: {text_column!r} must be a column of strings, have {kind}")
-
-
-def _texts(dataset: Iterable[dict], where: str, text_column: str) -> Iterator[str | DataError]:
-    for number, row in enumerate(examples(dataset, where), 1):
-        if text_column not in row:
-            raise DataError(
-                f"{where}: no column {text_column!r} (text_column), have {', '.join(row)}"
-            )
-        text = row[text_column]
-        is_text = isinstance(text, str)
-        problem = f"{text_column!r} must be a string, have {type(text).__name__}"
-        yield text if is_text else DataError(f"{where}:{number}: {problem}")
 
 
 def _line(error: Exception) -> str:

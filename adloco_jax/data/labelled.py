@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from adloco_jax.data import packing, sources
-from adloco_jax.data.corpus import Corpus, find_sides, fingerprint_of, ordered, where_of
+from adloco_jax.data.corpus import Corpus, find_sides, fingerprint_of, row_order, where_of
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
@@ -16,7 +16,7 @@ _MIN_HELDOUT = 4  # per class
 
 
 def load_labelled(settings: Settings) -> Corpus:
-    """Reads JSON lines of text and class, tokenises them, and splits them class by class.
+    """Read JSON lines of text and class, tokenise them, and split them class by class.
 
     A text of which a copy is held out is not trained on, whatever its class; texts that only begin
     alike are.
@@ -58,23 +58,20 @@ def load_labelled(settings: Settings) -> Corpus:
             f"{where_of(data)}: too few texts: have {fewest} held out of the rarest class, need"
             f" {_MIN_HELDOUT}; give more, or a larger data.heldout_frac"
         )
-    corpus = ordered(
-        settings,
-        Corpus(
-            rows=rows,
-            heldout_rows=heldout_rows,
-            tokenizer=tokenizer,
-            fingerprint=fingerprint_of(
-                tokenizer, f"{rows.shape}", rows, f"{heldout_rows.shape}", heldout_rows
-            ),
-            shards=tuple(intake.shards),
-            num_documents=len(rows),
-            num_heldout_documents=len(heldout_rows),
-            num_dropped_tokens=0,
-            tokens_per_byte=None,  # the loss is per example, not per token
-            num_also_heldout=num_also_heldout,
-            num_truncated=num_truncated,
+    corpus = Corpus(
+        rows=rows,
+        heldout_rows=heldout_rows,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint_of(
+            tokenizer, f"{rows.shape}", rows, f"{heldout_rows.shape}", heldout_rows
         ),
+        shards=tuple(intake.shards),
+        num_documents=len(rows),
+        num_heldout_documents=len(heldout_rows),
+        tokens_per_byte=None,  # the loss is per example, not per token
+        num_also_heldout=num_also_heldout,
+        order=row_order(settings, rows, heldout_rows, num_also_heldout),
+        num_truncated=num_truncated,
     )
     label, length, *tokens = corpus.batch(0, 0, 0, 1)[0]
     excerpt = packing.readable(np.array(tokens[1 : length - 1]), tokenizer, max_chars=240)
@@ -131,17 +128,13 @@ def _rows(
 ) -> tuple[np.ndarray, int]:
     first = tokenizer.eot_id if tokenizer.first_id is None else tokenizer.first_id
     room = sequence_length - 2
-    encoded, num_truncated = [], 0
-    for start in range(0, len(texts), 1000):
-        for ids in tokenizer.encode_batch(texts[start : start + 1000]):
-            num_truncated += len(ids) > room
-            encoded.append([first, *ids[:room], tokenizer.eot_id])
-    lengths = np.array([len(ids) for ids in encoded])
+    all_ids = tokenizer.encode_batch(texts)
+    lengths = np.array([min(len(ids), room) + 2 for ids in all_ids])
     rows = np.zeros((len(texts), NUM_FIELDS + _bucket(lengths.max(), sequence_length)), np.int32)
     rows[:, 0], rows[:, 1] = labels, lengths
-    for row, ids in zip(rows, encoded, strict=True):
-        row[NUM_FIELDS : NUM_FIELDS + len(ids)] = ids
-    return rows, num_truncated
+    for row, ids, length in zip(rows, all_ids, lengths, strict=True):
+        row[NUM_FIELDS : NUM_FIELDS + length] = [first, *ids[:room], tokenizer.eot_id]
+    return rows, sum(len(ids) > room for ids in all_ids)
 
 
 def _bucket(length: int, longest: int) -> int:

@@ -37,32 +37,40 @@ class Documents:
     digests: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extent:
+    """How much text is read.
+
+    Attributes:
+      row_length: L+1.
+      num_rows: Training rows after which reading may stop; None reads all.
+      heldout_frac: Share of the documents that `split_documents` will hold out.
+      heldout: Held-out documents of another source; their copies are not trained on.
+    """
+
+    row_length: int
+    num_rows: int | None = None
+    heldout_frac: float = 0.0
+    heldout: Documents | None = None
+
+
 def encode_documents(
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    *,
-    where: str,
-    heldout_frac: float = 0.0,
-    row_length: int = 0,
-    max_tokens: int | None = None,
-    heldout: Documents | None = None,
+    texts: Iterable[str], tokenizer: Tokenizer, *, where: str, extent: Extent
 ) -> Documents:
-    """Tokenises texts, a chunk of documents at a time.
+    """Tokenise texts, a chunk of documents at a time.
 
     Args:
       texts: One document each.
       tokenizer: What makes the ids.
       where: The key and value the texts come from, for messages.
-      heldout_frac: Share that `split_documents` will hold out.
-      row_length: L+1.
-      max_tokens: Stop soon after the training side has these many, without documents that are
-        held out too, and the held-out side, if any, its rows; None reads all.
-      heldout: Documents that are held out, of another source.
+      extent: Reading stops soon after the training side has its rows and the held-out side, if
+        any, the fewest that it needs.
 
     Raises:
       DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
-    min_heldout_tokens = MIN_HELDOUT_ROWS * row_length if heldout_frac else 0
+    heldout, max_tokens = extent.heldout, (extent.num_rows or 0) * extent.row_length
+    min_heldout_tokens = MIN_HELDOUT_ROWS * extent.row_length if extent.heldout_frac else 0
     packed, lengths, num_bytes = bytearray(), [], []
     digests, known = [], [] if heldout is None else [heldout.digests]
     train_tokens = heldout_tokens = 0
@@ -71,14 +79,14 @@ def encode_documents(
             check_round_trip(chunk, tokenizer)
         new = encode_chunk(chunk, tokenizer)
         packed += new.tokens.tobytes()
-        mask = is_heldout(len(lengths), len(chunk), heldout_frac)
+        mask = is_heldout(len(lengths), len(chunk), extent.heldout_frac)
         heldout_tokens += int(new.lengths[mask].sum())
         train_tokens += int(new.lengths[~mask].sum())
         lengths += new.lengths.tolist()
         num_bytes += [] if new.num_bytes is None else new.num_bytes.tolist()
         digests.append(new.digests)
         known.append(new.digests[mask])
-        if max_tokens is not None and train_tokens >= max_tokens:
+        if max_tokens and train_tokens >= max_tokens:
             is_heldout_too = np.isin(np.concatenate(digests), np.concatenate(known))
             train_tokens = int(np.array(lengths)[~is_heldout_too].sum())
             if train_tokens >= max_tokens and heldout_tokens >= min_heldout_tokens:
@@ -90,7 +98,7 @@ def encode_documents(
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
-    """Tokenises a few texts, one document each, in the smallest type that holds the ids.
+    """Tokenise a few texts, one document each, in the smallest type that holds the ids.
 
     Raises:
       DataError: If the tokenizer gives an id that is not in [0, vocab_size).
@@ -134,18 +142,14 @@ def read_token_documents(
     *,
     where: str,
     vocab_size: int,
-    max_tokens: int | None = None,
-    heldout: Documents | None = None,
 ) -> Documents:
-    """Finds the documents of a token stream and checks every id; the stream is not copied.
+    """Find the documents of a token stream and check every id; the stream is not copied.
 
     Args:
       tokens: Integers [T], each document closed by the end of text.
       tokenizer: What made the ids.
       where: The key and value the tokens come from, for messages.
       vocab_size: The model's; every id must lie below it.
-      max_tokens: With `heldout`, stop soon after so many tokens; None reads all.
-      heldout: Documents that are held out, of another source; they do not count.
 
     Raises:
       DataError: If the stream is empty or an id is not in [0, vocab_size).
@@ -154,18 +158,6 @@ def read_token_documents(
         raise DataError(f"{where}: no token in it")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(f"{where}: token ids are integers, have {tokens.dtype}")
-    end = need = tokens.size if heldout is None or max_tokens is None else max_tokens
-    while True:
-        found = _documents_of(tokens[:end], tokenizer, where, vocab_size)
-        kept = need if heldout is None else without_heldout(found, heldout).tokens.size
-        if kept >= need or end >= tokens.size:
-            return found
-        end += need - kept
-
-
-def _documents_of(
-    tokens: np.ndarray, tokenizer: Tokenizer, where: str, vocab_size: int
-) -> Documents:
     ends = []
     for start in range(0, tokens.size, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS]
@@ -187,26 +179,25 @@ def _documents_of(
 
 
 def split_documents(
-    documents: Documents, *, where: str, heldout_frac: float, row_length: int
+    documents: Documents, *, where: str, extent: Extent
 ) -> tuple[Documents, Documents]:
     """Training and held-out documents; no document is in both.
 
-    Holds out round(heldout_frac · documents), evenly along the reading order. If they fill fewer
-    than two rows, more are held out: the shortest that fills the gap, else the longest.
+    Holds out the share of the documents, rounded, evenly along the reading order. If they fill
+    fewer than two rows, more are held out: the shortest that fills the gap, else the longest.
 
     Args:
       documents: All documents in reading order.
       where: The key and value they come from, for messages.
-      heldout_frac: Share to hold out, in (0, 1).
-      row_length: L+1.
+      extent: Its `heldout_frac` is in (0, 1).
 
     Raises:
       DataError: If that would leave no document to train on.
     """
-    lengths = documents.lengths
+    lengths, row_length = documents.lengths, extent.row_length
     if len(lengths) < 2:
         raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
-    heldout = is_heldout(0, len(lengths), heldout_frac)
+    heldout = is_heldout(0, len(lengths), extent.heldout_frac)
     while (gap := MIN_HELDOUT_ROWS * row_length - int(lengths[heldout].sum())) > 0:
         rest = np.flatnonzero(~heldout)
         enough = rest[lengths[rest] >= gap]
@@ -236,7 +227,7 @@ def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
 
 
 def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Splits `tokens` at the end-of-text tokens, which are in no piece."""
+    """Split `tokens` at the end-of-text tokens, which are in no piece."""
     pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_id))
     return [piece[piece != tokenizer.eot_id] for piece in pieces]
 

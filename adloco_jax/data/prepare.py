@@ -34,7 +34,7 @@ import numpy as np
 from adloco_jax.data import hub, packing, prepared, sources
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.prepared import SIDECAR, Side, Sidecar
-from adloco_jax.data.sources import Intake
+from adloco_jax.data.sources import Intake, stdlib_documents
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 
@@ -124,18 +124,24 @@ def find_shards(request: Request) -> list[Shard]:
     """
     column = request.text_column
     if request.source == "stdlib":
-        return [Shard([[f"stdlib-{platform.python_version()}", 0]], _stdlib)]
+        name = f"stdlib-{platform.python_version()}"
+        return [Shard([[name, 0]], lambda taken: taken.read_unfiled("stdlib", stdlib_documents()))]
     if request.source == "hub":
-        read = functools.partial(hub.hub_documents, text_column=column)
-        parts = hub.hub_parts(request.path, request.name, request.split)
-        return [Shard([[name, 0]], functools.partial(read, name, part)) for name, part in parts]
+
+        def read_part(name: str, part: Iterable[dict], intake: Intake) -> Iterator[str]:
+            return intake.read_unfiled(name, hub.texts(part, name, column))
+
+        parts = hub.hub_parts(request.path, request.name, request.split, text_column=column)
+        return [
+            Shard([[name, 0]], functools.partial(read_part, name, part)) for name, part in parts
+        ]
     files = sources.find_files(request.path, key="path")
     sizes = [file.stat().st_size for file in files]
     numbers = np.cumsum([0, *sizes[:-1]]) // _SHARD_BYTES
     read = {
         "jsonl": functools.partial(sources.jsonl_documents, text_column=column),
         "parquet": functools.partial(hub.parquet_documents, text_column=column),
-        "text": functools.partial(sources.text_documents, among=files),
+        "text": sources.text_documents,
     }[request.source]
     if _is_single_text(request, sizes):
         read, numbers = functools.partial(_two_parts, request), np.zeros(len(files), int)
@@ -175,7 +181,7 @@ def prepare(
     processes: int = 1,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> Sidecar:
-    """Makes a prepared folder, or continues making it.
+    """Make a prepared folder, or continue making it.
 
     The result depends on the request and the text alone, not on `processes` or on interruptions:
     the rows of `load_corpus` for the same text, except that too little held-out text is an error.
@@ -223,16 +229,20 @@ def prepare(
 
 
 @contextlib.contextmanager
-def tokenising_pool(
-    tokenizer: str, processes: int
-) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+def tokenising_pool(processes: int) -> Iterator[concurrent.futures.Executor | None]:
     """Processes for `encode`; they end with the one that started them, however it ends.
+
+    Args:
+      processes: How many; 1 gives no pool, for this process does it all.
 
     Raises:
       ResourceError: If one of them dies.
     """
+    if processes == 1:
+        yield None
+        return
     context = multiprocessing.get_context("spawn")  # the libraries have threads: no fork
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _start_worker, (tokenizer,))
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _start_worker)
     try:
         yield pool
     except BrokenProcessPool as error:
@@ -247,11 +257,11 @@ def tokenising_pool(
 def encoded(
     texts: Iterable[str], encoder: Tokenizer, pool: concurrent.futures.Executor | None
 ) -> Iterator[tuple[list[str], Documents]]:
-    """Tokenises texts in order, a block at a time or, in a pool, several.
+    """Tokenise texts in order, a block at a time or, in a pool, several.
 
     Args:
       texts: One document each.
-      encoder: Used where there is no pool.
+      encoder: A pool's processes load it by its name.
       pool: See `tokenising_pool`; None tokenises in this process.
 
     Yields:
@@ -264,7 +274,7 @@ def encoded(
         return
     pending = collections.deque()
     for block in blocks:
-        pending.append((block, pool.submit(encode, block)))
+        pending.append((block, pool.submit(encode, block, encoder.name)))
         if len(pending) > _NUM_AHEAD:
             block, documents = pending.popleft()
             yield block, documents.result()
@@ -272,14 +282,12 @@ def encoded(
         yield block, documents.result()
 
 
-def encode(texts: list[str]) -> Documents:
-    """`packing.encode_chunk` with the tokenizer of this worker."""
-    return packing.encode_chunk(texts, worker_tokenizer())
+def encode(texts: list[str], tokenizer: str) -> Documents:
+    """`packing.encode_chunk` in a process of a pool, which loads the tokenizer once."""
+    return packing.encode_chunk(texts, worker_tokenizer(tokenizer))
 
 
-def worker_tokenizer() -> Tokenizer:
-    """The tokenizer that this process of a `tokenising_pool` has loaded."""
-    return _worker["tokenizer"]
+worker_tokenizer = functools.cache(load_tokenizer)  # of a process of the pool
 
 
 def described(documents: Documents) -> np.ndarray:
@@ -290,14 +298,10 @@ def described(documents: Documents) -> np.ndarray:
     return result
 
 
-_worker: dict[str, Tokenizer] = {}  # of a tokenising process
-
-
-def _start_worker(tokenizer: str) -> None:
+def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread to a process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker["tokenizer"] = load_tokenizer(tokenizer)
 
 
 def _end_with_parent() -> None:
@@ -307,7 +311,7 @@ def _end_with_parent() -> None:
 
 
 def _load_done(job: _Job) -> None:
-    """Loads the shards that are done; files not yet read may have changed since."""
+    """Load the shards that are done; files not yet read may have changed since."""
     for number, shard in enumerate(job.shards):
         path = job.folder / f"{number}.npz"
         if not path.exists():
@@ -328,13 +332,12 @@ def _load_done(job: _Job) -> None:
 
 
 def _tokenise(job: _Job, processes: int, on_progress: Callable[[int, int, int], None]) -> None:
-    """Tokenises the shards that are not done."""
+    """Tokenise the shards that are not done."""
     path, itemsize = job.folder / _TOKENS, packing.id_dtype(job.encoder).itemsize
     num_tokens = sum(int(documents["length"].sum()) for documents in job.documents)
     num_bad_rows = sum(record.get("bad_rows", 0) for record in job.records)
     request, done, total = job.request, len(job.documents), len(job.shards)
-    workers = tokenising_pool(request.tokenizer, processes) if processes > 1 else None
-    with open(path, "ab") as file, workers or contextlib.nullcontext() as pool:
+    with open(path, "ab") as file, tokenising_pool(processes) as pool:
         if file.tell() < num_tokens * itemsize:
             raise _damaged(path)
         file.truncate(num_tokens * itemsize)
@@ -370,7 +373,7 @@ def _save_done(job: _Job, number: int, records: list[dict]) -> None:
 
 
 def _write_folder(job: _Job) -> Sidecar:
-    """Writes rows and sidecar; all shards are done.
+    """Write rows and sidecar; all shards are done.
 
     Raises:
       DataError: If there is too little text.
@@ -461,12 +464,9 @@ def _finished(folder: Path, wanted: dict) -> Sidecar | None:
 
 @contextlib.contextmanager
 def _lock(partial: Path) -> Iterator[None]:
-    """Holds the folder for this process; refuses one with files of others."""
-    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-        raise ConfigError(f"{partial}: in the way, and no folder; name another output")
+    """Lock the folder for this process; refuse one with files of others."""
     partial.mkdir(parents=True, exist_ok=True)
-    names = sorted(entry.name for entry in partial.iterdir())
-    if others := [name for name in names if not _OURS.fullmatch(name)]:
+    if others := [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]:
         raise ConfigError(
             f"{partial}: in the way, holds {others[0]}; name another output, or delete it if an "
             "earlier version of this program began it"
@@ -483,7 +483,7 @@ def _damaged(path: Path) -> DataError:
 
 
 def _sync(path: Path) -> None:
-    """Forces a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -495,11 +495,3 @@ def _two_parts(request: Request, files: Sequence[Path], intake: Intake) -> Itera
     where = f"path={request.path}"
     for text in sources.text_documents(files, intake):
         yield from sources.cut_in_two(text, where=where, heldout_frac=request.heldout_frac)
-
-
-def _stdlib(intake: Intake) -> Iterator[str]:
-    record = {"name": "stdlib", "bytes": 0, "sha256": "", "rows": 0, "bad_rows": 0}
-    intake.shards.append(record)
-    for text in hub.hashed(sources.stdlib_documents(), record):
-        record["rows"] += 1
-        yield text

@@ -87,7 +87,7 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """Reads a folder's `prepared.json`.
+    """Read a folder's `prepared.json`.
 
     Raises:
       DataError: If it is missing, damaged or of another format.
@@ -111,7 +111,7 @@ def read_sidecar(folder: Path) -> Sidecar:
 
 
 def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-maps both arrays and checks size, type and shape; their content is not read.
+    """Memory-map both arrays and check size, type and shape; their content is not read.
 
     Raises:
       DataError: If an array is missing, no regular file of the folder, or not as described.
@@ -120,16 +120,13 @@ def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
     return train, heldout
 
 
-def check_fits(
-    sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, name: str, row_length: int
-) -> None:
-    """Compares prepared rows with what the config asks for.
+def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length: int) -> None:
+    """Compare prepared rows with what the config asks for.
 
     Args:
       sidecar: Of the folder.
       tokenizer: The configured one.
       where: The key and value of the folder, for messages.
-      name: The configured tokenizer's name, for messages.
       row_length: `data.sequence_length` plus one.
 
     Raises:
@@ -145,7 +142,7 @@ def check_fits(
     if have != (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id):
         raise ConfigError(
             f"{where}: made with the tokenizer {sidecar.tokenizer} ({sidecar.vocab_size} ids, "
-            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={name} has "
+            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={tokenizer.name} has "
             f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
             "the one it was made with, or prepare the data again"
         )

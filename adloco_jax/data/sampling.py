@@ -4,6 +4,8 @@ Integer arithmetic only, so the order is the same on every platform and NumPy ve
 in tests/data_sampling_test.py pin it.
 """
 
+import dataclasses
+
 import numpy as np
 
 from adloco_jax.errors import DataError
@@ -17,16 +19,30 @@ _MAX_SORTED = 9
 _SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses share one
 
 
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """What decides the order in which worker streams see the rows of a corpus.
+
+    Attributes:
+      seed: The run's seed, any integer.
+      num_rows: Rows in the whole corpus.
+      num_streams: Streams that each trainer's subset is divided into.
+      subset_frac: Share of the rows that a trainer draws from, in (0, 1].
+    """
+
+    seed: int
+    num_rows: int
+    num_streams: int
+    subset_frac: float = 1.0
+
+    @property
+    def subset_size(self) -> int:
+        """Rows in each trainer's random subset: the share rounded down, at least one."""
+        return max(1, int(self.subset_frac * self.num_rows))
+
+
 def stream_rows(
-    seed: int,
-    *,
-    trainer: int,
-    stream: int,
-    start: int,
-    count: int,
-    num_rows: int,
-    num_streams: int,
-    subset_frac: float = 1.0,
+    order: RowOrder, *, trainer: int, stream: int, start: int, count: int
 ) -> np.ndarray:
     """Row numbers `start` to `start + count - 1` of one worker stream, which never ends.
 
@@ -36,14 +52,11 @@ def stream_rows(
     slicing gives the same sequence.
 
     Args:
-      seed: The run's seed, any integer.
+      order: Of the corpus and the run.
       trainer: Permanent id of the trainer, not its place in the stack.
       stream: Stream number in [0, num_streams).
       start: Rows this stream has given out so far (the cursor).
       count: Rows wanted; may exceed what the stream owns, the epochs then follow one another.
-      num_rows: Rows in the whole corpus.
-      num_streams: Streams that a trainer's subset is divided into.
-      subset_frac: Share of the rows that a trainer draws from, in (0, 1].
 
     Returns:
       int64[count], each in [0, num_rows).
@@ -54,25 +67,21 @@ def stream_rows(
 
     Source: docs/algorithm.md, section 1, "Data".
     """
+    num_rows, num_streams = order.num_rows, order.num_streams
     if not 0 <= stream < num_streams:
         raise ValueError(f"stream: have {stream}, need one in [0, num_streams={num_streams})")
-    subset = subset_size(num_rows, subset_frac)
-    owned = len(range(stream, subset, num_streams))
+    owned = len(range(stream, order.subset_size, num_streams))
     if owned == 0:
         raise DataError(
-            f"stream {stream} of {num_streams} owns no row: a trainer's subset has {subset} of "
-            f"{num_rows} rows (data.subset_frac={subset_frac}), need at least {stream + 1}; "
-            "give more text, a larger data.subset_frac or fewer workers"
+            f"stream {stream} of {num_streams} owns no row: a trainer's subset has"
+            f" {order.subset_size} of {num_rows} rows (data.subset_frac={order.subset_frac}),"
+            f" need at least {stream + 1}; give more text, a larger data.subset_frac or fewer"
+            " workers"
         )
     epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), owned)
-    turn = permute(step, num_items=owned, key=_fold(_EPOCH, seed, trainer, stream, epoch))
+    turn = permute(step, num_items=owned, key=_fold(_EPOCH, order.seed, trainer, stream, epoch))
     position = stream + num_streams * turn
-    return permute(position, num_items=num_rows, key=_fold(_SUBSET, seed, trainer))
-
-
-def subset_size(num_rows: int, subset_frac: float) -> int:
-    """Rows in each trainer's random subset: the share rounded down, at least one."""
-    return max(1, int(subset_frac * num_rows))
+    return permute(position, num_items=num_rows, key=_fold(_SUBSET, order.seed, trainer))
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def snapshot(
     name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, what: str
 ) -> Path:
-    """Downloads files of a hub repository, unless they are in the cache.
+    """Download files of a hub repository, unless they are in the cache.
 
     Args:
       name: Of the repository.

@@ -25,7 +25,6 @@ MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory ha
 # A shard that decompresses to more than this many times its size, and to more than a few megabytes,
 # is no text: gzip gains a factor of 10 on prose, and 1,030 at most.
 MAX_GZIP_RATIO, FREE_GZIP_BYTES = 200, 2**26
-_MAX_LISTED = 5  # file names in one message
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -64,7 +63,7 @@ class Intake:
         """
         for file in files:
             if record := self.open(file, check):
-                yield from self.take(rows_of(file), record)
+                yield from self._take(rows_of(file), record)
 
     def open(self, file: Path, check: Callable[[Path], object] | None = None) -> dict | None:
         """A new record for a file that passes `check`; None to leave it out.
@@ -83,16 +82,33 @@ class Intake:
                 raise
             self.shards.append({"name": file.name, "skipped": str(error)})
             return None
-        record = {"name": file.name, "bytes": size, "sha256": digest, "rows": 0, "bad_rows": 0}
+        return self._new_record(file.name, size, digest)
+
+    def read_unfiled(self, name: str, rows: Iterable[str | DataError]) -> Iterator[str]:
+        """Texts that no file holds; their record has the bytes and SHA-256 of those taken.
+
+        Args:
+          name: For the record.
+          rows: Texts; empty ones are skipped, and an error among them is a bad row.
+
+        Raises:
+          DataError: While reading, if there are more bad rows than tolerated.
+        """
+        record, digest = self._new_record(name, 0, ""), hashlib.sha256()
+        for text in self._take(rows, record):
+            content = text.encode()
+            digest.update(content + b"\0")
+            record["bytes"] += len(content)
+            yield text
+        record["sha256"] = digest.hexdigest()
+
+    def _new_record(self, name: str, size: int, sha256: str) -> dict:
+        record = {"name": name, "bytes": size, "sha256": sha256, "rows": 0, "bad_rows": 0}
         self.shards.append(record)
         return record
 
-    def take(self, rows: Iterable[T | DataError], record: dict) -> Iterator[T]:
-        """The rows that are not empty, counted in `record`.
-
-        Raises:
-          DataError: A bad row's own, once there are more of them than may be left out.
-        """
+    def _take(self, rows: Iterable[T | DataError], record: dict) -> Iterator[T]:
+        """The rows that are not empty, counted in `record`."""
         for row in rows:
             if not isinstance(row, DataError):
                 if row:
@@ -190,24 +206,17 @@ def stdlib_documents() -> Iterator[str]:
                 yield _read_text(file)
 
 
-def text_documents(
-    files: Sequence[Path], intake: Intake, *, among: Sequence[Path] = ()
-) -> Iterator[str]:
+def text_documents(files: Sequence[Path], intake: Intake) -> Iterator[str]:
     """One document per file that is not empty.
 
     Args:
       files: To be read.
       intake: Which damage is tolerated.
-      among: All files of the source, where `files` are a part of them: for the message.
 
     Raises:
-      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out; names
-        all such files, including those not read yet.
+      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out.
     """
-    try:
-        yield from intake.read(files, lambda file: [_read_text(file)], check=_read_text)
-    except DataError as error:
-        raise DataError(_all_unreadable(among or files)) from error
+    return intake.read(files, lambda file: [_read_text(file)], check=_read_text)
 
 
 def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
@@ -283,7 +292,7 @@ def _json_lines(
 
 
 def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
-    """Memory-maps an `.npy` array of token ids.
+    """Memory-map an `.npy` array of token ids.
 
     Args:
       file: A stream of tokens [T], or packed rows [N, row_length].
@@ -313,7 +322,7 @@ def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
-    """Splits a single document at the blank line nearest to 1 - heldout_frac of its length.
+    """Split a single document at the blank line nearest to 1 - heldout_frac of its length.
 
     Where that would move the cut by more than half of the held-out part, the nearest newline is
     used instead.
@@ -379,35 +388,19 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 at byte {error.start} ({error.reason})") from error
+        raise DataError(
+            f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
+            " out with data.on_bad_shard=skip"
+        ) from error
     except OSError as error:
         raise DataError(f"{file}: unreadable ({error.strerror})") from error
-
-
-def _all_unreadable(files: Sequence[Path]) -> str:
-    """One line that names the files that are no text."""
-    faults = {}
-    for file in files:
-        try:
-            _read_text(file)
-        except DataError as error:
-            faults[file] = str(error)
-    (_, first), *others = faults.items()
-    more = ""
-    if others:
-        listed = ", ".join(file.name for file, _ in others[:_MAX_LISTED])
-        listed += ", …" * (len(others) > _MAX_LISTED)
-        more = f"; {len(faults)} of {len(files)} files are no UTF-8 text, also {listed}"
-    return f"{first}{more}; convert to UTF-8, or leave out with data.on_bad_shard=skip"
 
 
 def _json_object(line: bytes, where: str) -> dict:
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        record = json.loads(
-            line.decode(), object_pairs_hook=_no_repeated_key, parse_constant=_no_constant
-        )
+        record = json.loads(line.decode(), object_pairs_hook=_no_repeated_key)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except (ValueError, RecursionError) as error:
@@ -437,7 +430,3 @@ def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(record) < len(pairs):
         raise ValueError("a key stands there twice")
     return record
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

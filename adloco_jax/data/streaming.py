@@ -13,7 +13,7 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ from adloco_jax.data import hub, packing
 from adloco_jax.data.packing import Documents
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
+from adloco_jax.settings import Data, Settings
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -51,8 +52,7 @@ class _Block(NamedTuple):
     """Rows made together, and the place where their documents begin."""
 
     place: _Place
-    rows: np.ndarray  # int32 [N, L+1]
-    most: int  # rows with all copies of held-out documents, at least N
+    rows: np.ndarray  # int32 [N, L+1], N >= 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,7 +71,6 @@ class Streaming:
       excerpt: The beginning of the first document, as the tokenizer gives it back.
       reader: Makes documents and ids.
       row_length: L+1.
-      num_sequences: Rows after which the data set starts over, None for all.
       heldout_digests: Of the documents that `heldout_rows` are made of; their copies are left out.
     """
 
@@ -83,7 +82,6 @@ class Streaming:
     excerpt: str
     reader: "_Reader"
     row_length: int
-    num_sequences: int | None
     heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
     _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
@@ -117,11 +115,6 @@ class Streaming:
         while missing:
             if self._block is None:
                 self._block = self._ahead.next()
-                if self._offset > self._block.most:
-                    raise DataError(
-                        f"{self.reader.where}: the data have changed since the checkpoint was"
-                        " written; restore them, or start a new run in another folder"
-                    )
                 # Fewer rows than at the checkpoint if more held-out documents are known since.
                 self._offset = min(self._offset, len(self._block.rows))
             elif self._offset == len(self._block.rows):
@@ -145,7 +138,7 @@ class Streaming:
         return json.loads(json.dumps(state))
 
     def restore(self, state: dict | None) -> None:
-        """Goes to the position of a `state`, or with None to the beginning.
+        """Go to the position of a `state`, or with None to the beginning.
 
         Of the state of other data, only how many rows each stream has read is used. If another
         version of `datasets` wrote it, the examples before the position are read and skipped.
@@ -163,7 +156,7 @@ class Streaming:
             self._offset = state["offset"]
 
     def close(self) -> None:
-        """Stops reading ahead; a later `batch` continues with the next row."""
+        """Stop reading ahead; a later `batch` continues with the next row."""
         if self._block:
             self._place, self._block = self._block.place, None
         if self._ahead:
@@ -173,82 +166,61 @@ class Streaming:
     def describe(self) -> str:
         """The data of a run in words, with an excerpt of what the model will see."""
         return (
-            f"data: rows of {self.row_length - 1} tokens, streamed from {self.reader.where};"
+            f"data: rows of {self.row_length - 1} tokens, streamed from {self.reader.opened.where};"
             f" {len(self.heldout_rows)} held out; a model will see, for instance:\n"
             f"  | {self.excerpt}"
         )
 
     def _blocks(self, place: _Place) -> Iterator[_Block]:
         """All rows from a place on, epoch after epoch."""
+        num_sequences = self.reader.data.num_sequences
         while True:
-            source = self.reader.open()
+            source = self.reader.opened.open()
             for texts, after in self.reader.chunks(source, place):
                 found = self.reader.encode(texts, place, is_heldout=False)
                 kept = packing.choose(found, ~np.isin(found.digests, self.heldout_digests))
                 leftover = np.array(place.leftover, np.int32)
                 tokens = np.concatenate([leftover, kept.tokens], dtype=np.int32, casting="unsafe")
-                most = (len(leftover) + len(found.tokens)) // self.row_length
                 rows = packing.pack_rows(tokens, self.row_length)
                 after = dataclasses.replace(after, leftover=tuple(tokens[rows.size :].tolist()))
-                if self.num_sequences is not None:
-                    rows = rows[: self.num_sequences - place.num_rows]
-                if most:
-                    yield _Block(place, rows, most)
+                if num_sequences is not None:
+                    rows = rows[: num_sequences - place.num_rows]
+                yield _Block(place, rows)
                 place = dataclasses.replace(after, num_rows=place.num_rows + len(rows))
-                if place.num_rows == self.num_sequences:
+                if place.num_rows == num_sequences:
                     break
             if not place.num_rows:
                 raise DataError(
-                    f"{self.reader.where}: too little text: have {place.num_documents} documents"
-                    f" and not one row of {self.row_length} tokens (data.sequence_length + 1) to"
-                    " train on; give more text or a smaller data.sequence_length"
+                    f"{self.reader.opened.where}: too little text: have {place.num_documents}"
+                    f" documents and not one row of {self.row_length} tokens (data.sequence_length"
+                    " + 1) to train on; give more text or a smaller data.sequence_length"
                 )
             place = _Place(epoch=place.epoch + 1)
 
 
-def load_stream(
-    *,
-    path: str,
-    name: str,
-    split: str,
-    text_column: str,
-    tokenizer: str,
-    sequence_length: int,
-    num_sequences: int | None,
-    heldout_frac: float,
-    num_heldout_rows: int,
-    vocab_size: int,
-    max_bad_rows: int = 0,
-) -> Streaming:
-    """Opens a data set, and reads its first documents to hold some out.
+def load_stream(settings: Settings) -> Streaming:
+    """Open a data set, and read its first documents to hold some out.
 
     Documents are held out by their number (`packing.is_heldout`). None of them is trained on; the
     first of them make the held-out rows. Copies of these first ones are left out of training as
     they are read; `load_corpus` finds copies of all held-out documents.
 
     Args:
-      path: Name on the Hugging Face hub, a folder that `datasets` reads, a file or a glob.
-      name: Configuration of the data set; `""` where it has but one.
-      split: Of the data set.
-      text_column: Column that holds the text.
-      tokenizer: See `load_tokenizer`.
-      sequence_length: L; rows have L+1 tokens.
-      num_sequences: Training rows after which the data set starts over, None for all of it.
-      heldout_frac: Share of the documents to hold out, in (0, 1).
-      num_heldout_rows: Upper limit on held-out rows.
-      vocab_size: The model's; every id lies below it.
-      max_bad_rows: Examples without text to leave out per epoch before one is an error.
+      settings: The run's. After `data.num_sequences` rows the data set starts over;
+        `eval.num_sequences` limits the held-out rows, and `data.max_bad_rows` the examples without
+        text that are left out in an epoch.
 
     Raises:
       ConfigError: If there is no such data set, or the tokenizer does not suit the model.
       DataError: If text is missing, damaged or too little.
     """
-    encoder = load_fitting_tokenizer(tokenizer, vocab_size)
-    opened = hub.open_stream(path, name, split, text_column=text_column)
-    reader = _Reader(opened.open, opened.where, text_column, encoder, heldout_frac, max_bad_rows)
-    row_length = sequence_length + 1
+    data, row_length = settings.data, settings.data.sequence_length + 1
+    num_heldout_rows = packing.MAX_GUARD_ROWS + settings.eval.num_sequences
+    encoder = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    opened = hub.open_stream(data.path, data.name, data.split, text_column=data.text_column)
+    reader = _Reader(opened, encoder, data)
     place, heldout, first = _Place(), [], ""
-    for texts, after in reader.chunks(reader.open(), place):
+    for texts, after in reader.chunks(opened.open(), place):
         if not heldout:
             check_round_trip(texts, encoder)
         first = first or next(iter(reader.choose(texts, place, is_heldout=False)), "")
@@ -270,7 +242,7 @@ def load_stream(
             "more text, a larger data.heldout_frac or a smaller data.sequence_length"
         )
     mark = np.ascontiguousarray(heldout_rows[:_MARK_ROWS]).tobytes()
-    parts = [name, split, text_column, encoder.fingerprint, list(opened.files)]
+    parts = [data.name, data.split, data.text_column, encoder.fingerprint, list(opened.files)]
     fingerprint = hashlib.sha256(json.dumps(parts).encode() + mark).hexdigest()
     sample = np.concatenate(encoder.encode_batch([first[:1000]]))
     return Streaming(
@@ -282,7 +254,6 @@ def load_stream(
         excerpt=packing.readable(sample, encoder, max_chars=240),
         reader=reader,
         row_length=row_length,
-        num_sequences=num_sequences,
         heldout_digests=np.concatenate([part.digests for part in heldout]),
     )
 
@@ -291,12 +262,9 @@ def load_stream(
 class _Reader:
     """How a data set becomes documents, and documents token ids."""
 
-    open: "Callable[[], IterableDataset]"
-    where: str
-    text_column: str
+    opened: hub.Opened
     tokenizer: Tokenizer
-    heldout_frac: float
-    max_bad_rows: int
+    data: Data
 
     def chunks(
         self, source: "IterableDataset", place: _Place
@@ -308,7 +276,7 @@ class _Reader:
         if place.source is not None:
             source.load_state_dict(place.source)
         num_skipped = place.num_examples if place.source is None else 0
-        examples = itertools.islice(hub.examples(source, self.where), num_skipped, None)
+        examples = itertools.islice(source, num_skipped, None)
         place = dataclasses.replace(place)
         for texts in packing.chunks(self._texts(examples, place)):
             place.source = source.state_dict()
@@ -316,7 +284,7 @@ class _Reader:
 
     def choose(self, texts: list[str], place: _Place, *, is_heldout: bool) -> list[str]:
         """The texts on one side."""
-        mask = packing.is_heldout(place.num_documents, len(texts), self.heldout_frac)
+        mask = packing.is_heldout(place.num_documents, len(texts), self.data.heldout_frac)
         return list(itertools.compress(texts, mask == is_heldout))
 
     def encode(self, texts: list[str], place: _Place, *, is_heldout: bool) -> Documents:
@@ -326,22 +294,13 @@ class _Reader:
 
     def _texts(self, examples: Iterator[dict], place: _Place) -> Iterator[str]:
         """Texts that are not empty; the place counts what was read."""
-        for example in examples:
+        where, column = self.opened.where, self.data.text_column
+        for text in hub.texts(examples, where, column, first=place.num_examples + 1):
             place.num_examples += 1
-            where = f"{self.where}: document {place.num_examples}"
-            if self.text_column not in example:
-                raise DataError(
-                    f"{where} has no column {self.text_column!r} (data.text_column), have "
-                    f"{', '.join(example)}"
-                )
-            text = example[self.text_column]
-            if not isinstance(text, str):
+            if isinstance(text, DataError):
                 place.num_bad += 1
-                if place.num_bad > self.max_bad_rows:
-                    raise DataError(
-                        f"{where}: {self.text_column!r} must be a string, have "
-                        f"{type(text).__name__} (data.max_bad_rows={self.max_bad_rows})"
-                    )
+                if place.num_bad > self.data.max_bad_rows:
+                    raise DataError(f"{text} (data.max_bad_rows={self.data.max_bad_rows})")
             elif text:
                 place.num_documents += 1
                 yield text
@@ -361,7 +320,7 @@ class _Ahead:
         self._thread.start()
 
     def next(self) -> _Block:
-        """Waits for the next item; raises what making it has raised."""
+        """Wait for the next item; raise what making it has raised."""
         item = self._queue.get()
         if isinstance(item, Exception):
             self._queue.put(item)  # for the next call
@@ -369,7 +328,7 @@ class _Ahead:
         return item
 
     def close(self) -> None:
-        """Ends the thread after its present item; a thread that hangs is abandoned."""
+        """End the thread after its present item; a thread that hangs is abandoned."""
         self._is_closed = True
         with contextlib.suppress(queue.Empty):
             while True:  # the thread may be waiting for room

@@ -55,7 +55,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Loads the tokenizer that `data.tokenizer` names.
+    """Load the tokenizer that `data.tokenizer` names.
 
     Args:
       name: `"bytes"` (id = UTF-8 byte, end of text 256), the path of a `tokenizer.json` or of a
@@ -106,7 +106,7 @@ def _load(name: str) -> Tokenizer:
 
 
 def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Loads a tokenizer and checks that the model has an embedding for each of its ids.
+    """Load a tokenizer and check that the model has an embedding for each of its ids.
 
     Args:
       name: What `data.tokenizer` names, see `load_tokenizer`.
@@ -127,7 +127,7 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Encodes and decodes a few documents, and refuses a tokenizer that loses most of their text.
+    """Encode and decode a few documents, and refuse a tokenizer that loses most of their text.
 
     Decoded bytes are compared in any order, ignoring case and accents, which some tokenizers drop
     on purpose.
@@ -344,7 +344,7 @@ def _folder_tokenizer(path: Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def _damage_is_a_data_error(path: Path) -> Iterator[None]:
-    """Names the file in an error, whatever its reader raises.
+    """Name the file in an error, whatever its reader raises.
 
     Deliberately broad except, because `tokenizers` raises plain Exception, and the others a
     different one per fault.
