@@ -59,7 +59,7 @@ def test_a_job_that_is_done_or_mistaken_is_not_requeued(job):
 
 
 def test_a_job_that_was_preempted_or_failed_is_requeued(job, tmp_path):
-    for number, code in enumerate([1, Preempted.exit_code, 137], start=30):
+    for number, code in enumerate([1, 5, Preempted.exit_code, 137, 137], start=30):
         _, requeued, said = job(code, checkpoint(number))
         assert requeued == "requeue 17\n"
         assert f"ended with {code}; goes on from round {number}" in said
