@@ -123,7 +123,8 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
 
 
 def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
-    broken = run(tmp_path / "r", Marked((0, 1), first=0))
+    constant = RUN | {"batching": {"test": "constant"}}
+    broken = run(tmp_path / "r", Marked((0, 1), first=0), constant)
     assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
     assert events(broken.workdir, "merge") == []
     assert [trainer.id for trainer in broken.controller.trainers] == [2]

@@ -75,7 +75,7 @@ def look(index: int) -> Look:
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
-    """Style of each trainer's curves, and its label, which is empty if the legend omits it.
+    """Style and label of each trainer's curves.
 
     Up to twelve trainers each have a look of their own. Of more, those that took part in the
     last round (at most six of them) have, and the others are thin and grey.
@@ -88,14 +88,7 @@ def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
     grey: Look = {"color": "0.65", "marker": "", "linewidth": 0.8, "zorder": 1.2}
     # Dashes mean something else where trainers are drawn.
     own = {t: (look(i) | {"linestyle": "-"}, f"trainer {t}") for i, t in enumerate(named)}
-    return {trainer: own.get(trainer, (grey, "")) for trainer in trainers}
-
-
-def others_caption(run: Run) -> str:
-    """A sentence for figures in which some trainers are grey; else empty."""
-    looks = trainer_looks(run)
-    grey = sum(not label for _, label in looks.values())
-    return f" {grey} of the {len(looks)} trainers are drawn in grey." if grey else ""
+    return {trainer: own.get(trainer, (grey, "other trainers")) for trainer in trainers}
 
 
 def finish(ax: Axes) -> None:
@@ -244,18 +237,18 @@ def _draw(
     if len(seeds) > 1:
         x, low, y, high = curves.band(seeds)
         ax.fill_between(x, low, high, color=style["color"], alpha=0.25, lw=0)
-    ax.plot(x, y, markevery=look_every(len(x)), label=name or None, **style)
+    ax.plot(x, y, markevery=look_every(len(x)), label=name, **style)
 
 
 def _cost_axis(ax: Axes, cost: str, spent: Sequence[Sequence[float]]) -> None:
-    """Scale and ticks; logarithmic where curves, or most of their points, would be unreadable."""
+    """Scale and ticks; logarithmic where the curves' ends are decades apart."""
     drawn = [own for x in spent if (own := [value for value in x if value > 0])]
     if not drawn:
         ax.set_xlim(-0.5, 1)
         return
-    ends, every = [*map(max, drawn)], np.concatenate(drawn)
-    if max(ends) >= 10 * min(min(ends), np.median(every)):
-        _decades(ax, float(every.min()), max(ends))
+    ends = [*map(max, drawn)]
+    if max(ends) >= 10 * min(ends):
+        _decades(ax, min(map(min, drawn)), max(ends))
     else:
         ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
@@ -296,7 +289,7 @@ def _loss_caption(
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
         shown += " by trainer (thin) and of the consensus (bold)" if heldout else " by trainer"
-        shown += f".{others_caption(runs[0])}"
+        shown += "."
     else:
         shown += " of the consensus" if heldout else " averaged over the trainers of a round"
         shown += (

@@ -20,13 +20,11 @@ def describe(result: dict) -> list[str]:
       The measured noise, the scatter by batch size, and the run's own tests beside it.
     """
     unit, total = result["unit"], result["num_params"]
-    is_sampled = result["num_coordinates"] < total
-    drawn = f"{result['num_coordinates']:,} at random" if is_sampled else "all"
     lines = [
         f"run {result['run']}, round {result['round']}, parameters: {result['source']}",
         f"{result['num_sequences']:,} of {result['num_training_sequences']:,} training sequences,"
         f" seed {result['seed']}",
-        f"{total:,} parameters; histograms of {drawn}",
+        f"{total:,} parameters; histograms of {result['num_coordinates']:,}",
         "",
         f"norm of the mean gradient   {_number(result['mean_gradient_norm'])} {unit}",
         f"noise tr(Sigma)             {_number(result['noise'])} ({unit})^2",
@@ -41,7 +39,6 @@ def describe(result: dict) -> list[str]:
     ]
     if not result["ledger"]:
         return [*lines, "the run tested no batch around this round"]
-    is_marked = any(line["at_checkpoint"] for line in result["ledger"])
     return [
         *lines,
         "the run's own tests, and (ratio to the above)",
@@ -49,7 +46,7 @@ def describe(result: dict) -> list[str]:
             ("round", "trainer", "noise", "signal", "noise scale", "smoothed"),
             *(_test_cells(line) for line in result["ledger"]),
         ),
-        *(["* at the checkpoint's own parameters"] if is_marked else []),
+        "* at the checkpoint's own parameters",
     ]
 
 

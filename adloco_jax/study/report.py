@@ -40,7 +40,6 @@ _TIMES: _Columns = {
     "compiling": ("compile_s", seconds),
     "rounds": ("step_s", seconds),
     "of it stalled": ("stall_s", seconds),
-    "stalled": ("stalled_percent", "{:.1f} %".format),
     "wall time": ("wall_s", seconds),
 }
 _TIMES_CAPTION = (
@@ -172,8 +171,7 @@ def _runs_section(variants: Sequence[Variant], command: str) -> Section:
 def _state(run: Run) -> str:
     """Why the run ended, or that it has not."""
     starts = len(curves.lines(run.events, "start"))
-    mark = next(reversed(curves.lines(run.events, "start", "end")), {"event": "start"})
-    state = mark.get("reason", "ended") if mark["event"] == "end" else "unfinished"
+    state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
@@ -194,14 +192,12 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
 def _measures(run: Run) -> dict:
     """A run's totals, which include averaging trainers for the consensus, and its times."""
     own = totals(run.events)
-    rounds = curves.stalls(run.events).values()
-    step_s, stall_s = (sum(pair[i] for pair in rounds) for i in (0, 1))
+    step_s, stall_s = map(sum, zip(*curves.stalls(run.events).values(), strict=True))
     return own | {
         "syncs_total": own["syncs_total"] + own["consensus_syncs"],
         "bytes_total": own["bytes_total"] + own["consensus_bytes"],
         "step_s": step_s,
         "stall_s": stall_s,
-        "stalled_percent": 100 * stall_s / step_s if step_s else 0.0,
     }
 
 

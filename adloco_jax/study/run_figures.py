@@ -45,7 +45,7 @@ def batches(run: Run) -> Drawing:
         effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
         _steps(sizes_ax, own, effective, **style | {"marker": "", "linestyle": "--"})
         requested = [e["requested_batch_size"] for e in own]
-        _steps(sizes_ax, own, requested, label=label or None, **style)
+        _steps(sizes_ax, own, requested, label=label, **style)
         _steps(accum_ax, own, [e["num_accum_steps"] for e in own], **style)
     sizes_ax.plot([], [], color="0.4", ls="--", label="effective batch")
     most = run.start["max_batch_size"]
@@ -62,7 +62,7 @@ def batches(run: Run) -> Drawing:
     caption = (
         "Top: batch per worker that the test requested (solid) and that updates used (dashed)."
         " Middle: micro-batches accumulated into one update. Bottom: trainers that took part in"
-        f" the round. Both upper axes are logarithmic.{figures.others_caption(run)}"
+        " the round. Both upper axes are logarithmic."
     )
     return Drawing("batches", "Batches and accumulation", figure, caption)
 
@@ -128,7 +128,7 @@ def noise(run: Run) -> Drawing | None:
             style, label = looks[trainer]
             x, y = (np.array([e[key] for e in own], float) for key in ("round", name))
             shown = np.where(y > 0, y, math.nan)
-            ax.plot(x, shown, markevery=look_every(len(x)), label=label or None, **style)
+            ax.plot(x, shown, markevery=look_every(len(x)), label=label, **style)
             mark = {"marker": "v", "mfc": "none", "ms": 7, "color": style["color"]}
             if (below := x[y <= 0]).size:
                 ax.plot(below, below * 0 + bottom, ls="", label="not positive", **mark)
@@ -146,7 +146,6 @@ def noise(run: Run) -> Drawing | None:
         " norm of the mean gradient; the estimate may be negative: triangles at the lower edge),"
         " and the requested batch per worker before rounding and caps (solid; the next round's"
         " batch dashed). All axes are logarithmic. A gap is a test that was skipped or not finite."
-        f"{figures.others_caption(run)}"
     )
     return Drawing("noise", "Noise, signal and test value", figure, caption)
 
