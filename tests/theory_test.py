@@ -7,7 +7,6 @@ import pytest
 
 from adloco_jax.errors import DataError
 from adloco_jax.study.theory import (
-    ASSUMPTIONS,
     Constants,
     batch_bound,
     communications_bound,
@@ -58,15 +57,7 @@ def test_the_bounds_by_hand():
     assert signal_bound(10, other) == pytest.approx(1.5)
 
 
-def test_the_direct_bound_holds_for_any_signal_of_lemma_2s_budget():
-    # However the budget is divided over the steps, the sum of max_batch / b_k is the same.
-    budget = 50 * signal_bound(50, C)
-    shares = np.random.default_rng(0).dirichlet(np.full(50, 0.3)) * budget
-    batches = C.noise / (C.eta**2 * np.maximum(shares, 1e-300))
-    assert np.sum(8 / batches) == pytest.approx(communications_bound(C, max_batch_size=8))
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 100, 101, 5000])
+@pytest.mark.parametrize("num_steps", [1, 500])
 def test_the_papers_communications_are_a_sum_over_theorem_1(num_steps):
     expected = sum(8 / batch_bound(k, C) for k in range(1, num_steps + 1))
     assert paper_communications(num_steps, C, max_batch_size=8) == pytest.approx(expected, rel=1e-9)
@@ -75,7 +66,7 @@ def test_the_papers_communications_are_a_sum_over_theorem_1(num_steps):
 QUADRATIC = Constants(smoothness=2.0, gap=4.0, noise=3000.0, eta=2.0)
 
 
-def quadratic_run(num_steps, *, num_trainers=500, test_noise=0.0):
+def quadratic_run(num_steps, *, num_trainers=200):
     """SGD with the exact norm test on L/2 |x|^2, on which Lemma 2 is an equality for large N.
 
     E|G|^2 shrinks by eta^2 / (1 + eta^2) a step, so its sum is |G_0|^2 (1 + eta^2).
@@ -89,7 +80,6 @@ def quadratic_run(num_steps, *, num_trainers=500, test_noise=0.0):
         signal_M = np.sum(gradient_MW**2, axis=1)
         batch_M = np.ceil(c.noise / (c.eta**2 * signal_M))
         loss_M = c.smoothness / 2 * np.sum(x_MW**2, axis=1)
-        estimate_M = signal_M + test_noise * rng.standard_normal(num_trainers)
         for trainer in range(num_trainers):
             events.append(
                 line(
@@ -99,7 +89,7 @@ def quadratic_run(num_steps, *, num_trainers=500, test_noise=0.0):
                     updates=1,
                     requested_batch_size=int(batch_M[trainer]),
                     noise=c.noise,
-                    signal=float(estimate_M[trainer]),
+                    signal=float(signal_M[trainer]),
                     train_loss=float(loss_M[trainer]),
                 )
             )
@@ -108,20 +98,14 @@ def quadratic_run(num_steps, *, num_trainers=500, test_noise=0.0):
     return events
 
 
-@pytest.mark.parametrize("test_noise", [0.0, 30.0], ids=["exact signal", "signal often negative"])
-def test_constants_of_a_quadratic_are_found(test_noise):
-    found = fit([*quadratic_run(25, test_noise=test_noise), evaluation(0.0)])
+def test_a_quadratic_has_its_constants_found_and_obeys_the_bounds():
+    events = quadratic_run(25)
+    found = fit([*events, evaluation(0.0)])
     assert found.noise == pytest.approx(QUADRATIC.noise)
     assert found.eta == QUADRATIC.eta
     assert found.gap == pytest.approx(QUADRATIC.gap)
-    # The sum of 25 estimates' means over 500 trainers has a spread of 30 x sqrt(25 / 500) = 6.7,
-    # the sum itself is 2 L (1 + eta^2) Delta0 = 80.
-    assert found.smoothness == pytest.approx(QUADRATIC.smoothness, rel=0.16 if test_noise else 0.05)
-
-
-def test_a_quadratic_obeys_the_bounds():
-    events = quadratic_run(25)
-    for constants in (fit([*events, evaluation(0.0)]), QUADRATIC._replace(gap=4.3)):
+    assert found.smoothness == pytest.approx(QUADRATIC.smoothness, rel=0.05)
+    for constants in (found, QUADRATIC._replace(gap=4.3)):
         points = measured(events, constants)
         assert [point.num_steps for point in points] == list(range(1, 26))
         for point in points:
@@ -153,12 +137,9 @@ def test_measured_means_by_hand():
     # 16 over the totals 8; 16 and 2; 24.
     assert third.communications == pytest.approx(10 * 2 + 10 * (1 + 8) / 2 + 20 * 16 / 24)
     assert third.signal_bound is third.batch_bound is third.paper_communications is None
-
-
-def test_communications_count_the_max_batch_of_their_own_time():
+    # A resumed run's max_batch_size is that of its own time.
     resumed = start() | {"max_batch_size": 8}
-    first, second = measured([start(), line(1), resumed, line(2)], C)
-    assert first.communications == pytest.approx(10 * 16 / 8)
+    _, second = measured([start(), line(1), resumed, line(2)], C)
     assert second.communications == pytest.approx(10 * 16 / 8 + 10 * 8 / 8)
 
 
@@ -171,26 +152,16 @@ def test_constants_by_hand():
     assert fit([start(test="augmented"), *events[1:]]).eta == 1.0
 
 
-def test_lemma_2_is_tight_somewhere_for_the_fitted_constants():
-    rng = np.random.default_rng(0)
-    events = [start(), *(line(1 + i, signal=float(rng.normal(0.3))) for i in range(4))]
-    found = fit(events)
-    ratios = [point.mean_signal / point.signal_bound for point in measured(events, found)]
-    assert max(ratios) == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     "events, message",
     [
         ([], "no start"),
-        ([start()], "no round"),
-        ([start(test="constant"), line(1, noise=None, signal=None)], "'constant' measured no"),
         ([start(test="inner_product"), line(1)], "the theory is of the norm test"),
         ([start(), line(1, noise=0.0)], "mean gradient noise is 0"),
+        ([start(), line(1, noise=None)], "mean gradient noise is None"),
         ([start(), line(1, signal=-1.0), line(2, signal=0.0)], "nowhere positive"),
         ([start(), line(1, signal=None), line(2, signal=None)], "nowhere positive"),
-        ([start(), line(1, train_loss=None)], "no round has a finite training loss"),
-        ([start(), line(1)], "no loss is below the first round's 2.5"),
+        ([start(), line(1, train_loss=None)], "no loss is below"),
         ([start(), line(1), evaluation(2.75)], "no loss is below"),
     ],
 )
@@ -199,14 +170,7 @@ def test_a_ledger_that_does_not_determine_the_constants_is_refused(events, messa
         fit(events)
 
 
-@pytest.mark.parametrize("constants", [None, C])
-def test_no_value_is_nan_even_where_nothing_was_measured(constants):
+def test_no_value_is_nan_even_where_nothing_was_measured():
     events = [start(), line(1, signal=None, noise=None, train_loss=None), line(2, signal=-1e-300)]
-    for point in measured(events, constants):
+    for point in measured(events, C):
         assert all(value is None or math.isfinite(value) for value in point)
-
-
-def test_assumptions_are_sentences():
-    assert all(text[0].isupper() and text.endswith(".") for text in ASSUMPTIONS)
-    for word in ("AdamW", "Nesterov", "batch_cap", "several", "noise"):
-        assert any(word in text for text in ASSUMPTIONS)

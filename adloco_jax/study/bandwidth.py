@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from adloco_jax.errors import ConfigError
 from adloco_jax.study.replay import Traffic
 
 # The paper's 1 B model (its Tables 1 and 4, sections 3.1 and 3.3.1) and our assumptions where it is
@@ -73,12 +72,7 @@ def needed_gbits(method: str, utilisation: float, *, step_s: float) -> float:
 
     Returns:
       Gbit/s.
-
-    Raises:
-      ConfigError: If the utilisation is not between 0 and 1.
     """
-    if not 0 < utilisation < 1:
-        raise ConfigError(f"utilisation={utilisation}: expected a fraction between 0 and 1")
     num_steps, traffic = METHODS[method]
     round_s = num_steps * step_s
     blocked_s = round_s * (1 / utilisation - 1) / traffic.num_fragments

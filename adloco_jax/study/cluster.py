@@ -1,7 +1,6 @@
 """Clusters to simulate a run on: devices, their step times, and the links between them."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,12 +24,6 @@ class Link:
     latency_s: float
     jitter: float = 0.0  # coefficient of variation of a transfer's time (lognormal, mean 1)
 
-    def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 <= self.latency_s < math.inf > self.jitter >= 0):
-            raise ConfigError(
-                f"{self}: expected bandwidth > 0 bytes/s, latency_s >= 0 and jitter >= 0"
-            )
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -51,9 +44,6 @@ class Cluster:
                 f"a cluster of {self.num_devices} devices in {self.num_sites} sites: expected at"
                 " least one site, and a device in each"
             )
-        for name in ("compute_jitter", "failures_per_device_hour", "restart_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected a number of 0 or more")
 
 
 class Device(NamedTuple):
@@ -108,15 +98,44 @@ def roofline(device: str, *, num_params: int, sequence_length: int) -> StepTime:
       and of memory traffic, `PASS_BYTES_PER_PARAM` per parameter.
 
     Raises:
-      ConfigError: If the device is unknown or a number is not positive.
+      ConfigError: If the device is unknown.
     """
     if device not in DEVICES:
         raise ConfigError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
-    if min(num_params, sequence_length) <= 0:
-        raise ConfigError(
-            f"num_params={num_params}, sequence_length={sequence_length}: expected both above 0"
-        )
     figures = DEVICES[device]
     sequence_s = 6 * num_params * sequence_length / (figures.peak_flops * EFFICIENCY)
     memory_s = PASS_BYTES_PER_PARAM * num_params / figures.memory_bandwidth
     return lambda num_sequences: max(num_sequences * sequence_s, memory_s)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The cluster whose time is reported, and the size of the model trained there.
+
+    A small model's run is timed as if its schedule were a large one's.
+    """
+
+    preset: str = "two_sites"  # of `PRESETS`
+    num_devices: int = 4
+    device: str = "a100_80gb"
+    num_params: int = 300_000_000
+    sequence_length: int = 1024  # tokens
+
+    def cluster(self) -> Cluster:
+        """The cluster for the simulator.
+
+        Raises:
+          ConfigError: If there is no such preset or device, or fewer devices than sites.
+        """
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset = {self.preset!r}: expected one of {', '.join(PRESETS)}")
+        step_time = roofline(
+            self.device, num_params=self.num_params, sequence_length=self.sequence_length
+        )
+        return PRESETS[self.preset](num_devices=self.num_devices, step_time=step_time)
+
+    def __str__(self) -> str:
+        return (
+            f"on the cluster {self.preset}, {self.num_devices} × {self.device}, as if the model had"
+            f" {self.num_params:,} parameters and sequences of {self.sequence_length:,} tokens"
+        )

@@ -20,8 +20,9 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
-from adloco_jax.study.cluster import PRESETS, Cluster, roofline
+from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.curves import COSTS, heldout_points, lines, read_run
+from adloco_jax.study.figures import short
 from adloco_jax.study.replay import replay
 from adloco_jax.training import train
 
@@ -41,39 +42,6 @@ CHARGED = (
     " refused attempts, each with the hand-over to workers that join a trainer; where the consensus"
     " is an average of trainers, gathering them is counted too (its time is not)."
 )
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The cluster whose time is reported, and the size of the model trained there.
-
-    A small model's run is timed as if its schedule were a large one's.
-    """
-
-    preset: str = "two_sites"  # of `cluster.PRESETS`
-    num_devices: int = 4
-    device: str = "a100_80gb"
-    num_params: int = 300_000_000
-    sequence_length: int = 1024  # tokens
-
-    def cluster(self) -> Cluster:
-        """The cluster for the simulator.
-
-        Raises:
-          ConfigError: If there is no such preset or device, or fewer devices than sites.
-        """
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset = {self.preset!r}: expected one of {', '.join(PRESETS)}")
-        step_time = roofline(
-            self.device, num_params=self.num_params, sequence_length=self.sequence_length
-        )
-        return PRESETS[self.preset](num_devices=self.num_devices, step_time=step_time)
-
-    def __str__(self) -> str:
-        return (
-            f"on the cluster {self.preset}, {self.num_devices} × {self.device}, as if the model had"
-            f" {self.num_params:,} parameters and sequences of {self.sequence_length:,} tokens"
-        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +123,7 @@ def execute(
     command: str = "",
     config_file: str | Path | None = None,
 ) -> bool:
-    """Makes the runs that are not finished, one after the other.
+    """Make the runs that are not finished, one after another.
 
     Runs that another process is making are skipped, so several processes may share a comparison.
     The output of a run goes to `output.txt` in its folder. Programs that runs share are compiled
@@ -233,7 +201,7 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]
 
 
 def tabulate(comparison: Comparison, folder: str | Path) -> dict:
-    """Computes the comparison's table from the runs' ledgers.
+    """Compute the comparison's table from the runs' ledgers.
 
     "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
     end (of communications and bytes: every run that communicates), where loss between two
@@ -287,7 +255,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
 
 
 def markdown(table: dict) -> str:
-    """Formats the table: medians with the range over seeds in brackets; of two seeds the range.
+    """Format the table: medians with the range over seeds in brackets; of two seeds the range.
 
     Args:
       table: From `tabulate`.
@@ -299,7 +267,7 @@ def markdown(table: dict) -> str:
     shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
     if num_seeds == 2:
         shown, dash = "range of 2 seeds", "for a seed that did not"
-    equal = [f"{MEASURES[m]} ({_short(table['budgets'][m])})" for m in MEASURES]
+    equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
     losses = [
         [name, *(_described(row["at_equal"][m], _loss) for m in MEASURES)]
         + [_described(row["final"]["loss"], _loss)]
@@ -322,7 +290,7 @@ def markdown(table: dict) -> str:
 
 
 def write(comparison: Comparison, folder: str | Path) -> dict:
-    """Writes `comparison.json` and `comparison.md` into the folder.
+    """Write `comparison.json` and `comparison.md` into the folder.
 
     Returns:
       The table.
@@ -383,7 +351,7 @@ def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
     """A row per variant of which some seed reached the loss; the others are named below."""
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
-        [name, *(_described(cost[m], _short) for m in MEASURES)]
+        [name, *(_described(cost[m], short) for m in MEASURES)]
         + [f"{cost['tokens']['reached']} of {cost['tokens']['seeds']}"]
         for name, cost in reached.items()
     ]
@@ -408,11 +376,3 @@ def _described(spread: dict, shown: Callable[[float], str]) -> str:
 
 
 _loss = "{:.3f}".format
-
-
-def _short(value: float) -> str:
-    """Three digits and a thousand's prefix."""
-    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {prefix}"
-    return f"{value:.3g}"

@@ -21,7 +21,7 @@ _PANELS = (
 
 @small_letters
 def figure(table: dict, *, command: str) -> Figure:
-    """Draws each variant's costs of reaching the target losses: a row of panels for each loss.
+    """Draw each variant's costs of reaching the target losses: a row of panels for each loss.
 
     Args:
       table: From `compare.tabulate`. A loss that no variant reached has no row of panels.

@@ -1,6 +1,5 @@
 """Ledgers as numbers: runs read, checked and grouped into variants; curves over costs; bands."""
 
-import itertools
 import json
 import math
 import os
@@ -26,30 +25,17 @@ COSTS = {
 
 SPENDING = ("round", "sync", "merge", "refusal")  # lines with `syncs` and `bytes` of their own
 
-_Kinds = type | tuple[type, ...]
-_NUMBER = (int, float, type(None))
-_MERGE: dict[_Kinds, str] = {
-    int: "round into syncs bytes",
-    list: "members weights loss_before",
-    _NUMBER: "loss_after barrier",
-}
-# The fields that reports read, by event and type.
-_FIELDS: dict[str, dict[_Kinds, str]] = {
-    "round": {
-        int: "round trainer workers requested_batch_size micro_batch_size num_accum_steps"
-        " next_batch_size updates tokens syncs bytes",
-        _NUMBER: "train_loss noise signal test_value step_s stall_s",
-    },
-    "eval": {
-        int: "round tokens_total syncs_total bytes_total",
-        (int, str): "trainer",
-        _NUMBER: "loss",
-    },
-    "sync": {int: "round syncs bytes", list: "trainers"},
-    "merge": _MERGE,
-    "refusal": _MERGE,
-    "compile": {str: "key cache where", (int, float): "seconds"},
-    "memory": {int: "round host_peak_bytes", list: "device_peak_bytes"},
+# The fields that reports read, by event.
+_FIELDS = {
+    "start": "run command config num_params max_batch_size state_bytes",
+    "round": "round trainer workers requested_batch_size micro_batch_size num_accum_steps"
+    " next_batch_size updates tokens syncs bytes train_loss noise signal test_value step_s stall_s",
+    "eval": "round trainer loss tokens_total syncs_total bytes_total",
+    "sync": "round trainers syncs bytes",
+    "merge": "round into members weights loss_before loss_after barrier syncs bytes",
+    "refusal": "round into members weights loss_before loss_after barrier syncs bytes",
+    "compile": "key cache where seconds",
+    "memory": "round host_peak_bytes device_peak_bytes",
 }
 
 
@@ -66,9 +52,9 @@ class Run:
         return last(self.events, "start")
 
     @property
-    def seed(self) -> int | None:
-        """The config's seed; None if the ledger has none."""
-        return self.start.get("config", {}).get("seed")
+    def seed(self) -> int:
+        """The config's seed."""
+        return self.start["config"]["seed"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class Band(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads a run's ledger, and checks the fields that reports use.
+    """Read a run's ledger, and check the fields that reports use.
 
     Args:
       folder: The run's folder, of a finished run or of one that still goes on.
@@ -100,27 +86,24 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     path = Path(folder) / "ledger.jsonl"
     events = ledger.read(path)
     for event in events:
-        for kinds, names in _FIELDS.get(event["event"], {}).items():
-            for name in names.split():
-                if name not in event or not isinstance(event[name], kinds):
-                    raise DataError(
-                        f"{path}: a {event['event']} line has {name} ="
-                        f" {event.get(name, 'absent')!r}; restore the file from a copy, or run it"
-                        " again if it is an older version's"
-                    )
+        for name in _FIELDS.get(event["event"], "").split():
+            if name not in event:
+                raise DataError(
+                    f"{path}: a {event['event']} line lacks {name}; restore the file from a copy,"
+                    " or run it again if it is an older version's"
+                )
     return Run(Path(folder), events)
 
 
 def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> list[Variant]:
-    """Groups runs whose configs differ in `seed` alone, in the order of their first runs.
+    """Group runs whose configs differ in `seed` alone, in the order of their first runs.
 
     Runs that replay another run may also differ in the run that they replay.
 
     Args:
-      runs: From `read_run`. A run without a start line is a variant of its own.
-      labels: One per run; a variant takes its first run's. By default the name of its first
-        run's folder, or of the folder that holds all its runs and no others, with as much of the
-        path before it as makes the labels differ.
+      runs: From `read_run`, each with a start line.
+      labels: One per run; a variant takes its first run's. By default the run's folder, below the
+        deepest folder that holds all runs.
 
     Raises:
       ConfigError: If there are no runs, one is named twice, the number of labels is not the number
@@ -131,37 +114,20 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
         raise ConfigError("runs: name at least one run's folder, and each only once")
     if labels is not None and len(labels) != len(runs):
         raise ConfigError(f"labels: {len(labels)} for {len(runs)} runs; give one for each run")
-    groups: dict[str, list[Run]] = {}
-    for run, folder in zip(runs, folders, strict=True):
-        config = {k: v for k, v in run.start.get("config", {}).items() if k != "seed"}
-        if config.get("batching", {}).get("replay"):  # which run that is follows from the seed
+    common = os.path.commonpath([folder.parent for folder in folders])
+    labels = labels or [os.path.relpath(folder, common) for folder in folders]
+    groups: dict[str, Variant] = {}
+    for run, label in zip(runs, labels, strict=True):
+        config = {k: v for k, v in run.start["config"].items() if k != "seed"}
+        if config["batching"].get("replay"):  # which run that is follows from the seed
             config["batching"] = config["batching"] | {"replay": "a run"}
-        key = json.dumps(config, sort_keys=True) if config else str(folder)
-        groups.setdefault(key, []).append(run)
-    names = _labels([[run.folder.resolve() for run in own] for own in groups.values()])
-    if labels is not None:
-        names = [labels[runs.index(first)] for first, *_ in groups.values()]
-    if len(set(names)) < len(names):
+        group = groups.setdefault(json.dumps(config, sort_keys=True), Variant(label, []))
+        group.runs.append(run)
+    found = [*groups.values()]
+    if len({variant.label for variant in found}) < len(found):
+        names = [variant.label for variant in found]
         raise ConfigError(f"labels: {names}: runs of one label must differ in their seed alone")
-    return [Variant(name, own) for name, own in zip(names, groups.values(), strict=True)]
-
-
-def _labels(folders_by_variant: list[list[Path]]) -> list[str]:
-    """For each variant, the shortest end of its folder's path that no other variant's has."""
-    paths = []
-    for own in folders_by_variant:
-        common = Path(os.path.commonpath(own))
-        others = [f for folders in folders_by_variant if folders is not own for f in folders]
-        is_theirs_alone = others and not any(f.is_relative_to(common) for f in others)
-        paths.append(common if is_theirs_alone else own[0])
-    return [
-        next(
-            "/".join(path.parts[-depth:])
-            for depth in itertools.count(1)
-            if sum(other.parts[-depth:] == path.parts[-depth:] for other in paths) == 1
-        )
-        for path in paths
-    ]
+    return found
 
 
 def lines(events: Sequence[dict], *names: str) -> list[dict]:
@@ -223,9 +189,6 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
     Returns:
       `syncs` and `bytes` by the evaluation's round; rounds without such an average are left out.
-
-    Raises:
-      DataError: From `state_bytes`.
     """
     alive: Counter[int] = Counter()  # trainers by round, at its end
     for event in events:
@@ -245,19 +208,8 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def state_bytes(events: Sequence[dict]) -> StateBytes:
-    """Bytes that a run's trainers and workers send, from its first start line.
-
-    Raises:
-      DataError: If no start line has them, as in the ledger of an older version.
-    """
-    found = next(iter(lines(events, "start")), {}).get("state_bytes")
-    fields = StateBytes._fields
-    if not isinstance(found, dict) or not all(type(found.get(name)) is int for name in fields):
-        raise DataError(
-            f"the start line has state_bytes = {found!r}, where {', '.join(fields)} were expected;"
-            " restore the ledger from a copy, or run it again, if it is an older version's"
-        )
-    return StateBytes(**{name: found[name] for name in fields})
+    """Bytes that a run's trainers and workers send, from its last start line."""
+    return StateBytes(**last(events, "start")["state_bytes"])
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
@@ -283,7 +235,7 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
-    """Puts curves on one grid, and takes the median and the spread over them.
+    """Put curves on one grid, and take the median and the spread over them.
 
     The grid has every point of every curve, within the interval that all of them cover. Between
     its points a curve is a straight line; where it moves straight up or down, its last value

@@ -27,7 +27,6 @@ _MARKERS = ("o", "s", "^", "D", "v")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
 _MAX_LABEL = 36  # characters of a legend's entry
-_APART = 0.06  # of a panel's diagonal, from one marker to the next
 _MAX_NAMED = 12  # trainers that a legend names one by one
 
 # Decorates what draws: letters that stay readable in print.
@@ -65,13 +64,6 @@ class Clock:
     cluster: str
     end_s: Mapping[Path, Mapping[int, float]]
 
-    @property
-    def unit(self) -> tuple[float, str]:
-        """Seconds per unit, and the unit, in which the longest run is at least 3."""
-        longest_s = max((max(end.values(), default=0) for end in self.end_s.values()), default=0)
-        units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
-        return next((unit for unit in units if longest_s >= 3 * unit[0]), (1e-6, "µs"))
-
 
 def look(index: int) -> Look:
     """How the curve with this number looks, the same in every figure."""
@@ -83,7 +75,7 @@ def look(index: int) -> Look:
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
-    """Style of each trainer's curves, and its label, which is empty if the legend omits it.
+    """Style and label of each trainer's curves.
 
     Up to twelve trainers each have a look of their own. Of more, those that took part in the
     last round (at most six of them) have, and the others are thin and grey.
@@ -96,14 +88,7 @@ def trainer_looks(run: Run) -> dict[int, tuple[Look, str]]:
     grey: Look = {"color": "0.65", "marker": "", "linewidth": 0.8, "zorder": 1.2}
     # Dashes mean something else where trainers are drawn.
     own = {t: (look(i) | {"linestyle": "-"}, f"trainer {t}") for i, t in enumerate(named)}
-    return {trainer: own.get(trainer, (grey, "")) for trainer in trainers}
-
-
-def others_caption(run: Run) -> str:
-    """A sentence for figures in which some trainers are grey; else empty."""
-    looks = trainer_looks(run)
-    grey = sum(not label for _, label in looks.values())
-    return f" {grey} of the {len(looks)} trainers are drawn in grey." if grey else ""
+    return {trainer: own.get(trainer, (grey, "other trainers")) for trainer in trainers}
 
 
 def finish(ax: Axes) -> None:
@@ -129,13 +114,6 @@ def legend(figure: Figure) -> None:
     shown.set_frame_on(False)
     for text in shown.get_texts():
         text.set_parse_math(False)
-
-
-def over_rounds(ax: Axes, num_rounds: int) -> None:
-    """The round axis: integers, from before the first round to after the last."""
-    ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    margin = 0.02 * num_rounds
-    ax.set_xlim(-margin, num_rounds + margin)
 
 
 def plain_decades(ax: Axes, lowest: float, highest: float) -> None:
@@ -194,7 +172,7 @@ def loss(variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss
     spent = {name: any(p[name] for own in whole.values() for p in own) for name in curves.COSTS}
     costs = {k: v for k, v in curves.COSTS.items() if k == "tokens" or spent[k]}
     if clock:
-        costs["simulated_s"] = f"simulated time on {clock.cluster} ({clock.unit[1]})"
+        costs["simulated_s"] = f"simulated time on {clock.cluster} (s)"
     figure = Figure(figsize=(WIDTH, 3.4 if len(costs) < 3 else 5.6), layout="constrained")
     mosaic = {1: "0", 2: "01", 3: "00;12", 4: "01;23"}[len(costs)]
     panels = figure.subplot_mosaic(mosaic, sharey=True)
@@ -225,9 +203,7 @@ def _points(
     else:
         points = curves.training_points(run.events, trainer=trainer)
     end_s = clock.end_s.get(run.folder, {}) if clock else {}
-    unit_s = clock.unit[0] if clock else 1.0
-    ends = {number: end / unit_s for number, end in end_s.items()}
-    return [point | {"simulated_s": ends.get(point["round"])} for point in points]
+    return [point | {"simulated_s": end_s.get(point["round"])} for point in points]
 
 
 def _of_variants(
@@ -261,31 +237,33 @@ def _draw(
     if len(seeds) > 1:
         x, low, y, high = curves.band(seeds)
         ax.fill_between(x, low, high, color=style["color"], alpha=0.25, lw=0)
-    # Evenly apart on paper, which Matplotlib cannot do for less than two points.
-    every = _APART if np.isfinite(y).sum() > 1 else None
-    ax.plot(x, y, markevery=every, label=name or None, **style)
+    ax.plot(x, y, markevery=look_every(len(x)), label=name, **style)
 
 
 def _cost_axis(ax: Axes, cost: str, spent: Sequence[Sequence[float]]) -> None:
-    """Scale and ticks; logarithmic where curves, or most of their points, would be unreadable."""
+    """Scale and ticks; logarithmic where the curves' ends are decades apart."""
     drawn = [own for x in spent if (own := [value for value in x if value > 0])]
     if not drawn:
         ax.set_xlim(-0.5, 1)
         return
-    ends, every = [*map(max, drawn)], np.concatenate(drawn)
-    if max(ends) >= 10 * min(min(ends), np.median(every)):
-        _decades(ax, float(every.min()), max(ends))
+    ends = [*map(max, drawn)]
+    if max(ends) >= 10 * min(ends):
+        _decades(ax, min(map(min, drawn)), max(ends))
     else:
         ax.set_xlim(-0.03 * max(ends), 1.03 * max(ends))
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=cost in ("tokens", "syncs")))
-    units = {"simulated_s": "{x:g}", "bytes": Thousands(unit="B")}
-    ax.xaxis.set_major_formatter(units.get(cost, Thousands()))
+    ax.xaxis.set_major_formatter(Thousands(unit="B" if cost == "bytes" else ""))
 
 
 class Thousands(EngFormatter):
     """A tick's label with a prefix from 1 k on; below, and below 1, the plain number."""
 
     ENG_PREFIXES = {power: name for power, name in EngFormatter.ENG_PREFIXES.items() if power >= 0}
+
+
+def short(value: float) -> str:
+    """A number in three digits and with a thousand's prefix."""
+    return Thousands()(float(f"{value:.3g}"))
 
 
 def _decades(ax: Axes, lowest: float, highest: float) -> None:
@@ -311,7 +289,7 @@ def _loss_caption(
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
     if len(runs) == 1:
         shown += " by trainer (thin) and of the consensus (bold)" if heldout else " by trainer"
-        shown += f".{others_caption(runs[0])}"
+        shown += "."
     else:
         shown += " of the consensus" if heldout else " averaged over the trainers of a round"
         shown += (
@@ -322,10 +300,8 @@ def _loss_caption(
         if heldout and left_out:
             shown += f" Never evaluated, so not drawn: {', '.join(left_out)}."
     shown += (
-        " Costs are summed over trainers, and one that stays zero has no panel. Communications are"
-        " blocking; where the consensus is an average of trainers, gathering them is counted too. A"
-        " trainer with one worker has no synchronisation, so where all have one the curve moves"
-        " straight up or down. A horizontal axis over decades is logarithmic, except next to"
-        " zero. A gap is a value that was not finite."
+        " Costs are summed over trainers. Communications are blocking; where the consensus is an"
+        " average of trainers, gathering them is counted too. A horizontal axis over decades is"
+        " logarithmic, except next to zero. A gap is a value that was not finite."
     )
     return shown + (f" Time is simulated on the cluster “{clock.cluster}”." if clock else "")

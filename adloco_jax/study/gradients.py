@@ -163,7 +163,7 @@ def measure(
             norms_S[draw], values_SC[draw] = deviate(*fixed, index_B.reshape(-1, part))
             on_sequences(batch_size)
         law = deviation_law(noise, batch_size, len(rows))
-        batches.append(_scatter(batch_size, norms_S, values_SC, law=law, noise=noise))
+        batches.append(_scatter(batch_size, norms_S, values_SC, law))
     return {
         "num_params": mean_P.size,
         "num_coordinates": num_coordinates,
@@ -195,9 +195,7 @@ def _deviation(
     return jnp.linalg.norm(deviation_P), deviation_P[coordinates_C]
 
 
-def _scatter(
-    batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, *, law: float, noise: float
-) -> dict:
+def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: float) -> dict:
     """Norms of the draws of one batch size, and moments and histograms of single coordinates.
 
     Coordinates are counted over the standard deviation of all, and each over its own root mean
@@ -212,11 +210,8 @@ def _scatter(
         "batch_size": batch_size,
         "norm_mean": float(norms_S.mean()),
         "norm_std": float(norms_S.std(ddof=1)),
-        "norm_p10": float(np.quantile(norms_S, 0.1)),
-        "norm_p90": float(np.quantile(norms_S, 0.9)),
         "norm_rms": rms,
         "law": law,
-        "law_of_independent_draws": math.sqrt(noise / batch_size),
         "rms_over_law": rms / law,
         "coordinates": whole,
         "coordinates_over_own_rms": moments(own_SC),
@@ -256,6 +251,7 @@ def compare(
       ratios are the test's over the measured. None: not tested, or not positive.
     """
     batching, scale, found = settings.batching, ratio(noise, signal), []
+    over = {"noise": noise, "signal": signal, "noise_scale": scale, "smoothed_noise_scale": scale}
     for line in events:
         if line["event"] != "round" or trainer not in (None, line["trainer"]):
             continue
@@ -265,17 +261,13 @@ def compare(
         if (batching.test, batching.mode) == ("norm", "unbiased") and line["test_value"]:
             workers = line["workers"] if batching.scope == "trainer" else 1
             smoothed = line["test_value"] * workers * batching.eta**2
+        tested = {"noise": line["noise"], "signal": line["signal"]}
+        tested |= {"noise_scale": own, "smoothed_noise_scale": smoothed}
         found.append(
-            {name: line[name] for name in ("round", "trainer", "noise", "signal", "test_value")}
-            | {
-                "at_checkpoint": line["round"] == round + 1,
-                "noise_scale": own,
-                "smoothed_noise_scale": smoothed,
-                "noise_ratio": ratio(line["noise"], noise),
-                "signal_ratio": ratio(line["signal"], signal),
-                "noise_scale_ratio": ratio(own, scale),
-                "smoothed_noise_scale_ratio": ratio(smoothed, scale),
-            }
+            {name: line[name] for name in ("round", "trainer", "test_value")}
+            | {"at_checkpoint": line["round"] == round + 1}
+            | tested
+            | {f"{name}_ratio": ratio(value, over[name]) for name, value in tested.items()}
         )
     return found
 
@@ -360,25 +352,19 @@ def analyse_run(
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
-    _write(folder, result)
+    text = json.dumps(result, indent=2, allow_nan=False)
+    with ledger.write_errors(folder):
+        (folder / "gradient_analysis.json").write_text(text + "\n", encoding="utf-8")
+        figure(result).savefig(folder / "gradient_analysis.png", dpi=150)
     return result
 
 
 def _made(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # a file in the way, no access, a name too long
+    except OSError as error:  # a file in the way, no access, a name too long
         raise ConfigError(f"--out {str(folder)[:200]!r}: {error}; name another") from error
     return folder
-
-
-def _write(folder: Path, result: dict) -> None:
-    try:
-        text = json.dumps(result, indent=2, allow_nan=False)
-        (folder / "gradient_analysis.json").write_text(text + "\n", encoding="utf-8")
-        figure(result).savefig(folder / "gradient_analysis.png", dpi=150)
-    except OSError as error:
-        raise ResourceError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
 @contextlib.contextmanager

@@ -20,13 +20,11 @@ def describe(result: dict) -> list[str]:
       The measured noise, the scatter by batch size, and the run's own tests beside it.
     """
     unit, total = result["unit"], result["num_params"]
-    is_sampled = result["num_coordinates"] < total
-    drawn = f"{result['num_coordinates']:,} at random" if is_sampled else "all"
     lines = [
-        f"run {result['run']}, round {result['round']}, {_model(result)}",
+        f"run {result['run']}, round {result['round']}, parameters: {result['source']}",
         f"{result['num_sequences']:,} of {result['num_training_sequences']:,} training sequences,"
         f" seed {result['seed']}",
-        f"{total:,} parameters; histograms of {drawn}",
+        f"{total:,} parameters; histograms of {result['num_coordinates']:,}",
         "",
         f"norm of the mean gradient   {_number(result['mean_gradient_norm'])} {unit}",
         f"noise tr(Sigma)             {_number(result['noise'])} ({unit})^2",
@@ -41,7 +39,6 @@ def describe(result: dict) -> list[str]:
     ]
     if not result["ledger"]:
         return [*lines, "the run tested no batch around this round"]
-    is_marked = any(line["at_checkpoint"] for line in result["ledger"])
     return [
         *lines,
         "the run's own tests, and (ratio to the above)",
@@ -49,12 +46,12 @@ def describe(result: dict) -> list[str]:
             ("round", "trainer", "noise", "signal", "noise scale", "smoothed"),
             *(_test_cells(line) for line in result["ledger"]),
         ),
-        *(["* at the checkpoint's own parameters"] if is_marked else []),
+        "* at the checkpoint's own parameters",
     ]
 
 
 def figure(result: dict) -> Figure:
-    """Draw histograms on two scales, the norm against batch size, and the numbers.
+    """Draw histograms on two scales, and the norm against batch size.
 
     Args:
       result: What `analyse_run` returns.
@@ -63,7 +60,7 @@ def figure(result: dict) -> Figure:
       The figure, for print at 150 dots per inch.
     """
     shown = Figure(figsize=(12.5, 9.5), layout="constrained")
-    (pooled, own), (norms, text) = shown.subplots(2, 2)
+    pooled, own, norms = shown.subplot_mosaic("AB;CC").values()
     _draw_histograms(pooled, result, "counts", "num_deviations")
     pooled.set(xlabel="deviation of a coordinate / standard deviation of all (dimensionless)")
     pooled.set_title("All coordinates on one scale", fontsize=10)
@@ -74,9 +71,6 @@ def figure(result: dict) -> Figure:
     for ax in (pooled, own, norms):
         finish(ax)
         ax.legend(fontsize=8, frameon=False)
-    text.axis("off")
-    style = {"family": "monospace", "fontsize": 8, "va": "top", "parse_math": False}
-    text.text(0.0, 1.0, "\n".join(describe(result)), transform=text.transAxes, **style)
     shown.supxlabel(_caption(result), fontsize=8, x=0.01, ha="left", parse_math=False)
     return shown
 
@@ -102,10 +96,11 @@ def _draw_histograms(ax: Axes, result: dict, counts: str, total: str) -> None:
 def _draw_norms(ax: Axes, result: dict) -> None:
     """Norms of the deviations by batch size, beside their laws."""
     batches, n = result["batches"], result["num_sequences"]
-    sizes, mean, low, high, rms = (
+    sizes, mean, rms = (
         np.array([batch[name] for batch in batches])
-        for name in ("batch_size", "norm_mean", "norm_p10", "norm_p90", "norm_rms")
+        for name in ("batch_size", "norm_mean", "norm_rms")
     )
+    low, high = np.quantile([batch["norms"] for batch in batches], (0.1, 0.9), axis=1)
     b = np.geomspace(max(1, sizes[0] / 1.6), min((sizes[-1] + n) / 2, sizes[-1] * 1.6), 200)
     law = np.sqrt(result["noise"] / b)
     label = r"law for independent draws, $\sqrt{\mathrm{tr}\,\Sigma/b}$"
@@ -131,20 +126,11 @@ def _caption(result: dict) -> str:
     shown = (
         "Top: deviations of single coordinates of g_b, the gradient of a random batch of b"
         " sequences, from those of G, the mean over all n; deviations beyond the axis count"
-        " in the variance. Bottom: the norm over all coordinates, and the numbers. Gradients are in"
-        f" {result['unit']}, as parameters are dimensionless; kurt. is the excess kurtosis (0 if"
-        " normal), own kurt. that of the right panel; smoothed is the noise scale on which the"
-        " run's test acted."
+        " in the variance. Bottom: the norm over all coordinates. Gradients are in"
+        f" {result['unit']}, as parameters are dimensionless."
     )
     command = f"Command: {result['command']}" if result["command"] else ""
     return "\n".join(textwrap.wrap(shown, 205) + textwrap.wrap(command, 205, max_lines=3))
-
-
-def _model(result: dict) -> str:
-    source = result["source"]
-    if source == "only":
-        return "the only trainer left"
-    return source if source.startswith("trainer") else f"consensus ({source})"
 
 
 def _batch_cells(batch: dict) -> tuple[str, ...]:

@@ -1,16 +1,15 @@
 """Predictions for recorded runs: their time on simulated clusters, and the paper's bounds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study import curves, figures, theory
-from adloco_jax.study.cluster import PRESETS, Cluster, roofline
+from adloco_jax.study.cluster import Cluster, Simulated
 from adloco_jax.study.curves import Run
 from adloco_jax.study.figures import Clock, Drawing, small_letters
-from adloco_jax.study.replay import replay
+from adloco_jax.study.replay import Replay, replay
 
 DEVICE = "a100_80gb"
 PRESET = "two_sites"  # the cluster of loss against time: communication matters between sites
@@ -19,13 +18,6 @@ PRESET_IN_WORDS = "two sites with a leased line of 10 Gbit/s and 30 ms between t
 SIZES = (
     *(("one_host", 4), ("one_host", 8), ("one_datacenter", 32), ("one_datacenter", 256)),
     *(("two_sites", 32), ("two_sites", 256), ("eight_sites", 256), ("eight_sites", 4096)),
-)
-
-# Fields of a start line that the models read; a ledger may be older than one of them.
-_NEEDED = (
-    *("num_params", "max_batch_size", "config.data.sequence_length"),
-    *("config.inner.unit", "config.inner.steps_per_round"),
-    *("config.batching.test", "config.batching.eta", "config.batching.nu"),
 )
 
 _PANELS = ("signal |G|²,\nmean so far", "batch (sequences),\nmean so far", "communications\nC(N)")
@@ -48,24 +40,14 @@ def cluster(run: Run, preset: str, num_devices: int) -> Cluster:
 
     Raises:
       ConfigError: If there are fewer devices than sites.
-      DataError: If the start line lacks what the simulator and the theory need.
     """
-    _check_start(run)
-    sequence_length = run.start["config"]["data"]["sequence_length"]
-    step_time = roofline(
-        DEVICE, num_params=run.start["num_params"], sequence_length=sequence_length
-    )
-    return PRESETS[preset](num_devices=num_devices, step_time=step_time)
-
-
-def _check_start(run: Run) -> None:
-    for start in curves.lines(run.events, "start") or [{}]:
-        for path in _NEEDED:
-            value: object = start
-            for name in path.split("."):
-                value = value.get(name) if isinstance(value, dict) else None
-            if value is None:
-                raise DataError(f"{run.folder / 'ledger.jsonl'}: the start line lacks {path}")
+    return Simulated(
+        preset,
+        num_devices,
+        DEVICE,
+        run.start["num_params"],
+        run.start["config"]["data"]["sequence_length"],
+    ).cluster()
 
 
 def simulate(runs: Sequence[Run]) -> tuple[Clock | None, list[str]]:
@@ -88,54 +70,27 @@ def simulate(runs: Sequence[Run]) -> tuple[Clock | None, list[str]]:
     return (Clock(name, end_s) if end_s else None), reasons
 
 
-def cluster_table(run: Run) -> list[dict] | str:
-    """The run's times on clusters from one host to thousands of devices.
+def on_clusters(run: Run) -> dict[tuple[str, int], Replay]:
+    """The run's times on the clusters of `SIZES`, from one host to thousands of devices.
 
-    Returns:
-      A dict per cluster: preset, devices, sites, wall_s (seconds), and as fractions of all
-      device-time utilisation, communication_frac, waiting_frac, idle_frac and lost_frac; or the
-      reason why there is none.
+    Raises:
+      DataError: If the ledger cannot be replayed.
     """
-    rows = []
-    for preset, num_devices in SIZES:
-        try:
-            place = cluster(run, preset, num_devices)
-            times = replay(run.events, place)
-        except (ConfigError, DataError) as error:
-            return str(error)
-        row = {"preset": preset, "devices": num_devices, "sites": place.num_sites}
-        row |= {"wall_s": times.wall_s, "utilisation": times.frac("compute_s")}
-        parts = ("communication", "waiting", "idle", "lost")
-        rows.append(row | {f"{part}_frac": times.frac(f"{part}_s") for part in parts})
-    return rows
-
-
-@dataclass(frozen=True)
-class Theory:
-    """The theory's figure, with the fitted constants of its bounds or why there are none."""
-
-    drawing: Drawing
-    constants: theory.Constants | None
-    reason: str
+    return {(name, n): replay(run.events, cluster(run, name, n)) for name, n in SIZES}
 
 
 @small_letters
-def theory_of(run: Run) -> Theory | str:
+def theory_beside(run: Run, constants: theory.Constants | None) -> Drawing:
     """Measured signal, batch growth and communications beside the paper's bounds.
 
-    Returns:
-      The figure and the fitted constants; or the reason why there is nothing to draw.
+    Args:
+      run: Its rounds are drawn.
+      constants: From `theory.fit`; None leaves the bounds out.
+
+    Raises:
+      DataError: If the ledger lacks a start or a round.
     """
-    constants, reason = None, ""
-    try:
-        _check_start(run)
-        try:
-            constants = theory.fit(run.events)
-        except DataError as error:
-            reason = str(error)
-        points = theory.measured(run.events, constants)
-    except DataError as error:
-        return str(error)
+    points = theory.measured(run.events, constants)
     figure = Figure(figsize=(figures.WIDTH, 6.8), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(4, 5, 4))
     for panel, field, label, color, marker, dashes in _CURVES:
@@ -159,13 +114,11 @@ def theory_of(run: Run) -> Theory | str:
     figures.legend(figure)
     caption = (
         "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD. Top: the"
-        " squared norm of the gradient, which Lemma 2 bounds from above. Middle: the requested"
-        " batch of all workers of a trainer, bounded from below by Theorem 1, and of each worker,"
-        " bounded by Lemma 1. Bottom: the paper's count of communications, C(N) = Σ max_batch/b;"
-        " its own estimate in Theorem 2 is no bound. Measured values are means over the trainers"
-        " alive; all vertical axes are logarithmic, and a mean signal that is not positive is left"
-        " out."
+        " squared norm of the gradient, bounded from above by Lemma 2. Middle: the requested batch"
+        " of all workers of a trainer, bounded from below by Theorem 1, and of each worker, by"
+        " Lemma 1. Bottom: the paper's count of communications, C(N) = Σ max_batch/b. Measured"
+        " values are means over the trainers; all vertical axes are logarithmic."
     )
     if constants is None:
         caption += " There are no bounds, because the run does not determine their constants."
-    return Theory(Drawing("theory", "Theory beside the run", figure, caption), constants, reason)
+    return Drawing("theory", "Theory beside the run", figure, caption)

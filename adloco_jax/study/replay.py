@@ -73,17 +73,6 @@ class Traffic:
     delay_updates: int = 0
     early_frac: float = 0.0  # of an update's time: how long before its end sending begins
 
-    def __post_init__(self) -> None:
-        if not (
-            0 < self.bits_per_param < math.inf
-            and self.num_fragments >= 1
-            and self.delay_updates >= 0 <= self.early_frac <= 1
-        ):
-            raise ConfigError(
-                f"{self}: expected more than 0 bits, 1 or more fragments, a delay of 0 or more"
-                " updates and an early fraction from 0 to 1"
-            )
-
     def sync_bytes(self, num_params: int) -> float:
         """Bytes of one synchronisation's outer gradients: the peak, of one fragment."""
         return self.bits_per_param / 8 * num_params / self.num_fragments
@@ -168,22 +157,14 @@ def replay(
     start = rounds[len(rounds)][0]["start"]
     workers = {index: {e["trainer"]: e["workers"] for e in own} for index, own in rounds.items()}
     num_params = start["num_params"] if num_params is None else num_params
-    sent = state_bytes(events) if merges else StateBytes(0, 0, 0)
-    # A ledger may be older than these keys.
-    outer = {"precision": "float32", "fragments": 1, "delay_updates": 0}
-    outer |= start["config"].get("outer", {})
-    if outer["precision"] not in BITS_PER_PARAM:
-        raise DataError(
-            f"the start line's outer.precision is {outer['precision']!r}: expected one of"
-            f" {', '.join(BITS_PER_PARAM)}"
-        )
+    outer = start["config"]["outer"]
     bits_per_param = BITS_PER_PARAM[outer["precision"]]
     simulation = _Simulation(
         cluster,
         sum(workers[1].values()),
         traffic or Traffic(bits_per_param, outer["fragments"], outer["delay_updates"]),
         num_params,
-        StateBytes(*(round(num_params / start["num_params"] * size) for size in sent)),
+        StateBytes(*(round(num_params / start["num_params"] * n) for n in state_bytes(events))),
         np.random.default_rng(seed),
     )
     free = iter(range(simulation.num_replicas))  # in blocks, as the run assigned its workers

@@ -13,8 +13,9 @@ from pathlib import Path
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves, figures, page, predictions, run_figures, theory
 from adloco_jax.study.curves import Run, Variant
-from adloco_jax.study.figures import Drawing
+from adloco_jax.study.figures import Drawing, short
 from adloco_jax.study.page import Cell, Section
+from adloco_jax.study.replay import PARTS, Replay
 from adloco_jax.study.summary import closing_table, described, in_bytes, number, seconds, totals
 
 __all__ = ["closing_table", "write"]
@@ -39,7 +40,6 @@ _TIMES: _Columns = {
     "compiling": ("compile_s", seconds),
     "rounds": ("step_s", seconds),
     "of it stalled": ("stall_s", seconds),
-    "stalled": ("stalled_percent", "{:.1f} %".format),
     "wall time": ("wall_s", seconds),
 }
 _TIMES_CAPTION = (
@@ -55,16 +55,13 @@ _MERGES: Mapping[str, Callable[[dict], str]] = {
     "after": lambda e: number(e["loss_after"]),
     "barrier": lambda e: "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
 }
-_CLUSTERS: Mapping[str, Callable[[dict], str]] = {
-    "cluster": lambda row: row["preset"],
-    "devices": lambda row: _count(row["devices"]),
-    "sites": lambda row: _count(row["sites"]),
-    "time (s)": lambda row: _short(row["wall_s"]),
-    "useful (%)": lambda row: f"{100 * row['utilisation']:.3g}",
-    "waiting (%)": lambda row: f"{100 * row['waiting_frac']:.3g}",
-    "communication (%)": lambda row: f"{100 * row['communication_frac']:.3g}",
-    "idle (%)": lambda row: f"{100 * row['idle_frac']:.3g}",
-    "lost (%)": lambda row: f"{100 * row['lost_frac']:.3g}",
+_CLUSTERS: Mapping[str, Callable[[tuple[tuple[str, int], Replay]], str]] = {
+    "cluster": lambda row: row[0][0],
+    "devices": lambda row: _count(row[0][1]),
+    "time (s)": lambda row: short(row[1].wall_s),
+} | {
+    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):.3g}"
+    for part in PARTS
 }
 _FACTS: Mapping[str, Callable[[tuple[str, str]], str]] = {
     "quantity": lambda fact: fact[0],
@@ -78,7 +75,7 @@ def write(
     *,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Writes `index.html`, a PNG per figure, and `summary.json` with the runs' totals.
+    """Write `index.html`, a PNG per figure, and `summary.json` with the runs' totals.
 
     Runs whose configs differ in the seed alone are one variant, drawn as a median with a band.
 
@@ -96,10 +93,10 @@ def write(
     """
     read = [curves.read_run(run) for run in runs]
     for run in read:
-        if not curves.lines(run.events, "round"):
+        if not run.start or not curves.lines(run.events, "round"):
             raise DataError(
-                f"{run.folder / 'ledger.jsonl'}: no round has finished yet, so there is nothing to"
-                " draw; let the run reach the end of round 1"
+                f"{run.folder / 'ledger.jsonl'}: no start line, or no round has finished yet, so"
+                " there is nothing to draw; let the run reach the end of round 1"
             )
     variants = curves.variants(read, labels=labels)
     folder = Path(folder)
@@ -110,7 +107,7 @@ def write(
 
     sections = [_runs_section(variants, book.command), _totals_section(variants)]
     sections.append(_loss_section(variants, book))
-    title, lead = f"Run {_name(read[0])}", "One AdLoCo run, from its ledger."
+    title, lead = f"Run {read[0].start['run']}", "One AdLoCo run, from its ledger."
     if len(read) == 1:
         sections += _sections_of(read[0], book, stem="")
     else:
@@ -128,7 +125,7 @@ def write(
 
 @dataclass(frozen=True)
 class _Book:
-    """Writes figures into the folder, and returns them as HTML for the page."""
+    """Write figures into the folder, and returns them as HTML for the page."""
 
     folder: Path
     command: str
@@ -142,10 +139,6 @@ class _Book:
         return page.figure(
             drawing.title, drawing.caption, png, file_name=file_name, command=self.command
         )
-
-
-def _name(run: Run) -> str:
-    return str(run.start.get("run", run.folder.resolve().name))
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
@@ -165,8 +158,8 @@ def _runs_section(variants: Sequence[Variant], command: str) -> Section:
     columns: Mapping[str, Callable[[tuple[Variant, Run]], str]] = {
         "variant": lambda item: item[0].label,
         "folder": lambda item: str(item[1].folder),
-        "trained by": lambda item: str(item[1].start.get("command") or "-"),
-        "seed": lambda item: "-" if item[1].seed is None else str(item[1].seed),
+        "trained by": lambda item: item[1].start["command"] or "-",
+        "seed": lambda item: str(item[1].seed),
         "rounds": lambda item: f"{totals(item[1].events)['rounds']:,}",
         "state": lambda item: _state(item[1]),
     }
@@ -178,8 +171,7 @@ def _runs_section(variants: Sequence[Variant], command: str) -> Section:
 def _state(run: Run) -> str:
     """Why the run ended, or that it has not."""
     starts = len(curves.lines(run.events, "start"))
-    mark = next(reversed(curves.lines(run.events, "start", "end")), {"event": "start"})
-    state = mark.get("reason", "ended") if mark["event"] == "end" else "unfinished"
+    state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
@@ -191,9 +183,8 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
     caption = (
         "Totals of each variant: of several runs the median, and below it minimum to maximum."
         " Held-out values are of the consensus at the last evaluation. Communications are blocking"
-        " and summed over trainers: synchronisations of workers, merges and refused attempts, each"
-        " with the hand-over to workers that join a trainer. Where the consensus is an average of"
-        " trainers, gathering them is counted too."
+        " and summed over trainers; where the consensus is an average of trainers, gathering them"
+        " is counted too."
     )
     return Section("totals", "Totals", _variants_table(caption, _TOTALS, variants, runs=True))
 
@@ -201,14 +192,12 @@ def _totals_section(variants: Sequence[Variant]) -> Section:
 def _measures(run: Run) -> dict:
     """A run's totals, which include averaging trainers for the consensus, and its times."""
     own = totals(run.events)
-    rounds = curves.stalls(run.events).values()
-    step_s, stall_s = (sum(pair[i] for pair in rounds) for i in (0, 1))
+    step_s, stall_s = map(sum, zip(*curves.stalls(run.events).values(), strict=True))
     return own | {
         "syncs_total": own["syncs_total"] + own["consensus_syncs"],
         "bytes_total": own["bytes_total"] + own["consensus_bytes"],
         "step_s": step_s,
         "stall_s": stall_s,
-        "stalled_percent": 100 * stall_s / step_s if step_s else 0.0,
     }
 
 
@@ -234,11 +223,6 @@ def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))
     return middle if low == high else (middle, f"{low} – {high}")
-
-
-def _short(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _loss_section(variants: Sequence[Variant], book: _Book) -> Section:
@@ -267,7 +251,7 @@ def _sections_of(run: Run, book: _Book, *, stem: str) -> list[Section]:
             caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
             html += page.table(caption, _MERGES, events)
         if drawing.name == "time":
-            html += _variants_table(_TIMES_CAPTION, _TIMES, [Variant(_name(run), [run])])
+            html += _variants_table(_TIMES_CAPTION, _TIMES, [Variant(run.start["run"], [run])])
         sections.append(Section(f"{stem}{drawing.name}", drawing.title, html))
     sections.append(Section(f"{stem}cluster", "On other clusters", _cluster_table(run)))
     sections.append(Section(f"{stem}theory", "Theory", _theory(run, book, stem)))
@@ -282,58 +266,43 @@ def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section
         parts = [page.verbatim(closing_table(run.folder))]
         for section in _sections_of(run, book, stem=stem):
             parts.append(f"{page.heading(section.heading)}\n{section.html}")
-        seed = "" if run.seed is None else f", seed {run.seed}"
-        details.append(page.folded(f"{label}{seed}", "\n".join(parts)))
+        details.append(page.folded(f"{label}, seed {run.seed}", "\n".join(parts)))
     times = _variants_table(_TIMES_CAPTION, _TIMES, variants)
     return [
         Section("time", "Time and compilation", times),
-        Section("cluster", "On other clusters", _clusters_table(variants)),
         Section("variants", "Each variant's first seed", "\n".join(details)),
     ]
 
 
 def _cluster_table(run: Run) -> str:
-    table = predictions.cluster_table(run)
-    if isinstance(table, str):
-        return page.paragraph(f"Not simulated: {table}")
+    try:
+        times = predictions.on_clusters(run)
+    except DataError as error:
+        return page.paragraph(f"Not simulated: {error}")
     caption = (
         f"The simulator's replay of this run on {predictions.DEVICE} devices at the pace of their"
         " data sheet: wall-clock time, and shares of all device-time. The devices are divided"
         " among the run's workers; adloco_jax/study/replay.py states the model."
     )
-    return page.table(caption, _CLUSTERS, table)
-
-
-def _clusters_table(variants: Sequence[Variant]) -> str:
-    """Times of each variant's first seed, a column per cluster."""
-    columns: dict[str, Callable[[list[str]], str]] = {"variant": lambda row: row[0]}
-    for place, (preset, devices) in enumerate(predictions.SIZES, start=1):
-        columns[f"{preset} {devices:,}"] = lambda row, place=place: row[place]
-    rows = []
-    for variant in variants:
-        found = predictions.cluster_table(variant.runs[0])
-        times = [] if isinstance(found, str) else [_short(row["wall_s"]) for row in found]
-        rows.append([variant.label, *(times or ["-"] * len(predictions.SIZES))])
-    caption = (
-        "Wall-clock seconds of each variant's first seed in the simulator's replay, by cluster and"
-        f" number of {predictions.DEVICE} devices at the pace of their data sheet. The variant's"
-        " own part below has more about each."
-    )
-    return page.table(caption, columns, rows)
+    return page.table(caption, _CLUSTERS, times.items())
 
 
 def _theory(run: Run, book: _Book, stem: str) -> str:
-    found = predictions.theory_of(run)
-    if isinstance(found, str):
-        return page.paragraph(f"Nothing to compare with the theory: {found}")
-    html = f"{book.figure(found.drawing, stem)}\n"
-    if found.constants is None:
-        return html + page.paragraph(f"No constants: {found.reason}")
+    try:
+        found, reason = theory.fit(run.events), ""
+    except DataError as error:
+        found, reason = None, str(error)
+    try:
+        html = f"{book.figure(predictions.theory_beside(run, found), stem)}\n"
+    except DataError as error:
+        return page.paragraph(f"Nothing to compare with the theory: {error}")
+    if found is None:
+        return html + page.paragraph(f"No constants: {reason}")
     constants = {
-        "L, smoothness": found.constants.smoothness,
-        "Δ0, gap to the lowest loss (nats)": found.constants.gap,
-        "σ², gradient noise": found.constants.noise,
-        "η of the norm test": found.constants.eta,
+        "L, smoothness": found.smoothness,
+        "Δ0, gap to the lowest loss (nats)": found.gap,
+        "σ², gradient noise": found.noise,
+        "η of the norm test": found.eta,
     }
     facts = [(name, f"{value:.4g}") for name, value in constants.items()]
     caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."

@@ -16,8 +16,7 @@ def read_rounds(events: Iterable[dict]) -> dict[int, list[dict]]:
       Copies of the lines by round, in order, each with the `start` line before it in field `start`.
 
     Raises:
-      DataError: If the ledger has no start or no round, if its rounds are not 1, 2, 3, ..., or if a
-        round has two lines of one trainer.
+      DataError: If the ledger has no start or no round, or if its rounds are not 1, 2, 3, ...
     """
     start, rounds = None, defaultdict(list)
     for event in events:
@@ -35,8 +34,4 @@ def read_rounds(events: Iterable[dict]) -> dict[int, list[dict]]:
         raise DataError(
             f"the ledger's rounds begin {shown}; expected every one from 1 on, in order"
         )
-    for index, lines in rounds.items():
-        trainers = [line["trainer"] for line in lines]
-        if len(set(trainers)) < len(trainers):
-            raise DataError(f"round {index}: more than one line of a trainer among {trainers}")
     return dict(rounds)

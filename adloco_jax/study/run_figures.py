@@ -17,6 +17,10 @@ from adloco_jax.study.figures import WIDTH, Drawing, finish, legend, look_every,
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
 _ROOM = 0.1  # of the axis, between merges whose weights and barriers are written beside them
 _MAX_PROGRAMS = 16  # bars of compiled programs
+_PROGRAM_COLORS = {
+    **{("miss", "foreground"): "#D55E00", ("hit", "foreground"): "#F4C9A5"},
+    **{("miss", "background"): "#0072B2", ("hit", "background"): "#A6D3EE"},
+}
 
 
 def draw(run: Run) -> list[Drawing]:
@@ -41,11 +45,11 @@ def batches(run: Run) -> Drawing:
         effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
         _steps(sizes_ax, own, effective, **style | {"marker": "", "linestyle": "--"})
         requested = [e["requested_batch_size"] for e in own]
-        _steps(sizes_ax, own, requested, label=label or None, **style)
+        _steps(sizes_ax, own, requested, label=label, **style)
         _steps(accum_ax, own, [e["num_accum_steps"] for e in own], **style)
     sizes_ax.plot([], [], color="0.4", ls="--", label="effective batch")
-    if (max_batch_size := run.start.get("max_batch_size")) is not None:
-        sizes_ax.axhline(max_batch_size, label="max_batch_size", color="black", ls=":", zorder=1)
+    most = run.start["max_batch_size"]
+    sizes_ax.axhline(most, label="max_batch_size", color="black", ls=":", zorder=1)
     for ax in (sizes_ax, accum_ax):
         _powers_of_two(ax)
     alive = Counter(e["round"] for e in rounds)
@@ -56,10 +60,9 @@ def batches(run: Run) -> Drawing:
     labels = ("batch per worker\n(sequences)", "accumulation\n(micro-batches)", "trainers\nalive")
     _finish(figure, max(alive), labels, marked=curves.lines(run.events, "merge"))
     caption = (
-        "Top: batch per worker that the test requested (solid) and that updates used (dashed):"
-        " buckets round it up, max_batch_size cuts it or accumulation takes over. Middle:"
-        " micro-batches that are accumulated into one update. Bottom: trainers that took part in"
-        f" the round. Both upper axes are logarithmic.{figures.others_caption(run)}"
+        "Top: batch per worker that the test requested (solid) and that updates used (dashed)."
+        " Middle: micro-batches accumulated into one update. Bottom: trainers that took part in"
+        " the round. Both upper axes are logarithmic."
     )
     return Drawing("batches", "Batches and accumulation", figure, caption)
 
@@ -97,16 +100,13 @@ def merges(run: Run) -> Drawing | None:
     _finish(figure, last)
     ax.grid(visible=False, axis="y")
     caption = (
-        "A line per trainer for the rounds it took part in, thicker with more workers (at most"
+        "A line per trainer, thicker with more workers (at most"
         f" {max(e['workers'] for e in rounds)})."
-        " At a merge the vertical line joins its members: the dot is the trainer that goes on, the"
-        " crosses those that end; dashed, a merge refused because its barrier was too high. Beside"
-        " each member its weight in the average; below the dot the barrier, the loss after less"
-        " the weighted mean of the losses before (nats), on a fixed batch; for merges that are too"
-        " close only the table below has them. Quarantined trainers left the run, because their"
-        " updates were not finite."
+        " A vertical line is a merge: its dot is the trainer that goes on, its crosses those that"
+        " end; dashed, a refused one. Beside each member its weight in the average; below the dot"
+        " the barrier, the loss after less the weighted mean of the losses before (nats)."
+        " Quarantined trainers left the run, because their updates were not finite."
     )
-    caption += "" if joined else " This run merged nothing."
     return Drawing("merges", "The tree of merges", figure, caption)
 
 
@@ -128,7 +128,7 @@ def noise(run: Run) -> Drawing | None:
             style, label = looks[trainer]
             x, y = (np.array([e[key] for e in own], float) for key in ("round", name))
             shown = np.where(y > 0, y, math.nan)
-            ax.plot(x, shown, markevery=look_every(len(x)), label=label or None, **style)
+            ax.plot(x, shown, markevery=look_every(len(x)), label=label, **style)
             mark = {"marker": "v", "mfc": "none", "ms": 7, "color": style["color"]}
             if (below := x[y <= 0]).size:
                 ax.plot(below, below * 0 + bottom, ls="", label="not positive", **mark)
@@ -140,15 +140,12 @@ def noise(run: Run) -> Drawing | None:
     ax.plot([], [], color="0.4", ls="--", label="next batch per worker")
     marked = curves.lines(run.events, "merge")
     _finish(figure, max(e["round"] for e in rounds), [*labels.values()], marked=marked)
-    test = run.start.get("config", {}).get("batching", {}).get("test")
     caption = (
-        "What the batch-size test"
-        f"{f' ({test})' if test else ''} measured at the start of each round: the gradient's noise"
-        " (variance of single sequences' gradients, in squared units of the gradient), its signal"
-        " (squared norm of the mean gradient, unbiased, so it can come out negative: triangles at"
-        " the lower edge), and the batch per worker that the test asks for, before rounding, limits"
-        " and caps (solid; the next round's batch dashed). All axes are logarithmic."
-        f" A gap is a test that was skipped or not finite.{figures.others_caption(run)}"
+        f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
+        " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
+        " norm of the mean gradient; the estimate may be negative: triangles at the lower edge),"
+        " and the requested batch per worker before rounding and caps (solid; the next round's"
+        " batch dashed). All axes are logarithmic. A gap is a test that was skipped or not finite."
     )
     return Drawing("noise", "Noise, signal and test value", figure, caption)
 
@@ -185,27 +182,17 @@ def times(run: Run) -> Drawing:
     )
     if shown:
         caption += (
-            " Bottom: seconds to compile or load each program, in the order in which they were"
-            " ready; programs compiled in the background delay a round only where it waits."
+            f" Bottom: seconds to compile or load the {len(shown)} slowest of {len(programs)}"
+            " programs, in the order in which they were ready."
         )
-    if len(shown) < len(programs):
-        caption += f" The {len(shown)} slowest of {len(programs)} programs."
     return Drawing("time", "Time and compilation", figure, caption)
 
 
 def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
     for place, e in enumerate(programs):
-        is_hit, is_behind = e["cache"] == "hit", e["where"] == "background"
-        color, hatch = ("#56B4E9", "....") if is_behind else ("#D55E00", "////")
-        ax.barh(
-            place,
-            e["seconds"],
-            0.7,
-            facecolor="white" if is_hit else color,
-            edgecolor=color,
-            hatch=hatch if is_hit else None,
-            label=f"{'from the cache' if is_hit else 'compiled'}, {e['where']}",
-        )
+        how = "from the cache" if e["cache"] == "hit" else "compiled"
+        color = _PROGRAM_COLORS[e["cache"], e["where"]]
+        ax.barh(place, e["seconds"], 0.7, color=color, label=f"{how}, {e['where']}")
     ax.set_yticks(
         range(len(programs)), [figures.printable(e["key"]) for e in programs], parse_math=False
     )
@@ -240,13 +227,9 @@ def memory(run: Run) -> Drawing | None:
     ax.set_ylim(0, 1.08 * highest / unit)
     _finish(figure, max(x) or 1, [f"memory ({name})"])
     caption = (
-        "The most memory that the process has held up to each evaluation: on the host, and on the"
-        " fullest device where the backend counts (a CPU's memory is the host's)."
+        "Peak memory of the process up to each evaluation, on the host and on the fullest device."
+        " Dashed: what the largest program needs on a device, by the compiler's analysis."
     )
-    if program:
-        caption += (
-            " Dashed: what the largest program needs on a device, by the compiler's analysis."
-        )
     return Drawing("memory", "Memory", figure, caption)
 
 
@@ -258,7 +241,8 @@ def _finish(
         for number, event in enumerate(marked):
             style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
             ax.axvline(event["round"], label=None if number else "merge", **style)
-        figures.over_rounds(ax, num_rounds)
+        ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+        ax.set_xlim(-0.02 * num_rounds, 1.02 * num_rounds)
         finish(ax)
     for ax, label in zip(figure.axes, labels, strict=False):
         ax.set_ylabel(label)
@@ -287,17 +271,13 @@ def _powers_of_two(ax: Axes) -> None:
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     """An order in which no vertical line of a merge crosses a trainer that is still alive."""
-    absorbed: dict[int, list[int]] = {}
-    for event in merged:
-        members = [member for member in event["members"] if member != event["into"]]
-        absorbed.setdefault(event["into"], []).extend(members)
-    gone = {member for members in absorbed.values() for member in members}
-    order: list[int] = []
-    waiting = [trainer for trainer in reversed(trainers) if trainer not in gone]
-    while waiting:  # each followed by those it absorbed, the earliest first
-        order.append(waiting.pop())
-        waiting += reversed(absorbed.pop(order[-1], []))
-    return list(dict.fromkeys([*order, *trainers]))  # no run merges in a ring, a file may
+    order = list(trainers)
+    for event in reversed(merged):  # earlier merges are moved later, and stand closer
+        for member in reversed(event["members"]):
+            if member != event["into"]:
+                order.remove(member)
+                order.insert(order.index(event["into"]) + 1, member)
+    return order
 
 
 def _draw_merge(ax: Axes, event: dict, lanes: dict[int, int], *, is_noted: bool) -> None:
