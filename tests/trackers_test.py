@@ -173,15 +173,6 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
     assert len(wandb.values("fault")) == 1
 
 
-def test_a_tracker_that_cannot_be_opened_is_dropped(tmp_path, monkeypatch, plain):
-    def no_network(**_):
-        raise TimeoutError("no network")
-
-    install(monkeypatch, "wandb", Standin())
-    monkeypatch.setattr(sys.modules["wandb"], "init", no_network)
-    assert feed(tmp_path, lines_of(plain), wandb=True) == [("wandb", 0, "TimeoutError: no network")]
-
-
 def test_a_tracker_that_hangs_delays_nothing_but_the_end(tmp_path, monkeypatch, plain):
     monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     hang = threading.Event()
