@@ -1,4 +1,4 @@
-"""Weights in and out of the Hugging Face layout: `config.json`, safetensors, tokenizer files.
+"""Read and write the Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
 Only JSON and safetensors are read, never a pickle; every tensor is named, and its shape and type
 are checked, before memory is taken for it. The names are those of `models.weight_maps`.
@@ -9,12 +9,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -29,8 +30,8 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.weight_maps import WeightMap
 
-MAX_JSON_BYTES = 2**26  # of config.json, of an index, of a safetensors header
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+MAX_JSON_BYTES = 2**26  # of config.json, of an index
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Tensors that hold no parameter of ours: buffers that old versions saved.
@@ -53,12 +54,12 @@ class Loaded(NamedTuple):
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
-    """What Hugging Face calls the parts of a model; None if no architecture says."""
+    """Hugging Face names of a model; None if its architecture has none."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and where it lies in our parameters.
+    """A tensor of a checkpoint, and its place in our parameters.
 
     Attributes:
       name: Its own name.
@@ -93,56 +94,53 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
 
     Args:
       path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
-        an index and its shards; else a hub name, of which what is in the cache is used without the
-        network.
+        an index and its shards; else a hub name, which is not downloaded if it is in the cache.
       head: Whether to read the matrix to the vocabulary, or to the classes. Without, it may be
         missing or another model's, and is left out of the parameters.
 
     Returns:
-      Model, float32 weights, and what they were stored as. A tied head becomes a matrix of its
-      own, equal to the embedding: the two then train apart.
+      Model, float32 weights, and the types they were stored in. A tied head becomes a separate
+      matrix, equal to the embedding at first.
 
     Raises:
-      ConfigError: If the name leads nowhere.
+      ConfigError: If the hub has no such name, or cannot be reached.
       DataError: If the folder has another architecture, pickled weights only, or tensors that are
         missing, unexpected, misshapen, not of a float type or not finite: all of them, by name.
     """
     name = str(path_or_name)
     folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
-    described = _described(folder, head=head)
-    network, checkpoint = described.network, _opened(folder, described, head=head)
-    shapes, leaves = _leaves(param_shapes(network)), {}
-    for tensor in checkpoint.wanted:
-        shape = shapes[tensor.path].shape
-        leaf = leaves.setdefault(tensor.path, np.empty(shape, np.float32))
-        array = checkpoint.read(tensor.name)
-        leaf[tensor.place] = array.T if tensor.transposed else array
-    return Loaded(network, unflatten_dict(leaves), checkpoint.stored_as)
+    network, stored = _checked(folder, head=head)
+    shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
+    for tensor, where in stored.items():
+        array = where.opened.get_tensor(where.name)
+        kinds.add(array.dtype.name)
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
+        leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
+        tensor.of(leaf)[...] = array
+    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)))
 
 
 def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, bool]:
-    """What `load` would read, but for the numbers.
+    """Check a checkpoint as `load` does, without reading the numbers.
 
     Args:
       path_or_name: A folder or hub name; of a hub name only `config.json` is fetched.
       head: Whether the matrix to the vocabulary, or to the classes, would be read.
 
     Returns:
-      The model, and whether names, shapes and types of its tensors were checked too, which is so
-      for a folder.
+      The model, and whether names, shapes and types of its tensors were checked too: those of a
+      folder are.
 
     Raises:
-      ConfigError: If the name leads nowhere.
+      ConfigError: If the hub has no such name, or cannot be reached.
       DataError: For all that `load` refuses except numbers that are not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
-        remote = _of_hub(name, ("config.json",), "config.json")
-        return _described(remote, head=head).network, False
-    described = _described(folder, head=head)
-    _opened(folder, described, head=head)
-    return described.network, True
+        return _described(_of_hub(name, ("config.json",), "config.json"), head=head)[0], False
+    return _checked(folder, head=head)[0], True
 
 
 def save(
@@ -177,9 +175,7 @@ def save(
     config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
     if tokenizer is not None and "eos_token_id" in config:
         config["eos_token_id"] = tokenizer.eot_id
-    leaves = {
-        path: np.asarray(leaf).astype(jnp.dtype(dtype)) for path, leaf in _leaves(params).items()
-    }
+    leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
     arrays = {
         # Contiguous, as the file would lose a view's strides.
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
@@ -208,14 +204,13 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """The folder that a path means; None of what may be a hub name."""
+    """The local folder of that name; None if the name may be a hub's."""
     path = Path(name).expanduser()
     try:
         if path.is_dir():
             return path
         if path.is_file():
-            kind = "pickled weights are never read" if path.suffix in _PICKLES else "a file"
-            raise DataError(f"{path}: {kind}; give a folder with config.json and model.safetensors")
+            raise DataError(f"{path}: a file; give a folder with config.json and model.safetensors")
     except (OSError, ValueError) as error:  # a name with NUL in it, or too long
         raise DataError(f"{name[:200]!r}: {error}") from error
     if not HUB_NAME.fullmatch(name):
@@ -233,7 +228,7 @@ def _read_json(file: Path) -> dict:
             text = opened.read(MAX_JSON_BYTES + 1)
         if len(text) > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-        content = json.loads(text, object_pairs_hook=_no_repeated_key)
+        content = json.loads(text)
     except FileNotFoundError:
         raise DataError(f"{file}: no such file; a folder in Hugging Face layout has it") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -243,26 +238,11 @@ def _read_json(file: Path) -> dict:
     return content
 
 
-def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return content
-
-
 # --- config.json --------------------------------------------------------------------------------
 
 
-class _Described(NamedTuple):
-    """What a `config.json` says: its model, and whether head and embedding are one matrix."""
-
-    network: Any
-    names: WeightMap
-    tied: bool
-
-
-def _described(folder: Path, *, head: bool) -> _Described:
-    """Reads `config.json`; DataError names all its faults at once."""
+def _described(folder: Path, *, head: bool) -> tuple[Any, WeightMap, bool]:
+    """Reads a model, and whether its head is its embedding; DataError names all faults at once."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -295,7 +275,7 @@ def _described(folder: Path, *, head: bool) -> _Described:
         network = names.model(**sizes)
         try:
             param_shapes(network)
-            return _Described(network, names, config.get("tie_word_embeddings") is True)
+            return network, names, config.get("tie_word_embeddings") is True
         except (ValueError, OverflowError) as error:
             faults.append(f"{path}: {error}")
     raise DataError("\n".join(faults))
@@ -304,11 +284,19 @@ def _described(folder: Path, *, head: bool) -> _Described:
 # --- safetensors ------------------------------------------------------------------------------
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Each tensor's file."""
+class _Stored(NamedTuple):
+    """A stored tensor: its file, the file's handle, and its name there."""
+
+    file: Path
+    opened: Any
+    name: str
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """All tensors of a folder."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
-        return dict.fromkeys(_names_in(_inside(folder, whole.name, whole)), whole)
+        return _open(_inside(folder, whole.name, whole))
     if not index.exists():
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         have = f"have {', '.join(pickled[:3])}, which is never read" if pickled else "have neither"
@@ -319,22 +307,22 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise DataError(f"{index}: need a weight_map from tensor to file")
-    files = {name: _inside(folder, name, index) for name in sorted(set(weight_map.values()))}
-    have = {name: file for file in files.values() for name in _names_in(file)}
+    found: dict[str, _Stored] = {}
+    for file in sorted(set(weight_map.values())):
+        found |= _open(_inside(folder, file, index))
     misplaced = [
         f"{index}: {name}: not in {file}"
         for name, file in weight_map.items()
-        if have.get(name) != files[file]
+        if name not in found or found[name].file.name != file
     ]
     if misplaced:
         raise DataError(_listed(misplaced))
-    return have
+    return found
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """A file of the folder by its bare name; a link may lead to the hub's own cache only."""
-    is_bare = name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
-    if not is_bare or not name.endswith(".safetensors"):
+    """The path of a file in the folder; a link may only point into the hub's cache."""
+    if not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
             f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
         )
@@ -349,78 +337,54 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
     return folder / name
 
 
-def _names_in(file: Path) -> list[str]:
-    """Names of a file's tensors, each of which stands there once."""
+def _open(file: Path) -> dict[str, _Stored]:
+    """A file's tensors; opening it checks that its header describes all of its bytes once."""
     try:
-        with open(file, "rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if size > min(MAX_JSON_BYTES, file.stat().st_size):
-                raise ValueError(f"a header of {size} bytes")
-            json.loads(opened.read(size), object_pairs_hook=_no_repeated_key)
-        with safetensors.safe_open(file, framework="numpy") as tensors:
-            return list(tensors.keys())
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        opened = safetensors.safe_open(file, framework="numpy")
+        return {name: _Stored(file, opened, name) for name in opened.keys()}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
 
 
-class _Checkpoint(NamedTuple):
-    """An opened checkpoint, all of whose names, shapes and types are those the model needs."""
-
-    wanted: list[Tensor]
-    where: Mapping[str, tuple[Path, Any, str]]  # by tensor: file, its handle, the name there
-    stored_as: tuple[str, ...]
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in float32; DataError if it is not finite."""
-        path, opened, stored = self.where[name]
-        array = opened.get_tensor(stored).astype(np.float32)
-        if not np.isfinite(array).all():
-            raise DataError(f"{path}: {name}: not all of its numbers are finite")
-        return array
-
-
-def _opened(folder: Path, described: _Described, *, head: bool) -> _Checkpoint:
-    network, names, is_tied = described
-    files = _tensor_files(folder)
-    if network.num_layers > len(files):
+def _checked(folder: Path, *, head: bool) -> tuple[nn.Module, dict[Tensor, _Stored]]:
+    """A model and its tensors; DataError if a name, shape or type does not match."""
+    network, names, is_tied = _described(folder, head=head)
+    # Google's converted BERT names the gains and biases of norms gamma and beta.
+    stored = {
+        re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): where
+        for name, where in _stored(folder).items()
+    }
+    leaves = _leaves(param_shapes(network))
+    if network.num_layers > len(stored):
         raise DataError(
-            f"{folder / 'config.json'} names {network.num_layers} layers, have {len(files)} tensors"
+            f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    tied = names.ties if is_tied else {}
-    wanted = [
-        tensor._replace(name=tied.get(tensor.name, tensor.name))
+    ties = names.ties if is_tied else {}
+    wanted = {
+        tensor: ties.get(tensor.name, tensor.name)
         for tensor in tensors(network, names)
         if head or tensor.path[0] != names.head
-    ]
-    opened = {file: safetensors.safe_open(file, framework="numpy") for file in set(files.values())}
-    # Google's BERT, converted, has its norms' gains and biases under their first names.
-    where = {
-        re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): (file, opened[file], name)
-        for name, file in files.items()
     }
     faults = [
         f"{folder}: {name}: unexpected"
-        for name in where.keys() - {tensor.name for tensor in wanted} - tied.keys()
+        for name in stored.keys() - wanted.values() - ties.keys()
         if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
     ]
-    leaves, stored_as = _leaves(param_shapes(network)), set()
-    for tensor in wanted:
-        shape = leaves[tensor.path].shape[0 if tensor.place is ... else 1 :]
-        need = shape[::-1] if tensor.transposed else shape
-        if tensor.name not in where:
-            faults.append(f"{folder}: {tensor.name}: missing, want {need}")
+    for tensor, name in wanted.items():
+        need = tensor.of(np.broadcast_to(np.float32(0), leaves[tensor.path].shape)).shape
+        if name not in stored:
+            faults.append(f"{folder}: {name}: missing, want {need}")
             continue
-        path, handle, stored = where[tensor.name]
-        header = handle.get_slice(stored)
+        where = stored[name]
+        header = where.opened.get_slice(where.name)
         have, kind = tuple(header.get_shape()), header.get_dtype()
-        stored_as.add(_FLOATS.get(kind, kind))
         if have != need:
-            faults.append(f"{path}: {tensor.name}: have {have}, want {need}")
+            faults.append(f"{where.file}: {name}: have {have}, want {need}")
         if kind not in _FLOATS:
-            faults.append(f"{path}: {tensor.name}: have {kind}, want a float type")
+            faults.append(f"{where.file}: {name}: have {kind}, want a float type")
     if faults:
         raise DataError(_listed(faults))
-    return _Checkpoint(wanted, where, tuple(sorted(stored_as)))
+    return network, {tensor: stored[name] for tensor, name in wanted.items()}
 
 
 def _listed(faults: list[str], most: int = 12) -> str:

@@ -31,26 +31,27 @@ def main() -> int:
         description=(__doc__ or "").splitlines()[0],
         usage="%(prog)s [options] -- --config FILE --workdir DIR [--config.KEY=VALUE ...]",
     )
-    parser.add_argument("--processes", type=_count, default=2, help="how many (default 2)")
-    parser.add_argument(
-        "--devices-per-process",
-        type=_count,
-        help="emulated devices (default 1)",
-    )
+    parser.add_argument("--processes", type=int, default=2, help="how many (default 2)")
+    parser.add_argument("--devices-per-process", type=int, help="emulated devices (default 1)")
     parser.add_argument(
         "--watchdog-s",
-        type=_seconds,
+        type=float,
         default=600.0,
         help="seconds without a line in the ledger, compilation included, after which the "
         "processes are taken to be stuck (default 600)",
     )
     parser.add_argument(
         "--max-restarts",
-        type=_not_negative,
+        type=int,
         default=3,
         help="restarts in a row without a newer checkpoint (default 3)",
     )
     options = parser.parse_args(words)
+    counts = {options.processes, options.devices_per_process} - {None}
+    if min(counts) < 1:
+        parser.error("--processes and --devices-per-process: expected 1 or more")
+    if not options.watchdog_s > 0 or options.max_restarts < 0:
+        parser.error("--watchdog-s: expected more than 0; --max-restarts: 0 or more")
     try:
         return supervise(
             [sys.executable, "-m", "adloco_jax.main", *rest],
@@ -97,24 +98,6 @@ def environment(present: Mapping[str, str], devices_per_process: int | None) -> 
     flag = f"--xla_force_host_platform_device_count={devices_per_process}"
     flags = f"{present.get('XLA_FLAGS', '')} {flag}".strip()  # of two, the last one counts
     return on_cpu | {"XLA_FLAGS": flags}
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected more than 0")
-    return float(text)
 
 
 if __name__ == "__main__":

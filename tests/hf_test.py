@@ -4,15 +4,12 @@ import json
 import pickle
 import resource
 import shutil
-import struct
-import sys
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import transformers
 from safetensors.numpy import load_file, save_file
 
 from adloco_jax import hf
@@ -28,9 +25,7 @@ TEXTS = ["Hello wörld  two\n\tspaces 日本", " lead", "trail ", "", "a\x00b\x7
 
 def drawn(network):
     rng = np.random.default_rng(3)
-    return jax.tree.map(
-        lambda x: rng.normal(size=x.shape).astype(np.float32), param_shapes(network)
-    )
+    return jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), param_shapes(network))
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +105,15 @@ def test_what_is_saved_comes_back_bit_for_bit(folder, params):
     gate = tensors["model.layers.2.mlp.gate_proj.weight"]
     assert gate.shape == (10, 12)  # outputs, inputs: the order of PyTorch
     np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["kernel"][2].T)
+    (folder / "stale.txt").write_text("x")
+    hf.save(params, folder, network=NETWORK, dtype="bfloat16")  # in its place, as a whole
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = hf.load(folder)
+    assert loaded.stored_as == ("bfloat16",)
+    half = ml_dtypes.bfloat16
+    assert_same(loaded.params, jax.tree.map(lambda x: x.astype(half).astype(np.float32), params))
 
 
 def test_shards_an_index_and_buffers_of_old_versions_are_one_checkpoint(folder, params):
@@ -117,23 +121,6 @@ def test_shards_an_index_and_buffers_of_old_versions_are_one_checkpoint(folder, 
     edit_tensors(folder, lambda t: t.update({name: np.ones(2, np.float32)}))
     split(folder)
     assert_same(hf.load(folder).params, params)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
-def test_float_types_are_cast_and_reported(folder, params, dtype):
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    edit_tensors(
-        folder, lambda t: t.update({name: array.astype(kind) for name, array in t.items()})
-    )
-    loaded = hf.load(folder)
-    assert loaded.stored_as == (dtype,)
-    assert_same(loaded.params, jax.tree.map(lambda x: x.astype(kind).astype(np.float32), params))
-
-
-def test_bfloat16_is_written_on_request(tmp_path, params):
-    hf.save(params, tmp_path / "half", network=NETWORK, dtype="bfloat16")
-    assert hf.load(tmp_path / "half").stored_as == ("bfloat16",)
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("stores_head", [False, True])
@@ -146,23 +133,19 @@ def test_a_tied_head_is_the_embedding(folder, params, stores_head):
 
 
 def test_old_and_new_keys_of_the_config(folder):
-    edit_config(folder, rope_parameters=..., rope_theta=5e5)
-    assert hf.load(folder).network.rope_theta == 5e5
-    edit_config(folder, rope_theta=..., rope_parameters={"rope_theta": 7e5, "rope_type": "default"})
-    assert hf.load(folder).network.rope_theta == 7e5
-    edit_config(folder, rope_parameters=..., rope_scaling=None, head_dim=None)
-    assert hf.load(folder).network.rope_theta == 10_000.0
+    default, new = {"rope_type": "default"}, {"rope_theta": 7e5}
+    for changes, theta in [
+        (dict(rope_parameters=..., rope_theta=5e5), 5e5),
+        (dict(rope_theta=..., rope_parameters=new | default), 7e5),
+        (dict(rope_theta=5e5, rope_parameters=new, rope_scaling=default), 5e5),  # the older one,
+        (dict(rope_scaling={"rope_theta": 9e5}), 9e5),  # as transformers 5 has it
+        (dict(rope_theta=..., rope_parameters=..., rope_scaling=None, head_dim=None), 10_000.0),
+    ]:
+        edit_config(folder, **changes)
+        assert hf.load(folder).network.rope_theta == theta
     for absent in (..., None):  # as many key heads as heads, which these weights are not
         edit_config(folder, num_key_value_heads=absent)
         assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
-
-
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_theta": 9e5}])
-def test_of_both_keys_of_the_rotation_transformers_takes_the_older(folder, scaling):
-    edit_config(folder, rope_theta=5e5, rope_parameters={"rope_theta": 7e5}, rope_scaling=scaling)
-    config = json.loads((folder / "config.json").read_text())
-    theirs = transformers.LlamaConfig(**config).rope_parameters["rope_theta"]
-    assert hf.load(folder).network.rope_theta == theirs
 
 
 def test_a_foreign_checkpoint_is_read(data_dir):
@@ -185,60 +168,32 @@ def test_the_hubs_cache_is_read_through_its_links(tmp_path, folder, params, monk
     assert_same(hf.load("somebody/llama").params, params)
 
 
-def test_an_unreachable_hub_name_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    line = refused("nobody/nothing-of-the-kind", ConfigError)
-    assert "give a local path" in line and "\n" not in line and "Repo id" not in line
-
-
-@pytest.mark.parametrize("name", ["bytes", "torchtune_tokenizer_2000.json", "mistral-v1.model"])
-def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, params, request, name):
+@pytest.mark.parametrize(
+    "name",
+    ["bytes", "torchtune_tokenizer_2000.json", "mistral-v1.model", "torchtune_m_2000.model"],
+)
+def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, name):
+    is_lossless = name != "torchtune_m_2000.model"
     if name != "bytes":
         name = str(request.getfixturevalue("data_dir") / "tokenizers" / name)
     tokenizer = load_tokenizer(name)
-    hf.save(params, tmp_path / "out", tokenizer, network=NETWORK)
-    exported = load_tokenizer(str(tmp_path / "out"))
-    assert (exported.vocab_size, exported.eot_id) == (tokenizer.vocab_size, tokenizer.eot_id)
-    for text, ids, same in zip(
-        TEXTS, tokenizer.encode_batch(TEXTS), exported.encode_batch(TEXTS), strict=True
-    ):
-        np.testing.assert_array_equal(ids, same, err_msg=text)
-        assert exported.decode(same) == tokenizer.decode(ids)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.eot_id and config["bos_token_id"] is None
-
-
-def test_a_unigram_model_is_exported_as_one(tmp_path, data_dir):
-    tokenizer = load_tokenizer(str(data_dir / "tokenizers" / "torchtune_m_2000.model"))
     tokenizer.save(tmp_path)
-    text = (data_dir / "text" / "tinyshakespeare.txt").read_text()[:20_000]
-    (ids,), (same,) = (
-        tokenizer.encode_batch([text]),
-        load_tokenizer(str(tmp_path)).encode_batch([text]),
-    )
-    np.testing.assert_array_equal(ids, same)
+    exported = load_tokenizer(str(tmp_path))
+    assert (exported.vocab_size, exported.eot_id) == (tokenizer.vocab_size, tokenizer.eot_id)
+    texts = [*TEXTS, Path(__file__).read_text("utf-8")]
+    encoded = tokenizer.encode_batch(texts), exported.encode_batch(texts)
+    for ids, same in zip(*encoded, strict=True):
+        np.testing.assert_array_equal(ids, same)
+        assert exported.decode(same) == tokenizer.decode(ids) or not is_lossless
 
 
-def test_an_older_export_is_replaced_as_a_whole(folder, params):
-    (folder / "stale.txt").write_text("x")
-    hf.save(params, folder, network=NETWORK)
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_a_bert_comes_back_bit_for_bit(bert):
+def test_a_bert_comes_back_bit_for_bit_and_without_its_head(bert):
     params, folder = bert
     loaded = hf.load(folder)
     assert loaded.network == BERT
     assert_same(loaded.params, params)
     tensors = load_file(folder / "model.safetensors")
-    assert len(tensors) == 3 + 2 + 3 * 16 + 4
     assert tensors["bert.encoder.layer.1.output.dense.weight"].shape == (12, 10)
-
-
-def test_a_bert_without_its_head_and_with_another_models(bert):
-    params, folder = bert
 
     def edit(tensors):
         del tensors["classifier.weight"], tensors["classifier.bias"]
@@ -257,158 +212,109 @@ def test_a_bert_without_its_head_and_with_another_models(bert):
     assert_same(loaded.params, {name: params[name] for name in params if name != "classifier"})
 
 
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        (dict(hidden_act="relu"), "hidden_act: have relu, need gelu"),
-        (dict(position_embedding_type="relative_key"), "position_embedding_type"),
-        (dict(is_decoder=True), "is_decoder: have True"),
-        (dict(type_vocab_size=0), "type_vocab_size: have 0"),
-        (dict(id2label=..., num_labels=5), "classifier.bias: have (3,), want (5,)"),
-        (dict(problem_type="multi_label_classification"), "problem_type: have multi_label_class"),
-    ],
-)
-def test_another_bert_is_refused(bert, changes, expected):
-    edit_config(bert[1], **changes)
-    assert expected in refused(bert[1])
+def test_another_bert_is_refused(bert):
+    _, folder = bert
+    edit_config(folder, id2label=..., num_labels=5)
+    assert "classifier.bias: have (3,), want (5,)" in refused(folder)
+    edit_config(folder, hidden_act="relu", type_vocab_size=0, problem_type="regression")
+    lines = refused(folder)
+    for fault in ("hidden_act: have relu, need gelu", "type_vocab_size: have 0", "problem_type: "):
+        assert fault in lines
 
 
 # --- Checkpoints that are refused -------------------------------------------------------------
 
 
-def put(name, array):
-    return lambda tensors: tensors.update({name: array})
+GAIN, UP = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"
 
 
-GAIN = "model.layers.1.input_layernorm.weight"
-NOT_FINITE = np.ones(12, np.float32)
-NOT_FINITE[7] = np.nan
-UP = "model.layers.0.mlp.up_proj.weight"
-BAD_TENSORS = [
-    (lambda t: t.pop(GAIN), [f"{GAIN}: missing, want (12,)"]),
-    (put("bias", np.ones(3, np.float32)), ["bias: unexpected"]),
-    (put(GAIN, np.ones(13, np.float32)), [f"{GAIN}: have (13,), want (12,)"]),
-    (put(UP, np.ones((12, 10), np.float32)), [f"{UP}: have (12, 10), want (10, 12)"]),
-    (put(GAIN, np.ones(12, np.int8)), [f"{GAIN}: have I8, want a float type"]),
-    (put(GAIN, NOT_FINITE), [f"{GAIN}: not all of its numbers are finite"]),
-    (lambda t: t.pop("lm_head.weight"), ["lm_head.weight: missing"]),  # and not tied
-    (lambda t: t.update({"bias": t.pop(GAIN)}), [f"{GAIN}: missing", "bias: unexpected"]),
-]
+@pytest.mark.parametrize(
+    "name, array, fault",
+    [
+        (GAIN, None, "missing, want (12,)"),
+        ("lm_head.weight", None, "missing"),  # and not tied
+        ("bias", np.ones(3, np.float32), "unexpected"),
+        (GAIN, np.ones(13, np.float32), "have (13,), want (12,)"),
+        (UP, np.ones((12, 10), np.float32), "have (12, 10), want (10, 12)"),
+        (GAIN, np.ones(12, np.int8), "have I8, want a float type"),
+        (GAIN, np.float32([1] * 11 + [np.nan]), "not all of its numbers are finite"),
+    ],
+)
+def test_a_bad_tensor_is_named(folder, name, array, fault):
+    edit_tensors(folder, lambda t: t.pop(name) if array is None else t.update({name: array}))
+    line = refused(folder)
+    assert f"{name}: {fault}" in line and str(folder) in line
 
 
-@pytest.mark.parametrize("edit, expected", BAD_TENSORS)
-def test_a_bad_tensor_is_named(folder, edit, expected):
-    edit_tensors(folder, edit)
-    lines = refused(folder)
-    assert all(part in lines for part in expected) and str(folder) in lines
-
-
-BAD_CONFIGS = [
-    (dict(model_type="mistral"), "model_type: have 'mistral', need 'llama' or 'bert'"),
-    (dict(hidden_act="gelu"), "hidden_act: have gelu, need silu"),
-    (dict(attention_bias=True), "attention_bias: have True"),
-    (dict(rope_parameters={"rope_type": "llama3"}), "rope type: have llama3, need default"),
-    (dict(rope_parameters=..., rope_scaling={"type": "linear"}), "rope type: have linear"),
-    (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling: rope type: have linear, need defa"),
-    (dict(rope_parameters={"rope_theta": True}), "rope_theta: have True"),
-    (dict(rope_parameters={"rope_theta": "1e4"}), "rope_theta: have 1e4"),
-    (dict(rope_parameters="x"), "rope_parameters: have x"),
-    (dict(num_key_value_heads=False), "num_key_value_heads: have False"),
-    (dict(head_dim=False), "head_dim: have False"),
-    (dict(head_dim=8), "head_dim: have 8, need 4"),
-    (dict(hidden_size="12"), "hidden_size: have 12, need a positive int"),
-    (dict(vocab_size=...), "vocab_size: have None"),
-    (dict(num_hidden_layers=2**62), "num_hidden_layers"),
-    (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
-    (dict(intermediate_size=-10), "intermediate_size: have -10"),
-    (dict(rms_norm_eps=float("nan")), "rms_norm_eps: have nan"),
-    (dict(num_attention_heads=5), "num_heads=5, width=12: the heads must divide the width"),
-]
-
-
-@pytest.mark.parametrize("changes, expected", BAD_CONFIGS)
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(model_type="mistral"), "model_type: have 'mistral', need 'llama' or 'bert'"),
+        (dict(rope_parameters="x"), "rope_parameters: have x"),
+        (dict(head_dim=False), "head_dim: have False, need 4"),
+        (dict(num_hidden_layers=10**9), "1000000000 layers, have 30 tensors"),
+        (dict(num_attention_heads=5), "num_heads=5, width=12: the heads must divide the width"),
+    ],
+)
 def test_another_architecture_is_refused(folder, changes, expected):
     edit_config(folder, **changes)
     assert expected in refused(folder)
 
 
-def with_header(header: str, body: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header)) + header.encode() + body
+def test_all_faults_of_a_config_are_named_at_once(folder):
+    faults = {
+        "hidden_act": ("gelu", "have gelu, need silu"),
+        "attention_bias": (True, "have True"),
+        "rope_parameters": ({"rope_type": "llama3"}, "rope type: have llama3, need default"),
+        "rope_scaling": ({"type": "linear", "rope_theta": True}, "rope type: have linear"),
+        "rope_theta": ("1e4", "have True"),
+        "num_key_value_heads": (False, "have False"),
+        "hidden_size": ("12", "have 12, need a positive int"),
+        "vocab_size": (..., "have None"),
+        "num_hidden_layers": (2**62, "have 4611686018427387904"),
+        "intermediate_size": (-10, "have -10"),
+        "rms_norm_eps": (float("nan"), "have nan"),
+    }
+    edit_config(folder, **{key: value for key, (value, _) in faults.items()})
+    lines = refused(folder)
+    assert all(f"config.json: {key}: {fault}" in lines for key, (_, fault) in faults.items())
 
 
 DAMAGES = {
-    "truncated": lambda content, header, body: content[:-5],
-    "appended": lambda content, header, body: content + b"\0" * 8,
-    "empty": lambda content, header, body: b"",
-    "header of 2^60": lambda content, header, body: (2**60).to_bytes(8, "little") + content[8:],
-    "no json": lambda content, header, body: with_header("x" * len(header), body),
-    "twice": lambda content, header, body: with_header(
-        "{" + header[1:].split("},", 1)[0] + "}," + header[1:], body
-    ),
-    "shape of 2^62": lambda content, header, body: with_header(
-        header.replace('"shape":[12]', '"shape":[4611686018427387904]', 1), body
-    ),
-    "deep": lambda content, header, body: with_header("[" * 10**6),
+    "truncated": lambda content: content[:-5],
+    "appended": lambda content: content + b"\0" * 8,
+    "empty": lambda content: b"",
+    "header of 2^60": lambda content: (2**60).to_bytes(8, "little") + content[8:],
+    "no json": lambda content: content[:8] + b"x" * len(content[8:]),
+    "another shape": lambda content: content.replace(b"[12]", b"[99]", 1),
+    "deep": lambda content: (10**6).to_bytes(8, "little") + b"[" * 10**6,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_named_and_takes_no_memory(folder, damage):
     file = folder / "model.safetensors"
-    content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    file.write_bytes(damage(content, content[8:end].decode(), content[end:]))
+    file.write_bytes(damage(file.read_bytes()))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = refused(folder)
     assert "model.safetensors: damaged, or no safetensors file" in line and "\n" not in line
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
 
 
-class Canary:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.npz", "model.safetensors"],
-)
-def test_a_pickle_is_never_read(folder, tmp_path, name):
-    canary = tmp_path / "canary"
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.npz", "model.safetensors"])
+def test_a_pickle_is_never_read(folder, name):
     (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(pickle.dumps(Canary(canary)))
-    line = refused(folder)
-    assert name in line and not canary.exists()
-    assert name in refused(folder / name) and not canary.exists()
+    (folder / name).write_bytes(pickle.dumps(np.ones(3)))
+    assert name in refused(folder)
+    assert name in refused(folder / name)
 
 
-OUTSIDE = ["../llama2/x.safetensors", "/etc/x.safetensors", "~/x.safetensors", "a\0.safetensors"]
-OUTSIDE += ["..", "", "sub/x.safetensors", "model.bin"]
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_opens_nothing_outside_its_folder(folder, tmp_path, name):
+@pytest.mark.parametrize("name", ["../llama2/x.safetensors", "/etc/x.safetensors", "", "model.bin"])
+def test_an_index_leads_to_nothing_outside_its_folder(folder, tmp_path, name):
     weight_map = split(folder)
     shutil.copytree(folder, tmp_path / "llama2")
     write_index(folder, weight_map | {GAIN: name})
-    opened = []
-    watching = True
-
-    def watch(event, arguments):
-        if watching and event == "open" and isinstance(arguments[0], str):
-            opened.append(arguments[0])
-
-    sys.addaudithook(watch)
-    line = refused(folder, ConfigError)
-    watching = False
-    assert "is not the name of a .safetensors file" in line
-    outside = [path for path in opened if "safetensors" in path and str(folder) not in path]
-    assert outside == []
+    assert "is not the name of a .safetensors file" in refused(folder, ConfigError)
 
 
 def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
@@ -417,27 +323,26 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     assert "leads out of its folder" in refused(folder, ConfigError)
 
 
-@pytest.mark.parametrize("fault", ["no file", "wrong shard", "no map", "not a map", "numbers"])
-def test_a_bad_index_is_refused(folder, fault):
+def test_a_bad_index_is_refused(folder):
     weight_map = split(folder)
-    shards = sorted(set(weight_map.values()))
-    if fault == "no file":
-        (folder / shards[0]).unlink()
-    elif fault == "wrong shard":
-        write_index(folder, {name: shards[0] for name in weight_map})
-    else:
-        write_index(folder, {"no map": None, "not a map": [1], "numbers": {GAIN: 3}}[fault])
-    assert "index.json" in refused(folder) or shards[0] in refused(folder)
+    shard = min(weight_map.values())
+    for bad, fault in [
+        (None, "need a weight_map"),
+        ([1], "need a weight_map"),
+        ({GAIN: 3}, "need a weight_map"),
+        (dict.fromkeys(weight_map, shard), f"not in {shard}"),
+        (weight_map | {GAIN: "a.safetensors"}, "a.safetensors: no such file"),
+    ]:
+        write_index(folder, bad)
+        assert fault in refused(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "llama", "model_type": "llama"}'])
-def test_a_config_that_is_no_json_object_is_refused(folder, text):
-    (folder / "config.json").write_text(text)
-    assert "config.json: " in refused(folder)
+def test_a_config_that_is_no_json_object_is_refused(folder):
+    for text in ("", "[]", "{"):
+        (folder / "config.json").write_text(text)
+        assert "config.json: " in refused(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["/nowhere/at/all", "./missing", "a/b/c", "~nobody/x", "x\0y", "x" * 5000, ""]
-)
+@pytest.mark.parametrize("name", ["./missing", "~nobody/x", "x\0y", "x" * 5000, ""])
 def test_a_path_that_does_not_exist_is_said_to_be_one(name):
     assert "Repo id" not in refused(name)

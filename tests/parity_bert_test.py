@@ -23,7 +23,6 @@ SIZES |= dict(num_attention_heads=4, max_position_embeddings=20, num_labels=3)
     ("change", "batch", "length"),
     [
         ({}, 6, 12),
-        ({"num_attention_heads": 1, "num_hidden_layers": 3, "num_labels": 2}, 3, 20),
         ({"num_attention_heads": 6, "type_vocab_size": 1, "layer_norm_eps": 1e-2}, 4, 1),
     ],
 )

@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed (the parit
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
 from flax.traverse_util import flatten_dict  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -16,11 +15,11 @@ from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
 from adloco_jax.models.llama import Llama, next_token_loss  # noqa: E402
 
 SHAPES = {
-    "one head each": dict(num_attention_heads=4, num_key_value_heads=4),
-    "grouped heads": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48),
-    "one key head": dict(num_attention_heads=4, num_key_value_heads=1, rope_theta=5e5),
+    "one head each": dict(num_attention_heads=4, num_key_value_heads=4, rope_theta=5e5),
+    "grouped heads": dict(
+        num_attention_heads=6, num_key_value_heads=2, hidden_size=48, rms_norm_eps=1e-3
+    ),
     "tied": dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
-    "another epsilon": dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-3),
 }
 
 
@@ -72,36 +71,23 @@ def test_sizes_and_logits(pair):
     assert_same_logits(network, params, model, rows_of(61))
 
 
-def test_loss_gradients_and_one_update_of_adamw(pair):
-    """A whole step, optimizer included, from the same weights on the same rows."""
+def test_loss_and_gradients(pair):
     model, (network, params, _) = pair
-    rows, tied = rows_of(61), model.config.tie_word_embeddings
+    rows = rows_of(61)
     tokens = torch.from_numpy(rows).long()
-    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     model.zero_grad()
     loss = model(tokens, labels=tokens).loss
     loss.backward()
-    optimizer.step()
     value, grads = jax.value_and_grad(next_token_loss(network))(params, jnp.asarray(rows))
     assert abs(float(value) - loss.item()) < 1e-5
-    tx = optax.adamw(1e-3, weight_decay=0.1)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    updated = named(network, optax.apply_updates(params, updates))
     theirs = dict(model.named_parameters())
     for name, grad in named(network, grads).items():
-        if tied and name in ("lm_head.weight", "model.embed_tokens.weight"):
+        is_tied = model.config.tie_word_embeddings
+        if is_tied and name in ("lm_head.weight", "model.embed_tokens.weight"):
             continue  # one matrix there, whose gradient is the sum of our two
         expected = theirs[name].grad.numpy()
         atol = 1e-4 * np.abs(expected).max()
         np.testing.assert_allclose(grad, expected, atol=atol, err_msg=name)
-        if not tied:
-            # Where a gradient is nearly nothing, its sign decides Adam's first step.
-            apart = np.abs(updated[name] - theirs[name].detach().numpy()) > 1e-5
-            assert apart.mean() < 2e-3, name
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            tensor.copy_(before[name])
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
@@ -116,16 +102,6 @@ def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
     for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, other)
     assert_same_logits(network, params, model, rows_of(61))
-
-
-def test_shards_and_bfloat16_as_torch_writes_them(tmp_path):
-    model = torch_llama(num_attention_heads=4, num_key_value_heads=2)
-    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="10KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    loaded = hf.load(tmp_path)
-    assert loaded.stored_as == ("bfloat16",)
-    whole = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert_same_logits(loaded.network, loaded.params, whole, rows_of(61))
 
 
 def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):

@@ -18,7 +18,7 @@ def show(file, *, num_rounds=4, every=1):
     progress = Progress(num_rounds, every=every, file=file)
     for index in range(1, num_rounds + 1):
         fields = {"loss": 2.41349 / index, "batch": [4, 8], "trainers": 2, "tokens_per_s": 51234.5}
-        progress.round(index, fields)
+        progress.round(index, fields, share_done=index / num_rounds)
         if index == 2:
             progress.note("trainer 1 merged into 0")
     progress.close()
@@ -32,25 +32,16 @@ def test_without_a_terminal_each_round_is_one_line_of_keys_and_values():
     fields = r"batch 4,8 trainers 2 tokens_per_s 5123[45]"
     assert re.fullmatch(rf"round 1/4 loss 2\.413 {fields} eta_s \d+", lines[0])
     assert re.fullmatch(rf"round 4/4 loss 0\.6034 {fields} eta_s 0", lines[4])
-
-
-def test_plain_lines_come_every_so_many_rounds_and_for_the_last():
     shown = re.findall(r"^round (\d+)/7", show(io.StringIO(), num_rounds=7, every=3), re.MULTILINE)
     assert shown == ["3", "6", "7"]
 
 
-def test_each_plain_line_is_flushed():
-    file = io.TextIOWrapper(io.BytesIO(), write_through=False)
-    Progress(2, file=file).round(1, {"loss": None})
-    assert file.buffer.getvalue().startswith(b"round 1/2 loss - eta_s ")
-
-
-def test_the_time_left_follows_the_rounds_so_far(monkeypatch):
+def test_each_plain_line_is_flushed_and_ends_with_the_time_left(monkeypatch):
     clock = iter([100.0, 106.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    file = io.StringIO()
-    Progress(5, file=file).round(2, {})
-    assert file.getvalue().split()[-2:] == ["eta_s", "9"]
+    file = io.TextIOWrapper(io.BytesIO(), write_through=False)
+    Progress(5, file=file).round(2, {"loss": None}, share_done=0.4)
+    assert file.buffer.getvalue() == b"round 2/5 loss - eta_s 9\n"
 
 
 def test_a_terminal_gets_a_bar_with_notes_on_lines_of_their_own():
@@ -70,7 +61,7 @@ sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: None)
 sys.modules["ipywidgets"] = None
 from adloco_jax.run.progress import Progress
 progress = Progress(2)
-progress.round(2, {"loss": 1.5})
+progress.round(2, {"loss": 1.5}, share_done=1.0)
 progress.close()
 """
     done = subprocess.run(

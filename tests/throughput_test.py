@@ -71,7 +71,6 @@ def settings_of(**changes):
         ("9.0", {}, None),
         ("7.5", {}, "older than compute capability 8.0"),
         ("9.0", {"model__dtype": "float32"}, "needs model.dtype = bfloat16"),
-        ("9.0", {"model__width": 48}, "heads have 12 features"),
         ("9.0", {"model__width": 640}, "heads have 160 features"),
         ("9.0", {"batching__test": "augmented"}, "needs forward mode"),
     ],

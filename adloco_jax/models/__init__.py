@@ -1,7 +1,6 @@
 """Models as plain parameter trees; arrays in, arrays out."""
 
 from adloco_jax.models.bert import Bert, class_logits, classification_loss, classification_losses
-from adloco_jax.models.layers import num_params
 from adloco_jax.models.llama import Llama, next_token_loss, sequence_losses
 
 __all__ = [
@@ -11,6 +10,5 @@ __all__ = [
     "classification_loss",
     "classification_losses",
     "next_token_loss",
-    "num_params",
     "sequence_losses",
 ]

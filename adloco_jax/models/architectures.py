@@ -1,4 +1,4 @@
-"""The models that a run chooses from by name, and what the rest of the package asks of each."""
+"""The table of model architectures, and what the rest of the package needs of each."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def label_matrices(params: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What `model.arch` names.
+    """A model architecture, by the name that `model.arch` gives.
 
     Attributes:
       build: `build(settings.model)` gives a Flax module; `module.init(key, tokens_BL)["params"]`
@@ -50,9 +50,9 @@ class Architecture:
       data: "text": rows are L + 1 tokens, the loss is in nats per token. "labelled": rows are
         [label, number of tokens n, L tokens], the loss is in nats per example.
       rules: What the `model` group must satisfy, checked with the config.
-      weight_map: Names for Hugging Face; without it nothing is exported or read from there.
+      weight_map: Hugging Face names; without it there is no export and no `model.init_from`.
       label_params: Labels of the parameters, see `label_matrices`.
-      fused_attention: Whether it obeys `model.attention = cudnn`.
+      fused_attention: Whether `model.attention = cudnn` is supported.
     """
 
     build: Callable[[Any], Any]
@@ -65,7 +65,7 @@ class Architecture:
 
 
 def _builder(module: type[nn.Module]) -> Callable[[Any], nn.Module]:
-    """Builds from the knobs that are named like the module's attributes."""
+    """A builder that passes on the config keys named like the module's attributes."""
     names = {field.name for field in dataclasses.fields(module)}
 
     def build(model: Any) -> nn.Module:

@@ -3,12 +3,12 @@
 Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`, so its weights
 fit once the matrices are transposed and the layers stacked. Departures:
 
-  - There is no dropout. Per-example gradient statistics, and a run resumed bit for bit, want a loss
-    that is a function of parameters and data alone.
-  - Every token is of type 0, which is what Hugging Face takes where no types are given: a row has
-    one segment. The other types' vectors are kept for the published weights, without a gradient.
-  - PyTorch gives the vector of the padding token (id 0) no gradient. Here a padded position has
-    none, whatever its id; id 0 among the real tokens is a token like any other.
+  - There is no dropout. Per-example gradient statistics and bit-exact resuming need a loss that
+    depends on parameters and data alone.
+  - Every token is of type 0, the default of Hugging Face: a row has one segment. The vectors of
+    other types are kept for the published weights, without a gradient.
+  - PyTorch gives the vector of the padding token (id 0) no gradient. Here padded positions have
+    none, whatever their ids; id 0 among the real tokens is an ordinary token.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,9 @@ from adloco_jax.models.layers import (
     Embed,
     LayerNorm,
     Linear,
-    Position,
+    Offset,
     Rule,
     Tap,
-    TokenType,
     check_length,
     check_sizes,
 )
@@ -40,7 +39,7 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real ones, head-major."""
+    """Attention of every position to the real tokens, head-major."""
 
     num_heads: int
     dtype: DTypeLike
@@ -56,7 +55,7 @@ class _Attention(nn.Module):
 
         q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
         scores = jnp.einsum("bhqk,bhsk->bhqs", q_BHLK, k_BHLK, preferred_element_type=jnp.float32)
-        # Hugging Face adds the least finite float instead: the same weights, zero to the last bit.
+        # Hugging Face adds the least finite float instead; the weights are equal, and exactly zero.
         scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
         y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
@@ -79,7 +78,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One layer, in the form `nn.scan` wants: carry in, (carry, nothing) out."""
+    """One layer, with the signature of `nn.scan`: carry in, (carry, None) out."""
 
     num_heads: int
     mlp_width: int
@@ -101,8 +100,8 @@ class Bert(nn.Module):
 
     Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
     layer. Faulty sizes raise ValueError while tracing. Lengths and ids are not checked: a length
-    outside 1..L, and a real token's id past the vocabulary, give NaN. What stands at padded
-    positions has no influence on anything. `tap_B` taps the gradient of every parameter, see
+    outside 1..L, and a real token's id past the vocabulary, give NaN. Ids at padded positions have
+    no effect. `tap_B` taps the gradient of every parameter, see
     `models.layers`.
 
     Attributes:
@@ -146,8 +145,8 @@ class Bert(nn.Module):
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         block = nn.remat(_Block, prevent_cse=False, policy=policy)
         self.embed = Embed(self.vocab_size, self.width, jnp.float32)
-        self.token_type = TokenType(self.type_vocab_size)
-        self.position = Position(self.max_length)
+        self.token_type = Offset(self.type_vocab_size)
+        self.position = Offset(self.max_length)
         self.embed_norm = LayerNorm(self.norm_eps, self.dtype)
         sizes = (self.num_heads, self.mlp_width, self.norm_eps, self.dtype)
         self.layers = stacked(block, self.num_layers)(*sizes)
@@ -165,16 +164,12 @@ class Bert(nn.Module):
         batch, length = tokens_BL.shape
         check_length(length, self.max_length)
         lengths_B = jnp.full(batch, length) if lengths_B is None else lengths_B
-        if lengths_B.shape != (batch,):
-            raise ValueError(
-                f"lengths_B has shape {lengths_B.shape}, expected one length for each of the "
-                f"{batch} sequences: {(batch,)}."
-            )
-        # Of a length past L nothing is real, as of 0: a softmax over nothing is NaN.
+        # A length past L counts as 0: a softmax over no tokens is NaN.
         lengths_B = jnp.where(lengths_B <= length, lengths_B, 0)
         real_BL = jnp.arange(length)[None, :] < lengths_B[:, None]
         x_BLD = self.embed(jnp.where(real_BL, tokens_BL, 0), tap_B)
-        x_BLD = self.position(self.token_type(x_BLD, tap_B), tap_B)
+        x_BLD = self.token_type(x_BLD, 0, tap_B)
+        x_BLD = self.position(x_BLD, slice(length), tap_B)
         x_BLD = self.embed_norm(x_BLD, tap_B)
         x_BLD = run_layers(self.layers, self.layer, x_BLD, real_BL, tap_B, scan=self.scan_layers)
         pooled_B1D = jnp.tanh(self.pooler(x_BLD[:, :1], tap_B))
@@ -182,7 +177,7 @@ class Bert(nn.Module):
 
 
 def class_logits(model: Bert) -> Callable[..., Array]:
-    """Makes the function that gives each example's logits.
+    """A function that gives each example's logits.
 
     Args:
       model: Gives the logits.
@@ -207,7 +202,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 
 
 def classification_losses(model: Bert) -> Callable[..., Array]:
-    """Makes the function that gives each example's cross-entropy.
+    """A function that gives each example's cross-entropy.
 
     Args:
       model: Gives the logits.
@@ -232,7 +227,7 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 
 
 def classification_loss(model: Bert) -> Callable[..., Array]:
-    """Makes the training loss: the mean over examples of `classification_losses`.
+    """The training loss: the mean over examples of `classification_losses`.
 
     Every example weighs the same, however many tokens it has.
 

@@ -1,7 +1,7 @@
-"""What is written for speed alone: attention, SwiGLU's product, and a stack of layers.
+"""Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-Each has a plain definition in its docstring and the measurement that justifies it in a comment;
-a model reads the same with the plain definition in its place. Dates refer to docs/LOG.md.
+Each docstring has the plain definition, each comment the measurement that justifies the kernel.
+Dates refer to docs/LOG.md.
 """
 
 import functools
@@ -61,14 +61,14 @@ def attend(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
-    """Attention of the last positions' queries, those of `num_shared` heads one after another."""
+    """Attention of the last positions' queries, of `num_shared` heads concatenated."""
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
 
 
 def _attend_block_and_sums(
     q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int
 ) -> tuple[Array, Array]:
-    """Also the logarithm of each query's sum of exponentials, [B, G, q, 1]."""
+    """The outputs, and the logarithm of each query's sum of exponentials, [B, G, q, 1]."""
     scores = jnp.einsum("bgqk,bgsk->bgqs", q_BGqK, k_BGsK, preferred_element_type=jnp.float32)
     scores = jnp.where(_visible(q_BGqK, k_BGsK, num_shared), scores, -jnp.inf)
     largest = jnp.max(scores, axis=-1, keepdims=True)
@@ -108,7 +108,7 @@ def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
 
 
 def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
-    """The same by cuDNN's fused kernel, which stores no scores: NVIDIA GPUs, bfloat16 only."""
+    """`attend` by cuDNN's fused kernel, which stores no scores: NVIDIA GPUs, bfloat16 only."""
     q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
     y_BLHK = jax.nn.dot_product_attention(
         q_BLHK, k_BLGK, v_BLGK, scale=1.0, is_causal=True, implementation="cudnn"
@@ -137,7 +137,7 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
-    """A layer's class as that of `num_layers` in turn; parameters have a leading axis N.
+    """Scan a layer's class over `num_layers` layers; parameters get a leading axis N.
 
     The layer takes the activations and what all layers share, and returns the activations and None.
     """

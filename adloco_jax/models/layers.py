@@ -1,17 +1,18 @@
 """Layers with weights: the only places where a parameter meets an activation.
 
 Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
-`add_positions`, `look_up`), one weight each, so that a statistic of the weight gradients can be
-taken there, whatever the model. Parameters are float32; `dtype` is the dtype of the arithmetic.
+`look_up`), one weight each, so that a statistic of the weight gradients can be taken there,
+whatever the model. Parameters are float32; `dtype` is the dtype of the arithmetic.
 
 Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
 zero. It changes no result; its cotangent is each example's squared norm of the layer's weight
-gradient, formed within the backward pass. One vector shared by all layers thus collects the squared
-norm of the example's whole gradient (of its share of a mean loss: times B^2 for the example's own).
+gradient, computed within the backward pass. One vector shared by all layers thus accumulates the
+squared norm of the example's whole gradient. Of a mean loss this is the norm of the example's
+share; multiply by B^2 for its own.
 
-  - A negative entry (-1) leaves its example out: out of every weight gradient by selection, so that
-    an example of NaN does no harm there, and its norm is 0. What it does to the loss, and the
-    cotangents of its activations, stay.
+  - A negative entry (-1) excludes its example from every weight gradient, and its norm is 0. This
+    is a selection, so that NaN does not spread. The loss and the cotangents of activations are
+    unchanged.
   - Every weight must be used by one tapped layer once per pass: for tied weights the norm of a sum
     is not the sum of the norms, and the cross term would be missing.
   - Taps are reverse-mode only (`custom_vjp`). Without `tap_B` the operations are plain ones.
@@ -38,7 +39,7 @@ Tap: TypeAlias = Float[Array, " B"] | None
 """A gradient tap, see above, or None for plain operations."""
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
-"""What a model's attributes must satisfy together: their names, the condition, the remedy."""
+"""A condition on a model's attributes: their names, a predicate, what is needed instead."""
 
 HEADS_DIVIDE_WIDTH: Rule = (
     ("num_heads", "width"),
@@ -49,15 +50,13 @@ HEADS_DIVIDE_WIDTH: Rule = (
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
     """Raises ValueError for a size below 1, an unknown `dtype`, or a rule that does not hold."""
-    values = {field.name: getattr(network, field.name) for field in dataclasses.fields(network)}
-    for field in dataclasses.fields(network):
-        if field.type is int and values[field.name] < 1:
-            raise ValueError(f"{field.name}={values[field.name]} must be at least 1.")
-    if values["dtype"] not in DTYPES:
-        raise ValueError(f"dtype={values['dtype']!r} must be one of {', '.join(DTYPES)}.")
-    for names, holds, need in rules:
-        if not holds(*(values[name] for name in names)):
-            pairs = ", ".join(f"{name}={values[name]!r}" for name in names)
+    sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
+    in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
+    known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
+    for names, holds, need in (*in_range, known, *rules):
+        values = {name: getattr(network, name) for name in names}
+        if not holds(*values.values()):
+            pairs = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise ValueError(f"{pairs}: {need}.")
 
 
@@ -70,15 +69,11 @@ def check_length(length: int, max_length: int) -> None:
         )
 
 
+@functools.cache
 def param_shapes(network: nn.Module) -> PyTree:
     """Shapes and dtypes of a model's parameters; nothing is allocated."""
     tokens_BL = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(network.init, jax.random.key(0), tokens_BL)["params"]
-
-
-def num_params(network: nn.Module) -> int:
-    """Number of parameters, counted without allocating any."""
-    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
 
 
 def project(
@@ -116,17 +111,15 @@ def apply_gain(
 
 
 def add_bias(
-    x_BLD: Float[Array, "B L D"], bias_D: Float[Array, " D"], tap_B: Tap = None
+    x_BLD: Float[Array, "B L D"],
+    bias: Float[Array, " D"] | Float[Array, "L D"],
+    tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Adds one vector at every position, in float32; the result has the dtype of `x_BLD`."""
-    return _use(_shift, _example_norms, x_BLD, bias_D, tap_B)
+    """Adds one vector at every position, or each position's own.
 
-
-def add_positions(
-    x_BLD: Float[Array, "B L D"], table_LD: Float[Array, "L D"], tap_B: Tap = None
-) -> Float[Array, "B L D"]:
-    """Adds each position's own vector, the same in every example, in float32."""
-    return _use(_shift, _example_norms, x_BLD, table_LD, tap_B)
+    The sum is taken in float32; the result has the dtype of `x_BLD`.
+    """
+    return _use(_shift, _example_norms, x_BLD, bias, tap_B)
 
 
 def look_up(
@@ -178,13 +171,13 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """From all examples' gradients at once: of a vector, or no larger than the activations."""
+    """Norms from all examples' gradients at once; none is larger than the activations."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """A row's gradient is the sum over its token's positions: equal tokens meet in pairs."""
+    """Norms of a table's gradient: a row's is the sum over all positions of its token."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -214,12 +207,8 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         return jax.vjp(lambda weight: layer(x_B, weight), weight)[1](dy_B)[0]
 
     if norms_fn is not None:
-
-        def select(array_B):
-            left_out = (tap_B < 0).reshape((-1,) + (1,) * (array_B.ndim - 1))
-            return jnp.where(left_out, jnp.zeros_like(array_B), array_B)
-
-        x_B, dy_B = select(x_B), select(dy_B)
+        select = jax.vmap(lambda tap, array: jnp.where(tap < 0, jnp.zeros_like(array), array))
+        x_B, dy_B = select(tap_B, x_B), select(tap_B, dy_B)
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
     # The FLOPs of all examples at once, and the memory of one gradient more, which a CPU's cache
@@ -285,9 +274,8 @@ class LayerNorm(nn.Module):
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
-        centred_BLD = x_BLD - jnp.mean(x_BLD, axis=-1, keepdims=True)
-        variance_BL1 = jnp.mean(jnp.square(centred_BLD), axis=-1, keepdims=True)
-        normed_BLD = centred_BLD * lax.rsqrt(variance_BL1 + self.eps)
+        variance_BL1 = jnp.var(x_BLD, axis=-1, keepdims=True)  # not E[x^2] - E[x]^2, which cancels
+        normed_BLD = jax.nn.standardize(x_BLD, variance=variance_BL1, epsilon=self.eps)
         return add_bias(apply_gain(normed_BLD, gain_D, tap_B), bias_D, tap_B).astype(self.dtype)
 
 
@@ -305,26 +293,16 @@ class Embed(nn.Module):
         return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
 
 
-class Position(nn.Module):
-    """One learned vector per position, added to the activations."""
+class Offset(nn.Module):
+    """A table of learned vectors, of which some are added to the activations."""
 
-    max_length: int
+    num_rows: int
 
     @nn.compact
-    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Applies `add_positions` with the first L rows of the table; L is at most `max_length`."""
-        shape = (self.max_length, x_BLD.shape[-1])
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], rows: int | slice, tap_B: Tap = None
+    ) -> Float[Array, "B L D"]:
+        """Applies `add_bias` with one row at every position, or with a slice of L rows."""
+        shape = (self.num_rows, x_BLD.shape[-1])
         table = self.param("embedding", _INIT, shape, jnp.float32)
-        return add_positions(x_BLD, table[: x_BLD.shape[1]], tap_B)
-
-
-class TokenType(nn.Module):
-    """One learned vector per type of token, of which the first is added at every position."""
-
-    num_types: int
-
-    @nn.compact
-    def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Applies `add_bias`: with one type only, its vector is a bias."""
-        table = self.param("embedding", _INIT, (self.num_types, x_BLD.shape[-1]), jnp.float32)
-        return add_bias(x_BLD, table[0], tap_B)
+        return add_bias(x_BLD, table[rows], tap_B)

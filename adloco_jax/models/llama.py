@@ -46,21 +46,20 @@ def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Ar
     """Cosines, and sines signed for `_rotate`, by position and feature; exact before rounding."""
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     angles = np.arange(length)[:, None] * frequencies[None, :]
-    cos, sin = np.cos(angles), np.sin(angles)
-    cos_LK = np.concatenate([cos, cos], axis=1)
-    sin_LK = np.concatenate([-sin, sin], axis=1)
+    cos_LK = np.cos(np.hstack([angles, angles]))
+    sin_LK = np.sin(np.hstack([-angles, angles]))
     return jnp.asarray(cos_LK, jnp.float32), jnp.asarray(sin_LK, jnp.float32)
 
 
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-    """Turns the pairs (i, i + K/2) of features: the half-rotation form of the published weights."""
+    """Rotates feature pairs (i, i + K/2), the half-rotation form of the published weights."""
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention; arrays are head-major, as attention's products read them."""
+    """Grouped-query attention; arrays are head-major, the layout its products read."""
 
     num_heads: int
     num_kv_heads: int
@@ -99,7 +98,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One layer, in the form `nn.scan` wants: carry in, (carry, nothing) out."""
+    """One layer, with the signature of `nn.scan`: carry in, (carry, None) out."""
 
     num_heads: int
     num_kv_heads: int
@@ -199,7 +198,7 @@ class Llama(nn.Module):
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """Makes the function that gives each sequence's mean next-token loss.
+    """A function that gives each sequence's mean next-token loss.
 
     Every token counts: rows are packed, there is no padding.
 
@@ -215,11 +214,8 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
       `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
-      ValueError: For a negative `sequences_per_chunk`; while tracing, for tokens that are not
-        [B, L+1] with L at least 1.
+      ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
     """
-    if sequences_per_chunk < 0:
-        raise ValueError(f"sequences_per_chunk={sequences_per_chunk} must be 0 (all) or more.")
     hidden = nn.apply(Llama.hidden, model)
     logits = nn.apply(Llama.logits, model)
 
@@ -250,7 +246,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
 
 def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """Makes the training loss: the mean over sequences of `sequence_losses`.
+    """The training loss: the mean over sequences of `sequence_losses`.
 
     Args:
       model: Gives the logits.
@@ -262,8 +258,7 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
       [B, L+1], `tap_B` the gradient tap of `models.layers`.
 
     Raises:
-      ValueError: For a negative `sequences_per_chunk`; while tracing, for tokens that are not
-        [B, L+1] with L at least 1.
+      ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
     """
     losses_fn = sequence_losses(model, sequences_per_chunk=sequences_per_chunk)
 
@@ -285,31 +280,31 @@ def generate(
 ) -> Int[Array, "B L"]:
     """Continues prompts, token by token.
 
-    Every token costs a pass over the whole text (no key/value cache): to look at what was trained,
-    not to serve it.
+    Every token costs a pass over the whole text: there is no key/value cache. This is for
+    inspecting a trained model, not for serving it.
 
     Args:
       model: Gives the logits; prompt and new tokens must fit into its `max_length`.
       params: Its parameters.
       prompt_BL: Token ids, at least one each.
       num_tokens: New tokens.
-      temperature: Divides the logits; 0 takes the likeliest token.
-      key: Decides the draws.
+      temperature: Divides the logits; 0 is greedy decoding.
+      key: For the draws.
 
     Returns:
       Prompts and new tokens, int32.
     """
     hidden, logits = nn.apply(Llama.hidden, model), nn.apply(Llama.logits, model)
     length = prompt_BL.shape[1]
-    text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # what lies ahead is never attended to
-    sharpness = jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1.0), 1.0)
+    text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # the padding is never attended to
 
     def add_token(place, text_BL):
         hidden_BLD = hidden({"params": params}, text_BL)
         last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, place - 1, 1, axis=1)
         logits_BV = logits({"params": params}, last_B1D)[:, 0]
-        drawn_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV * sharpness)
-        next_B = jnp.where(temperature > 0, drawn_B, jnp.argmax(logits_BV, axis=-1))
+        # The Gumbel trick: the largest is a draw from softmax(logits / temperature).
+        noise_BV = jax.random.gumbel(jax.random.fold_in(key, place), logits_BV.shape)
+        next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
         return text_BL.at[:, place].set(next_B.astype(text_BL.dtype))
 
     return lax.fori_loop(length, length + num_tokens, add_token, text_BL)

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the parameters and sizes of our models: names only, no files."""
+"""Hugging Face names of the parameters and sizes of our models; no files are read here."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Fault = Callable[[str, object, object], None]
 
 @dataclasses.dataclass(frozen=True)
 class WeightMap:
-    """Where a model's parameters and sizes lie in a folder in Hugging Face layout.
+    """Hugging Face names of a model's parameters and sizes.
 
     Attributes:
       model: The Flax module's class.
@@ -24,7 +24,7 @@ class WeightMap:
       modules: Path of a module in our parameter tree -> theirs, `{}` for the layer's number. Our
         `kernel` is their `weight` transposed, `scale` and `embedding` are `weight`, `bias` is
         `bias`.
-      head: Our module that `model.reinit_head` draws at random.
+      head: Our module that `model.reinit_head` initialises at random.
       sizes: Key of config.json -> our attribute; and its default where the key may be absent.
       fixed: Keys whose other values mean a model that ours does not compute.
       normalise: `normalise(content, fault) -> content` brings other spellings of config.json into

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar on a terminal, plain lines elsewhere."""
+"""Terminal output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -41,18 +41,14 @@ class Progress:
         else:
             print(line, file=self._file, flush=True)
 
-    def round(
-        self, index: int, fields: Mapping[str, object], *, share_done: float | None = None
-    ) -> None:
+    def round(self, index: int, fields: Mapping[str, object], *, share_done: float) -> None:
         """Shows a finished round.
 
         Args:
           index: The round's number, from 1.
           fields: What to show beside it, in order: numbers, strings, None, or lists of numbers.
-          share_done: Of the whole run; 1 is its end. None derives it from the rounds.
+          share_done: Fraction of the whole run that is done.
         """
-        if share_done is None:
-            share_done = index / self._num_rounds
         shown = " ".join(f"{name} {_format(value)}" for name, value in fields.items())
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)

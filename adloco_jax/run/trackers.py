@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get what the ledger gets; both are off by default.
+"""TensorBoard and Weights & Biases, fed with the ledger's lines; both are off by default.
 
 A tracker is third-party code that uses disks and networks. Each has a thread of its own, so that
 one that is slow, hangs or raises does not delay the run: it is dropped with a `fault` line.
@@ -173,7 +173,7 @@ class Trackers:
                 thread.start()
 
     def __call__(self, event: dict) -> None:
-        """Hands a line to every tracker, and waits for none."""
+        """Queues a line for every tracker, without waiting."""
         for lines in self._threads.values():
             lines.put(event)
 
