@@ -488,3 +488,11 @@ def test_ids_outside_of_the_vocabulary_are_refused(folder):
     rows.reader = dataclasses.replace(rows.reader, tokenizer=strange)
     with pytest.raises(DataError, match="gives ids from .* to 256, need 0 to 99"):
         rows.batch(0, 0, 0, 1)
+
+
+def test_a_state_beyond_the_data_is_refused(folder):
+    rows = stream(folder)
+    rows.batch(0, 0, 0, 1)
+    rows.restore(rows.state() | {"offset": 1000})
+    with pytest.raises(DataError, match="have changed since the checkpoint"):
+        rows.batch(0, 0, 1, 1)

@@ -59,6 +59,15 @@ class Corpus:
     num_truncated: int = 0
     description: str = ""
 
+    @property
+    def num_sequences(self) -> int:
+        """Training rows, from which every trainer draws its subset."""
+        return len(self.rows)
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Training row `index` as int32[L+1]."""
+        return self.rows[index].astype(np.int32)
+
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
 

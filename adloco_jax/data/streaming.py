@@ -53,6 +53,7 @@ class _Block(NamedTuple):
 
     place: _Place
     rows: np.ndarray  # int32 [N, L+1], N >= 0
+    most: int  # rows with all copies of held-out documents, at least N
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,6 +116,11 @@ class Streaming:
         while missing:
             if self._block is None:
                 self._block = self._ahead.next()
+                if self._offset > self._block.most:
+                    raise DataError(
+                        f"{self.reader.opened.where}: the data have changed since the checkpoint was"
+                        " written; restore them, or start a new run in another folder"
+                    )
                 # Fewer rows than at the checkpoint if more held-out documents are known since.
                 self._offset = min(self._offset, len(self._block.rows))
             elif self._offset == len(self._block.rows):
@@ -185,7 +191,8 @@ class Streaming:
                 after = dataclasses.replace(after, leftover=tuple(tokens[rows.size :].tolist()))
                 if num_sequences is not None:
                     rows = rows[: num_sequences - place.num_rows]
-                yield _Block(place, rows)
+                most = (len(leftover) + len(found.tokens)) // self.row_length
+                yield _Block(place, rows, most)
                 place = dataclasses.replace(after, num_rows=place.num_rows + len(rows))
                 if place.num_rows == num_sequences:
                     break
