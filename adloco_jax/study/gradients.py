@@ -322,10 +322,9 @@ def analyse_run(
         )
     folder = _made(workdir / "report" if out is None else Path(out))
     rng = np.random.default_rng([seed, _SEQUENCES])
-    chosen = np.sort(rng.choice(len(rows), num_sequences, replace=False))
+    rows_NL = rows[np.sort(rng.choice(len(rows), num_sequences, replace=False))].astype(np.int32)
     _, loss_fn = build_model(settings)
     pass_size = min(pass_size or starts[-1]["max_batch_size"], num_sequences)
-    rows_NL = rows[chosen].astype(np.int32)
     draw_settings = {"batch_sizes": sizes, "draws": draws, "seed": seed, "pass_size": pass_size}
     num_passed = 2 * num_sequences + draws * sum(sizes)
     with tqdm(total=num_passed, unit=" sequences", disable=None) as bar, _memory_named(pass_size):
