@@ -6,6 +6,7 @@
 import contextlib
 import datetime
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,6 @@ from adloco_jax.run.config import KNOBS, validate
 from adloco_jax.run.config_file import record
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
-from adloco_jax.run.programs import use_compilation_cache
 from adloco_jax.run.resume import check_config, check_workdir, exclusive, flat_settings
 from adloco_jax.run.sharding import fetch
 from adloco_jax.run.trackers import check_installed
@@ -109,7 +109,7 @@ def train(
     """
     settings = validate(config)
     check_installed(settings.log)
-    use_compilation_cache()
+    _use_compilation_cache()
     if workdir is None:
         if jax.process_count() > 1:
             raise ConfigError("workdir: several processes need the name of one folder")
@@ -259,3 +259,17 @@ def _require_equal_processes(run: Run) -> None:
         },
         "all processes of a run need the same",
     )
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in a folder of the user's own.
+
+    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
+    programs are code: the folder must not be one that others can write to.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(home) / "adloco_jax" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

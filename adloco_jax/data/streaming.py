@@ -118,8 +118,8 @@ class Streaming:
                 self._block = self._ahead.next()
                 if self._offset > self._block.most:
                     raise DataError(
-                        f"{self.reader.opened.where}: the data have changed since the checkpoint was"
-                        " written; restore them, or start a new run in another folder"
+                        f"{self.reader.opened.where}: the data have changed since the checkpoint"
+                        " was written; restore them, or start a new run in another folder"
                     )
                 # Fewer rows than at the checkpoint if more held-out documents are known since.
                 self._offset = min(self._offset, len(self._block.rows))

@@ -8,13 +8,11 @@ How many steps are accumulated is data, and makes no program of its own.
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -200,20 +198,6 @@ def _note_cache_hit(event: str, **_: str | int) -> None:
 
 
 jax.monitoring.register_event_listener(_note_cache_hit)
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in a folder of the user's own.
-
-    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
-    programs are code: the folder must not be one that others can write to.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(home) / "adloco_jax" / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def placement(spec: Spec, key: Key) -> Placement:
