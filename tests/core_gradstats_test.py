@@ -308,7 +308,7 @@ TO_REFUSE = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "kwargs", "words"), TO_REFUSE, ids=str)
+@pytest.mark.parametrize(("loss", "kwargs", "words"), TO_REFUSE)
 def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words, unchecked):
     with pytest.raises(ValueError, match=words):
         gradient_stats(loss, params_of(), batch_of(8), **kwargs)

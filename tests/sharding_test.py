@@ -145,7 +145,7 @@ def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumula
     for collective in found:
         for group in collective.groups:
             alone = any(set(group) <= home for home in homes)
-            # Also whether a worker left out its update, and the like, is not told within the loop.
+            # Nothing is exchanged in the loop, not even whether a worker skipped its update.
             assert alone or not collective.in_loop, collective.line
     if model_shards == 1:
         assert sum(c.num_bytes for c in found if not c.in_loop) <= SCALARS
@@ -198,8 +198,8 @@ def test_a_cpu_takes_a_batch_in_passes():
 
 def test_model_shards_are_as_few_as_memory_needs(monkeypatch):
     spec, _ = spec_of()
-    # Parameters, gradients, both moments and the trainer's own copy; the outer momentum is dealt
-    # out over all eight devices in any case.
+    # Parameters, gradients, both moments and the trainer's own copy; the outer momentum is sharded
+    # over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
         monkeypatch.setattr("adloco_jax.run.memory.device_bytes", lambda room=room: room * need)

@@ -82,8 +82,8 @@ class Spec:
     precision: Precision = "float32"  # in which outer gradients travel
     aggregate: Aggregator = mean  # of a trainer's workers' differences
     key_seed: int | None = None  # of a loss that takes `key`
-    worker_parallelism: int | None = None  # of a device's workers, as in `inner_steps`
-    examples_per_pass: int | None = None  # where no devices share a batch, as in `inner_steps`
+    worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
+    examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
     num_fragments: int = 1  # F, synchronised in turn
     delay: int = 0  # micro-batches from the sending of a fragment to its arrival
     mixing: float = 0.0  # share of its own that a worker keeps then

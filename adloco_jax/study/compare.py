@@ -134,7 +134,7 @@ def execute(
       folder: Where; unfinished runs found there are resumed.
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
-      config_file: The file that the comparison is from, recorded as in `train`.
+      config_file: The file that the comparison is from, recorded in the run.s folder, see `train`.
 
     Returns:
       Whether all are finished.
