@@ -112,8 +112,9 @@ def test_one_fragment_is_the_whole_update_bit_for_bit():
     workers = start_round(ensemble)
     assert same(workers.params_R, ensemble.params_R)
     how = {"outer_tx": NESTEROV, "precision": "int8"}
-    whole, whole_norm_M = outer_update(ensemble, workers, **how)
-    part, norm_M = outer_update_fragment(ensemble, workers.params_R, 0, num_fragments=1, **how)
+    whole, whole_norm_M = jax.jit(functools.partial(outer_update, **how))(ensemble, workers)
+    update = functools.partial(outer_update_fragment, fragment=0, num_fragments=1, **how)
+    part, norm_M = jax.jit(update)(ensemble, workers.params_R)
     workers = receive_fragment(workers, part, 0, num_fragments=1)
     assert same(part.replace(params_R=workers.params_R), whole) and same(norm_M, whole_norm_M)
 
@@ -179,10 +180,10 @@ def test_workers_take_their_parameters_along_and_join_at_their_trainers():
     blank = ensemble.replace(params_R=jax.tree.map(jnp.zeros_like, ensemble.params_R))
     back = put(blank, [2, 1], sub).params_R
     assert same(back, jax.tree.map(lambda leaf: leaf.at[0].set(0.0), ensemble.params_R))
-    moved = reassign(ensemble, [0, 0, 1, 2, 1]).params_R
+    moved = jax.jit(reassign, static_argnums=1)(ensemble, (0, 0, 1, 2, 1)).params_R
     assert same(trees.rows(moved, 0, 2, 3), trees.rows(ensemble.params_R, 0, 2, 3))
     assert same(trees.rows(moved, 1, 4), trees.rows(ensemble.params_M, 0, 1))
-    merged = merge(ensemble, [2, 0], weights=[1.0, 3.0])
+    merged = jax.jit(lambda ensemble: merge(ensemble, [2, 0], weights=[1.0, 3.0]))(ensemble)
     assert same(trees.rows(merged.params_R, 0, 3), trees.rows(merged.params_M, 1, 1))
     assert same(trees.rows(merged.params_R, 1, 2), trees.rows(ensemble.params_R, 1, 2))
 

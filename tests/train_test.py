@@ -284,7 +284,7 @@ def test_rounds_run_again_after_running_out_of_memory_use_the_same_sequences(tmp
 
 def test_a_note_of_one_of_several_processes_survives_an_older_save(tmp_path, monkeypatch):
     """It ends while the checkpoint of the round before, which knows nothing, is being written."""
-    after_failure, finish = train_module.after_failure, Saver._finish_together
+    after_failure, finish = train_module.after_failure, Saver._finish
     last_checkpoint, noted = attempt_module._last_checkpoint, threading.Event()
 
     def as_one_of_two(*failure):
@@ -305,7 +305,7 @@ def test_a_note_of_one_of_several_processes_survives_an_older_save(tmp_path, mon
         Exhausted(patch, largest=2, from_call=3)
         patch.setattr(train_module, "after_failure", as_one_of_two)
         patch.setattr(attempt_module, "_last_checkpoint", waited_for)
-        patch.setattr(Saver, "_finish_together", slowly)
+        patch.setattr(Saver, "_finish", slowly)
         with pytest.raises(ResourceError, match="round 3: process 0 failed .*all start again"):
             run(tmp_path / "r", settings_of(**RETRIED))
     assert [e["round"] for e in events(tmp_path / "r", "checkpoint")] == [1, 2]
