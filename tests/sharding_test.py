@@ -179,6 +179,7 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
     assert max(c.num_bytes for c in gathered) <= max(largest, 257 * 64 * 4)  # a layer's at a time
 
 
+@pytest.mark.slow  # core_outer_test.py compares the two on one device
 def test_a_devices_workers_in_turn_compute_as_at_once():
     at_once, in_turn = (after_steps(16, worker_parallelism=n) for n in (2, 1))
     assert_same_steps(in_turn, at_once)

@@ -505,6 +505,7 @@ def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_
     jax.tree.map(np.testing.assert_array_equal, adloco.ensemble, diloco.ensemble)
 
 
+@pytest.mark.slow  # core_outer_test.py has the law
 def test_data_parallel_is_adamw_on_the_union_batch(tmp_path):
     """Four workers and rounds of a single step, against optax and the same sequences."""
     rate, steps = 0.05, 5
