@@ -27,6 +27,7 @@ from adloco_jax.core.merge import (
     choose_merge,
     merge,
     reassign,
+    spawn,
 )
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
@@ -80,6 +81,7 @@ __all__ = [
     "reassign",
     "receive_fragment",
     "replay",
+    "spawn",
     "start_round",
     "switch_mode",
     "take",

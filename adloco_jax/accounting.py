@@ -7,12 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
+class Size(NamedTuple):
+    """What growth is spent on: how many workers of a trainer do how much in a round."""
+
+    num_workers: int
+    round_length: int  # in multiples of inner.steps_per_round
+    batch_size: int  # sequences per worker and update
+
+    @property
+    def total(self) -> int:
+        """Sequences, for each update of a round of the first length."""
+        return self.num_workers * self.round_length * self.batch_size
+
+
 @dataclass
 class Trainer:
     """What the host knows of a living trainer; its parameters are in the ensemble's stack."""
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
+    round_length: int = 1  # in multiples of inner.steps_per_round
+    requested_workers: int = 0
+    measured_size: int = 0  # `Size.total` when a signal was last measured; 0: never
     rounds: int = 0  # completed
     updates: int = 0  # inner updates so far, per worker; drives the learning rate
     cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
@@ -20,6 +36,11 @@ class Trainer:
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
     recent_losses: list[float] = field(default_factory=list)  # of the last updates, all finite
     broken_since: int | None = None  # the round after which all its workers only skipped updates
+
+    @property
+    def demand(self) -> int:
+        """Sequences per worker that its gradient noise has asked for, as updates or in them."""
+        return self.requested_batch_size * self.round_length
 
 
 @dataclass
@@ -51,6 +72,11 @@ class Control:
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
+
+    def size(self, trainer: int) -> Size:
+        """What the trainer at a position runs with."""
+        its = self.trainers[trainer]
+        return Size(self.owners.count(trainer), its.round_length, its.requested_batch_size)
 
 
 class RoundPlan(NamedTuple):

@@ -7,6 +7,7 @@ run goes on is its `State`.
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +40,9 @@ class Boundary(NamedTuple):
 
     metrics: Any  # the engine's, on the devices still
     decisions: list[Decision]  # by trainer, in the round's stack
-    merged: dict | None  # ledger fields of the merge, or of the refusal, at this boundary
+    # Ledger fields, `event` among them, of the merge, or of its refusal, and of the workers that
+    # have joined, in order.
+    changes: list[dict]
 
 
 Observer = Callable[[State, Boundary], None]
@@ -85,6 +88,9 @@ class Engine(Protocol):
     ) -> Ensemble:
         """`core.merge` of the members, then `core.reassign` to the owners."""
 
+    def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+        """`core.spawn`."""
+
 
 def adloco(
     state: State, *, settings: Settings, engine: Engine, observers: Sequence[Observer] = ()
@@ -115,25 +121,34 @@ def adloco(
         state = engine.without_broken(state._replace(control=control))
         if is_over(state.control, settings):
             state = engine.flush(state, range(len(state.control.trainers)))
-        merged = None
+        changes = []
         if merge_due(state.control, settings):
             losses = engine.guard_losses(state)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
             if members:  # algorithm 3, DoMerge
                 state, merged = merge_trainers(state, members, losses, settings, engine)
+                changes.append(merged)
+        for trainer, size in joining_workers(state.control, settings):  # ours
+            state, spawned = spawn_workers(state, trainer, size, settings, engine)
+            changes.append(spawned)
         for observer in observers:
-            observer(state, Boundary(metrics, decisions, merged))
+            observer(state, Boundary(metrics, decisions, changes))
     return state
 
 
-def start(settings: Settings, max_batch_size: int) -> Control:
-    """The control before the first round: workers spread as evenly as possible."""
+def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
+    """The control before the first round: workers spread as evenly as possible.
+
+    With `whole_pool` also of those that only join later: what the devices must have room for.
+    """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
-    owners = np.arange(ensemble.num_workers) * ensemble.num_trainers // ensemble.num_workers
+    initial = None if whole_pool else ensemble.initial_workers
+    num_workers = initial or ensemble.num_workers
+    owners = np.arange(num_workers) * ensemble.num_trainers // num_workers
     return Control(
         trainers=[Trainer(id=i, requested_batch_size=first) for i in range(ensemble.num_trainers)],
         owners=owners.tolist(),
-        streams=list(range(ensemble.num_workers)),
+        streams=list(range(num_workers)),
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,
     )
@@ -152,18 +167,16 @@ def is_over(control: Control, settings: Settings) -> bool:
 
 def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     """Switch mode, and the micro-batch rounded up to its bucket (section 4.4)."""
-    largest = planned_max_batch_size(control)
+    largest, its = planned_max_batch_size(control), control.trainers[trainer]
     size, accum = switch_mode(
-        control.trainers[trainer].requested_batch_size,
+        its.requested_batch_size,
         max_batch_size=largest,
         multiplier=settings.switch.multiplier,
         mode=settings.switch.mode,
     )
     bucket = min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest)
-    steps = settings.inner.steps_per_round
-    if settings.switch.mode == "lengthen":
-        plan = RoundPlan(bucket, 1, steps * accum, steps * accum)
-    elif settings.inner.unit == "microbatches":
+    steps = settings.inner.steps_per_round * its.round_length
+    if settings.inner.unit == "microbatches":
         accum = min(accum, steps)  # a round has no more to average
         plan = RoundPlan(bucket, accum, steps, -(-steps // accum))
     else:
@@ -180,21 +193,21 @@ def planned_max_batch_size(control: Control) -> int:
 def smaller_plan(plan: RoundPlan, control: Control, settings: Settings) -> RoundPlan:
     """The same sequences with the `max_batch_size` now in force; what does not fit is accumulated.
 
-    Updates keep their sequences, but with `switch.mode=lengthen`, where each micro-batch is one. A
-    micro-batch is the largest bucket that divides what it replaces, else the largest divisor.
+    Updates keep their sequences. A micro-batch is the largest bucket that divides what it replaces,
+    else the largest divisor.
     """
     largest, size = control.max_batch_size, plan.micro_batch_size
     if size <= largest:
         return plan
-    steps = settings.inner.steps_per_round
-    sequences = size * plan.num_micro_batches // steps  # of a call, all of which are equally long
+    # Calls are all equally long: of updates, or of micro-batches of which some are averaged.
+    by_updates = settings.inner.unit == "updates"
+    sequences = size * (plan.num_accum_steps if by_updates else 1)
     buckets = {*settings.batching.buckets, largest}
     divisors = [n for n in range(1, largest + 1) if sequences % n == 0]
     micro = max(divisors, key=lambda n: (n in buckets, n))
-    num_micro_batches = steps * sequences // micro
-    if settings.switch.mode == "lengthen":
-        return RoundPlan(micro, 1, num_micro_batches, num_micro_batches)
-    accum = plan.num_accum_steps * size // micro
+    accum, num_micro_batches = (
+        count * size // micro for count in (plan.num_accum_steps, plan.num_micro_batches)
+    )
     return RoundPlan(micro, accum, num_micro_batches, plan.num_updates)
 
 
@@ -210,7 +223,7 @@ def choose_members(
 ) -> tuple[int, ...]:
     """The trainers to merge, the representative first; empty for no merge (CheckMerge)."""
     candidates = [
-        Candidate(trainer.requested_batch_size, loss, trainer.rounds)
+        Candidate(trainer.demand, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
     ]
     return MERGE_POLICIES[settings.merge.policy](candidates, width=settings.merge.width)
@@ -239,11 +252,12 @@ def merge_trainers(
     flushed = engine.flush(state, members)
     if flushed is not state:
         state, losses = flushed, engine.guard_losses(flushed)
-    weights = [trainers[m].requested_batch_size for m in members]
+    weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
     after = engine.merged_loss(state, members, weights)
-    barrier = after - float(np.average(before, weights=weights))
-    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier
+    barrier, harm = after - float(np.average(before, weights=weights)), after - min(before)
+    limits = ((barrier, rule.max_barrier), (harm, rule.max_harm))
+    refused = any(limit is not None and not cost <= limit for cost, limit in limits)
     num_joining = 0
     if not (refused and rule.on_refusal == "keep"):
         shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
@@ -264,6 +278,7 @@ def merge_trainers(
         "loss_before": before,
         "loss_after": after,
         "barrier": barrier,
+        "harm": harm,
         **cost,
     }
     control = with_cost(state.control, cost)
@@ -328,13 +343,14 @@ def after_merge(
     if not refused:
         merged = [changed.trainers[m] for m in members]
         merged[0].requested_batch_size = max(t.requested_batch_size for t in merged)
+        merged[0].round_length = max(t.round_length for t in merged)
         merged[0].smoothing = _mean_smoothing([t.smoothing for t in merged])
         totals[representative] = max(totals[m] for m in members)
     survivors = [m for m in range(len(control.trainers)) if m not in members[1:]]
     changed.trainers = [changed.trainers[m] for m in survivors]
     new_sizes = [sizes[m] for m in survivors]
     if settings.ensemble.allocation == "demand":
-        requested = [trainer.requested_batch_size for trainer in changed.trainers]
+        requested = [trainer.demand for trainer in changed.trainers]
         new_sizes = allocate_workers(requested, len(control.owners))
     owners = divide_workers(control.owners, members, new_sizes)
     if settings.merge.representative_batch == "total":
@@ -344,6 +360,69 @@ def after_merge(
     changed.streams = [s for s, owner in zip(control.streams, owners, strict=True) if owner >= 0]
     changed.owners = [owner for owner in owners if owner >= 0]
     return changed, owners
+
+
+def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
+    """The trainers, by position, that workers join now, and their number of workers then."""
+    ensemble, num_trainers = settings.ensemble, len(control.trainers)
+    if ensemble.initial_workers is None or is_over(control, settings):
+        return []
+    sizes = [control.owners.count(m) for m in range(num_trainers)]
+    free = ensemble.num_workers - len(control.owners)
+    if ensemble.spawn_frac is None:
+        wanted = [trainer.requested_workers for trainer in control.trainers]
+    elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
+        wanted = allocate_workers([1] * num_trainers, ensemble.num_workers)
+    else:
+        wanted = sizes
+    joining = []
+    for position, (size, want) in enumerate(zip(sizes, wanted, strict=True)):
+        count = min(max(want - size, 0), free)
+        free -= count
+        if count:
+            joining.append((position, size + count))
+    return joining
+
+
+def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
+    """The control with more workers of the trainer at a position: they read unused streams."""
+    joining = num_workers - control.owners.count(trainer)
+    unused = (stream for stream in itertools.count() if stream not in control.streams)
+    return dataclasses.replace(
+        control,
+        owners=[*control.owners, *[trainer] * joining],
+        streams=[*control.streams, *itertools.islice(unused, joining)],
+    )
+
+
+def spawn_workers(
+    state: State, trainer: int, num_workers: int, settings: Settings, engine: Engine
+) -> tuple[State, dict]:
+    """Let workers of the pool join a trainer, in one communication.
+
+    Args:
+      state: The stack.
+      trainer: Its position.
+      num_workers: Its workers afterwards.
+      settings: The run's settings.
+      engine: Copies the parameters.
+
+    Returns:
+      The new state, and the fields of its ledger line, `event` among them.
+    """
+    before = state.control.owners.count(trainer)
+    cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)
+    event = {
+        "event": "spawn",
+        "round": state.control.round,
+        "trainer": state.control.trainers[trainer].id,
+        "workers_before": before,
+        "workers_after": num_workers,
+        "reason": "test" if settings.ensemble.spawn_frac is None else "spawn_frac",
+        **cost,
+    }
+    control = with_cost(with_workers(state.control, trainer, num_workers), cost)
+    return State(engine.spawn(state.ensemble, trainer, num_workers), control), event
 
 
 def _mean_smoothing(members: list[dict[str, float]]) -> dict[str, float]:

@@ -1,13 +1,14 @@
 """The batch-size decisions: each trainer's next requested batch, by its test or its schedule."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from adloco_jax.accounting import Control, Trainer
+from adloco_jax.accounting import Control, Size, Trainer
 from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import BATCH_TESTS, next_batch_size
 from adloco_jax.core.gradstats import pool
@@ -24,9 +25,11 @@ class Decision(NamedTuple):
 
     noise: float | None  # S_hat
     signal: float | None  # |G|^2
-    test_value: float | None
+    test_value: float | None  # sequences per worker
     next_batch_size: int
     reason: str  # why it is this one
+    next_workers: int
+    next_round_length: int  # in multiples of inner.steps_per_round
 
 
 def measures_gradients(settings: Settings) -> bool:
@@ -49,16 +52,84 @@ def with_batch_sizes(
     """
     control = copy.deepcopy(control)
     decide = _tested if measures_gradients(settings) else _scheduled
-    decisions = []
+    decisions, free = [], _unused_workers(control, settings)
     with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
         tested = _by_trainer(stats)
         for position, trainer in enumerate(control.trainers):
-            request = _request(control, position, settings)
-            decision = decide(trainer, tested.get(position), request, settings)
+            request, now = _request(control, position, settings), control.size(position)
+            decision = decide(trainer, tested.get(position), request, now, free, settings)
             trainer.requested_batch_size = decision.next_batch_size
+            trainer.round_length = decision.next_round_length
+            trainer.requested_workers = decision.next_workers
+            free -= decision.next_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
             decisions.append(decision)
     return control, decisions
+
+
+def with_growth(control: Control, growth: float, settings: Settings) -> Control:
+    """The control if every trainer's test requested `growth` times what it has."""
+    trainers, free = [], _unused_workers(control, settings)
+    for position, trainer in enumerate(control.trainers):
+        now = control.size(position)
+        size = grown(now, growth * trainer.demand, settings, free_workers=free)
+        free -= size.num_workers - now.num_workers
+        changes = {
+            "requested_batch_size": size.batch_size,
+            "round_length": size.round_length,
+            "requested_workers": size.num_workers,
+        }
+        trainers.append(dataclasses.replace(trainer, **changes))
+    return dataclasses.replace(control, trainers=trainers)
+
+
+def _unused_workers(control: Control, settings: Settings) -> int:
+    """Workers of the pool that a test may let join a trainer."""
+    ensemble = settings.ensemble
+    if ensemble.initial_workers is None or ensemble.spawn_frac is not None:
+        return 0
+    return ensemble.num_workers - len(control.owners)
+
+
+def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 0) -> Size:
+    """The size that a request leads to: `batching.growth` in order, each up to its cap.
+
+    Args:
+      now: What the trainer runs with.
+      request: Sequences per worker, with as many workers as now; not finite: nothing changes.
+      settings: The run's settings.
+      free_workers: How many may join.
+
+    Returns:
+      More workers (at most twice as many), longer rounds, or another batch. Of these only a batch
+      that need not be monotone can fall.
+    """
+    if not math.isfinite(request):
+        return now
+    batching, inner, size = settings.batching, settings.inner, now
+    for name in batching.growth:
+        # Per worker, with those that have joined.
+        share = request * (now.num_workers / size.num_workers)
+        if name == "workers":
+            needed = math.ceil(share * size.num_workers / (size.round_length * size.batch_size))
+            most = min(2 * size.num_workers, size.num_workers + free_workers)
+            size = size._replace(num_workers=min(max(size.num_workers, needed), most))
+            if size.num_workers < min(needed, now.num_workers + free_workers):
+                break  # they double again before anything else grows
+        elif name == "rounds":
+            most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round
+            needed = min(math.ceil(share / size.batch_size), most)
+            size = size._replace(round_length=max(size.round_length, needed))
+        else:
+            batch = next_batch_size(
+                share / size.round_length,
+                batch_size=size.batch_size,
+                max_growth=batching.max_growth,
+                batch_cap=batching.batch_cap,
+                monotone=batching.monotone,
+            )
+            size = size._replace(batch_size=batch)
+    return size
 
 
 def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
@@ -89,23 +160,33 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
 
 
 def _scheduled(
-    trainer: Trainer, stats: GradientStats | None, request: Callable, settings: Settings
+    trainer: Trainer,
+    stats: GradientStats | None,
+    request: Callable,
+    now: Size,
+    free_workers: int,
+    settings: Settings,
 ) -> Decision:
     size = int(request(stats))  # without any
-    is_kept = size == trainer.requested_batch_size
-    return Decision(None, None, None, size, "kept" if is_kept else "schedule")
+    reason = "kept" if size == trainer.requested_batch_size else "schedule"
+    return _decision(now._replace(batch_size=size), reason)
 
 
 def _tested(
-    trainer: Trainer, stats: GradientStats | None, request: Callable, settings: Settings
+    trainer: Trainer,
+    stats: GradientStats | None,
+    request: Callable,
+    now: Size,
+    free_workers: int,
+    settings: Settings,
 ) -> Decision:
     """The test's answer within its limits; the trainer's smoothed sums change in place."""
-    batching, size = settings.batching, trainer.requested_batch_size
+    batching = settings.batching
     if stats is None:
-        return Decision(None, None, None, size, "skipped")
+        return _decision(now, "skipped")
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
-        return Decision(noise, signal, None, size, "degenerate")
+        return _decision(now, "degenerate", noise, signal)
     # Without a scale, which differs from test to test: float64 holds it.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
     if batching.mode == "unbiased":
@@ -116,19 +197,33 @@ def _tested(
         trainer.smoothing = sums
     smoothed = GradientStats(**{name: np.asarray(value) for name, value in sums.items()})
     value = float(request(smoothed))
-    new = next_batch_size(
-        value,
-        batch_size=size,
-        max_growth=batching.max_growth,
-        batch_cap=batching.batch_cap,
-        monotone=batching.monotone,
-    )
+    is_blind = smoothed.signal_sum <= 0
+    if not (is_blind and trainer.measured_size):
+        trainer.measured_size = now.total
+    limit, is_held = batching.max_growth * now.total, False
+    if is_blind and batching.max_blind_growth is not None:
+        blind = max(batching.max_blind_growth * trainer.measured_size, now.total)
+        limit, is_held = min(limit, blind), blind < limit
+    limited = min(value, limit / now.num_workers) if math.isfinite(value) else math.nan
+    size = grown(now, limited, settings, free_workers=free_workers)
     if not math.isfinite(value):
         reason = "degenerate"
-    elif smoothed.signal_sum <= 0:
-        reason = "signal"
-    elif new < value:
+    elif is_blind:
+        reason = "held" if is_held and size == now else "signal"
+    elif size.total < now.num_workers * value:
         reason = "capped"
     else:
-        reason = "kept" if new == size else "grew" if new > size else "shrank"
-    return Decision(noise, signal, value, new, reason)
+        reason = "kept" if size == now else "grew" if size.total > now.total else "shrank"
+    return _decision(size, reason, noise, signal, value)
+
+
+def _decision(
+    size: Size,
+    reason: str,
+    noise: float | None = None,
+    signal: float | None = None,
+    test_value: float | None = None,
+) -> Decision:
+    return Decision(
+        noise, signal, test_value, size.batch_size, reason, size.num_workers, size.round_length
+    )

@@ -78,6 +78,10 @@ class Ensemble:
 
     num_trainers: int = _knob(4, _COUNT)  # M at the start (AdLoCo table A.2)
     num_workers: int = _knob(4, _COUNT)  # R, the whole pool, not per trainer
+    # Workers that begin; the others join a trainer when its gradient noise asks for them (see
+    # batching.growth), or all at once after the fraction spawn_frac of the run. Unset: all begin.
+    initial_workers: int | None = _knob(None, _COUNT)
+    spawn_frac: float | None = _knob(None, "(0, 1)")
     # independent: each trainer draws its own initial parameters. A negative control: averaging two
     # such networks raised the loss of a character model from 2.43 to 2.67 (docs/algorithm.md, 1).
     init: Literal["shared", "independent"] = _knob("shared")
@@ -96,6 +100,8 @@ class Inner:
     """What a worker does between two synchronisations."""
 
     steps_per_round: int = _knob(200, _COUNT)  # S (AdLoCo table A.2)
+    # Rounds may grow to so many, a multiple of steps_per_round; unset: they do not.
+    max_steps_per_round: int | None = _knob(None, _COUNT)
     unit: Literal["updates", "microbatches"] = _knob("updates")  # of S; AdLoCo: microbatches
     tx: str = _knob("adamw", table=INNER_OPTIMIZERS)
     learning_rate: float = _knob(4e-4, "(0, 100]")  # DiLoCo's; AdLoCo goes on from a model at 2e-5
@@ -158,6 +164,15 @@ class Batching:
     memory_frac: float = _knob(0.8, "(0, 1]")  # of a device's memory (on a CPU, RAM), for auto
     batch_cap: int = _knob(1024, _COUNT)  # no request goes above
     max_growth: int = _knob(4, _COUNT)  # factor from one request to the next
+    # What a larger request is spent on, in order: more of the pool's workers (up to num_workers; at
+    # most twice as many at a time), longer rounds (up to inner.max_steps_per_round), larger batches
+    # (up to batch_cap).
+    growth: tuple[Literal["workers", "rounds", "batch"], ...] = _knob(
+        ("workers", "rounds", "batch")
+    )
+    # Without any signal above the noise: factor over the size at which there last was one; unset:
+    # any (AdLoCo).
+    max_blind_growth: int | None = _knob(None, _COUNT)
     monotone: bool = _knob(True)  # a request never falls
     smoothing: float = _knob(0.9, "[0, 1)")  # decay per test of the averaged statistics
     # Sequences per trainer and test: auto (4 % of the round's, 8 to 256), or a number.
@@ -175,9 +190,7 @@ class Batching:
 class Switch:
     """When a batch that no device holds is accumulated (docs/algorithm.md, 3)."""
 
-    # lengthen (ours): the micro-batches that would be accumulated are updates of their own, so that
-    # rounds grow in place of batches.
-    mode: Literal["threshold", "accumulate", "clip", "lengthen"] = _knob("threshold")
+    mode: Literal["threshold", "accumulate", "clip"] = _knob("threshold")
     multiplier: int = _knob(2, _COUNT)  # accumulate above this many times max_batch_size
 
 
@@ -190,6 +203,8 @@ class Merge:
     width: int = _knob(2, "[2, 2147483647]")  # trainers that become one
     representative_batch: Literal["max", "total"] = _knob("max")  # per worker, or kept in total
     max_barrier: float | None = _knob(None, "[0, 1e9]")  # nats/token a merge may cost; unset: any
+    # Nats/token that the merged trainer may be worse than the best of its members; unset: any.
+    max_harm: float | None = _knob(None, "[0, 1e9]")
     on_refusal: Literal["keep", "retire"] = _knob("keep")  # the weaker trainer of a refused merge
 
 

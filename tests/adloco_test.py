@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from toy import settings_of
 
-from adloco_jax import accounting, adloco
-from adloco_jax.accounting import Control, RoundPlan, StateBytes, Trainer
+from adloco_jax import accounting, adloco, batch_sizes
+from adloco_jax.accounting import Control, RoundPlan, Size, StateBytes, Trainer
 from adloco_jax.adloco import State
 from adloco_jax.core.types import GradientStats
 from adloco_jax.run import batches
@@ -81,7 +81,11 @@ def host_engine(merged_loss=0.0, *, unsynchronised=False):
 
 def asked(method):
     """What an engine's method was called with beside the state."""
-    return [[list(argument) for argument in call.args[1:]] for call in method.call_args_list]
+    return [[_plain(argument) for argument in call.args[1:]] for call in method.call_args_list]
+
+
+def _plain(argument):
+    return argument if isinstance(argument, int) else list(argument)
 
 
 def merged_by(settings, control, members, merged_loss=0.0, **how):
@@ -105,10 +109,10 @@ def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
     ]
     assert asked(engine.flush)[-1] == [[0, 1]]  # all, at the end
     seen = [
-        (state.control.round, boundary.merged and boundary.merged["members"])
+        (state.control.round, [change["members"] for change in boundary.changes])
         for state, boundary in (call.args for call in engine.observe.call_args_list)
     ]
-    assert seen[::2] == seen[1::2] == [(1, None), (2, [0, 1]), (3, None)]
+    assert seen[::2] == seen[1::2] == [(1, []), (2, [[0, 1]]), (3, [])]
     assert (end.control.round, [t.rounds for t in end.control.trainers]) == (3, [3, 3])
     assert (control.round, len(control.trainers)) == (0, 3)  # what was given is as it was
 
@@ -156,9 +160,10 @@ def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
     assert adloco.round_plan(control, 0, settings) == RoundPlan(2, 7, 7, 1)
 
 
-def test_lengthening_makes_updates_of_what_would_be_accumulated():
-    settings = settings_of(switch={"mode": "lengthen"}, inner={"steps_per_round": 3})
-    control = a_control(batches=(3, 9, 4))
+def test_a_longer_round_has_more_updates():
+    settings = settings_of(inner={"steps_per_round": 3})
+    control = a_control(batches=(3, 4, 4))
+    control.trainers[1].round_length = 3
     plans = plans_of(control, settings)
     short, long = RoundPlan(4, 1, 3, 3), RoundPlan(4, 1, 9, 9)
     assert plans == {0: short, 1: long, 2: short}
@@ -172,7 +177,6 @@ def test_lengthening_makes_updates_of_what_would_be_accumulated():
         (7, 7, 3, {}, {}, (1, 7)),
         (4, 4, 3, {}, {}, (2, 2)),
         (36, 12, 8, {"unit": "microbatches"}, {"mode": "accumulate"}, (6, 6)),
-        (24, 12, 8, {}, {"mode": "lengthen"}, (8, 1)),
     ],
 )
 def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
@@ -184,6 +188,7 @@ def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
         batching={"max_batch_size": before, "buckets": (), "batch_cap": 64},
     )
     control = a_control(batches=(requested,), owners=(0,), max_batch_size=before)
+    control.trainers[0].round_length = 2
     planned = adloco.round_plan(control, 0, settings)
     control.max_batch_size = after
     smaller = adloco.smaller_plan(planned, control, settings)
@@ -202,8 +207,7 @@ def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
     assert sequences(smaller).sum() == sequences(planned).sum()
     assert smaller.num_updates == len(sequences(smaller))
     assert smaller.num_micro_batches % 5 == 0  # whole calls
-    if switch.get("mode") != "lengthen":  # there every micro-batch is an update
-        assert sequences(smaller).tolist() == sequences(planned).tolist()
+    assert sequences(smaller).tolist() == sequences(planned).tolist()
 
 
 def test_learning_rate_follows_the_trainers_own_updates():
@@ -300,6 +304,96 @@ def test_growth_is_asked_for_per_worker_of_the_trainer():
     settings = dataclasses.replace(settings, batching=batching)
     _, decisions = observed(settings, a_control(), noise=32.0, signal=1.0)
     assert [d.next_batch_size for d in decisions] == [32, 32, 32]
+
+
+GROWING = {"num_trainers": 2, "num_workers": 8, "initial_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("request_", "free", "growth", "size"),
+    [
+        (4.0, 9, "workers rounds batch", (2, 1, 4)),
+        (4.1, 9, "workers rounds batch", (3, 1, 4)),
+        (9.0, 9, "workers rounds batch", (4, 1, 4)),  # five are needed: they double
+        (90.0, 9, "workers rounds batch", (4, 1, 4)),  # before anything else grows, all work
+        (90.0, 1, "workers rounds batch", (3, 3, 12)),  # 180 = 3 x 3 x 20, capped
+        (20.0, 0, "workers rounds batch", (2, 3, 7)),
+        (20.0, 0, "batch rounds", (2, 2, 12)),
+        (20.0, 9, "batch workers", (4, 1, 12)),
+        (math.nan, 9, "workers rounds batch", (2, 1, 4)),
+        (0.1, 9, "workers rounds batch", (2, 1, 4)),
+    ],
+)
+def test_a_request_is_spent_in_the_declared_order_up_to_each_cap(request_, free, growth, size):
+    settings = settings_of(
+        inner={"max_steps_per_round": 9},
+        batching={"growth": tuple(growth.split()), "batch_cap": 12, "max_growth": 100},
+    )
+    grown = batch_sizes.grown(Size(2, 1, 4), request_, settings, free_workers=free)
+    assert grown == size
+
+
+def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads():
+    settings = settings_of(ensemble=GROWING, batching={"eta": 1.0, "batch_cap": 4})
+    control = adloco.start(settings, 4)
+    assert (control.owners, control.streams) == ([0, 1], [0, 1])
+    control.round = 1
+    control, decisions = observed(settings, control, noise=1000.0, signal=1.0)
+    assert [d.next_workers for d in decisions] == [2, 2]
+    engine = host_engine()
+    engine.spawn.side_effect = lambda ensemble, *_: ensemble
+    state, events = State(None, control), []
+    for position, num_workers in adloco.joining_workers(control, settings):
+        state, event = adloco.spawn_workers(state, position, num_workers, settings, engine)
+        events.append(event)
+    assert (state.control.owners, state.control.streams) == ([0, 1, 0, 1], [0, 1, 2, 3])
+    assert asked(engine.spawn) == [[0, 2], [1, 2]]
+    fields = {"event": "spawn", "round": 1, "workers_before": 1, "workers_after": 2}
+    fields |= {"reason": "test", "syncs": 1, "bytes": 100 + 200}
+    assert events == [fields | {"trainer": 0}, fields | {"trainer": 1}]
+    assert (state.control.syncs_total, state.control.bytes_total) == (2, 600)
+    # One worker is left of a pool of five: the first trainer takes it.
+    one_left = dataclasses.replace(settings.ensemble, num_workers=5)
+    settings = dataclasses.replace(settings, ensemble=one_left)
+    _, decisions = observed(settings, state.control, noise=1000.0, signal=1.0)
+    assert [d.next_workers for d in decisions] == [3, 2]
+
+
+def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
+    settings = settings_of(
+        num_rounds=8, ensemble=GROWING | {"spawn_frac": 0.25}, batching={"test": "constant"}
+    )
+    control = adloco.start(settings, 4)
+    joining = []
+    for control.round in (1, 2, 8):
+        joining.append(adloco.joining_workers(control, settings))
+    assert joining == [[], [(0, 4), (1, 4)], []]  # after the last round nobody joins
+
+
+def test_without_a_signal_growth_stops_at_a_multiple_of_what_was_last_measured():
+    settings = settings_of(
+        batching={"max_blind_growth": 2, "max_growth": 4, "batch_cap": 1000, "smoothing": 0.0}
+    )
+    control, sizes, reasons = a_control(batches=(4,), owners=(0,)), [], []
+    for signal in (-1.0, -1.0, 1.0, -30.0, -30.0):
+        control, (decision,) = observed(settings, control, noise=100.0, signal=signal)
+        sizes.append(decision.next_batch_size)
+        reasons.append(decision.reason)
+    assert sizes[:2] == [8, 8] and reasons[:2] == ["signal", "held"]
+    assert sizes[2:] == [32, 32, 32]
+    free = dataclasses.replace(settings.batching, max_blind_growth=None)
+    free = dataclasses.replace(settings, batching=free)
+    assert observed(free, control, noise=100.0, signal=-1.0)[1][0].next_batch_size == 128
+
+
+def test_a_merge_that_is_worse_than_its_best_member_is_refused():
+    settings = settings_of(merge={"max_harm": 0.1})
+    control, engine = a_control(batches=(4, 3, 2)), host_engine(merged_loss=0.65)
+    for losses, event in (([0.5, 0.5, 0.9], "refusal"), ([0.6, 0.6, 0.9], "merge")):
+        state = State(None, control)
+        _, line = adloco.merge_trainers(state, (1, 2), losses, settings, engine)
+        assert line["event"] == event
+        assert line["harm"] == pytest.approx(0.65 - losses[1])
 
 
 def test_smoothing_averages_numerators_and_denominators_apart_whatever_their_scales():

@@ -19,10 +19,11 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 ZERO_IS_ALLOWED = """
     checkpoint.every_s data.max_bad_rows seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 outer.momentum outer.weight_decay outer.delay_updates
-    outer.mixing batching.smoothing merge.max_barrier""".split()
+    outer.mixing batching.smoothing merge.max_barrier merge.max_harm""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
-    outer.momentum outer.mixing batching.smoothing batching.test_batch_size merge.width""".split()
+    outer.momentum outer.mixing batching.smoothing batching.test_batch_size merge.width
+    ensemble.spawn_frac""".split()
 
 
 def changed(**values) -> dict:
@@ -141,7 +142,8 @@ def test_members_of_tuples_are_checked():
         starts = {line.partition(" = ")[0] for line in faults(config)}
         assert {"batching.buckets", "batching.ramp"} <= starts
     lines = faults(json.loads(default_config().to_json()))  # lists in the place of tuples
-    assert [line.split(" = ")[0] for line in lines] == ["batching.buckets", "batching.ramp"]
+    tuples = ["batching.growth", "batching.buckets", "batching.ramp"]
+    assert [line.split(" = ")[0] for line in lines] == tuples
 
 
 def test_a_config_is_groups_of_keys():
@@ -181,7 +183,15 @@ CONTRADICTIONS = {
     "column of a stream": dict(data__source="hf", data__path="x", data__text_column=""),
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
-    "rounds that grow": dict(switch__mode="lengthen", inner__schedule="cosine"),
+    "rounds that grow": dict(inner__max_steps_per_round=400, inner__schedule="cosine"),
+    "not a multiple": dict(inner__max_steps_per_round=300),
+    "more than the pool": dict(ensemble__initial_workers=5),
+    "fewer than trainers": dict(ensemble__initial_workers=3),
+    "nobody else joins": dict(ensemble__initial_workers=4, batching__growth=("batch",)),
+    "no test to join by": dict(ensemble__initial_workers=4, batching__test="constant"),
+    "a share of what?": dict(ensemble__spawn_frac=0.1),
+    "twice": dict(batching__growth=("batch", "batch")),
+    "replaced": dict(switch__mode="lengthen"),
     "rounds that make fewer updates": dict(inner__unit="microbatches", inner__schedule="linear"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),

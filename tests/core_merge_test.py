@@ -201,6 +201,25 @@ def test_without_any_finite_member_the_representative_stays_as_it_is():
     assert_equal(merged.params_M["deep"], rows(ensemble.params_M["deep"], 1))
 
 
+def test_spawning_and_averaging_at_once_changes_nothing():
+    ensemble = ensemble_of(2, [0, 1, 1])
+    spawned = jax.jit(adloco_jax.spawn, static_argnums=(1, 2))(ensemble, 1, 4)
+    assert spawned.owners == (0, 1, 1, 1, 1)
+    workers = adloco_jax.start_round(spawned)
+    after, _ = adloco_jax.outer_update(spawned, workers, outer_tx=optax.sgd(1.0))
+    for name in ("params_M", "inner_state_R"):
+        expected = getattr(ensemble if name == "params_M" else spawned, name)
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), expected)
+    moments_R = spawned.inner_state_R[0].mu["w"]
+    np.testing.assert_array_equal(moments_R[:3], ensemble.inner_state_R[0].mu["w"])
+    for joined in (3, 4):
+        np.testing.assert_allclose(moments_R[joined], moments_R[1:3].mean(axis=0), rtol=1e-6)
+    with pytest.raises(ValueError, match="has 2 workers already"):
+        adloco_jax.spawn(ensemble, 1, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        adloco_jax.spawn(ensemble, 2, 4)
+
+
 def test_whole_numbers_in_the_outer_state_are_the_representatives_own():
     merged = merge(ensemble_of(3, [0, 1, 2], outer_tx=ADAMW), (2, 0), weights=(1, 1))
     assert merged.outer_state_M[0].count.tolist() == [10, 20]

@@ -30,6 +30,7 @@ from adloco_jax import (
     take,
     take_fragment,
 )
+from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import BITS_PER_PARAM, packed_bytes
 from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
@@ -472,16 +473,21 @@ def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatc
         np.testing.assert_allclose(halved.params[name], leaf, rtol=1e-5, atol=1e-6)
 
 
-def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(tmp_path):
+def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(
+    tmp_path, monkeypatch
+):
     """However a round is made up: whole or in parts, its updates are the same."""
+    monkeypatch.setitem(BATCH_TESTS, "eight", BatchTest(lambda stats: 8.0))
+    batching = ONE_TRAINER["batching"] | {"test": "eight", "ramp": (), "growth": ("rounds",)}
+    adamw = {"tx": "adamw", "state": "reset", "max_steps_per_round": 32}
     results = []
     for num_fragments in (1, 4):
         settings = settings_of(
             **ONE_TRAINER
             | {"ensemble": {"num_trainers": 2, "num_workers": 2}}
             | {"outer": {"tx": "sgd", "learning_rate": 1.0, "fragments": num_fragments}}
-            | {"inner": ONE_TRAINER["inner"] | {"tx": "adamw", "state": "reset"}}
-            | {"switch": {"mode": "lengthen"}},
+            | {"inner": ONE_TRAINER["inner"] | adamw}
+            | {"batching": batching},
         )
         results.append(run(tmp_path / str(num_fragments), settings, linear=True))
         updates = {line["updates"] for line in events(results[-1].workdir, "round")}

@@ -222,6 +222,8 @@ class Trainer:
     params: np.ndarray
     outer_state: object
     batch: int
+    length: int = 1  # of a round, in multiples of the steps it begins with
+    wanted: int = 0  # workers
     updates: int = 0
     sums: dict = field(default_factory=dict)
     cursors: dict = field(default_factory=dict)  # sequences read, by stream
@@ -244,8 +246,9 @@ def run_oracle(settings, *, batch, table):
       table: Initial parameters [V, V].
 
     Returns:
-      `rounds`: a dict per round and trainer alive in it; `merges`: a dict per merge; `trainers` and
-      `workers`: as they are at the end, in order.
+      `rounds`: a dict per round and trainer alive in it; `merges`: a dict per merge; `spawns`:
+      (round, trainer's id, workers before and after) each; `trainers` and `workers`: as they are at
+      the end, in order.
     """
     s = settings
     table = np.asarray(table, np.float64)
@@ -255,25 +258,39 @@ def run_oracle(settings, *, batch, table):
         Trainer(i, table.copy(), copy.deepcopy(outer_start), s.batching.initial_batch_size)
         for i in range(s.ensemble.num_trainers)
     ]
+    begin = s.ensemble.initial_workers or s.ensemble.num_workers
     workers = [
-        Worker(w, w * len(trainers) // s.ensemble.num_workers, copy.deepcopy(inner_start))
-        for w in range(s.ensemble.num_workers)
+        Worker(w, w * len(trainers) // begin, copy.deepcopy(inner_start)) for w in range(begin)
     ]
-    rounds, merges = [], []
+    rounds, merges, spawns = [], [], []
     for round_number in range(1, s.num_rounds + 1):
+        free = s.ensemble.num_workers - len(workers) if s.ensemble.initial_workers else 0
         for trainer in trainers:
             mine = [worker for worker in workers if worker.trainer == trainer.id]
-            rounds.append({"round": round_number, **play_round(s, trainer, mine, batch)})
+            rounds.append({"round": round_number, **play_round(s, trainer, mine, batch, free)})
+            free -= trainer.wanted - len(mine)
         if s.merge.policy != "none" and round_number % s.merge.every_rounds == 0:
-            batches = [trainer.batch for trainer in trainers]
+            batches = [trainer.batch * trainer.length for trainer in trainers]
             members = merge_members(batches, policy=s.merge.policy, width=s.merge.width)
             if members:
                 merged = merge_trainers(s, trainers, workers, [trainers[i] for i in members])
                 merges.append({"round": round_number, **merged})
-    return SimpleNamespace(rounds=rounds, merges=merges, trainers=trainers, workers=workers)
+        if s.ensemble.initial_workers and round_number < s.num_rounds:
+            for trainer in trainers:
+                mine = [worker for worker in workers if worker.trainer == trainer.id]
+                mean_state = mean_inner_state(s, mine)
+                joining = min(trainer.wanted - len(mine), s.ensemble.num_workers - len(workers))
+                for _ in range(joining):
+                    stream = min(set(range(99)) - {worker.stream for worker in workers})
+                    workers.append(Worker(stream, trainer.id, copy.deepcopy(mean_state)))
+                if joining > 0:
+                    spawns.append((round_number, trainer.id, len(mine), len(mine) + joining))
+    return SimpleNamespace(
+        rounds=rounds, merges=merges, spawns=spawns, trainers=trainers, workers=workers
+    )
 
 
-def play_round(s, trainer, workers, batch):
+def play_round(s, trainer, workers, batch, free):
     """One round of one trainer, changed in place; returns what it did."""
     micro, accum = planned(
         trainer.batch,
@@ -283,7 +300,7 @@ def play_round(s, trainer, workers, batch):
         buckets=s.batching.buckets,
     )
     per_update = micro * accum
-    num_updates = s.inner.steps_per_round
+    num_updates = s.inner.steps_per_round * trainer.length
     # What each worker reads in this round, all its updates one after the other.
     rows = []
     for worker in workers:
@@ -291,7 +308,7 @@ def play_round(s, trainer, workers, batch):
         rows.append(batch(trainer.id, worker.stream, start, num_updates * per_update))
         trainer.cursors[worker.stream] = start + num_updates * per_update
 
-    request, next_batch, sums = tested(s, trainer, rows)
+    request, (next_workers, next_length, next_batch), sums = tested(s, trainer, rows, free)
 
     # Inner updates, each worker for itself.
     ends, losses, rates = [], [], []
@@ -347,6 +364,7 @@ def play_round(s, trainer, workers, batch):
         "requested": trainer.batch,
         "micro": micro,
         "accum": accum,
+        "updates": num_updates,
         "loss": sum(losses) / len(losses),
         "rates": rates,
         "test_value": request,
@@ -354,12 +372,12 @@ def play_round(s, trainer, workers, batch):
         "signal": None if sums is None else sums["signal"] / sums["signal_weight"],
     }
     trainer.updates += num_updates
-    trainer.batch = next_batch
+    trainer.wanted, trainer.length, trainer.batch = next_workers, next_length, next_batch
     return played
 
 
-def tested(s, trainer, rows):
-    """The trainer's test on the first rows of its round: (request, next batch, its sums)."""
+def tested(s, trainer, rows, free):
+    """The trainer's test on the first rows of its round: (request, what it grows to, its sums)."""
     b = s.batching
     least = 2 if b.test == "norm" else 4
     sequences = sum(len(worker_rows) for worker_rows in rows)
@@ -369,7 +387,7 @@ def tested(s, trainer, rows):
         total = max(total, least * len(rows))
     per_worker = min(total, sequences) // len(rows)
     if per_worker < least:
-        return None, trainer.batch, None
+        return None, (len(rows), trainer.length, trainer.batch), None
     sums = pooled(
         [
             gradient_sums([sequence_grad(trainer.params, row) for row in worker_rows[:per_worker]])
@@ -387,8 +405,22 @@ def tested(s, trainer, rows):
         request = inner_product_request(used, vartheta=b.vartheta, **common)
     else:
         request = augmented_request(used, vartheta=b.vartheta, nu=b.nu, **common)
+    return request, grown(s, trainer, len(rows), free, request), sums
+
+
+def grown(s, trainer, workers, free, request):
+    """(workers, round length, batch): more workers first, then longer rounds, larger batches."""
+    b, length, batch = s.batching, trainer.length, trainer.batch
+    total = workers * min(request, b.max_growth * length * batch)
+    wanted = max(math.ceil(total / (length * batch)), workers)
+    now = min(wanted, 2 * workers, workers + free)
+    if now < min(wanted, workers + free):
+        return now, length, batch
+    most = (s.inner.max_steps_per_round or s.inner.steps_per_round) // s.inner.steps_per_round
+    each = total / now
+    longer = max(length, min(math.ceil(each / batch), most))
     limits = {"max_growth": b.max_growth, "cap": b.batch_cap, "monotone": b.monotone}
-    return request, limited(request, batch=trainer.batch, **limits), sums
+    return now, longer, limited(each / longer, batch=batch, **limits)
 
 
 def learning_rate(s, update):
@@ -405,7 +437,7 @@ def learning_rate(s, update):
 def merge_trainers(s, trainers, workers, members):
     """Makes one trainer of the members, the first; `trainers` and `workers` change in place."""
     representative, absorbed = members[0], members[1:]
-    weights = [member.batch for member in members]
+    weights = [member.batch * member.length for member in members]
     total = sum(weights)
 
     def mean(arrays):
@@ -427,7 +459,8 @@ def merge_trainers(s, trainers, workers, members):
     counts_before = {t.id: sum(w.trainer == t.id for w in workers) for t in trainers}
     total_batches = {t.id: t.batch * counts_before[t.id] for t in trainers}
     total_batches[representative.id] = max(total_batches[member.id] for member in members)
-    representative.batch = max(weights)
+    representative.batch = max(member.batch for member in members)
+    representative.length = max(member.length for member in members)
     for trainer in absorbed:
         trainers.remove(trainer)
 
@@ -441,7 +474,7 @@ def merge_trainers(s, trainers, workers, members):
     if s.ensemble.allocation == "retire":
         counts = [len(own[t.id]) for t in trainers]
     else:
-        counts = allocated([t.batch for t in trainers], len(workers))
+        counts = allocated([t.batch * t.length for t in trainers], len(workers))
         own[representative.id] += orphans
     for trainer, count in zip(trainers, counts, strict=True):
         for w in own[trainer.id][:count]:

@@ -232,7 +232,7 @@ def test_jitter_has_mean_one_and_the_given_variation():
     events = [start(), *(line(index, 0, 1, 1, updates=1) for index in range(1, 1001))]
     result = replay(events, cluster(1, compute_jitter=0.3))
     seconds = np.array([time.compute_s for time in result.rounds]) / 0.1
-    assert np.mean(seconds) == pytest.approx(1, abs=5 * 0.3 / math.sqrt(1000))
+    assert np.mean(seconds) == pytest.approx(1, abs=3 * 0.3 / math.sqrt(1000))
     assert np.std(seconds) == pytest.approx(0.3, rel=0.1)
 
 

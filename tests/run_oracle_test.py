@@ -54,6 +54,14 @@ CASES = {
         merge={"every_rounds": 2},
         ensemble={"allocation": "retire"},
     ),
+    # Workers join while the noise asks for more of them, then rounds and batches grow.
+    "growing pool": settings_of(
+        num_rounds=7,
+        inner={"max_steps_per_round": 6},
+        batching={"eta": 0.3, "initial_batch_size": 1, "buckets": (1, 2, 4), "batch_cap": 4},
+        merge={"every_rounds": 5},
+        ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},
+    ),
 }
 
 
@@ -92,6 +100,7 @@ def test_runner_plays_the_algorithm(name, tmp_path):
         "requested_batch_size": "requested",
         "micro_batch_size": "micro",
         "num_accum_steps": "accum",
+        "updates": "updates",
     }
     assert [[line[key] for key in decided] for line in lines] == [
         [played[key] for key in decided.values()] for played in expected.rounds
@@ -108,6 +117,9 @@ def test_runner_plays_the_algorithm(name, tmp_path):
     assert [[m[key] for key in ("round", "members", "into", "weights")] for m in merges] == [
         [m[key] for key in ("round", "members", "into", "weights")] for m in expected.merges
     ]
+    spawns = [event for event in events if event["event"] == "spawn"]
+    fields = ("round", "trainer", "workers_before", "workers_after")
+    assert [tuple(event[key] for key in fields) for event in spawns] == expected.spawns
     controller = result.controller
     assert [t.id for t in controller.trainers] == [t.id for t in expected.trainers]
     assert [t.requested_batch_size for t in controller.trainers] == [
@@ -130,7 +142,7 @@ def test_runner_plays_the_algorithm(name, tmp_path):
 
 
 def test_the_cases_cover_what_they_are_for():
-    """Growth, rounding up to a bucket, clipping, accumulation, unequal pools, workers that move."""
+    """Growth of all kinds, rounding up to a bucket, clipping, accumulation, workers that move."""
     plans, merges, pools = set(), 0, set()
     for name in CASES:
         run = played_by_hand(name)
@@ -143,6 +155,8 @@ def test_the_cases_cover_what_they_are_for():
     assert any(micro * accum < requested for requested, micro, accum in plans)
     assert any(accum > 1 for _, _, accum in plans)
     assert len(pools) >= 4 and merges >= 5
+    growing = played_by_hand("growing pool")
+    assert len(growing.spawns) >= 3 and {r["updates"] for r in growing.rounds} == {3, 6}
 
 
 @given(

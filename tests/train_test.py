@@ -18,6 +18,7 @@ import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
+from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.build import replayed_batches
@@ -478,10 +479,11 @@ def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(t
     assert result.loss < np.log(6)
 
 
-def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path):
+def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path, monkeypatch):
     """Three times as many in the second round, as in a run whose config changes in between."""
-    ramp = {"test": "ramp", "ramp": ((0, 4), (1, 12)), "initial_batch_size": 4}
-    settings = settings_of(num_rounds=2, batching=ramp, switch={"mode": "lengthen"})
+    monkeypatch.setitem(BATCH_TESTS, "twelve", BatchTest(lambda stats: 12.0))
+    asking = {"test": "twelve", "growth": ("rounds",), "initial_batch_size": 4}
+    settings = settings_of(num_rounds=2, batching=asking, inner={"max_steps_per_round": 12})
     lengthened = run(tmp_path / "r", settings)
     lines = events(tmp_path / "r", "round")
     shapes = {

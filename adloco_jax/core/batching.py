@@ -241,7 +241,7 @@ def switch_mode(
     *,
     max_batch_size: int,
     multiplier: int = 2,
-    mode: Literal["threshold", "accumulate", "clip", "lengthen"] = "threshold",
+    mode: Literal["threshold", "accumulate", "clip"] = "threshold",
 ) -> BatchPlan:
     """Micro-batch and accumulation steps that run a requested batch on a device.
 
@@ -253,7 +253,6 @@ def switch_mode(
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
       multiplier: n >= 1 of the paper.
       mode: `threshold`: as above. `accumulate`: whenever it does not fit. `clip`: never accumulate.
-        `lengthen` (ours): as `accumulate`, for a caller who makes each of the steps an update.
 
     Returns:
       The micro-batch and the number of accumulation steps; their product covers the request, or is
@@ -267,8 +266,8 @@ def switch_mode(
     requested_batch_size = _whole("requested_batch_size", requested_batch_size)
     max_batch_size = _whole("max_batch_size", max_batch_size)
     multiplier = _whole("multiplier", multiplier)
-    if mode not in ("threshold", "accumulate", "clip", "lengthen"):
-        raise ValueError(f"mode={mode!r}: expected threshold, accumulate, clip or lengthen")
+    if mode not in ("threshold", "accumulate", "clip"):
+        raise ValueError(f"mode={mode!r}: expected threshold, accumulate or clip")
     if requested_batch_size <= max_batch_size:
         return BatchPlan(requested_batch_size, 1)
     clipped = requested_batch_size <= multiplier * max_batch_size and mode == "threshold"

@@ -216,6 +216,36 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     )
 
 
+def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    """Let more workers of the pool work for a trainer, with copies of its parameters.
+
+    They join at the end of the pool and take the mean inner state of the workers already there, as
+    in `reassign`. As they begin where the trainer is, spawning and averaging at once changes
+    nothing.
+
+    Args:
+      ensemble: The stack.
+      trainer: Its position.
+      num_workers: Its workers afterwards, at least as many as it has.
+
+    Returns:
+      The stack with a larger pool.
+
+    Raises:
+      ValueError: If the trainer is not there, or has more workers already.
+
+    Source: docs/algorithm.md, 5; ours.
+    """
+    (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
+    joining = num_workers - ensemble.owners.count(position)
+    if joining < 0:
+        raise ValueError(
+            f"num_workers={num_workers}: trainer {position} has {num_workers - joining} workers"
+            " already; to take some away use reassign"
+        )
+    return reassign(ensemble, (*ensemble.owners, *[position] * joining))
+
+
 def divide_workers(
     owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:

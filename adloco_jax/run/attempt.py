@@ -331,7 +331,7 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
         stack = init(
             run.model.init_fn(key) if params is None else params,
             num_trainers=settings.num_trainers,
-            num_workers=settings.num_workers,
+            num_workers=len(control.owners),
             inner_tx=spec.inner_tx,
             outer_tx=spec.outer_tx,
         )

@@ -222,6 +222,7 @@ def make_batch(
                 "trainer": trainer.id,
                 "workers": len(workers),
                 "requested_batch_size": trainer.requested_batch_size,
+                "steps_per_round": settings.inner.steps_per_round * trainer.round_length,
                 "micro_batch_size": size,
                 "num_accum_steps": group.plan.num_accum_steps,
                 "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),

@@ -276,7 +276,7 @@ def program_spec(
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards
     if shards is None:
-        owners = tuple(start(settings, 1).owners)
+        owners = tuple(start(settings, 1, whole_pool=True).owners)
         shards = fewest_model_shards(spec, owners, memory_frac=batching.memory_frac)
     elif num_devices % shards:
         raise ConfigError(

@@ -129,7 +129,8 @@ def allowed(key: str) -> str:
 
 def value_fault(key: str, value: object) -> str:
     """Returns the line that refuses a known key's value."""
-    return f"{key} = {_shown(value)}: must be {allowed(key)}"
+    instead = _REPLACED.get((key, value)) if isinstance(value, str) else None
+    return f"{key} = {_shown(value)}: {instead or f'must be {allowed(key)}'}"
 
 
 def unknown_key_fault(key: str) -> str:
@@ -240,6 +241,12 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
     return tuple(sorted({size for size in sizes if size <= largest}))
 
 
+_REPLACED = {
+    ("switch.mode", "lengthen"): (
+        "rounds now grow by batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
+    ),
+}
+
 # What values must satisfy together, by the end of the message. A rule is checked if each value that
 # it reads is allowed by itself; the message begins with those values.
 _RULES: dict[str, Callable[..., bool]] = {
@@ -280,6 +287,34 @@ _RULES: dict[str, Callable[..., bool]] = {
     "each trainer needs a worker; raise the first (the whole pool) or lower the second": (
         lambda c: c.ensemble.num_workers >= c.ensemble.num_trainers
     ),
+    "the first is part of the pool, and each trainer needs a worker; change it": (
+        lambda c: (
+            c.ensemble.initial_workers is None
+            or c.ensemble.num_trainers <= c.ensemble.initial_workers <= c.ensemble.num_workers
+        )
+    ),
+    (
+        "nothing would let the other workers join; choose a test that measures gradients and name"
+        " 'workers' in batching.growth, set ensemble.spawn_frac, or leave initial_workers unset"
+    ): (
+        lambda c: (
+            c.ensemble.initial_workers is None
+            or c.ensemble.spawn_frac is not None
+            or (BATCH_TESTS[c.batching.test].needs != "nothing" and "workers" in c.batching.growth)
+        )
+    ),
+    "it says when the others join; set ensemble.initial_workers to how many begin": (
+        lambda c: c.ensemble.spawn_frac is None or c.ensemble.initial_workers is not None
+    ),
+    "rounds grow in whole multiples of steps_per_round; change the first": (
+        lambda c: (
+            c.inner.max_steps_per_round is None
+            or c.inner.max_steps_per_round % c.inner.steps_per_round == 0
+        )
+    ),
+    "each at most once, and one at least; correct the order": (
+        lambda c: 0 < len(c.batching.growth) == len(set(c.batching.growth))
+    ),
     "the warm-up would outlast the run's updates; shorten it": (
         lambda c: c.inner.warmup_updates < c.num_rounds * c.inner.steps_per_round
     ),
@@ -291,8 +326,8 @@ _RULES: dict[str, Callable[..., bool]] = {
         lambda c: (
             c.inner.schedule == "constant"
             or c.num_tokens
-            or c.switch.mode == "clip"
-            or (c.switch.mode != "lengthen" and c.inner.unit == "updates")
+            or (c.inner.max_steps_per_round is None and c.inner.unit == "updates")
+            or (c.inner.max_steps_per_round is None and c.switch.mode == "clip")
         )
     ),
     "sgd decays no weights; set inner.weight_decay=0.0": (

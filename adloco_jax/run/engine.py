@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from adloco_jax.accounting import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.adloco import State, Stats, merge_due, smaller_plan
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.core.merge import merge, reassign
+from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.run.batches import (
     Batch,
@@ -324,6 +324,11 @@ class LocalEngine:
         weights_n = np.asarray(weights, np.float32)
         return _merge_and_reassign(ensemble, weights_n, tuple(members), tuple(owners))
 
+    def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+        """`core.spawn`."""
+        hit("spawn.decided")
+        return _spawn(ensemble, trainer, num_workers)
+
     def flush(self, state: State, trainers: Sequence[int]) -> State:
         """Synchronises all that the trainers' workers have not synchronised yet.
 
@@ -376,5 +381,6 @@ def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
 
 
+_spawn = jax.jit(spawn, static_argnums=(1, 2))
 _take = jax.jit(take, static_argnums=1)
 _put = jax.jit(put, static_argnums=1, donate_argnums=0)

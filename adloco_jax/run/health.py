@@ -101,9 +101,9 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
 
 
 def consensus_weights(control: Control) -> tuple[float, ...]:
-    """Each trainer's weight in the average of all: its requested batch, or 0 if it is broken."""
+    """Each trainer's weight in the average of all: its demand, or 0 if it is broken."""
     return tuple(
-        float(trainer.requested_batch_size) if trainer.broken_since is None else 0.0
+        float(trainer.demand) if trainer.broken_since is None else 0.0
         for trainer in control.trainers
     )
 

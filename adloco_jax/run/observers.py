@@ -25,11 +25,13 @@ from adloco_jax.adloco import (
     after_merge,
     choose_members,
     is_over,
+    joining_workers,
     merge_due,
     round_plan,
     share_done,
+    with_workers,
 )
-from adloco_jax.batch_sizes import measures_gradients
+from adloco_jax.batch_sizes import measures_gradients, with_growth
 from adloco_jax.errors import CheckpointError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, evaluate, processes
 from adloco_jax.run.batches import classes, round_keys
@@ -95,10 +97,11 @@ class Recorder:
         share = share_done(control.round, control.tokens_total, self.watch.settings)
         self._pending = boundary, share
         for line, decision in zip(boundary.metrics.lines, boundary.decisions, strict=True):
-            if decision.next_batch_size != line["requested_batch_size"]:
-                self.watch.progress.note(_batch_note(line, decision))
+            settings = self.watch.settings
+            if note := _growth_note(line, decision, settings):
+                self.watch.progress.note(note)
         hit("round.decided")
-        if self.watch.engine.events or boundary.merged:
+        if self.watch.engine.events or boundary.changes:
             self.flush(state)
 
     def flush(self, state: State) -> None:
@@ -106,10 +109,10 @@ class Recorder:
         watch, pending = self.watch, self._pending
         self._write_pending(state)
         self.write_events()
-        if pending is not None and pending[0].merged is not None:
-            merged = dict(pending[0].merged)
-            watch.ledger.write(merged.pop("event"), **merged)
-            watch.progress.note(_merge_note(merged, watch.settings.merge.max_barrier))
+        for change in pending[0].changes if pending is not None else []:
+            watch.ledger.write(**change)
+            note = _spawn_note if change["event"] == "spawn" else _merge_note
+            watch.progress.note(note(change, watch.settings))
 
     def write_events(self) -> None:
         """Records the engine's events between rounds."""
@@ -142,7 +145,7 @@ class Recorder:
             watch.ledger.write(
                 "round",
                 **line,
-                **decision._asdict(),
+                **_decided(decision, watch.settings),
                 train_loss=outcome.mean_loss,
                 pseudo_grad_norm=outcome.pseudo_grad_norm,
                 **counts,
@@ -365,17 +368,13 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
     if settings.outer.leaves_unsynchronised:
         owed = range(len(later.trainers)) if last else _members(later, settings)
         keys += [group.key("flush") for group in classes(later, owed, spec.model_shards)]
-    batching = settings.batching
     if not last and measures_gradients(settings):
-        for growth in (batching.max_growth, 1):
-            trainers = []
-            for trainer in later.trainers:
-                size = trainer.requested_batch_size
-                size = max(size, min(int(growth * size), batching.batch_cap))
-                trainers.append(dataclasses.replace(trainer, requested_batch_size=size))
-            ahead = dataclasses.replace(later, trainers=trainers)
+        for growth in (settings.batching.max_growth, 1):
+            ahead = with_growth(later, growth, settings)
             if members := _members(ahead, settings):
                 ahead, _ = after_merge(ahead, members, settings)
+            for position, num_workers in joining_workers(ahead, settings):
+                ahead = with_workers(ahead, position, num_workers)
             keys += _keys(ahead, settings, spec)
     return list(dict.fromkeys(keys))
 
@@ -392,25 +391,53 @@ def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
     return round_keys(control, plans, settings, spec)
 
 
-def _batch_note(line: dict, decision: Decision) -> str:
+def _decided(decision: Decision, settings: Settings) -> dict:
+    """A decision's fields of the ledger."""
+    fields = decision._asdict()
+    length = fields.pop("next_round_length")
+    return fields | {"next_steps_per_round": length * settings.inner.steps_per_round}
+
+
+def _growth_note(line: dict, decision: Decision, settings: Settings) -> str:
+    """What changes after a round and why; empty if nothing does. Workers join with a note."""
     requested = f"the test requests {decision.test_value or 0.0:.1f}"
     why = {
-        "capped": f"{requested}, held by max_growth or batch_cap",
+        "capped": f"{requested}, held by a cap or by max_growth",
         "signal": "no signal above the noise yet, one step of growth",
+        "held": "no signal above the noise, held by batching.max_blind_growth",
         "schedule": "as declared",
     }.get(decision.reason, requested)
+    steps = settings.inner.steps_per_round
+    changes = {
+        "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
+        "steps per round": (line["steps_per_round"], steps * decision.next_round_length),
+    }
+    shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if a != b]
+    if decision.reason == "held":
+        shown = ["its size stays"]
+    where = f"round {line['round']}: trainer {line['trainer']}"
+    return f"{where} {', '.join(shown)} ({why})" if shown else ""
+
+
+def _spawn_note(event: dict, settings: Settings) -> str:
+    reason = {
+        "test": "the test requests a larger batch than the present workers have",
+        "spawn_frac": f"{settings.ensemble.spawn_frac:g} of the run is done",
+    }[event["reason"]]
     return (
-        f"round {line['round']}: trainer {line['trainer']} batch per worker"
-        f" {line['requested_batch_size']} -> {decision.next_batch_size} ({why})"
+        f"round {event['round']}: trainer {event['trainer']} has {event['workers_after']} workers"
+        f" from here on (was {event['workers_before']}): {reason}"
     )
 
 
-def _merge_note(event: dict, max_barrier: float | None) -> str:
+def _merge_note(event: dict, settings: Settings) -> str:
     if "action" in event:
+        merge = settings.merge
         return (
             f"round {event['round']}: merging trainers {event['members']} would raise the loss by"
-            f" {event['barrier']:.4f} nats/token, more than merge.max_barrier={max_barrier}:"
-            f" {event['action']}"
+            f" {event['barrier']:.4f} nats/token over their mean and {event['harm']:.4f} over the"
+            f" best, more than merge.max_barrier={merge.max_barrier} or"
+            f" merge.max_harm={merge.max_harm} allows: {event['action']}"
         )
     losses = ", ".join(f"{loss:.4f}" for loss in event["loss_before"])
     return (

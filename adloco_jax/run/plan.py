@@ -149,7 +149,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         f" attention by {attention(settings)}; on {devices()}",
         speed + (f"; at that rate {rate / flops:,.0f} tokens/s" if flops else ""),
         f"placement: {at.describe()}",
-        f"ensemble: {ensemble.num_trainers} trainers, {ensemble.num_workers} workers; {length}"
+        f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
         f" of {inner.steps_per_round} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",
         *_fragments(settings, spec),
         f"batches: {', '.join(test)}; from {batching.initial_batch_size}, at most {max_batch}"
@@ -185,7 +185,7 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     accumulates = _accumulates(settings)
     return find_max_batch(
         programs,
-        tuple(start(settings, sizes[0]).owners),
+        tuple(start(settings, sizes[0], whole_pool=True).owners),
         keys_of=lambda size: [
             *_first_keys(settings, programs.spec, size, accumulates=accumulates),
             loss_key(size),
@@ -196,8 +196,8 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
 
 
 def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) -> list[Key]:
-    """The programs of a first round in which all trainers run this micro-batch."""
-    control, steps = start(settings, size), settings.inner.steps_per_round
+    """The programs of a round of the whole pool in which all trainers run this micro-batch."""
+    control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
     keys = []
     for count in (1, 2) if accumulates else (1,):
         plan = RoundPlan(size, count, steps * count, steps)
@@ -211,7 +211,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     programs = Programs(spec)
     max_batch = max_batch_size(settings, programs)
-    control = start(settings, max_batch)
+    control = start(settings, max_batch, whole_pool=True)
     owners = tuple(control.owners)
     state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
     outer_bytes = _num_bytes(state.outer_state_M) // num_trainers
@@ -221,7 +221,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     peaks = {key: peak_bytes(programs, key, owners) for key in keys}
     costs = [
         sync_cost(count, spec.sync_bytes, spec.num_fragments)
-        for count in np.bincount(owners).tolist()
+        for count in np.bincount(start(settings, max_batch).owners).tolist()
     ]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     drawn, moved_here = [], 0
@@ -230,9 +230,11 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
         sent = spec.sync_bytes * spec.num_fragments
         moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
-    sequences = settings.inner.steps_per_round * num_workers * spec.sequence_length
-    least = sequences * batching.initial_batch_size
-    most = sequences * max(batching.batch_cap, batching.initial_batch_size)
+    inner, first = settings.inner, batching.initial_batch_size
+    initial_workers = ensemble.initial_workers or num_workers
+    least = inner.steps_per_round * initial_workers * spec.sequence_length * first
+    longest = inner.max_steps_per_round or inner.steps_per_round
+    most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
     total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
     if settings.num_tokens is not None:
         total = f"the run ends with the round that reaches {settings.num_tokens:,}"
@@ -255,7 +257,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {_human(moved_here)}",
         *_merge_lines(settings, spec),
-        f"tokens: {least:,} a round at batch {batching.initial_batch_size}; {total}",
+        f"tokens: {least:,} a round at the start; {total}",
     ]
 
 
@@ -275,15 +277,22 @@ def _accumulates(settings: Settings) -> bool:
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """A line on the bytes of a merge and of the workers that join, if trainers may merge."""
-    if settings.merge.policy == "none" or settings.ensemble.num_trainers == 1:
-        return []
+    """The bytes of merges and of workers that join, if trainers may merge or the pool may grow."""
+    ensemble, lines = settings.ensemble, []
+    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
+    if ensemble.initial_workers is not None:
+        lines.append(
+            f"the pool grows from {ensemble.initial_workers} workers, in a communication each time:"
+            f" {_human(joining)} per worker that joins"
+        )
+    if settings.merge.policy == "none" or ensemble.num_trainers == 1:
+        return lines
     absorbed = merge_cost(spec.state_bytes, num_absorbed=1)["bytes"]
     tried = merge_cost(spec.state_bytes, num_absorbed=1, refused=True)["bytes"]
-    joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     return [
+        *lines,
         f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
-        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer"
+        f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer",
     ]
 
 

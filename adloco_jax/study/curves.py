@@ -23,7 +23,13 @@ COSTS = {
     "bytes": "bytes moved, all trainers",
 }
 
-SPENDING = ("round", "sync", "merge", "refusal")  # lines with `syncs` and `bytes` of their own
+SPENDING = (
+    "round",
+    "sync",
+    "merge",
+    "refusal",
+    "spawn",
+)  # lines with `syncs` and `bytes` of their own
 
 # The fields that reports read, by event.
 _FIELDS = {
@@ -34,6 +40,7 @@ _FIELDS = {
     "sync": "round trainers syncs bytes",
     "merge": "round into members weights loss_before loss_after barrier syncs bytes",
     "refusal": "round into members weights loss_before loss_after barrier syncs bytes",
+    "spawn": "round trainer workers_before workers_after reason syncs bytes",
     "compile": "key cache where seconds",
     "memory": "round host_peak_bytes device_peak_bytes",
 }

@@ -2,12 +2,12 @@
 
 The model, which the tests check against cases computed by hand and against a closed form:
 
-- **Replicas.** Each of the R workers that the run began with becomes a replica; all replicas have
-  the same number of devices. Replicas are assigned in blocks: the first R / sites of them to the
-  first site, and so on. A replica stays within one site unless there are more sites than workers;
-  then it spans several whole sites. Devices left over by the equal division are idle. With fewer
-  devices than workers, several workers share a device, and each of its passes takes as many times
-  longer.
+- **Replicas.** Each of the R workers, as many as the run ever had at once, becomes a replica, which
+  is idle until its worker joins; all replicas have the same number of devices. Replicas are
+  assigned in blocks: the first R / sites of them to the first site, and so on. A replica stays
+  within one site unless there are more sites than workers; then it spans several whole sites.
+  Devices left over by the equal division are idle. With fewer devices than workers, several workers
+  share a device, and each of its passes takes as many times longer.
 - **Compute.** The batch of an update (micro-batch x accumulation steps) is divided over the
   replica's devices, in whole sequences and as evenly as possible. A device computes its share in
   consecutive passes of at most the recorded micro-batch; a device without a sequence is idle. Each
@@ -22,9 +22,10 @@ The model, which the tests check against cases computed by hand and against a cl
   the trainer blocks for the rest, and only the rest counts as its communication. At a merge, the
   bytes that the ledger counts for each absorbed trainer are sent to the representative, one trainer
   after the other, over the link between their nearest replicas. Then each worker that joins a
-  trainer receives the bytes that the ledger counts for it, from the nearest of the replicas that
-  the trainer had: one worker after the other, all trainers at the same time. All these bytes are
-  scaled with the number of parameters if another model is simulated.
+  trainer, then or from the pool without a merge, receives the bytes that the ledger counts for it,
+  from the nearest of the replicas that the trainer had: one worker after the other, all trainers at
+  the same time. All these bytes are scaled with the number of parameters if another model is
+  simulated.
 - **Waiting.** A trainer's round ends when its slowest replica has finished and all are
   synchronised. Trainers wait for one another only at a merge: its members, and all trainers whose
   workers change. A refused merge costs what the merge would have cost, since it is refused only
@@ -159,9 +160,14 @@ def replay(
     num_params = start["num_params"] if num_params is None else num_params
     outer = start["config"]["outer"]
     bits_per_param = BITS_PER_PARAM[outer["precision"]]
+    joined = {index: {} for index in rounds}
+    for event in events:
+        if event["event"] == "spawn" and event["round"] in joined:
+            count = event["workers_after"] - event["workers_before"]
+            joined[event["round"]][event["trainer"]] = count
     simulation = _Simulation(
         cluster,
-        sum(workers[1].values()),
+        max(sum(own.values()) for own in workers.values()),
         traffic or Traffic(bits_per_param, outer["fragments"], outer["delay_updates"]),
         num_params,
         StateBytes(*(round(num_params / start["num_params"] * n) for n in state_bytes(events))),
@@ -172,26 +178,27 @@ def replay(
     times: list[RoundTime] = []
     ready_s = dict.fromkeys(replicas, 0.0)
     end_s: dict[int, float] = {}
-    retired: list[tuple[float, int]] = []  # since when, number of replicas
     for index, lines in rounds.items():
         ended = {e["trainer"]: simulation.round(e, replicas, ready_s, flushed) for e in lines}
         merge = merges.get(index)
-        after = _replicas_after(replicas, merge, workers.get(index + 1), index)
+        counts = workers.get(index + 1)
+        if counts is not None:
+            counts = {t: n - joined[index].get(t, 0) for t, n in counts.items()}
+        after = _replicas_after(replicas, merge, counts, index)
+        free = iter(sorted(set(range(simulation.num_replicas)).difference(*after.values())))
+        for trainer, count in joined[index].items():
+            after[trainer] = [*after[trainer], *itertools.islice(free, count)]
         ended = simulation.merge(ended, merge, replicas, after)
         times += ended.values()
         ready_s = {t: time.end_s for t, time in ended.items()}
         end_s[index] = max([*ready_s.values(), *end_s.values()])
-        kept = {replica for own in after.values() for replica in own}
-        retired += [(ready_s[t], len(set(own) - kept)) for t, own in replicas.items()]
         replicas = after
     wall_s = max(end_s.values())
     parts = {p: sum(time.devices * getattr(time, p) for time in times) for p in PARTS}
-    parts["waiting_s"] += simulation.width * sum(
-        len(own) * (wall_s - ready_s[t]) for t, own in replicas.items()
-    )
-    parts["idle_s"] += simulation.width * sum(n * (wall_s - since_s) for since_s, n in retired)
-    num_left_over = cluster.num_devices - simulation.width * simulation.num_replicas
-    parts["idle_s"] += num_left_over * wall_s
+    tail_s = simulation.width * sum(len(own) * (wall_s - ready_s[t]) for t, own in replicas.items())
+    parts["waiting_s"] += tail_s
+    busy_s = sum(time.devices * (time.end_s - time.start_s) for time in times)
+    parts["idle_s"] += cluster.num_devices * wall_s - busy_s - tail_s
     return Replay(tuple(times), end_s, cluster.num_devices, wall_s, **parts)
 
 
@@ -200,7 +207,7 @@ def _num_micro_batches(line: dict) -> int:
     inner, num_accum_steps = line["start"]["config"]["inner"], line["num_accum_steps"]
     if inner["unit"] == "updates" or num_accum_steps == 1:
         return line["updates"] * num_accum_steps
-    return inner["steps_per_round"]
+    return line.get("steps_per_round", inner["steps_per_round"])
 
 
 def _replicas_after(

@@ -1,0 +1,85 @@
+"""One worker first, then four from its parameters: does it pay to begin with a single worker?
+
+Command:   python -m adloco_jax.main --config configs/compare_trunk.py --workdir runs/trunk
+           python scripts/export.py --workdir runs/trunk --out runs/trunk/model
+           the same for runs/short-trunk, with --config.num_rounds=4
+           python scripts/compare.py --config configs/compare_trunk.py
+Hardware:  two CPU cores, under 90 minutes
+Model:     a Llama of 75,600 parameters that reads bytes, as in configs/compare_quick.py
+Text:      this Python's own standard library
+Answers:   docs/RESULTS.md
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.run.config import default_config
+from adloco_jax.study.compare import Comparison
+
+AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
+TRUNK = {**AVERAGE, "model.init_from": "runs/trunk/model"}  # 8 rounds of one worker
+SHORT_TRUNK = {**AVERAGE, "model.init_from": "runs/short-trunk/model"}  # 4 rounds of one worker
+LINEAR = {"inner.schedule": "linear"}
+NESTEROV = {"outer.tx": "nesterov", "outer.learning_rate": 0.7}
+
+
+def _rounds(count: int, steps: int) -> dict[str, object]:
+    return {"num_rounds": count, "inner.steps_per_round": steps}
+
+
+def get_base() -> ConfigDict:
+    """Four workers from random weights, at the settings of configs/compare_quick.py."""
+    config = default_config()
+    config.model.width = 48
+    config.model.num_layers = 2
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
+    config.model.mlp_width = 128
+    config.model.max_length = 64  # tokens
+
+    config.data.source = "stdlib"
+    config.data.sequence_length = 64  # bytes
+
+    config.ensemble.num_trainers = 1
+    config.ensemble.num_workers = 4
+    config.inner.learning_rate = 2e-3
+    config.inner.weight_decay = 0.0
+    config.batching.test = "constant"
+    config.batching.initial_batch_size = 4
+    config.batching.max_batch_size = 4
+    config.batching.buckets = (4,)
+    config.merge.policy = "none"
+    config.eval.num_sequences = 256
+    config.checkpoint.keep = 1
+    return config
+
+
+def get_config() -> ConfigDict:
+    """The trunk: one worker."""
+    config = get_base()
+    config.update_from_flattened_dict({**AVERAGE, **_rounds(8, 440)})
+    config.ensemble.num_workers = 1
+    config.seed = 7
+    return config
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    return Comparison(
+        base=get_base(),
+        variants={
+            "scratch, rounds of 1200": AVERAGE | _rounds(5, 1200),
+            "trunk, 2 rounds of 1200": TRUNK | _rounds(2, 1200),
+            "trunk, 1 round of 2340": TRUNK | _rounds(1, 2340),
+            "trunk, 1 round of 4680": TRUNK | _rounds(1, 4680),
+            "trunk, 11 rounds of 440": TRUNK | _rounds(11, 440),
+            "trunk, 11 rounds of 440, Nesterov": TRUNK | NESTEROV | _rounds(11, 440),
+            "trunk, 2 rounds of 1200, linear": TRUNK | LINEAR | _rounds(2, 1200),
+            "short trunk, 4 rounds of 1200": SHORT_TRUNK | _rounds(4, 1200),
+            "one worker, linear": AVERAGE | LINEAR | {"ensemble.num_workers": 1} | _rounds(31, 440),
+            "scratch, rounds of 1200, linear": AVERAGE | LINEAR | _rounds(5, 1200),
+            "scratch, rounds of 440, Nesterov, linear": NESTEROV | LINEAR | _rounds(14, 440),
+        },
+        baseline="scratch, rounds of 1200",
+        target_losses=(1.64, 1.6, 1.56),  # nats per byte
+        seeds=(1, 2, 3),
+    )
