@@ -106,12 +106,12 @@ class Inner:
     # linear_after_merge over those that are left when only one trainer is.
     schedule: Literal["constant", "cosine", "linear", "linear_after_merge"] = _knob("constant")
     weight_decay: float = _knob(0.1, "[0, 100]")  # decoupled (AdLoCo 6.1); adamw and muon
-    beta1: float = _knob(0.9, "[0, 1)")  # decay of the first moment (Kingma & Ba 2015), of Muon the momentum
+    beta1: float = _knob(0.9, "[0, 1)")  # first moment's decay (Kingma & Ba 2015); muon's too
     beta2: float = _knob(0.999, "[0, 1)")  # of the second; the same source, PyTorch's default too
     clip_norm: float | None = _knob(None, "(0, 1e9]")  # of an update's gradient; unset: no clipping
     state: Literal["keep", "reset"] = _knob("keep")  # over rounds; the reference resets
     lr_on_growth: Literal["none", "sqrt", "linear"] = _knob("none")  # in batch / initial batch
-    max_lr_growth: float | None = _knob(None, "[1, 1e9]")  # largest such factor; unset: any
+    max_lr_growth: float | None = _knob(None, "[1, 1e9]")  # limit of that factor; unset: none
 
 
 @dataclasses.dataclass(frozen=True)

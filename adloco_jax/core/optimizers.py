@@ -61,8 +61,9 @@ def muon(inner: Any, *, label_params: Callable[[PyTree], PyTree]) -> optax.Gradi
         optax.add_decayed_weights(inner.weight_decay),
         optax.scale(-1.0),
     )
-    by_label = {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": adamw(inner)}
-    return optax.partition(by_label, label)
+    return optax.partition(
+        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": adamw(inner)}, label
+    )
 
 
 INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

@@ -302,9 +302,6 @@ _RULES: dict[str, Callable[..., bool]] = {
             or c.ensemble.num_trainers == 1
         )
     ),
-    "only a learning rate that grows has a limit; set inner.lr_on_growth or leave it unset": (
-        lambda c: c.inner.max_lr_growth is None or c.inner.lr_on_growth != "none"
-    ),
     "sgd decays no weights; set inner.weight_decay=0.0": (
         lambda c: c.inner.tx != "sgd" or c.inner.weight_decay == 0
     ),
