@@ -270,7 +270,7 @@ def learning_rates(
 
     done = progress(updates=count_TR, tokens=used_T[:, None])
     since = single_since(control)
-    left = max(1 - progress(**since), 1e-9) if since else 1.0  # when one trainer was
+    left = max(1 - progress(**since), 1e-9) if since else 1.0  # of the run, then
     decay = {
         "constant": 1.0,
         "linear": 1 - done,
