@@ -103,17 +103,21 @@ class Inner:
     # Rounds may grow to so many, a multiple of steps_per_round; unset: they do not.
     max_steps_per_round: int | None = _knob(None, _COUNT)
     unit: Literal["updates", "microbatches"] = _knob("updates")  # of S; AdLoCo: microbatches
+    # muon: for the matrices of hidden layers, as `Architecture.label_params` tells, adamw for the
+    # rest, at one rate: MuLoCo's is 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725).
     tx: str = _knob("adamw", table=INNER_OPTIMIZERS)
     learning_rate: float = _knob(4e-4, "(0, 100]")  # DiLoCo's; AdLoCo goes on from a model at 2e-5
     warmup_updates: int = _knob(0, _COUNT_OR_0)  # linear from zero, in the trainer's own updates
-    # After the warm-up; cosine and linear fall to zero over the run's planned updates.
-    schedule: Literal["constant", "cosine", "linear"] = _knob("constant")
-    weight_decay: float = _knob(0.1, "[0, 100]")  # decoupled (AdLoCo 6.1); adamw only
-    beta1: float = _knob(0.9, "[0, 1)")  # decay of the first moment (Kingma & Ba 2015)
+    # After the warm-up; cosine and linear fall to zero over the run's planned updates,
+    # linear_after_merge over those that are left when only one trainer is.
+    schedule: Literal["constant", "cosine", "linear", "linear_after_merge"] = _knob("constant")
+    weight_decay: float = _knob(0.1, "[0, 100]")  # decoupled (AdLoCo 6.1); adamw and muon
+    beta1: float = _knob(0.9, "[0, 1)")  # first moment's decay (Kingma & Ba 2015); muon's too
     beta2: float = _knob(0.999, "[0, 1)")  # of the second; the same source, PyTorch's default too
     clip_norm: float | None = _knob(None, "(0, 1e9]")  # of an update's gradient; unset: no clipping
     state: Literal["keep", "reset"] = _knob("keep")  # over rounds; the reference resets
     lr_on_growth: Literal["none", "sqrt", "linear"] = _knob("none")  # in batch / initial batch
+    max_lr_growth: float | None = _knob(None, "[1, 1e9]")  # limit of that factor; unset: none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -229,18 +229,25 @@ def test_learning_rate_follows_the_trainers_own_updates():
 
 
 @pytest.mark.parametrize(
-    ("rule", "power", "batch"), [("none", 0, 20), ("sqrt", 0.5, 7), ("linear", 1, 20)]
+    ("rule", "batch", "limit", "factor"),
+    [
+        ("none", 20, None, 1),
+        ("sqrt", 7, None, 2),
+        ("linear", 20, None, 12),
+        ("sqrt", 20, 3.0, 3),  # of sqrt(12)
+        ("sqrt", 7, 3.0, 2),
+    ],
 )
-def test_learning_rate_on_growth_follows_the_effective_batch(rule, power, batch):
+def test_learning_rate_on_growth_follows_the_effective_batch(rule, batch, limit, factor):
     settings = settings_of(
-        inner={"learning_rate": 0.1, "lr_on_growth": rule},
+        inner={"learning_rate": 0.1, "lr_on_growth": rule, "max_lr_growth": limit},
         batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
     )
     control = a_control(batches=(batch,), owners=(0,), max_batch_size=8)
     (group,) = groups_of(control, settings)
     rate_TR = batches.learning_rates(control, group, settings)
-    effective = {7: 8, 20: 3 * 8}[batch]  # its bucket holds 8; three accumulated micro-batches
-    np.testing.assert_allclose(rate_TR, 0.1 * (effective / 2) ** power, rtol=1e-6)
+    # From 2 to 8, the bucket that holds 7, or to three accumulated micro-batches of 8.
+    np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -467,6 +474,41 @@ def test_where_tokens_end_a_run_the_schedule_follows_them():
     control.tokens_total = 990
     rate_TR = batches.learning_rates(control, group, settings, round_tokens=480)
     np.testing.assert_allclose(rate_TR[:, 0], [0.01, 0, 0, 0], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_decaying"),
+    [
+        (None, 18),  # of ten rounds of 3 updates, the last six
+        (6 * 192, 6),  # 192 tokens a round: two rounds are left
+    ],
+)
+def test_the_rate_falls_from_the_last_merge_on_and_a_resumed_run_has_the_same(
+    num_tokens, num_decaying
+):
+    settings = settings_of(
+        num_rounds=10,
+        num_tokens=num_tokens,
+        inner={"learning_rate": 1.0, "schedule": "linear_after_merge"},
+    )
+
+    def rates(resumed):
+        control, rate_t = adloco.start(settings, 4), []
+        while not adloco.is_over(control, settings):
+            (group,) = groups_of(control, settings)
+            rate_TR = batches.learning_rates(control, group, settings, round_tokens=192)
+            rate_t.extend(rate_TR[:, 0].tolist())
+            plans = plans_of(control, settings)
+            control, _ = accounting.count_round(control, plans, sequence_length=8, sync_bytes=4)
+            if control.round in (2, 4):  # of three trainers; one is left after round 4
+                control, _ = adloco.after_merge(control, (0, 1), settings)
+            if resumed:
+                control = control_from_json(json.loads(json.dumps(dataclasses.asdict(control))))
+        return rate_t
+
+    expected = [1.0] * 12 + [1 - k / num_decaying for k in range(num_decaying)]
+    np.testing.assert_allclose(rates(resumed=False), expected, rtol=1e-6)
+    assert rates(resumed=True) == rates(resumed=False)
 
 
 def test_a_history_is_replayed_by_trainer_or_as_the_mean_over_workers():

@@ -1,5 +1,6 @@
 """The table of architectures: its own entries, and one from a user's config file."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from adloco_jax.models import Bert, Llama
 from adloco_jax.models.architectures import label_matrices
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import config_file
-from adloco_jax.run.build import build_model, require_same_network
+from adloco_jax.run.build import build_model, inner_transform, require_same_network
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
@@ -98,6 +99,23 @@ def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
     assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "other"}
     assert jax.tree.leaves(labels).count("stacked_matrix") == 6
     assert label_matrices(param_shapes(LLAMA)["norm"]) == norm  # a tree of any depth
+
+
+def test_muon_takes_what_the_architecture_labels_as_matrices(monkeypatch):
+    def num_left_to_adamw():
+        tx = inner_transform(validate(config_of(inner={"tx": "muon"})))
+        _, state = jax.eval_shape(tx.init, param_shapes(LLAMA))
+        adam, *_ = state.inner_states["other"].inner_state
+        return len(jax.tree.leaves(adam.nu))
+
+    assert num_left_to_adamw() == 5  # embedding, head and three gains
+
+    def with_tables(params):
+        return label_matrices(params) | {"embed": {"embedding": "matrix"}}
+
+    own = dataclasses.replace(ARCHITECTURES["llama"], label_params=with_tables)
+    monkeypatch.setitem(ARCHITECTURES, "llama", own)
+    assert num_left_to_adamw() == 4
 
 
 def test_an_entry_builds_what_the_config_describes():

@@ -215,6 +215,7 @@ CONTRADICTIONS = {
     "ramp's rounds": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 2), (2, 3))),
     "ramp's first batch": dict(batching__test="ramp", batching__ramp=((0, 2),)),
     "ramp above the cap": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 1025))),
+    "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
     "no replay": dict(batching__test="replay"),
     "replay unused": dict(batching__replay="runs/x"),
     "ramp falls": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 3), (4, 2))),

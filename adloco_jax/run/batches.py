@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from adloco_jax.accounting import Control, RoundPlan
+from adloco_jax.accounting import Control, RoundPlan, single_since
 from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
@@ -257,20 +257,26 @@ def learning_rates(
     effective_T = plan.micro_batch_size * np.bincount(update_T)[update_T]
     exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[inner.lr_on_growth]
     growth_T = (effective_T / settings.batching.initial_batch_size) ** exponent
+    growth_T = np.minimum(growth_T, inner.max_lr_growth or np.inf)
     start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
     count_TR = update_T[:, None] + start_R[None, :]
     warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
     horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
-    if settings.num_tokens is None:
-        progress = (count_TR - inner.warmup_updates) / horizon
-    else:
-        used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
-        progress = np.broadcast_to(used_T[:, None] / settings.num_tokens, count_TR.shape)
-    progress = np.clip(progress, 0.0, 1.0)
+    used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
+
+    def progress(*, updates, tokens):
+        by_updates = (updates - inner.warmup_updates) / horizon
+        done = by_updates if settings.num_tokens is None else tokens / settings.num_tokens
+        return np.clip(done, 0.0, 1.0)
+
+    done = progress(updates=count_TR, tokens=used_T[:, None])
+    since = single_since(control)
+    left = max(1 - progress(**since), 1e-9) if since else 1.0  # of the run, then
     decay = {
-        "constant": np.ones_like(progress),
-        "linear": 1 - progress,
-        "cosine": (1 + np.cos(np.pi * progress)) / 2,
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + np.cos(np.pi * done)) / 2,
+        "linear_after_merge": (1 - done) / left if since else 1.0,
     }[inner.schedule]
     return (inner.learning_rate * growth_T[:, None] * warmup * decay).astype(np.float32)
 

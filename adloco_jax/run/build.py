@@ -196,7 +196,10 @@ def inner_transform(
     clip = optax.identity()
     if inner.clip_norm is not None:
         clip = optax.clip_by_global_norm(inner.clip_norm)
-    return optax.chain(clip, INNER_OPTIMIZERS[inner.tx](inner) if tx is None else tx)
+    if tx is None:
+        labels = {"label_params": ARCHITECTURES[settings.model.arch].label_params}
+        tx = with_knobs(INNER_OPTIMIZERS[inner.tx], labels)(inner)
+    return optax.chain(clip, tx)
 
 
 def outer_transform(

@@ -330,6 +330,13 @@ _RULES: dict[str, Callable[..., bool]] = {
             or (c.inner.max_steps_per_round is None and c.switch.mode == "clip")
         )
     ),
+    "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
+        lambda c: (
+            c.inner.schedule != "linear_after_merge"
+            or c.merge.policy != "none"
+            or c.ensemble.num_trainers == 1
+        )
+    ),
     "sgd decays no weights; set inner.weight_decay=0.0": (
         lambda c: c.inner.tx != "sgd" or c.inner.weight_decay == 0
     ),

@@ -1,0 +1,126 @@
+"""Muon: what it does to hidden matrices, against NumPy, and what it leaves to AdamW."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS
+from adloco_jax.models.architectures import label_matrices
+from adloco_jax.run.config import default_config, validate
+
+INNER = dataclasses.replace(
+    validate(default_config()).inner, beta1=0.8, beta2=0.95, weight_decay=0.3
+)
+MUON = INNER_OPTIMIZERS["muon"](INNER, label_params=label_matrices)
+SHAPES = {
+    "embed": {"embedding": (7, 4)},
+    "layers": {
+        "mlp": {"up": {"kernel": (3, 4, 10)}, "down": {"kernel": (3, 10, 4)}},
+        "norm": {"scale": (3, 4)},
+    },
+    "pooler": {"kernel": (4, 4), "bias": (4,)},
+    "head": {"kernel": (4, 7)},
+}
+
+
+def normal(seed, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.normal(size=shape), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def moved(tx, params, grads, *, float64=True):
+    """The updates of a rate of 1, one after another, each added to the parameters."""
+
+    @jax.jit
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    # The steps of Newton-Schulz enlarge what is small, rounding included, up to 500 times.
+    with jax.enable_x64(float64):
+        params = jax.tree.map(jnp.asarray, params)
+        state, made = tx.init(params), []
+        for grad in grads:
+            params, state, updates = step(params, state, grad)
+            made.append(jax.device_get(updates))
+    return made
+
+
+@pytest.fixture(scope="module")
+def updates():
+    return moved(MUON, normal(0), [normal(1), normal(2), normal(3)])
+
+
+def newton_schulz(matrix, num_steps=5):
+    """The quintic iteration, with the coefficients of Keller Jordan's Muon."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x
+
+
+def by_numpy(params, grads):
+    """The updates of one matrix [in, out]."""
+    momentum, made = 0.0, []
+    for grad in grads:
+        momentum = INNER.beta1 * momentum + grad
+        scale = np.sqrt(params.shape[1] / params.shape[0])
+        made.append(-scale * newton_schulz(momentum) - INNER.weight_decay * params)
+        params = params + made[-1]
+    return made
+
+
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_each_layers_matrix_is_updated_as_by_numpy(updates, name):
+    def kernel(tree):
+        return tree["layers"]["mlp"][name]["kernel"]
+
+    grads = [kernel(normal(seed)) for seed in (1, 2, 3)]
+    for layer in range(3):
+        expected = by_numpy(kernel(normal(0))[layer], [grad[layer] for grad in grads])
+        for update, by_hand in zip(updates, expected, strict=True):
+            np.testing.assert_allclose(kernel(update)[layer], by_hand, rtol=1e-5)
+
+
+def test_the_singular_values_of_a_matrixs_update_are_near_its_scale():
+    inner = dataclasses.replace(INNER, weight_decay=0.0)
+    tx = INNER_OPTIMIZERS["muon"](inner, label_params=label_matrices)
+    (update,) = moved(tx, normal(0), [normal(1)], float64=False)
+    for name, scale in (("up", 10 / 4), ("down", 4 / 10)):
+        values = np.linalg.svd(update["layers"]["mlp"][name]["kernel"], compute_uv=False)
+        assert values.shape == (3, 4)
+        assert np.all(abs(values / np.sqrt(scale) - 1) < 0.5)
+
+
+def test_a_stack_of_layers_moves_as_each_layer_alone(updates):
+    def alone(tree, layer):
+        return {"kernel": tree["layers"]["mlp"]["up"]["kernel"][layer]}
+
+    for layer in range(3):
+        grads = [alone(normal(seed), layer) for seed in (1, 2, 3)]
+        for whole, one in zip(updates, moved(MUON, alone(normal(0), layer), grads), strict=True):
+            np.testing.assert_allclose(alone(whole, layer)["kernel"], one["kernel"], rtol=1e-5)
+
+
+def test_embeddings_head_and_vectors_move_exactly_as_with_adamw(updates):
+    grads = [normal(1), normal(2), normal(3)]
+    others = {"embed", "norm", "head", "bias"}
+    for muon, adamw in zip(
+        updates, moved(INNER_OPTIMIZERS["adamw"](INNER), normal(0), grads), strict=True
+    ):
+        for path, leaf in jax.tree.leaves_with_path(muon):
+            expected = dict(jax.tree.leaves_with_path(adamw))[path]
+            is_other = bool(others & {key.key for key in path})
+            assert np.array_equal(leaf, expected) == is_other
+
+
+def test_a_model_without_hidden_matrices_is_refused():
+    with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
+        MUON.init({"w": jnp.zeros((3, 3))})
