@@ -243,7 +243,7 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 
 _REPLACED = {
     ("switch.mode", "lengthen"): (
-        "rounds now grow by batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
+        "replaced; set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),
 }
 

@@ -46,7 +46,7 @@ def with_outcomes(
     the last ones, themselves cut off there: neither a spike nor NaN may blind the window.
 
     Args:
-      control: Its trainers and workers are still the round's.
+      control: Its trainers are still the round's, and so are their workers but for new ones.
       outcomes: In stack order.
       after_round: The round they are of.
 
@@ -58,7 +58,8 @@ def with_outcomes(
     for position, (trainer, outcome) in enumerate(zip(control.trainers, outcomes, strict=True)):
         streams = [str(control.streams[w]) for w in control.workers_of(position)]
         rows = {}
-        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
+        # Workers that have joined since then, the last, have no outcome yet.
+        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=False):
             made = np.flatnonzero(~skipped_S)
             before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
             rows[stream] = before + len(skipped_S) - (int(made[-1]) + 1 if made.size else 0)

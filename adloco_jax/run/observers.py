@@ -420,10 +420,9 @@ def _growth_note(line: dict, decision: Decision, settings: Settings) -> str:
 
 
 def _spawn_note(event: dict, settings: Settings) -> str:
-    reason = {
-        "test": "the test requests a larger batch than the present workers have",
-        "spawn_frac": f"{settings.ensemble.spawn_frac:g} of the run is done",
-    }[event["reason"]]
+    reason = "the test requests a larger batch than the present workers have"
+    if event["reason"] == "spawn_frac":
+        reason = f"{settings.ensemble.spawn_frac:g} of the run is done"
     return (
         f"round {event['round']}: trainer {event['trainer']} has {event['workers_after']} workers"
         f" from here on (was {event['workers_before']}): {reason}"
