@@ -101,7 +101,7 @@ def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 
       free_workers: How many may join.
 
     Returns:
-      More workers (at most twice as many), longer rounds, or another batch. Of these only a batch
+      More workers (twice as many, or all), longer rounds, or another batch. Of these only a batch
       that need not be monotone can fall.
     """
     if not math.isfinite(request):
@@ -112,9 +112,10 @@ def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
             needed = math.ceil(share * size.num_workers / (size.round_length * size.batch_size))
-            most = min(2 * size.num_workers, size.num_workers + free_workers)
-            size = size._replace(num_workers=min(max(size.num_workers, needed), most))
-            if size.num_workers < min(needed, now.num_workers + free_workers):
+            pool = size.num_workers + free_workers
+            if needed > size.num_workers:
+                size = size._replace(num_workers=min(2 * size.num_workers, pool))
+            if size.num_workers < min(needed, pool):
                 break  # they double again before anything else grows
         elif name == "rounds":
             most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round

@@ -168,8 +168,8 @@ class Batching:
     memory_frac: float = _knob(0.8, "(0, 1]")  # of a device's memory (on a CPU, RAM), for auto
     batch_cap: int = _knob(1024, _COUNT)  # no request goes above
     max_growth: int = _knob(4, _COUNT)  # factor from one request to the next
-    # What a larger request is spent on, in order: more of the pool's workers (up to num_workers; at
-    # most twice as many at a time), longer rounds (up to inner.max_steps_per_round), larger batches
+    # What a larger request is spent on, in order: more of the pool's workers (up to num_workers;
+    # twice as many at a time), longer rounds (up to inner.max_steps_per_round), larger batches
     # (up to batch_cap).
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = _knob(
         ("workers", "rounds", "batch")

@@ -22,6 +22,7 @@ def get_comparison() -> Comparison:
     """What runs."""
     # The batches of ADLOCO's requests, made in updates of their own there.
     grown = {"batching.max_batch_size": 24, "batching.buckets": (4, 8, 16, 24)}
+    capped = {"batching.batch_cap": 24}
     return Comparison(
         base=get_base(),
         variants={
@@ -53,10 +54,10 @@ def get_comparison() -> Comparison:
             },
             "AdLoCo, one trainer": ADLOCO | {"ensemble.num_trainers": 1},
             "AdLoCo": ADLOCO,
-            "AdLoCo, batches grow": ADLOCO | grown | {"switch.mode": "threshold"},
+            "AdLoCo, batches grow": ADLOCO | grown | {"inner.max_steps_per_round": None} | capped,
             "AdLoCo, fixed batch": ADLOCO | {"batching.test": "constant"},
             "AdLoCo, no merging": ADLOCO | {"merge.policy": "none"},
-            "AdLoCo, no switch": ADLOCO | {"switch.mode": "clip"},
+            "AdLoCo, no growth": ADLOCO | {"inner.max_steps_per_round": None},
             # Table A.2, with steps and learning rate of a model trained from scratch.
             "AdLoCo, as in the paper": {
                 "ensemble.num_trainers": 4,

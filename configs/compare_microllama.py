@@ -36,7 +36,10 @@ def get_comparison() -> Comparison:
             "DiLoCo": diloco | nesterov,
             "AdLoCo": {},
             "AdLoCo, one trainer": {"ensemble.num_trainers": 1, "merge.policy": "none"},
-            "AdLoCo, rounds grow": {"switch.mode": "lengthen"},
+            "AdLoCo, rounds grow": {
+                "batching.growth": ("rounds", "batch"),
+                "inner.max_steps_per_round": 8 * config.inner.steps_per_round,
+            },
         },
         baseline="DiLoCo, as in the paper",
         target_losses=(2.9,),  # nats per token; the published model's own is not known to us

@@ -22,8 +22,9 @@ ADLOCO = {
     "batching.eta": 0.15,  # the paper's 0.8 hardly grows within a run this short
     "batching.smoothing": 0.5,  # a run of a few long rounds has few tests to average
     "batching.max_growth": 6,
-    "batching.batch_cap": 24,
-    "switch.mode": "lengthen",  # up to six times as many updates in a round as in the first
+    "batching.growth": ("rounds", "batch"),
+    "batching.batch_cap": 4,
+    "inner.max_steps_per_round": 6 * 440,
     "merge.policy": "worst_with_worst",
     "merge.every_rounds": 1,
     "merge.width": 4,

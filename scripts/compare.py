@@ -26,6 +26,9 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a file with get_comparison(), or its name")
     parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--results", type=Path, help="a JSON line for each finished run, whose folder is deleted"
+    )
     parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
     options = parser.parse_args()
     try:
@@ -50,12 +53,22 @@ def _compare(options: argparse.Namespace) -> int:
     print(f"{len(runs)} runs in {folder}", flush=True)
     others = [
         subprocess.Popen(
-            [sys.executable, __file__, f"--config={path}", f"--workdir={folder}", "--only-run"]
+            [
+                *(sys.executable, __file__, f"--config={path}", f"--workdir={folder}"),
+                *([f"--results={options.results}"] if options.results else []),
+                "--only-run",
+            ]
         )
         for _ in range(options.processes - 1)
     ]
     command = shlex.join(["python", *sys.argv])
-    execute = functools.partial(compare.execute, on_end=say, command=command, config_file=path)
+    execute = functools.partial(
+        compare.execute,
+        on_end=say,
+        command=command,
+        config_file=path,
+        results_file=options.results,
+    )
     try:
         whole = execute(comparison, folder)
         codes = [other.wait() for other in others]
@@ -69,12 +82,14 @@ def _compare(options: argparse.Namespace) -> int:
     if not whole:
         print("the other runs are in another process's hands")
         return max(codes, default=0)
-    table = compare.write(comparison, folder)
+    table = compare.write(comparison, folder, results_file=options.results)
     print(compare.markdown(table))
     figure(table, command=command).savefig(folder / "front.png", dpi=150)
     print(f"front: {folder / 'front.png'}")
-    groups = [run.workdir for run in runs]
-    print(f"report: {report.write(groups, folder / 'report', labels=[r.variant for r in runs])}")
+    if options.results is None:
+        labels = [run.variant for run in runs]
+        written = report.write([run.workdir for run in runs], folder / "report", labels=labels)
+        print(f"report: {written}")
     return 0
 
 

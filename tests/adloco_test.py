@@ -320,8 +320,8 @@ GROWING = {"num_trainers": 2, "num_workers": 8, "initial_workers": 2}
     ("request_", "free", "growth", "size"),
     [
         (4.0, 9, "workers rounds batch", (2, 1, 4)),
-        (4.1, 9, "workers rounds batch", (3, 1, 4)),
-        (9.0, 9, "workers rounds batch", (4, 1, 4)),  # five are needed: they double
+        (4.1, 9, "workers rounds batch", (4, 1, 4)),  # three are needed: they double
+        (9.0, 9, "workers rounds batch", (4, 1, 4)),
         (90.0, 9, "workers rounds batch", (4, 1, 4)),  # before anything else grows, all work
         (90.0, 1, "workers rounds batch", (3, 3, 12)),  # 180 = 3 x 3 x 20, capped
         (20.0, 0, "workers rounds batch", (2, 3, 7)),

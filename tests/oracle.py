@@ -413,7 +413,7 @@ def grown(s, trainer, workers, free, request):
     b, length, batch = s.batching, trainer.length, trainer.batch
     total = workers * min(request, b.max_growth * length * batch)
     wanted = max(math.ceil(total / (length * batch)), workers)
-    now = min(wanted, 2 * workers, workers + free)
+    now = workers if wanted == workers else min(2 * workers, workers + free)
     if now < min(wanted, workers + free):
         return now, length, batch
     most = (s.inner.max_steps_per_round or s.inner.steps_per_round) // s.inner.steps_per_round

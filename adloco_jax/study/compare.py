@@ -8,10 +8,10 @@ import contextlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -20,10 +20,12 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
+from adloco_jax.study import results
 from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.curves import COSTS, heldout_points, lines, read_run
 from adloco_jax.study.figures import short
 from adloco_jax.study.replay import replay
+from adloco_jax.study.results import Run
 from adloco_jax.training import train
 
 MEASURES = {
@@ -60,15 +62,6 @@ class Comparison:
     simulated: Simulated = field(default_factory=Simulated)
 
 
-class Run(NamedTuple):
-    """One run of a comparison."""
-
-    variant: str
-    seed: int
-    config: ConfigDict
-    workdir: Path
-
-
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """The runs, checked, in the order in which they have to be made.
 
@@ -84,8 +77,8 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
-    if len(set(seeds)) < 2 or len(set(seeds)) != len(seeds):
-        faults.append(f"seeds = {tuple(seeds)}: need two different seeds at least, each once")
+    if not seeds or len(set(seeds)) != len(seeds):
+        faults.append(f"seeds = {tuple(seeds)}: need one seed at least, each once")
     if comparison.baseline not in variants:
         faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
     try:
@@ -122,6 +115,7 @@ def execute(
     on_end: Callable[[Run, bool], None],
     command: str = "",
     config_file: str | Path | None = None,
+    results_file: Path | None = None,
 ) -> bool:
     """Make the runs that are not finished, one after another.
 
@@ -134,7 +128,9 @@ def execute(
       folder: Where; unfinished runs found there are resumed.
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
-      config_file: The file that the comparison is from, recorded in the run.s folder, see `train`.
+      config_file: The file that the comparison is from, recorded in the run's folder, see `train`.
+      results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
+        one already is not made again.
 
     Returns:
       Whether all are finished.
@@ -144,6 +140,9 @@ def execute(
     """
     whole = True
     for run in runs_of(comparison, folder):
+        if results_file is not None and results.key(run) in results.read(results_file):
+            on_end(run, False)
+            continue
         if finished(run.workdir, run.config, config_file=config_file) is not None:
             on_end(run, False)
             continue
@@ -163,8 +162,19 @@ def execute(
                     raise
                 whole = False
                 continue
+        if results_file is not None:
+            _keep(run, comparison, results_file)
         on_end(run, True)
     return whole
+
+
+def _keep(run: Run, comparison: Comparison, results_file: Path) -> None:
+    """Write the run's line, and delete its folder."""
+    events = read_run(run.workdir).events
+    points = curve(events, comparison.simulated)
+    changes = comparison.variants[run.variant]
+    results.append(results_file, run, changes=changes, curve=points, events=events)
+    shutil.rmtree(run.workdir)
 
 
 def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]]:
@@ -200,7 +210,9 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]
     return points
 
 
-def tabulate(comparison: Comparison, folder: str | Path) -> dict:
+def tabulate(
+    comparison: Comparison, folder: str | Path, *, results_file: Path | None = None
+) -> dict:
     """Compute the comparison's table from the runs' ledgers.
 
     "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
@@ -211,6 +223,7 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
     Args:
       comparison: What ran.
       folder: Where; all runs have finished.
+      results_file: Where finished runs may have a line in place of a folder.
 
     Returns:
       Plain JSON: `budgets` by measure, `target_losses`, in words `simulated` (where time is) and
@@ -222,11 +235,14 @@ def tabulate(comparison: Comparison, folder: str | Path) -> dict:
       DataError: If a run is missing or not finished.
     """
     curves: dict[str, dict[int, list[dict[str, float]]]] = {}
+    recorded = results.read(results_file) if results_file is not None else {}
     for run in runs_of(comparison, folder):
-        if not _is_finished(run.workdir):
-            raise DataError(f"{run.workdir}: not finished; run the comparison again")
-        events = read_run(run.workdir).events
-        curves.setdefault(run.variant, {})[run.seed] = curve(events, comparison.simulated)
+        points = recorded.get(results.key(run), {}).get("curve")
+        if points is None:
+            if not _is_finished(run.workdir):
+                raise DataError(f"{run.workdir}: not finished; run the comparison again")
+            points = curve(read_run(run.workdir).events, comparison.simulated)
+        curves.setdefault(run.variant, {})[run.seed] = points
     ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
     budgets = {m: min((end[m] for end in ends if end[m] > 0), default=0) for m in MEASURES}
     baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
@@ -289,7 +305,7 @@ def markdown(table: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(comparison: Comparison, folder: str | Path) -> dict:
+def write(comparison: Comparison, folder: str | Path, *, results_file: Path | None = None) -> dict:
     """Write `comparison.json` and `comparison.md` into the folder.
 
     Returns:
@@ -298,7 +314,7 @@ def write(comparison: Comparison, folder: str | Path) -> dict:
     Raises:
       DataError: From `tabulate`.
     """
-    table = tabulate(comparison, folder)
+    table = tabulate(comparison, folder, results_file=results_file)
     text = json.dumps(table, indent=2, allow_nan=False)
     (Path(folder) / "comparison.json").write_text(text + "\n", encoding="utf-8")
     (Path(folder) / "comparison.md").write_text(markdown(table), encoding="utf-8")

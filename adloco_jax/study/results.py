@@ -1,0 +1,108 @@
+"""A comparison's finished runs, one JSON line each: a file that can be committed and continued.
+
+A line has what tables and figures need of a run, so that its folder may be deleted.
+"""
+
+import hashlib
+import json
+import operator
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from adloco_jax.errors import DataError
+from adloco_jax.run.config import KNOBS
+from adloco_jax.study.curves import lines
+
+_PATHS = ("data.path", "data.heldout_path", "batching.replay")
+_NOTED = ("merge", "refusal", "spawn", "branch")
+
+
+class Run(NamedTuple):
+    """One run of a comparison."""
+
+    variant: str
+    seed: int
+    config: ConfigDict
+    workdir: Path
+
+
+def digest(config: ConfigDict) -> str:
+    """Of what a run's config changes of the default, but for paths: whether a line is of this run.
+
+    New knobs and other folders leave it as it is.
+    """
+    changed = {
+        key: value
+        for key, knob in KNOBS.items()
+        if (value := operator.attrgetter(key)(config)) != knob.metadata["default"]
+        and key not in _PATHS
+    }
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def key(run: Run) -> tuple[str, int, str]:
+    """What a run's line is found by: variant, seed and digest."""
+    return run.variant, run.seed, digest(run.config)
+
+
+def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """The lines of a results file by variant, seed and digest; none if there is no file.
+
+    Raises:
+      DataError: If a line cannot be read.
+    """
+    if not path.exists():
+        return {}
+    found = {}
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            found[line["variant"], line["seed"], line["config"]] = line
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}:{number}: no result of a run ({error}); remove the line, and the run is"
+                " made again"
+            ) from None
+    return found
+
+
+def append(
+    path: Path,
+    run: Run,
+    *,
+    changes: Mapping[str, object],
+    curve: list[dict[str, float]],
+    events: list[dict],
+) -> None:
+    """Add the line of a finished run.
+
+    Args:
+      path: The results file, created if need be.
+      run: The run.
+      changes: What its variant differs in from the comparison's base.
+      curve: Costs and held-out loss at each evaluation, see `compare.curve`.
+      events: The ledger's lines.
+    """
+    start, end = lines(events, "start")[-1], lines(events, "end")[-1]
+    line = dict(zip(("variant", "seed", "config"), key(run), strict=True)) | {
+        "changes": dict(changes),
+        "wall_s": end["wall_s"],
+        "date": start["time"][:10],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {start['devices']}",
+        "versions": f"jax {jax.__version__}, adloco_jax {start['versions']['adloco_jax']}",
+        "num_params": start["num_params"],
+        "curve": [{name: round(value, 5) for name, value in point.items()} for point in curve],
+        "events": [
+            {name: value for name, value in event.items() if not name.endswith("_s")}
+            for event in events
+            if event["event"] in _NOTED
+        ],
+    }
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
