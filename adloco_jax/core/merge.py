@@ -234,7 +234,7 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
     Raises:
       ValueError: If the trainer is not there, or has more workers already.
 
-    Source: docs/algorithm.md, 5; ours.
+    Source: docs/algorithm.md, 4; ours.
     """
     (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
     joining = num_workers - ensemble.owners.count(position)
