@@ -23,7 +23,13 @@ COSTS = {
     "bytes": "bytes moved, all trainers",
 }
 
-SPENDING = ("round", "sync", "merge", "refusal")  # lines with `syncs` and `bytes` of their own
+SPENDING = (
+    "round",
+    "sync",
+    "merge",
+    "refusal",
+    "spawn",
+)  # lines with `syncs` and `bytes` of their own
 
 # The fields that reports read, by event.
 _FIELDS = {
