@@ -1,11 +1,13 @@
 """The report on a run that is under way, as a page on this computer that follows the run."""
 
+import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from adloco_jax.errors import UserError
+from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.study import page, report
 
 _REFRESH_MS = 3000
@@ -30,6 +32,25 @@ setInterval(async () => {
 </script>"""
 
 
+def serve(
+    runs: Sequence[str | os.PathLike[str]], *, labels: Sequence[str] | None = None, port: int = 0
+) -> None:
+    """Print the page's address, and serve it until interrupted (Ctrl-C); see `server`.
+
+    Raises:
+      ConfigError: If the port cannot be used.
+    """
+    try:
+        own = server(runs, labels=labels, port=port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--port {port}: {error}; name another, or none for any free one"
+        ) from error
+    with own, contextlib.suppress(KeyboardInterrupt):
+        print(f"report: http://127.0.0.1:{own.server_port}/ (Ctrl-C ends it)", flush=True)
+        own.serve_forever()
+
+
 def server(
     runs: Sequence[str | os.PathLike[str]], *, labels: Sequence[str] | None = None, port: int = 0
 ) -> ThreadingHTTPServer:
@@ -45,27 +66,24 @@ def server(
     Raises:
       OSError: If the port is taken.
     """
-    made: dict[tuple[int, ...], bytes] = {}
 
-    def current() -> bytes:
-        ledgers = [Path(run) / "ledger.jsonl" for run in runs]
-        sizes = tuple(path.stat().st_size if path.exists() else 0 for path in ledgers)
-        if sizes not in made:
-            try:
-                text = report.html(runs, labels=labels)
-            except UserError as error:  # no round yet, most likely
-                screen = (page.paragraph(f"Not yet: {error}"), "", "")
-                text = page.page("Waiting", "", html=screen, details_html="", num_curves=0)
-            made.clear()
-            made[sizes] = text.replace("</head>", f"{_SCRIPT % _REFRESH_MS}</head>").encode()
-        return made[sizes]
+    @functools.lru_cache(maxsize=1)
+    def drawn(sizes: tuple[int, ...]) -> bytes:
+        try:
+            text = report.html(runs, labels=labels)
+        except UserError as error:  # no round yet, most likely
+            screen = (page.paragraph(f"Not yet: {error}"), "", "")
+            text = page.page("Waiting", "", html=screen, details_html="", num_curves=0)
+        text = text.replace("</head>", f"{_SCRIPT % _REFRESH_MS}</head>", 1)
+        return text.encode(errors="replace")  # a path need not be text
 
     class Handler(BaseHTTPRequestHandler):
         """Answers every request with the page as it is now."""
 
         def do_GET(self) -> None:  # noqa: N802, the library's name
             """Send the page."""
-            body = current()
+            ledgers = [Path(run) / "ledger.jsonl" for run in runs]
+            body = drawn(tuple(p.stat().st_size if p.exists() else 0 for p in ledgers))
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Cache-Control", "no-store")

@@ -155,10 +155,11 @@ def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Cu
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]
-    highest = max((b for _, b in finite), default=0.0)
-    if not later or max(later) - min(later) > 0.5 * (highest - min(later)):
+    if not later:
         return [*shown], label, math.inf
-    top = max(later)
+    highest, top, lowest = max(b for _, b in finite), max(later), min(later)
+    if highest <= top or top - lowest > 0.5 * (highest - lowest):
+        return [*shown], label, math.inf
     cut = [c._replace(y=[b if b <= top else math.nan for b in c.y]) for c in shown]
     return cut, f"{label}; above the box, it began at up to {highest:.3g}", top
 

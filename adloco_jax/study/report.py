@@ -74,7 +74,7 @@ _CLUSTERS: Mapping[str, Callable[[tuple[tuple[str, int], Replay]], str]] = {
     "devices": lambda row: _count(row[0][1]),
     "time (s)": lambda row: short(row[1].wall_s),
 } | {
-    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):.1f}"
+    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):z.1f}"
     for part in PARTS
 }
 _PROGRAMS: Mapping[str, Callable[[dict], str]] = {
@@ -327,10 +327,11 @@ def _variants_parts(variants: Sequence[Variant]) -> dict[str, str]:
     details = []
     for variant in variants:
         run = variant.runs[0]
-        own = run_figures.life(run) + page.verbatim(closing_table(run.folder))
+        table = page.folded("Closing table", page.verbatim(closing_table(run.folder)))
+        own = run_figures.life(run) + table
         details.append(page.folded(f"{variant.label}, seed {run.seed}", own, is_open=True))
     return {
-        "The trainers of each variant": f'<div class="grid">{"".join(details)}</div>',
+        "The trainers of each variant": f'<div class="lives">{"".join(details)}</div>',
         "Updates, merges and measured time": _variants_table(caption, _MORE, variants),
     }
 

@@ -192,8 +192,8 @@ def batches(run: Run) -> str:
     )
     drawn += _over_rounds(run, "accumulated micro-batches", {"num_accum_steps": ""}, base=2)
     text = (
-        "Above, the batch per worker that the test requested (solid) and that updates used"
-        " (dashed); below, micro-batches accumulated into one update. Vertical axes are"
+        "The batch per worker that the test requested (solid) and that updates used (dashed),"
+        " and the micro-batches accumulated into one update. Vertical axes are"
         " logarithmic."
     )
     return figure(drawn, text)
@@ -211,13 +211,12 @@ def noise(run: Run) -> str:
         _over_rounds(run, label, {name: ""} | following.get(name, {}), base=10)
         for name, label in labels.items()
     ]
-    negative = sum((e["signal"] or 0) < 0 for e in rounds)
     text = (
         f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
         " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
         " norm of the mean gradient), and the requested batch before rounding and caps (solid; the"
         " next round's batch dashed). Vertical axes are logarithmic; a gap is a value that was"
-        f" skipped, not finite or, of the estimated signal ({negative} times), negative."
+        " skipped, not finite, or (of the signal, which is estimated) not positive."
     )
     return figure("".join(drawn), text)
 
