@@ -302,7 +302,7 @@ def _parts_of(run: Run) -> dict[str, str]:
     if events := curves.lines(run.events, "merge", "refusal"):
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
         parts["Merges"] = page.table(caption, _MERGES, events)
-    if events := curves.lines(run.events, "spawn"):
+    if events := [e for e in curves.lines(run.events, "spawn") if "trainer" in e]:
         caption = "Workers that were added to a trainer while the run went on."
         parts["Added workers"] = page.table(caption, _SPAWNS, events)
     if drawn := run_figures.noise(run):
