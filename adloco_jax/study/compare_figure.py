@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
+from adloco_jax.study import chart
 from adloco_jax.study.figures import finish, legend, look, small_letters
 from adloco_jax.study.summary import short
 
@@ -61,7 +62,7 @@ def figure(table: dict, *, command: str) -> Figure:
             finish(ax)
     legend(page)
     text = _caption(table, losses[best], costs) if costs else f"{_nobody(table)}."
-    text = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 165))
+    text = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 150))
     page.supxlabel(text, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
 
@@ -105,13 +106,17 @@ def _span(ax: Axes, name: str, spreads: Sequence[dict], *, is_whole: bool) -> No
     """An axis from zero, as ratios are what counts; logarithmic where the values span decades."""
     positive = [v for spread in spreads for v in (spread["low"], _high(spread)) if v > 0]
     low, high = min(positive, default=1), max(positive, default=1 / 1.1)
-    axis = getattr(ax, f"{name}axis")
-    if high > _DECADES * low:  # symlog, as a variant may also communicate nothing
+    is_log = high > _DECADES * low
+    limit = (2 if is_log else 1.1) * high
+    ticks = chart.axis("", [low if is_log else 0, limit], base=10 * is_log, whole=is_whole).ticks
+    if is_log:  # symlog, as a variant may also communicate nothing
         getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
-    else:  # a whole number to see it by, where nothing was spent
-        axis.set_major_locator(MaxNLocator(5 if positive else 1, integer=is_whole))
+        ticks = [0, *ticks]
+    axis = getattr(ax, f"{name}axis")
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: short(value))
-    ax.set(**{f"{name}lim": (0, (2 if high > _DECADES * low else 1.1) * high)})
+    ax.set(**{f"{name}lim": (0, limit)})
 
 
 def _high(spread: dict) -> float:
