@@ -140,6 +140,14 @@ def test_a_long_curve_is_thinned_and_keeps_its_extremes():
     assert max(up for _, up in coordinates(html)[0]) == 1
 
 
+def test_forty_long_curves_with_bands_take_less_than_half_a_megabyte():
+    """The page has four such charts, and may take two."""
+    values = [math.sin(n * n) for n in range(4000)]
+    lines = [Curve(range(4000), values, "c0", band=(values, values)) for _ in range(40)]
+    x, y = chart.axis("x", [0, 4000]), chart.axis("y", values)
+    assert len(chart.chart(x, y, lines, title="t")) < 500_000
+
+
 @pytest.mark.parametrize(
     ("values", "settings", "ticks"),
     [
@@ -202,6 +210,12 @@ def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
     caption = root.find("figcaption").text
     assert all(mark in caption for mark in ("dashed", "+", "✕"))
     assert "+," not in run_figures.life(read(tmp_path / "b"))
+
+
+def test_batches_that_change_all_the_time_do_not_fill_the_page(tmp_path):
+    rows = [(n, 0, 1, 1 + n % 2, 1 + n % 2, 1, 3.0, 2, "kept") for n in range(1, 500)]
+    html = run_figures.life(read(tmp_path, rounds=rows, merge=False, evals=False))
+    assert 50 < html.count("<rect") <= 100
 
 
 def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():

@@ -227,7 +227,7 @@ def test_an_unfinished_classifier_has_its_accuracy_drawn(tmp_path):
     assert "6 rounds, unfinished" in page.text
 
 
-def test_workers_that_were_added_are_counted_and_listed(tmp_path):
+def test_workers_that_were_added_are_marked_and_counted(tmp_path):
     run = write_run(tmp_path / "run")
     with Ledger(run / "ledger.jsonl") as ledger:
         added = {"round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3}
@@ -235,7 +235,7 @@ def test_workers_that_were_added_are_counted_and_listed(tmp_path):
         ledger.write("spawn", round=5)  # of another version
     page = Page(report.html([run]))
     assert "trainer 0 from 2 to 3 workers (batch)" in page.text
-    assert "2 → 3" in page.text and "8.391 MiB" in page.text
+    assert "8.391 MiB" in page.text
 
 
 def left_and_right(text, box_px):

@@ -15,6 +15,7 @@ from adloco_jax.study.summary import short
 STYLE = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 
 _UNITS = 4000  # of a curve's own coordinates, across and up the box
+_MAX_BINS = 4000  # of all curves of a chart, each with up to four points
 _MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
 _LABEL_PX = 14  # from one line of text to the next
 
@@ -134,19 +135,18 @@ def chart(x: Axis, y: Axis, curves: Sequence[Curve], *, title: str, height: int 
       title: What it shows, for who hears the page.
       height: Of the box, in pixels.
     """
-    num_bins = max(150, min(_UNITS // 4, 12_000 // max(1, len(curves))))
+    num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
-    ends = [_end(curve, x, y) for curve in curves]
-    labelled = [place for place, curve in enumerate(curves) if curve.label and ends[place]]
-    gap = min(_LABEL_PX, height / max(1, len(labelled) - 1))
-    rows = apart([ends[place][1] * height for place in labelled], gap, height)
-    for place, row in zip(labelled, rows, strict=True):
-        drawn[place] += _label(curves[place], ends[place], row / height)
+    ends = {place: end for place, c in enumerate(curves) if c.label and (end := _end(c, x, y))}
+    gap = min(_LABEL_PX, height / max(1, len(ends) - 1))
+    rows = apart([up * height for _, up in ends.values()], gap, height)
+    for (place, end), row in zip(ends.items(), rows, strict=True):
+        drawn[place] += _label(curves[place], end, row / height)
     body = "".join(
         f'<g class="curve {curve.classes}" data-k="{escape(curve.key)}">{own}</g>'
         for curve, own in zip(curves, drawn, strict=True)
     )
-    left = [(1 - y.at(tick), f"{short(tick, y.unit)}") for tick in y.ticks]
+    left = [(1 - y.at(tick), short(tick, y.unit)) for tick in y.ticks]
     crowded = " crowded" if gap < _LABEL_PX - 1 else ""
     return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=crowded)
 

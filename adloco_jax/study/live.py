@@ -91,7 +91,7 @@ def server(
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *words: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             """Say nothing: a line for every refresh would bury the address."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

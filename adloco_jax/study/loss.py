@@ -90,11 +90,6 @@ def charts(
     return made
 
 
-def names(variants: Sequence[Variant]) -> list[str]:
-    """The variants' labels, short enough to stand beside a curve."""
-    return [_short(variant.label) for variant in variants]
-
-
 def _short(label: str) -> str:
     half = _MAX_LABEL // 2
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
@@ -105,8 +100,8 @@ _Drawn = tuple[str, str, str, Sequence[list[dict]]]  # label, key, classes, the 
 
 def _of_variants(variants: Sequence[Variant], whole: Mapping[Path, list[dict]]) -> list[_Drawn]:
     return [
-        (name, str(place + 1), chart.look(place), [whole[run.folder] for run in variant.runs])
-        for place, (name, variant) in enumerate(zip(names(variants), variants, strict=True))
+        (_short(own.label), str(place + 1), chart.look(place), [whole[r.folder] for r in own.runs])
+        for place, own in enumerate(variants)
     ]
 
 

@@ -62,13 +62,6 @@ _MERGES: Mapping[str, Callable[[dict], str]] = {
     "after": lambda e: number(e["loss_after"]),
     "barrier": lambda e: "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
 }
-_SPAWNS: Mapping[str, Callable[[dict], str]] = {
-    "round": lambda e: str(e["round"]),
-    "trainer": lambda e: str(e["trainer"]),
-    "workers": lambda e: f"{e.get('workers_before', '?')} → {e.get('workers_after', '?')}",
-    "moved": lambda e: in_bytes(e.get("bytes", 0)),
-    "reason": lambda e: str(e.get("reason", "-")),
-}
 _CLUSTERS: Mapping[str, Callable[[tuple[tuple[str, int], Replay]], str]] = {
     "cluster": lambda row: row[0][0],
     "devices": lambda row: _count(row[0][1]),
@@ -302,9 +295,6 @@ def _parts_of(run: Run) -> dict[str, str]:
     if events := curves.lines(run.events, "merge", "refusal"):
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
         parts["Merges"] = page.table(caption, _MERGES, events)
-    if events := [e for e in curves.lines(run.events, "spawn") if "trainer" in e]:
-        caption = "Workers that were added to a trainer while the run went on."
-        parts["Added workers"] = page.table(caption, _SPAWNS, events)
     if drawn := run_figures.noise(run):
         parts["Batch-size test"] = drawn
     programs = sorted(curves.lines(run.events, "compile"), key=lambda e: -e["seconds"])

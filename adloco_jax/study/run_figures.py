@@ -10,7 +10,7 @@ from adloco_jax.study.chart import Axis, Curve, steps
 from adloco_jax.study.curves import Run
 from adloco_jax.study.page import figure
 
-_MAX_SEGMENTS = 150  # of a trainer's lane
+_MAX_PARTS = 100  # of all lanes: a page of forty variants stays small
 
 # What the marks of the trainers' lanes mean; a caption names those that are there.
 _MARKS = {
@@ -90,13 +90,11 @@ def _lane(
     own: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
     """A trainer's bar, a part for each stretch of rounds with one batch and number of workers."""
-    kept = own[:: math.ceil(len(own) / _MAX_SEGMENTS)]
-    starts = [
-        next(group)
-        for _, group in itertools.groupby(
-            kept, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
-        )
-    ]
+    changed = itertools.groupby(
+        own, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
+    )
+    starts = [next(group) for _, group in changed]
+    starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
     ends = [e["round"] - 1 for e in starts[1:]] + [own[-1]["round"]]
     parts, free = [], 0.0
     for e, end in zip(starts, ends, strict=True):
