@@ -19,7 +19,7 @@ _COSTS = {
     "tokens": ("Tokens", ""),
     "syncs": ("Communications", ""),
     "bytes": ("Bytes", "B"),
-    "simulated_s": ("Simulated time", "s"),
+    "simulated_s": ("Simulated time", ""),
 }
 
 
@@ -71,7 +71,7 @@ def charts(
         drawn = _of_trainers(runs[0], whole[runs[0].folder], clock, field, heldout)
     made = []
     for cost, (name, unit) in _COSTS.items():
-        label = curves.COSTS.get(cost, "simulated time")
+        label = curves.COSTS.get(cost, "simulated time (s)")
         shown = [_curve(item, cost) for item in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":
@@ -156,7 +156,7 @@ def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Cu
     if highest <= top or top - lowest > 0.5 * (highest - lowest):
         return [*shown], label, math.inf
     cut = [c._replace(y=[b if b <= top else math.nan for b in c.y]) for c in shown]
-    return cut, f"{label}; above the box, it began at up to {highest:.3g}", top
+    return cut, f"{label}; at first up to {highest:.3g}, above the box", top
 
 
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:

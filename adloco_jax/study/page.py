@@ -131,8 +131,8 @@ def table(
 def _in_legend(place: int, html: str) -> str:
     """A curve's number, a piece of its line, and its name."""
     return (
-        f'<span class="swatch {chart.look(place)}"><b>{place + 1}</b><svg width="26" height="8"'
-        f' aria-hidden="true"><path class="line" d="M1 4H25"/></svg><span>{html}</span></span>'
+        f'<span class="swatch {chart.look(place)}"><b>{place + 1}</b><svg width="20" height="8"'
+        f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'
     )
 
 

@@ -34,7 +34,7 @@ _count, _whole = "{:,.0f}".format, "{:.0f}".format
 _TOTALS: _Columns = {
     "loss (nats)": ("loss", number),
     "tokens": ("tokens_total", short),
-    "commun.": ("syncs_total", _count),
+    "communi\N{SOFT HYPHEN}cations": ("syncs_total", _count),
     "moved": ("bytes_total", in_bytes),
     "wall time": ("wall_s", seconds),
 }

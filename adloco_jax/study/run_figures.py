@@ -106,7 +106,7 @@ def _lane(
         )
         parts.append(
             f'<rect x="{left:.2%}" y="{middle - size / 2:.2%}" width="{right - left:.2%}"'
-            f' height="{size:.2%}"><title>{title}</title></rect>'
+            f' height="{size:.2%}"><title>{escape(title)}</title></rect>'
         )
         text = str(_batch(e))
         if lane_px >= 18 and left >= free:
