@@ -58,18 +58,21 @@ config.merge.width = 3  # all trainers become one
 result = train(config, workdir)
 
 # %% [markdown]
-# The run's folder holds a ledger, one event per line, from which the table and the figure are made.
+# The run's folder holds a ledger, one event per line, from which the table and the report are made.
 
 # %%
 from adloco_jax.study import report
 
 print(report.closing_table(result.workdir))
-figure = report.write([result.workdir], result.workdir / "report").with_name("loss.png")
+page = report.write([result.workdir], result.workdir / "report")
 
 # %%
-from IPython.display import Image
+from html import escape
 
-Image(filename=str(figure))
+from IPython.display import HTML
+
+frame = f'<iframe srcdoc="{escape(page.read_text())}" width="100%" height="900"></iframe>'
+HTML(f"<div>{frame}</div>")
 
 # %% [markdown]
 # The folder also holds the trained consensus in Hugging Face layout, which `transformers` loads as

@@ -1,6 +1,7 @@
-"""Draws the report on one run or several: a page that opens offline, and its figures.
+"""Draws the report on one run or several: a page that opens offline.
 
 python scripts/report.py RUN [RUN ...] --out FOLDER [--labels LABEL ...]
+python scripts/report.py RUN [RUN ...] --live [--port 8000]
 
 Runs that differ in their seed alone are drawn as one, with a band.
 """
@@ -10,18 +11,24 @@ import sys
 from pathlib import Path
 
 from adloco_jax.errors import UserError
-from adloco_jax.study import report
+from adloco_jax.study import live, report
 
 
 def main() -> int:
-    """Writes, and prints the page's path."""
+    """Writes, and prints the page's path; or serves it until it is interrupted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="the report's folder")
+    what.add_argument("--live", action="store_true", help="serve a page that follows the runs")
+    parser.add_argument("--port", type=int, default=0, help="of --live; default: any that is free")
     parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
     options = parser.parse_args()
     try:
-        print(f"report: {report.write(options.runs, options.out, labels=options.labels)}")
+        if options.live:
+            live.serve(options.runs, labels=options.labels, port=options.port)
+        else:
+            print(f"report: {report.write(options.runs, options.out, labels=options.labels)}")
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -100,6 +100,9 @@ def ledger(*, rounds, merges=(), evals=(), num_params=10):
     events: list[dict] = [
         {
             "event": "start",
+            "time": "2026-11-23T10:00:00+00:00",
+            "devices": "1 x cpu",
+            "jax": "0.10.2",
             "num_params": num_params,
             "state_bytes": {"params": 4 * num_params, "outer_state": 0, "inner_state": 0},
             "config": {
@@ -202,6 +205,18 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     assert json.loads((tmp_path / "comparison.json").read_text()) == table
     text = (tmp_path / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
+    title, ran, conclusion, drawn_as, *_ = text.split("\n\n")
+    assert title == f"# Comparison {tmp_path.name}"
+    assert ran == (
+        "4 runs: 2 variants with seeds 0, 1. Trained: 2026-11-23, on 1 x cpu, jax 0.10.2. Model:"
+        " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
+    )
+    assert conclusion == (
+        "**To reach the final loss of DiLoCo, AdLoCo needed the fewest communications of the"
+        " others, 2 against 3: 0.67 times the communications, 0.67 times the bytes moved, 0.67"
+        " times the tokens, 0.69 times the simulated seconds (the higher of two seeds).**"
+    )
+    assert drawn_as.endswith("(front.png)")
 
 
 def a_table(*losses_reached, values=(2,)):
@@ -211,6 +226,8 @@ def a_table(*losses_reached, values=(2,)):
     costs = [every if ok else nothing for ok in losses_reached]
     ends = {"final": {"loss": spread}, "at_equal": every}
     return {
+        "name": "c",
+        "ran": "2 runs.",
         "baseline": "a",
         "target_losses": [1.5 - 0.1 * index for index in range(len(costs))],
         "seeds": [*range(len(values))],
@@ -237,8 +254,9 @@ def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
     assert text.count("No seed did: b.") == 2 and "No seed did: a; b." in text
     page, caption = drawn(table)
     assert len(page.axes) == 3
-    assert "any variant, so not drawn: 1.4" in caption and "of the seeds: b (1.5)." in caption
-    assert figure(a_table(False), command="c").axes == []
+    assert "first reached 1.5 nats" in caption and "of the seeds: b." in caption
+    nothing, caption_of_nothing = drawn(a_table(False))
+    assert nothing.axes == [] and "No variant reached 1.5 nats/token" in caption_of_nothing
     for shown in (caption, text):  # the simulated cluster and model, and what is charged
         assert "on the cluster two_sites, 4 × a100_80gb, as if the model had 300,000,000" in shown
         assert "gathering them is counted too" in shown
@@ -270,6 +288,44 @@ def test_two_seeds_have_a_range_and_no_median():
     assert "| 1 k to 1.5 k |" in text and "| 1 k to - |" in text
     _, caption = drawn(a_table(True, values=(1, 2)))
     assert "range of 2 seeds" in caption and "median" not in caption
+
+
+def spent_by(variants):
+    """A table of variants, each with its median of every measure, which both losses took."""
+    table = a_table(True, True)
+    every = {name: dict.fromkeys(compare.MEASURES, compare._spread([v])) for name, v in variants}
+    ends = {"final": {"loss": compare._spread([2])}}
+    rows = {name: ends | {"to_target": [c, c], "to_baseline": c} for name, c in every.items()}
+    return table | {"rows": rows}
+
+
+@pytest.mark.parametrize("values", [(0, 4), (7e-3, 2e9), (999_999, 1_000_001)])
+def test_tick_labels_of_the_front_never_overlap(values):
+    """By the boxes that Matplotlib's renderer draws them in; nor does anything else."""
+    names = [(f"a variant with a long name {n}", value) for n, value in enumerate(values)]
+    names += [(f"another {n}", values[0]) for n in range(12)]
+    page = figure(spent_by(names), command="a command " * 20)
+    page.draw_without_rendering()
+    for ax in page.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = [t for t in axis.get_major_ticks() if low <= t.get_loc() <= high]
+            shown = [tick.label1 for tick in ticks if tick.label1.get_text()]
+            boxes = [label.get_window_extent() for label in shown]
+            assert len(boxes) >= 1
+            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    others = [ax.get_tightbbox() for ax in page.axes]
+    others += [legend.get_window_extent() for legend in page.legends]
+    others.append(page._supxlabel.get_window_extent())
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(others, 2))
+    assert all(page.bbox.padded(2).contains(*corner) for box in others for corner in box.corners())
+
+
+def test_the_front_is_drawn_at_the_lowest_loss_that_most_reached():
+    table = a_table(True, True, False)
+    assert "first reached 1.4 nats/token" in drawn(table)[1]
+    titles = [ax.get_title() for ax in drawn(table)[0].axes]
+    assert len(titles) == 3 and all(title.endswith("?") for title in titles)
 
 
 def test_the_front_is_what_no_other_beats_in_both():

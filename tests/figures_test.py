@@ -1,19 +1,22 @@
-"""What figures draw, read back from their curves, against numbers added by hand."""
+"""What charts draw, as they are given it and as SVG, against numbers added by hand."""
 
 import math
+import re
+import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
 from ledgers import ROUNDS, write_run
-from matplotlib.text import Text
 
-from adloco_jax.study import curves, figures, predictions, run_figures, theory
+from adloco_jax.study import chart, curves, loss, predictions, run_figures, theory
+from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
-from adloco_jax.study.figures import Clock
+from adloco_jax.study.loss import Clock
+from adloco_jax.study.summary import short
 
 # Tokens after each round, all trainers: 512, +896, +1408, +4864, then twice +5120.
 TOKENS = [512, 1408, 2816, 7680, 12800, 17920]
 CONSENSUS = [5.25, 4.15, 3.35, 2.65, 2.25, 2.0]
+MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(20)]
 
 
 def read(folder, **settings):
@@ -24,144 +27,195 @@ def rounds_of(run, **having):
     return [e for e in curves.lines(run.events, "round") if having.items() <= e.items()]
 
 
-def drawn(ax):
-    """The points of each curve, by label and line style."""
-    return {
-        (str(line.get_label()), line.get_linestyle()): line.get_xydata().tolist()
-        for line in ax.get_lines()
-    }
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every chart that is drawn, by its label up: the label across, and curves by their label."""
+    made, chart_chart = {}, chart.chart
+
+    def record(x, y, shown, **settings):
+        made[y.label, x.label] = {c.label or (c.key, c.classes): c for c in shown}
+        return chart_chart(x, y, shown, **settings)
+
+    monkeypatch.setattr(chart, "chart", record)
+    return made
 
 
-def points(x, y):
-    return [[a, pytest.approx(b)] for a, b in zip(x, y, strict=True)]
+def points(curve):
+    return [*zip(curve.x, curve.y, strict=True)]
 
 
-def panels(*runs, clock=None, **field):
-    """Axes of the loss figure by the first word of their x label, and the caption."""
-    drawing = figures.loss([Variant(run.folder.name, [run]) for run in runs], clock, **field)
-    axes = {ax.get_xlabel().split()[0].strip(","): ax for ax in drawing.figure.axes}
-    return axes, drawing.caption
+def near(x, y):
+    return [(a, pytest.approx(b, nan_ok=True)) for a, b in zip(x, y, strict=True)]
 
 
-def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path):
+def variant(*runs):
+    return Variant(runs[0].folder.name, [*runs])
+
+
+def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     clock = Clock("two_sites, 4 × l4", {tmp_path: {n: 100.0 * n for n in range(1, 7)}})
-    by_cost, _ = panels(read(tmp_path), clock=clock)
+    made = loss.charts([variant(read(tmp_path))], clock)
+    assert [name for name, _ in made] == ["Tokens", "Communications", "Bytes", "Simulated time"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
-    costs = {
-        "tokens": TOKENS,
-        "communications": [1, 2, 4, 5, 6, 7],
-        "bytes": moved,
-        "simulated": [n * 100 for n in range(1, 7)],
-    }
-    assert by_cost.keys() == costs.keys()
-    for cost, x in costs.items():
-        lines = drawn(by_cost[cost])
-        assert lines["consensus", "-"] == points(x, CONSENSUS)
-        assert lines["trainer 1", "-"] == points(x[:2], [5.32, 4.52])  # absorbed in round 3
-        low, high = by_cost[cost].get_xlim()
-        assert low < 0 < x[-1] < high
-    assert by_cost["simulated"].get_xlabel() == "simulated time on two_sites, 4 × l4 (s)"
+    spent = [TOKENS, [1, 2, 4, 5, 6, 7], moved, [n * 100 for n in range(1, 7)]]
+    for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
+        assert up == "held-out loss (nats/token)"
+        assert points(lines["consensus"]) == near(x, CONSENSUS)
+        absorbed = points(lines["1", "c1 thin"])  # in round 3
+        assert absorbed == near(x[:2], [5.32, 4.52])
+    assert "two_sites, 4 × l4" in loss.reading(clock)
 
 
-def test_no_number_has_the_prefix_of_a_thousandth():
-    labels = {0.8: "0.8", 0.004: "0.004", 0: "0", 999: "999", 2.5e6: "2.5 M"}
-    for value, label in labels.items():
-        assert figures.Thousands()(value) == label
-        assert figures.Thousands(unit="B")(value) == label + ("B" if label[-1] == "M" else " B")
-
-
-def test_costs_that_stay_zero_have_no_panel(tmp_path):
+def test_costs_that_stay_zero_have_no_chart(tmp_path):
     alone = [row for row in ROUNDS if row[1] == 2]
-    axes, _ = panels(read(tmp_path, rounds=alone, merge=False))
-    assert axes.keys() == {"tokens"}
+    made = loss.charts([variant(read(tmp_path, rounds=alone, merge=False))], None)
+    assert [name for name, _ in made] == ["Tokens"]
 
 
-def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path):
-    ax = panels(read(tmp_path / "a", evals=False))[0]["tokens"]  # before an evaluation
-    assert ax.get_ylabel() == "training loss (nats/token)"
-    assert drawn(ax)["trainer 1", "-"] == points(TOKENS[:3], [5.52, 4.72, 4.12])
-    ax = panels(read(tmp_path / "b", no_loss=(2,)))[0]["tokens"]
-    y = [y for _, y in drawn(ax)["consensus", "-"]]
-    assert y == pytest.approx([5.25, math.nan, *CONSENSUS[2:]], nan_ok=True)
-    run = read(tmp_path / "c", accuracy=0.75)
-    assert panels(run)[0]["tokens"].get_ylabel().endswith("(nats/example)")
-    lines = drawn(panels(run, field="accuracy")[0]["tokens"])
-    assert lines["consensus", "-"] == points(TOKENS, [0.75] * 6)
+def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
+    loss.charts([variant(read(tmp_path / "a", evals=False))], None)  # before an evaluation
+    lines = drawn["training loss (nats/token)", "tokens, all trainers"]
+    assert points(lines["1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
+    run = read(tmp_path / "c", accuracy=0.75, no_loss=(2,))
+    loss.charts([variant(run)], None)
+    lines = drawn["held-out loss (nats/example)", "tokens, all trainers"]
+    assert points(lines["consensus"]) == near(TOKENS, [5.25, math.nan, *CONSENSUS[2:]])
+    loss.charts([variant(run)], None, field="accuracy")
+    lines = drawn["held-out accuracy (fraction)", "tokens, all trainers"]
+    assert points(lines["consensus"]) == near(TOKENS, [0.75] * 6)
 
 
-def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path):
-    seeds = [read(tmp_path / str(i), seed=i, loss_shift=shift) for i, shift in enumerate((0, 2, 1))]
-    other = read(tmp_path / "b", learning_rate=1.0)
-    drawing = figures.loss([Variant("a", seeds), Variant("b", [other])], None)
-    ax = drawing.figure.axes[0]
-    assert drawn(ax)["a (3 seeds)", "-"] == points(TOKENS, [y + 1 for y in CONSENSUS])
-    [band] = ax.collections
-    edges = {tuple(vertex) for vertex in np.round(band.get_paths()[0].vertices, 9).tolist()}
-    for x, y in zip(TOKENS, CONSENSUS, strict=True):
-        assert {(x, round(y, 9)), (x, round(y + 2, 9))} <= edges
-    other_line = next(line for line in ax.get_lines() if line.get_label() == "b")
-    assert other_line.get_xydata().tolist() == points(TOKENS, CONSENSUS)
+def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
+    seeds = [read(tmp_path / f"a{i}", seed=i, loss_shift=s) for i, s in enumerate((0, 2, 1))]
+    loss.charts([variant(*seeds), variant(read(tmp_path / "b", learning_rate=1.0))], None)
+    lines = drawn["held-out loss (nats/token)", "tokens, all trainers"]
+    assert points(lines["a0"]) == near(TOKENS, [y + 1 for y in CONSENSUS])
+    low, high = lines["a0"].band
+    assert (low, high) == (
+        pytest.approx(CONSENSUS),
+        pytest.approx([y + 2 for y in CONSENSUS]),
+    )
+    assert points(lines["b"]) == near(TOKENS, CONSENSUS) and lines["b"].band is None
 
 
-def test_costs_that_span_decades_are_drawn_on_a_logarithmic_axis(tmp_path):
-    short = [(1, 0, 2, 1, 1, 1, 5.0, 1, "kept")]
-    axes, _ = panels(read(tmp_path / "a"), read(tmp_path / "b", rounds=short, merge=False))
-    x = axes["tokens"].transData.transform([[n, 1] for n in (128, 1280, 12800)])[:, 0]
-    assert x[2] - x[1] == pytest.approx(x[1] - x[0])  # 128 tokens beside 17,920
-    assert axes["communications"].get_xscale() == "linear"
+def test_a_steep_start_is_cut_off_and_named(tmp_path, drawn):
+    losses = [12.0, *(3.0 - 0.02 * n for n in range(60))]
+    rows = [(n, 0, 2, 2, 2, 1, y, 2, "kept") for n, y in enumerate(losses, start=1)]
+    loss.charts([variant(read(tmp_path, rounds=rows, merge=False))], None)
+    [(label, _), *_] = drawn
+    assert "at first up to 11.8" in label  # held out: 0.2 below
+    [lines, *_] = drawn.values()
+    assert math.isnan(lines["consensus"].y[0]) and lines["consensus"].y[1] == pytest.approx(2.75)
 
 
-def test_a_label_is_one_line_of_letters_that_the_font_has():
-    shown = {
-        "adloco": "adloco",
-        "_hidden": " _hidden",
-        "two\nlines": "two\N{REPLACEMENT CHARACTER}lines",
-        "日": "\N{REPLACEMENT CHARACTER}",
-        "a" * 30 + "b" * 30: "a" * 18 + "…" + "b" * 17,
-    }
-    assert {label: figures.printable(label) for label in shown} == shown
-
-
-def test_batches_are_steps_from_round_to_round(tmp_path):
-    sizes, accum, alive = run_figures.batches(read(tmp_path)).figure.axes
-    x = range(7)
-    assert drawn(sizes)["trainer 0", "-"] == points(x, [2, 4, 12, 20, 20, 20, 20])
-    effective = [line for line in sizes.get_lines() if line.get_linestyle() == "--"]
-    assert effective[0].get_xydata().tolist() == points(x, [2, 4, 8, 24, 24, 24, 24])
-    assert [y for _, y in drawn(sizes)["max_batch_size", ":"]] == [8, 8]
-    assert drawn(accum)["_child0", "-"] == points(x, [1, 1, 1, 3, 3, 3, 3])
-    for ax in (sizes, accum, alive):
-        assert [at for at, _ in drawn(ax)["merge", "-."]] == [3, 3]
-    [steps] = alive.patches
-    values, edges, _ = steps.get_data()
-    assert np.repeat(values, np.diff(edges).astype(int)).tolist() == [3, 3, 3, 2, 2, 2]
-
-
-def test_the_tree_of_merges_has_weights_barriers_and_the_workers(tmp_path):
-    run = read(tmp_path, refusal=True)
-    run.events.append({"event": "fault", "kind": "quarantine", "round": 6, "trainer": 2})
-    [ax] = run_figures.merges(run).figure.axes
-    lanes = {
-        label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
-    }
-    assert lanes == {"trainer 0": 0, "trainer 2": 1, "trainer 1": 2}  # beside whom it goes into
-    texts = sorted((text.xy, text.get_text()) for text in ax.texts)
-    assert texts == [
-        ((2, 1), "+0.9500"),
-        ((2, 1), "0.67"),  # 4 to 2
-        ((2, 2), "0.33"),
-        ((3, 1), "+0.0000"),
-        ((3, 1), "0.50"),
-        ((3, 2), "0.50"),
+def coordinates(html, kind="line"):
+    """Of each curve's path, the points: fractions from the left and from the bottom."""
+    paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == kind]
+    return [
+        [
+            (int(a) / chart._UNITS, 1 - int(b) / chart._UNITS)
+            for a, b in re.findall(r"(\d+),(\d+)", e.get("d"))
+        ]
+        for e in paths
     ]
-    lines = {
-        (tuple(map(tuple, line.get_xydata())), line.get_linestyle()) for line in ax.get_lines()
-    }
-    assert (((3, 1), (3, 2)), "-") in lines and (((2, 1), (2, 2)), "--") in lines
-    of_0 = [line for line in ax.get_lines() if (line.get_ydata() == 0).all()]
-    assert [line.get_xdata().tolist() for line in of_0] == [[0, 3], [3, 6]]
-    assert of_0[1].get_linewidth() > of_0[0].get_linewidth()  # three workers after two
-    assert drawn(ax)["quarantined", "None"] == [[6, 1]]
+
+
+def test_a_chart_has_each_point_where_its_axes_say():
+    x, y = chart.axis("x", [0, 8]), chart.axis("y", [1, 100], base=10)
+    lines = [Curve([0, 2, 4, 8], [1, 10, math.nan, 100], "c0"), Curve([4], [10], "c1", "one")]
+    html = chart.chart(x, y, lines, title="<both>")
+    first, second = coordinates(html)
+    assert first == near([0, 0.25, 1], [0, 0.5, 1]) and second == near([0.5], [0.5])
+    ends = [e.get("d").count("M") for e in ET.fromstring(html).iter("path")]
+    assert ends == [2, 1]  # a gap
+    assert ET.fromstring(html).find("svg").get("aria-label") == "<both>"
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_extremes():
+    values = [math.sin(n / 50) for n in range(30_000)]
+    values[12_345] = 5.0
+    x, y = chart.axis("x", [0, 30_000]), chart.axis("y", values)
+    html = chart.chart(x, y, [Curve(range(30_000), values, "c0")], title="t")
+    assert len(html) < 60_000
+    assert max(up for _, up in coordinates(html)[0]) == 1
+
+
+def test_forty_long_curves_with_bands_take_less_than_half_a_megabyte():
+    """The page has four such charts, and may take two."""
+    values = [math.sin(n * n) for n in range(4000)]
+    lines = [Curve(range(4000), values, "c0", band=(values, values)) for _ in range(40)]
+    x, y = chart.axis("x", [0, 4000]), chart.axis("y", values)
+    assert len(chart.chart(x, y, lines, title="t")) < 500_000
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "ticks"),
+    [
+        ([0, 1.36e6], {}, [0, 5e5, 1e6]),
+        ([2.0, 3.3], {"max_ticks": 7}, [2, 2.2, 2.4, 2.6, 2.8, 3, 3.2]),
+        ([0, 3], {"whole": True}, [0, 1, 2, 3]),
+        ([5, 5], {}, [0, 2, 4]),
+        ([500, 2e6], {"base": 10}, [1e3, 1e4, 1e5, 1e6]),
+        ([3, 64], {"base": 2}, [4, 8, 16, 32, 64]),
+        ([0, math.nan, 7], {"base": 10}, [1, 10]),
+    ],
+)
+def test_ticks_are_round_numbers_within_the_axis(values, settings, ticks):
+    axis = chart.axis("x", values, **settings)
+    assert len(axis.ticks) <= settings.get("max_ticks", 5)
+    assert axis.ticks == pytest.approx(ticks)
+    assert all(0 <= axis.at(tick) <= 1 for tick in axis.ticks)
+
+
+def test_labels_stand_apart_in_order_and_near_their_curves():
+    assert chart.apart([50, 10, 90], 14, 100) == [50, 10, 90]
+    assert chart.apart([50, 50], 14, 100) == [43, 57]
+    crowd = chart.apart([99.0] * 7 + [98.0], 14, 100)
+    assert crowd[-1] == min(crowd) == pytest.approx(2) and max(crowd) == 100
+    assert sorted(crowd) == pytest.approx([2 + 14 * n for n in range(8)])
+
+
+def test_a_number_has_a_prefix_from_a_thousand_on():
+    shown = {0.8: "0.8", 0.004: "0.004", 0: "0", 999: "999", 999.9: "1 k", 2.5e6: "2.5 M"}
+    assert {value: short(value) for value in shown} == shown
+    assert (short(2e6, "B"), short(7, "B"), short(-1500)) == ("2 MB", "7 B", "-1.5 k")
+
+
+def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
+    run = read(tmp_path, refusal=True)
+    run.events.extend(
+        [
+            {"event": "fault", "kind": "quarantine", "round": 6, "trainer": 2},
+            {"event": "spawn", "round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3},
+            {"event": "spawn", "round": 5},  # of another version: nothing to show
+        ]
+    )
+    html = run_figures.life(run)
+    root = ET.fromstring(html)
+    rows = [e.text for e in root.iter("text") if "left" in e.get("class", "")]
+    assert rows == ["0", "2", "1"]  # 1 beside whom it goes into
+    lane = [e for e in root.iter("rect") if "trainer 0" in e.find("title").text]
+    assert [round(float(e.get("x")[:-1]) * 6 / 100) for e in lane] == [0, 1, 2, 3]
+    heights = [float(e.get("height")[:-1]) for e in lane]
+    assert heights == sorted(heights)
+    sizes = [e.text for e in root.iter("text") if e.get("class") == "size"]
+    assert sizes[:4] == ["4", "8", "16", "72"]  # two workers of 2; at last three of 8, 3 times
+    titles = [e.find("title").text for e in root.iter("g") if "event" in e.get("class", "")]
+    assert titles == [
+        "round 2: 2 + 1 not merged into 2, barrier +0.9500 nats",
+        "round 3: 2 + 1 into 2, barrier +0.0000 nats",
+        "round 6: trainer 2 left",
+        "round 4: trainer 0 from 2 to 3 workers",
+    ]
+    caption = root.find("figcaption").text
+    assert all(mark in caption for mark in ("dashed", "+", "✕"))
+    assert "+," not in run_figures.life(read(tmp_path / "b"))
+
+
+def test_batches_that_change_all_the_time_do_not_fill_the_page(tmp_path):
+    rows = [(n, 0, 1, 1 + n % 2, 1 + n % 2, 1, 3.0, 2, "kept") for n in range(1, 500)]
+    html = run_figures.life(read(tmp_path, rounds=rows, merge=False, evals=False))
+    assert 50 < html.count("<rect") <= 100
 
 
 def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
@@ -175,53 +229,54 @@ def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
         alive.remove(own[1])
 
 
-def test_noise_has_gaps_and_marks_what_is_not_positive(tmp_path):
+def test_batches_are_constant_within_a_round(tmp_path, drawn):
+    run_figures.batches(read(tmp_path))
+    lines = drawn["batch per worker (sequences)", "round"]
+    x = [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert points(lines["trainer 0"]) == near(x, [2, 2, 4, 4, 12, 12, *[20] * 6])
+    assert points(lines["0", "c0 d4"]) == near(x, [2, 2, 4, 4, 8, 8, *[24] * 6])
+    assert lines["max_batch_size"].y == [8, 8]
+    accumulated = drawn["accumulated micro-batches", "round"]["trainer 0"]
+    assert points(accumulated) == near(x, [*[1] * 6, *[3] * 6])
+    assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # a round without the trainer
+
+
+def test_noise_has_gaps_where_nothing_positive_was_measured(tmp_path, drawn):
     run = read(tmp_path)
     rounds = rounds_of(run, trainer=2)
     rounds[1]["noise"], rounds[2]["signal"] = None, -0.5
-    noise, signal, value = run_figures.noise(run).figure.axes
-    shown = [y for _, y in drawn(noise)["trainer 2", "-"]]
-    assert shown == pytest.approx([1, math.nan, 1, 1, 1, 1], nan_ok=True)
-    assert drawn(signal)["not positive", "None"] == [[3, 0.05]]  # at the edge: half the smallest
-    following = next(line for line in value.get_lines() if line.get_linestyle() == "--")
-    assert following.get_ydata().tolist() == [4, 12, 20, 20, 20, 20]  # of trainer 0
+    run_figures.noise(run)
+    for label, gap in (("noise tr Σ", 2), ("signal |G|²", 3)):
+        y = drawn[label, "round"]["trainer 2"].y
+        missing = [place for place, value in enumerate(y) if math.isnan(value)]
+        assert missing == [2 * gap - 2, 2 * gap - 1]
+    following = drawn["test value (sequences per worker)", "round"]["0", "c0 d4"]
+    assert following.y[::2] == [4, 12, 20, 20, 20, 20]
     for event in rounds_of(run):
         event.update(noise=None, signal=None, test_value=None)
-    assert run_figures.noise(run) is None
+    assert run_figures.noise(run) == ""
 
 
-def test_time_has_each_round_once_and_its_stall_within(tmp_path):
+def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):
     run = read(tmp_path)
     for event in rounds_of(run, round=2):
         event.update(step_s=3.0, stall_s=1.25)
-    drawing = run_figures.times(run)
-    rounds, programs = drawing.figure.axes
-    step, stall = (patch.get_data().values.tolist() for patch in rounds.patches)
-    assert step == pytest.approx([0.2, 3.0, 0.2, 0.2, 0.2, 0.2])
-    assert stall == [0, 1.25, 0, 0, 0, 0]
-    assert [bar.get_width() for bar in programs.patches] == [1.5, 2.25, 0.25]
-    assert "4 s in all, of which 1.25 s" in drawing.caption
+    html = run_figures.times(run)
+    lines = drawn["wall-clock time (s)", "round"]
+    assert lines["round"].y[::2] == pytest.approx([0.2, 3.0, 0.2, 0.2, 0.2, 0.2])
+    assert lines["compiling"].y[::2] == [0, 1.25, 0, 0, 0, 0]
+    assert "4 s in all, of which 1.25 s" in html
 
 
-def test_memory_is_the_fullest_devices(tmp_path):
-    [ax] = run_figures.memory(read(tmp_path)).figure.axes
-    lines = drawn(ax)
-    assert lines["host process", "-"] == [[6, 1.5]]  # GiB, the last measurement of the round
-    assert lines["fullest device", "-"] == [[6, 3.0]]
-    assert [y for _, y in lines["largest program's need", "--"]] == [2.25, 2.25]
-    assert ax.get_ylabel() == "memory (GiB)"
-
-
-def test_the_theory_is_drawn_as_it_is_computed(tmp_path):
+def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     run = read(tmp_path)
     constants = theory.fit(run.events)
-    points = theory.measured(run.events, constants)
-    signal, batch, _ = predictions.theory_beside(run, constants).figure.axes
-    steps = [4, 8, 12, 16, 20, 24]
-    assert drawn(signal)["measured", "-"] == [[n, pytest.approx(0.1)] for n in steps]
-    assert drawn(batch)["lower bound (Theorem 1)", "-."] == [
-        [p.num_steps, p.batch_bound] for p in points
-    ]
+    found = theory.measured(run.events, constants)
+    run_figures.theory_beside(run, constants)
+    signal, batch, _ = drawn.values()
+    assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
+    bounds = [(p.num_steps, p.batch_bound) for p in found]
+    assert points(batch["at least (Theorem 1)"]) == bounds
 
 
 def test_simulated_time_ends_where_the_replay_ends(tmp_path):
@@ -235,34 +290,6 @@ def test_simulated_time_ends_where_the_replay_ends(tmp_path):
     assert clock is None and "1 devices in 2 sites" in reason
 
 
-MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(20)]
-SITUATIONS = {
-    "growth and a merge": {},
-    "twenty trainers, no finite loss": {"rounds": MANY, "merge": False, "no_loss": range(7)},
-}
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_every_panel_is_filled_and_no_legend_lies_over_it(tmp_path, situation):
-    run = read(tmp_path, **SITUATIONS[situation])
-    for drawing in [figures.loss([Variant("run", [run])], None), *run_figures.draw(run)]:
-        figure = drawing.figure
-        figure.draw_without_rendering()
-        assert figure.get_figwidth() == figures.WIDTH
-        boxes = [box for ax in figure.axes if (box := ax.get_tightbbox())]
-        legends = [legend.get_window_extent() for legend in figure.legends]
-        assert not any(box.overlaps(legend) for box in boxes for legend in legends)
-        for ax in figure.axes:
-            assert ax.get_lines() or ax.patches
-            assert ax.bbox.height > 0.09 * figure.bbox.height
-        for box in [*boxes, *legends]:  # nothing is cut off
-            assert figure.bbox.padded(1).contains(box.x0, box.y0)
-            assert figure.bbox.padded(1).contains(box.x1, box.y1)
-        written = [text for text in figure.findobj(Text) if text.get_text()]
-        assert min(text.get_fontsize() for text in written) >= 8
-
-
 def test_of_many_trainers_the_last_ones_stand_out(tmp_path):
-    looks = figures.trainer_looks(read(tmp_path, rounds=MANY, merge=False))
-    labels = [label for _, label in looks.values()]
-    assert labels == [f"trainer {t}" for t in range(6)] + ["other trainers"] * 14
+    looks = loss.trainer_looks(read(tmp_path, rounds=MANY, merge=False))
+    assert [*looks.values()] == [f"c{t}" for t in range(6)] + ["other"] * 14

@@ -1,47 +1,30 @@
 """The closing table and the page, on a small written ledger whose numbers are added by hand."""
 
-import base64
 import contextlib
 import io
+import itertools
 import json
 import math
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
+import threading
+import urllib.request
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from ledgers import ROUNDS, write_run
-from matplotlib.figure import Figure
 
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import curves, report
+from adloco_jax.study import curves, live, report
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "report.py"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def coarse():
-    """Figures of a ninth of the pixels: what they show is figures_test's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_DPI", 50)
-        yield
-
-
-def sketch(runs, folder, **options):
-    """A report's path; all figures but the loss, which has a user's words in it, are left empty."""
-    savefig = Figure.savefig
-
-    def save(figure, file, *, metadata, **settings):
-        is_drawn = metadata["Title"].startswith("Loss")
-        savefig(figure if is_drawn else Figure((1, 1)), file, metadata=metadata, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
-        return report.write(runs, folder, **options)
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -92,24 +75,29 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
 class Page(HTMLParser):
     """What a browser would see, and whether every element is closed where it should be."""
 
-    VOID = {"meta", "img", "br", "hr", "link"}
+    VOID = {"meta", "img", "br", "hr", "link", "input"}
 
-    def __init__(self, path):
+    def __init__(self, source):
         super().__init__()
-        self.source = Path(path).read_text(encoding="utf-8")
-        self.tags, self.attributes, self.text, self.open, self.figures = [], [], "", [], []
-        self.feed(self.source)
+        self.source = source
+        self.tags, self.attributes, self.text, self.open = [], [], "", []
+        self.charts = []  # of each: its box' height, and texts by place
+        self.feed(source)
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
+        own = dict(attrs)
         self.tags.append(tag)
         self.attributes += attrs
-        if tag == "figure":
-            self.figures.append({"caption": ""})
-        if tag == "img":
-            self.figures[-1] |= dict(attrs)
+        if tag == "svg" and own.get("role") == "img":
+            self.charts.append({"height": int(own["height"]), "texts": []})
+        if tag == "text":
+            self.charts[-1]["texts"].append(own | {"text": ""})
         if tag not in self.VOID:
             self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -117,11 +105,10 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if "style" not in self.open:
             self.text += data
-        if "figcaption" in self.open:
-            self.figures[-1]["caption"] += data
+        if "text" in self.open:
+            self.charts[-1]["texts"][-1]["text"] += data
 
 
-SINGLE = {"loss", "batches", "merges", "noise", "time", "memory", "theory"}
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> & $a_$ \"'"
 
 
@@ -142,27 +129,33 @@ def single(tmp_path_factory):
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """The report on three seeds of one variant, and on another that was never evaluated."""
-    folder = tmp_path_factory.mktemp("many" * 20)
+    folder = tmp_path_factory.mktemp("many")
     runs = [write_run(folder / f"a{i}", seed=i, loss_shift=0.1 * i) for i in range(3)]
     runs.append(write_run(folder / "b", learning_rate=1.0, evals=False))
-    return runs, sketch(runs, folder / "report")
+    return report.write(runs, folder / "report")
 
 
-def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
-    _, path = single
-    assert path.name == "index.html"
-    assert {file.name for file in path.parent.iterdir()} == {
-        "index.html",
-        "summary.json",
-        *(f"{name}.png" for name in SINGLE),
-    }
-    page = Page(path)
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """The page on forty variants with long names, of sixty evaluations each."""
+    folder = tmp_path_factory.mktemp("forty")
+    rounds = [(n, 0, 2, 4, 4, 1, 2 + 3 / n, 4, "kept") for n in range(1, 61)]
+    settings = {"rounds": rounds, "merge": False}
+    runs = [
+        write_run(folder / str(i), learning_rate=float(i), loss_shift=i / 40, **settings)
+        for i in range(40)
+    ]
+    return report.html(runs, labels=[f"a variant with a long name {i}" for i in range(40)])
+
+
+def test_one_run_leaves_a_page_and_the_totals(single):
+    run, path = single
+    assert {file.name for file in path.parent.iterdir()} == {"index.html", "summary.json"}
+    page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    sources = [figure["src"].removeprefix("data:image/png;base64,") for figure in page.figures]
-    embedded = [base64.b64decode(source) for source in sources]
-    files = {file.read_bytes() for file in path.parent.glob("*.png")}
-    assert len(embedded) == len(SINGLE) and set(embedded) == files
-    assert all(png.startswith(b"\x89PNG\r\n") for png in files)
+    assert len(page.charts) == 4 + 1 + 2 + 3 + 1 + 3  # costs, trainers, batches, test, time, theory
+    command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
+    assert page.text.count(command) == 1
 
     summary = json.loads((path.parent / "summary.json").read_text())
     assert summary["tokens_total"] == 17_920
@@ -172,29 +165,28 @@ def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
     assert summary["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
 
 
-def test_every_figure_says_what_it_shows_and_the_command_that_made_it(single, many):
-    run, path = single
-    command = shlex.join(["python", "scripts/report.py", str(run), "--out", str(path.parent)])
-    for figure in Page(path).figures:
-        assert figure["alt"] and figure["caption"].startswith(f"{figure['alt']}. ")
-        assert figure["caption"].endswith(f"made by {command}")
-        assert len(figure["caption"]) > len(command) + 100
-    page = Page(many[1])  # a long command is on the page once
-    assert page.text.count(f"{many[0][-1]} --out") == 1
-    assert all("the command at the top of Runs" in figure["caption"] for figure in page.figures)
+def test_the_first_screen_says_how_it_went(single):
+    source = single[1].read_text(encoding="utf-8")
+    screen = source[source.index("<header>") : source.index("<details>")]
+    assert "6 rounds, done. Held-out loss: 2.0000 nats/token" in screen
+    assert screen.count("<table>") == 1 and screen.count("<tr>") == 1 + 5
+    for text in ("2.0000", "17.9 k", "8", "7.51 MiB", "0:01:15"):
+        assert f"<td>{text}<" in screen
+    assert re.findall(r"<label[^>]*>([^<]*)", source) == [
+        *("Tokens", "Communications", "Bytes", "Simulated time")
+    ]
 
 
-def test_nothing_on_the_page_is_fetched_or_run_and_links_lead_to_its_parts(many):
-    page = Page(many[1])
-    for name, value in page.attributes:
-        assert not name.startswith("on") and name not in ("srcset", "action", "style", "data")
-        assert name not in ("src", "href") or re.match(r"#[\w-]+$|data:image/png;base64,", value)
-    assert not {"script", "link", "iframe", "object", "base", "form", "svg"} & set(page.tags)
-    assert "url(" not in page.source and "@import" not in page.source
-    anchors = [value for name, value in page.attributes if name == "id"]
-    assert len(anchors) == len(set(anchors))
-    links = [value for name, value in page.attributes if name == "href"]
-    assert links and {link.removeprefix("#") for link in links} <= set(anchors)
+def test_nothing_on_the_page_is_fetched_or_run(single, many, forty):
+    for source in (single[1].read_text(), many.read_text(), forty):
+        page = Page(source)
+        for name, _ in page.attributes:
+            assert not name.startswith("on") and name not in ("src", "srcset", "href", "action")
+        assert not {"script", "link", "iframe", "object", "base", "form", "img"} & set(page.tags)
+        assert "url(" not in page.source and "@import" not in page.source
+        anchors = [value for name, value in page.attributes if name == "id"]
+        assert len(anchors) == len(set(anchors))
+        assert "prefers-color-scheme: dark" in page.source
 
 
 def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
@@ -204,33 +196,131 @@ def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
     run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, evals=False, **settings)
     strange = "_日本 𝔛 $a_$"
     plain = write_run(tmp_path / f"{strange}\udcff", learning_rate=1.0, **settings)
-    page = Page(sketch([run, plain], tmp_path / "report", labels=[HOSTILE, strange]))
-    assert "script" not in page.tags and page.tags.count("title") == 1
-    assert page.tags.count("img") == len(page.figures)
+    path = report.write([run, plain], tmp_path / "report", labels=[HOSTILE, strange])
+    page = Page(path.read_text(encoding="utf-8"))
+    assert (
+        not {"script", "img"} & set(page.tags)
+        and page.source.split("<body")[0].count("<title>") == 1
+    )
     assert command in page.text and HOSTILE in page.text.replace(command, "")
     assert f"{strange}?" in page.text  # a folder's name that is no text
     assert f"not drawn: {HOSTILE}." in page.text
 
 
-def test_many_runs_are_tables_by_variant_and_a_folded_part_for_each(many):
-    _, path = many
-    page = Page(path)
-    assert page.tags.count("details") == 2
+def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
+    page = Page(many.read_text(encoding="utf-8"))
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text
-    assert len(page.figures) == 1 + 2 * (len(SINGLE) - 1)
-    summary = json.loads((path.parent / "summary.json").read_text())
+    assert len(page.charts) == 4 + 2
+    keys = {value for name, value in page.attributes if name == "data-k"}
+    assert keys == {"1", "2"} and page.source.count('<tr data-k="') == 2
+    summary = json.loads((many.parent / "summary.json").read_text())
     assert [run["loss"] for run in summary["a0"]] == pytest.approx([2.0, 2.1, 2.2])
     assert [(run["seed"], run["loss"]) for run in summary["b"]] == [(0, None)]
 
 
 def test_an_unfinished_classifier_has_its_accuracy_drawn(tmp_path):
     run = write_run(tmp_path / "run", accuracy=0.75, memory=False, end=False)
-    page = Page(sketch([run], tmp_path / "report"))
-    drawn = [figure["alt"] for figure in page.figures]
-    assert drawn[:2] == ["Loss against what it cost", "Accuracy against what it cost"]
-    assert "Memory" not in drawn and "unfinished" in page.text
+    page = Page(report.html([run]))
+    assert "held-out accuracy (fraction)" in page.text and "accuracy 0.7500" in page.text
+    assert "6 rounds, unfinished" in page.text
+
+
+def test_workers_that_were_added_are_marked_and_counted(tmp_path):
+    run = write_run(tmp_path / "run")
+    with Ledger(run / "ledger.jsonl") as ledger:
+        added = {"round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3}
+        ledger.write("spawn", **added, reason="batch", syncs=1, bytes=2**20)
+        ledger.write("spawn", round=5)  # of another version
+    page = Page(report.html([run]))
+    assert "trainer 0 from 2 to 3 workers (batch)" in page.text
+    assert "8.391 MiB" in page.text
+
+
+def left_and_right(text, box_px):
+    """Where a tick's text begins and ends, if each letter is as wide as a wide digit."""
+    middle, half = float(text["x"].rstrip("%")) / 100 * box_px, 3.6 * len(text["text"])
+    return middle - half, middle + half
+
+
+def test_forty_variants_are_readable_on_a_phone_by_the_page_alone(forty):
+    """A phone of 390 pixels leaves a box of 280 between the margins that `page.html` sets."""
+    assert len(forty.encode()) < 2_000_000
+    for drawn in Page(forty).charts[:4]:
+        ticks = [t for t in drawn["texts"] if t["class"] == "tick"]
+        spans = [left_and_right(text, 280) for text in ticks]
+        assert 2 <= len(spans) <= 6
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+        for kind in ("tick left", "end"):
+            rows = sorted(
+                float(t["y"].rstrip("%")) / 100 * drawn["height"]
+                for t in drawn["texts"]
+                if t["class"] == kind
+            )
+            assert len(rows) >= (40 if kind == "end" else 2)
+            assert all(b - a > 10.4 for a, b in itertools.pairwise(rows))
+
+
+MEASURE = """<script>
+document.querySelectorAll("details").forEach(own => own.open = true);
+document.querySelectorAll(".tab").forEach(own => own.style.display = "block");
+const wrong = [];
+document.querySelectorAll(".chart > svg").forEach(chart => {
+  const boxes = [...chart.querySelectorAll(".tick, .end, .size")].map(text => [
+    text.textContent, text.getBoundingClientRect()]).filter(([, box]) => box.width);
+  boxes.forEach(([a, one], i) => boxes.slice(i + 1).forEach(([b, other]) => {
+    // Two pixels of a line's height are above and below its letters.
+    if (one.left < other.right && other.left < one.right &&
+        one.top + 2 < other.bottom - 2 && other.top + 2 < one.bottom - 2) wrong.push(a + " | " + b);
+  }));
+  boxes.forEach(([a, one]) => { if (one.right > innerWidth) wrong.push("cut off: " + a); });
+});
+if (document.documentElement.scrollWidth > innerWidth) wrong.push("wider than the screen");
+parent.postMessage(JSON.stringify([innerWidth, wrong]), "*");
+</script>"""
+# Its window is no narrower than 500 pixels, a frame in it may be.
+FRAME = """<iframe width="%d" height="844" srcdoc="%s"></iframe><pre></pre><script>
+addEventListener("message", event => { document.querySelector("pre").textContent = event.data; });
+</script>"""
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+BROWSERS = {name: path for name, path in {"chromium": CHROMIUM}.items() if path}
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("browser", BROWSERS)
+def test_in_a_browser_no_text_lies_over_another(browser, width, single, forty, tmp_path):
+    """Also where there is none, the test above holds the forty variants' page to the same."""
+    for name, source in (("single", single[1].read_text()), ("forty", forty)):
+        page = escape(source.replace("</body>", f"{MEASURE}</body>"))
+        path = tmp_path / f"{name}.html"
+        path.write_text(f"<!DOCTYPE html>{FRAME % (width, page)}", encoding="utf-8")
+        command = [BROWSERS[browser], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
+        run = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+        [measured] = re.findall(r"<pre>(.+)</pre>", run.stdout)
+        assert json.loads(unescape(measured)) == [width, []]
+
+
+def test_a_live_page_waits_for_a_round_and_follows_the_run(tmp_path):
+    run = tmp_path / "run"
+    with live.server([run]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def seen():
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/") as answer:
+                return answer.read().decode()
+
+        assert "Not yet: " in seen()
+        write_run(run, rounds=ROUNDS[:3], merge=False, end=False)
+        first = seen()
+        assert "1 rounds, unfinished" in first and "setInterval" in first
+        shutil.rmtree(run)
+        write_run(run)
+        assert "6 rounds, done" in seen()
+        with pytest.raises(ConfigError, match="--port"):
+            live.serve([run], port=server.server_port)
+        server.shutdown()
 
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):

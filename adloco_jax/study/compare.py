@@ -22,10 +22,10 @@ from adloco_jax.run.ledger import finish, read
 from adloco_jax.run.resume import finished
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Simulated
-from adloco_jax.study.curves import COSTS, heldout_points, lines, read_run
-from adloco_jax.study.figures import short
+from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
 from adloco_jax.study.replay import replay
 from adloco_jax.study.results import Run
+from adloco_jax.study.summary import short
 from adloco_jax.training import train
 
 MEASURES = {
@@ -226,23 +226,26 @@ def tabulate(
       results_file: Where finished runs may have a line in place of a folder.
 
     Returns:
-      Plain JSON: `budgets` by measure, `target_losses`, in words `simulated` (where time is) and
-      `charged` (what communications are), and `rows` by variant: `final`, `at_equal`,
-      `to_target` (a list, by target), `to_baseline` (each seed's own), by measure a `median`,
-      `low`, `high` over the seeds and how many `reached`, of how many `seeds`.
+      Plain JSON: `name`, `ran` (in words: what, when, on what), `budgets` by measure,
+      `target_losses`, in words `simulated` (where time is) and `charged` (what communications are),
+      and `rows` by variant: `final`, `at_equal`, `to_target` (a list, by target), `to_baseline`
+      (each seed's own), by measure a `median`, `low`, `high` over the seeds and how many
+      `reached`, of how many `seeds`.
 
     Raises:
       DataError: If a run is missing or not finished.
     """
     curves: dict[str, dict[int, list[dict[str, float]]]] = {}
-    recorded = results.read(results_file) if results_file is not None else {}
+    starts, recorded = [], results.read(results_file) if results_file is not None else {}
     for run in runs_of(comparison, folder):
-        points = recorded.get(results.key(run), {}).get("curve")
-        if points is None:
+        line = recorded.get(results.key(run))
+        if line is None:
             if not _is_finished(run.workdir):
                 raise DataError(f"{run.workdir}: not finished; run the comparison again")
-            points = curve(read_run(run.workdir).events, comparison.simulated)
-        curves.setdefault(run.variant, {})[run.seed] = points
+            events = read_run(run.workdir).events
+            line = {"start": last(events, "start"), "curve": curve(events, comparison.simulated)}
+        curves.setdefault(run.variant, {})[run.seed] = line["curve"]
+        starts.append(line["start"])
     ends = [points[-1] for seeds in curves.values() for points in seeds.values()]
     budgets = {m: min((end[m] for end in ends if end[m] > 0), default=0) for m in MEASURES}
     baseline = {seed: points[-1]["loss"] for seed, points in curves[comparison.baseline].items()}
@@ -260,6 +263,8 @@ def tabulate(
         for name, seeds in ((name, curves[name]) for name in comparison.variants)
     }
     return {
+        "name": Path(folder).resolve().name,
+        "ran": _ran(comparison, starts),
         "baseline": comparison.baseline,
         "target_losses": list(comparison.target_losses),
         "seeds": list(comparison.seeds),
@@ -277,7 +282,8 @@ def markdown(table: dict) -> str:
       table: From `tabulate`.
 
     Returns:
-      Tables in Markdown: loss at equal cost, cost of the baseline's loss, cost of each target.
+      Title, what ran on what, a conclusion and the figure `front.png` in Markdown; then tables:
+      loss at equal cost, cost of the baseline's loss, cost of each target.
     """
     rows, num_seeds = table["rows"], len(table["seeds"])
     shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
@@ -290,6 +296,10 @@ def markdown(table: dict) -> str:
         for name, row in rows.items()
     ]
     parts = [
+        f"# Comparison {table['name']}",
+        table["ran"],
+        f"**{_conclusion(table)}**",
+        "![What each variant spent to reach one and the same loss](front.png)",
         f"{table['charged']} Simulated seconds are {table['simulated']}.",
         f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
         f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
@@ -319,6 +329,49 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
     (Path(folder) / "comparison.json").write_text(text + "\n", encoding="utf-8")
     (Path(folder) / "comparison.md").write_text(markdown(table), encoding="utf-8")
     return table
+
+
+def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
+    """What was run, when, and on what, as the ledgers' start lines have it."""
+    base = comparison.base
+
+    def recorded(key: str) -> str:
+        return ", ".join(sorted({str(start[key]) for start in starts if start.get(key)})) or "-"
+
+    days = sorted(start["time"][:10] for start in starts if start.get("time"))
+    when = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "-"
+    return (
+        f"{len(starts)} runs: {len(comparison.variants)} variants with seeds"
+        f" {', '.join(map(str, comparison.seeds))}. Trained: {when}, on {recorded('devices')}, jax"
+        f" {recorded('jax')}. Model: {base.model.arch} of {recorded('num_params')} parameters."
+        f" Data: {base.data.path or base.data.source}, rows of {base.data.sequence_length} tokens."
+    )
+
+
+def _conclusion(table: dict) -> str:
+    """Who reached the baseline's loss with the fewest communications, and at what price."""
+    baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
+    costs = {
+        name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
+        for name, row in table["rows"].items()
+    }
+    own = costs.pop(baseline)
+    reached = {name: cost for name, cost in costs.items() if cost["syncs"] is not None}
+    half = "both seeds" if len(table["seeds"]) == 2 else "half of its seeds"
+    if own["syncs"] is None or not reached:
+        return f"No other variant reached the final loss of {baseline} in {half}."
+    least = min(reached, key=lambda name: (reached[name]["syncs"], reached[name]["tokens"]))
+    prices = [
+        f"{reached[least][measure] / own[measure]:.2f} times the {MEASURES[measure]}"
+        for measure in spent
+        if own[measure]
+    ]
+    by = "the higher of two seeds" if len(table["seeds"]) == 2 else "medians over seeds"
+    return (
+        f"To reach the final loss of {baseline}, {least} needed the fewest communications of the"
+        f" others, {short(reached[least]['syncs'])} against {short(own['syncs'])}:"
+        f" {', '.join(prices)} ({by})."
+    )
 
 
 def _workdir(folder: str | Path, variant: str, seed: int) -> Path:

@@ -1,86 +1,89 @@
-"""The front of a comparison: communications against tokens and time, at equal loss."""
+"""The front of a comparison: what each variant spent to reach one and the same loss."""
 
 import textwrap
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
-from adloco_jax.study.figures import Thousands, finish, legend, look, small_letters
+from adloco_jax.study import chart
+from adloco_jax.study.figures import finish, legend, look, small_letters
+from adloco_jax.study.summary import short
 
 _DECADES = 30  # the ratio from which an axis is logarithmic
 
-# Panels: measures across and up, with their labels.
-_PANELS = (
-    {"syncs": "blocking communications", "tokens": "tokens"},
-    {"bytes": "bytes moved", "tokens": "tokens"},
-    {"bytes": "bytes moved", "time_s": "simulated seconds"},
-)
+# A panel for each question: what is across and up.
+_QUESTIONS = {
+    "What do fewer communications cost in tokens?": ("syncs", "tokens"),
+    "What do fewer bytes cost in tokens?": ("bytes", "tokens"),
+    "What do fewer communications cost in time?": ("syncs", "time_s"),
+}
+_LABELS = {
+    "syncs": "blocking communications",
+    "bytes": "bytes moved",
+    "tokens": "tokens",
+    "time_s": "simulated seconds",
+}
 
 
 @small_letters
 def figure(table: dict, *, command: str) -> Figure:
-    """Draw each variant's costs of reaching the target losses: a row of panels for each loss.
+    """Draw what each variant spent to reach a target loss, a panel for each question.
+
+    The loss is the one that most variants reached, of several the lowest.
 
     Args:
-      table: From `compare.tabulate`. A loss that no variant reached has no row of panels.
+      table: From `compare.tabulate`. If no variant reached a loss, there are no panels.
       command: What made the comparison, for the caption.
     """
-    losses, rows = table["target_losses"], table["rows"]
-    reached = {
-        f"{loss:g}": {
+    rows, losses = table["rows"], table["target_losses"]
+    reached = [
+        {
             name: row["to_target"][index]
             for name, row in rows.items()
             if row["to_target"][index]["tokens"]["median"] is not None
         }
-        for index, loss in enumerate(losses)
-    }
-    drawn = {loss: costs for loss, costs in reached.items() if costs}
-    page = Figure(figsize=(11, 1.6 + 3.4 * len(drawn)), layout="constrained")
-    looks = {name: look(place) for place, name in enumerate(rows)}  # as in the report
-    if drawn:
-        grid = page.subplots(len(drawn), len(_PANELS), squeeze=False, sharex="col")
-        for axes, (loss, costs) in zip(grid, drawn.items(), strict=True):
-            for ax, ((x, _), (y, y_label)) in zip(axes, map(dict.items, _PANELS), strict=True):
-                for name, cost in costs.items():
-                    _mark(ax, cost[x], cost[y], label=name, **looks[name] | {"linestyle": ""})
-                edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
-                ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0)
-                _span([ax], "y", [cost[y] for cost in costs.values()], is_whole=y != "time_s")
-                ax.set_ylabel(f"{y_label}, to {loss}")
-                finish(ax)
-        for axes, ((x, x_label), _) in zip(grid.T, map(dict.items, _PANELS), strict=True):
-            axes[-1].set_xlabel(x_label)
-            _span(axes, "x", [cost[x] for costs in drawn.values() for cost in costs.values()])
+        for index in range(len(losses))
+    ]
+    page = Figure(figsize=(11, 5 if any(reached) else 1.6), layout="constrained")
+    best = max(range(len(losses)), key=lambda index: (len(reached[index]), -losses[index]))
+    looks = {name: look(place) | {"linestyle": ""} for place, name in enumerate(rows)}
+    if costs := reached[best]:
+        axes = page.subplots(1, len(_QUESTIONS))
+        for ax, (question, (x, y)) in zip(axes, _QUESTIONS.items(), strict=True):
+            for name, cost in costs.items():
+                _mark(ax, cost[x], cost[y], label=name, **looks[name])
+            edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
+            ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0)
+            for name, key in (("x", x), ("y", y)):
+                _span(ax, name, [cost[key] for cost in costs.values()], is_whole=key != "time_s")
+            ax.set(title=question, xlabel=_LABELS[x], ylabel=_LABELS[y])
+            finish(ax)
     legend(page)
-    text = "\n".join(textwrap.wrap(f"{_caption(table, reached)} Made by: {command}", 165))
+    text = _caption(table, losses[best], costs) if costs else f"{_nobody(table)}."
+    text = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 150))
     page.supxlabel(text, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
 
 
-def _caption(table: dict, reached: dict[str, dict]) -> str:
+def _nobody(table: dict) -> str:
+    losses = ", ".join(f"{loss:g}" for loss in table["target_losses"])
+    return f"No variant reached {losses} nats/token in half of its seeds"
+
+
+def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
     num_seeds = len(table["seeds"])
     spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
     if num_seeds == 2:
         spread, by = "range of 2 seeds, with a mark at the higher", "both"
     text = (
-        f"What each variant had spent when its consensus first reached {', '.join(reached)}"
-        f" nats/token on held-out text: {spread}; down and left is better. Grey: the front, the"
-        f" variants that no other beats in both. {table['charged']} Simulated seconds are"
-        f" {table['simulated']}."
+        f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
+        f" held-out text: {spread}; down and left is better. Grey: the front, the variants that no"
+        f" other beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
     )
-    missing = [
-        f"{name} ({loss})"
-        for loss, costs in reached.items()
-        for name in table["rows"]
-        if costs and name not in costs
-    ]
-    if nobody := [loss for loss, costs in reached.items() if not costs]:
-        text += f" Not reached by {by} seeds of any variant, so not drawn: {', '.join(nobody)}."
-    if missing:
-        text += f" Not reached by {by} seeds: {'; '.join(missing)}."
-    return text
+    missing = [name for name in table["rows"] if name not in costs]
+    return text + (f" Not reached by {by} seeds: {'; '.join(missing)}." if missing else "")
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -99,18 +102,21 @@ def _mark(ax: Axes, x: dict, y: dict, **style) -> None:
     ax.errorbar(x["median"], y["median"], **style)
 
 
-def _span(axes: Sequence[Axes], name: str, spreads: Sequence[dict], is_whole: bool = True) -> None:
-    """Axes from zero, as ratios are what counts; logarithmic where the values span decades."""
+def _span(ax: Axes, name: str, spreads: Sequence[dict], *, is_whole: bool) -> None:
+    """An axis from zero, as ratios are what counts; logarithmic where the values span decades."""
     positive = [v for spread in spreads for v in (spread["low"], _high(spread)) if v > 0]
     low, high = min(positive, default=1), max(positive, default=1 / 1.1)
-    for ax in axes:
-        axis = getattr(ax, f"{name}axis")
-        if high > _DECADES * low:  # symlog, as a variant may also communicate nothing
-            getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
-        else:  # a whole number to see it by, where nothing was spent
-            axis.set_major_locator(MaxNLocator(6 if positive else 1, integer=is_whole))
-        axis.set_major_formatter(Thousands())
-        ax.set(**{f"{name}lim": (0, (2 if high > _DECADES * low else 1.1) * high)})
+    is_log = high > _DECADES * low
+    limit = (2 if is_log else 1.1) * high
+    ticks = chart.axis("", [low if is_log else 0, limit], base=10 * is_log, whole=is_whole).ticks
+    if is_log:  # symlog, as a variant may also communicate nothing
+        getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
+        ticks = [0, *ticks]
+    axis = getattr(ax, f"{name}axis")
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: short(value))
+    ax.set(**{f"{name}lim": (0, limit)})
 
 
 def _high(spread: dict) -> float:

@@ -1,56 +1,55 @@
-"""A self-contained web page: figures and styles are embedded, and nothing is fetched or run.
+"""A self-contained web page: charts and styles are part of it, and nothing is fetched or run.
 
 Texts may come from a ledger or a path: every function escapes what it is given, except where an
 argument is called `html`.
 """
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+from adloco_jax.study import chart
 
 Cell = str | tuple[str, str]
 """Text of a table's cell; the second of two is smaller and below, such as a range."""
 
-_LONGEST_COMMAND = 300  # characters that a caption repeats; a longer one is on the page once
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 T = TypeVar("T")
 
 
-class Section(NamedTuple):
-    """A part of the page: its anchor, its heading, and its body."""
+def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_curves: int) -> str:
+    """The whole page.
 
-    anchor: str
-    heading: str
-    html: str
-
-
-def page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The whole page, with a table of contents."""
-    contents, bodies = [], []
-    for anchor, name, html in sections:
-        anchor, name = escape(anchor), escape(name)
-        contents.append(f'<li><a href="#{anchor}">{name}</a></li>')
-        bodies.append(f'<section id="{anchor}">\n<h2>{name}</h2>\n{html}\n</section>')
+    Args:
+      title: Its heading.
+      lead: How the run went, in a sentence.
+      html: The first screen: the large figure, what stands under it, and the table beside both.
+      details_html: What is folded below.
+      num_curves: Curves with a number, which stand out while their row of the table is touched.
+    """
+    keys = [f'[data-k="{key}"]' for key in range(1, num_curves + 1)]
+    highlights = "\n".join(
+        f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
+    )
+    figure, under, beside = html
     return _TEMPLATE.substitute(
         title=escape(title),
         lead=paragraph(lead),
-        contents="\n".join(contents),
-        sections="\n".join(bodies),
+        style=f"{chart.STYLE}{highlights}",
+        kind="many" if num_curves else "single",
+        figure=figure,
+        under=under,
+        beside=beside,
+        details=details_html,
     )
 
 
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
-
-
-def heading(text: str) -> str:
-    """A heading within a section."""
-    return f"<h3>{escape(text)}</h3>"
 
 
 def bullets(items: Iterable[str]) -> str:
@@ -63,27 +62,41 @@ def verbatim(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def folded(summary: str, html: str) -> str:
+def folded(summary: str, html: str, *, is_open: bool = False) -> str:
     """A part that opens on a click, and is open on paper."""
-    return f"<details>\n<summary>{escape(summary)}</summary>\n{html}\n</details>"
+    opened = " open" if is_open else ""
+    return f"<details{opened}>\n<summary>{escape(summary)}</summary>\n{html}\n</details>"
 
 
-def figure(title: str, caption: str, png: bytes, *, file_name: str, command: str) -> str:
-    """A figure with its caption: what it shows, the command that made it, and its own file."""
-    made = f"<code>{escape(command)}</code>"
-    if len(command) > _LONGEST_COMMAND:
-        made = 'the command at the top of <a href="#runs">Runs</a>'
-    return (
-        f'<figure>\n<div class="wide"><img alt="{escape(title)}"'
-        f' src="data:image/png;base64,{base64.b64encode(png).decode()}"></div>\n'
-        f"<figcaption><strong>{escape(title)}.</strong> {escape(caption)}"
-        f'<span class="made">File <code>{escape(file_name)}</code>, made by {made}</span>'
-        f"</figcaption>\n</figure>"
-    )
+def figure(html: str, caption: str) -> str:
+    """Charts with what they show in words."""
+    return f"<figure>\n{html}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
+
+
+def tabs(name: str, html: Mapping[str, str]) -> str:
+    """Parts of which one is seen, chosen by its tab; the first to begin with.
+
+    Args:
+      name: Of the choice, letters alone; no two on the page are the same.
+      html: Each part by the tab's text.
+    """
+    parts = []
+    for place, (text, part) in enumerate(html.items()):
+        key, checked = f"{name}-{place}", "" if place else " checked"
+        parts.append(
+            f'<input type="radio" name="{name}" id="{key}"{checked}>'
+            f'<label for="{key}">{escape(text)}</label>\n<div class="tab">{part}</div>'
+        )
+    return '<div class="tabs">\n' + "\n".join(parts) + "\n</div>"
 
 
 def table(
-    caption: str, columns: Mapping[str, Callable[[T], Cell]], items: Iterable[T], *, texts: int = 1
+    caption: str,
+    columns: Mapping[str, Callable[[T], Cell]],
+    items: Iterable[T],
+    *,
+    texts: int = 1,
+    is_legend: bool = False,
 ) -> str:
     """A table with a row per item, whose first columns hold text, and the others numbers.
 
@@ -92,6 +105,7 @@ def table(
       columns: By heading, with its unit: the cell of an item. The first is the row's own heading.
       items: What has a row.
       texts: Columns of text, from the left.
+      is_legend: Whether each row is a curve of a chart, and shows its number and how it looks.
     """
     classes = [' class="text"' if i < texts else "" for i in range(len(columns))]
     head = [
@@ -99,15 +113,26 @@ def table(
         for kind, name in zip(classes, columns, strict=True)
     ]
     rows = []
-    for item in items:
+    for place, item in enumerate(items):
         first, *rest = map(_cell, (cell(item) for cell in columns.values()))
+        key = f' data-k="{place + 1}" tabindex="0"' if is_legend else ""
         cells = [f"<td{kind}>{html}</td>" for kind, html in zip(classes[1:], rest, strict=True)]
-        rows.append(f'<tr><th{classes[0]} scope="row">{first}</th>{"".join(cells)}</tr>')
+        named = _in_legend(place, first) if is_legend else first
+        heading = f'<th{classes[0]} scope="row">{named}</th>'
+        rows.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
     # A caption within the table would be as wide, and scroll away with it.
     return (
         f'<p class="caption">{escape(caption)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n"
         "</table></div>"
+    )
+
+
+def _in_legend(place: int, html: str) -> str:
+    """A curve's number, a piece of its line, and its name."""
+    return (
+        f'<span class="swatch {chart.look(place)}"><b>{place + 1}</b><svg width="20" height="8"'
+        f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'
     )
 
 

@@ -1,50 +1,57 @@
-"""The report on one run or many: a self-contained page, its figures, and their numbers."""
+"""The report on one run or many: a self-contained page, and the runs' totals."""
 
-import io
 import json
 import os
-import re
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import curves, figures, page, predictions, run_figures, theory
+from adloco_jax.study import curves, loss, page, predictions, run_figures, theory
 from adloco_jax.study.curves import Run, Variant
-from adloco_jax.study.figures import Drawing, short
-from adloco_jax.study.page import Cell, Section
+from adloco_jax.study.loss import Clock
+from adloco_jax.study.page import Cell
 from adloco_jax.study.replay import PARTS, Replay
-from adloco_jax.study.summary import closing_table, described, in_bytes, number, seconds, totals
+from adloco_jax.study.summary import (
+    closing_table,
+    described,
+    in_bytes,
+    number,
+    seconds,
+    short,
+    totals,
+)
 
-__all__ = ["closing_table", "write"]
+__all__ = ["closing_table", "html", "write"]
 
-_DPI = 150
+_MAX_OPEN = 4  # variants whose trainers are shown without a click
+_MAX_PROGRAMS = 16  # rows of compiled programs
 
 # Columns of the tables that compare variants: what `_measures` has, and how it is shown.
 _Columns = Mapping[str, tuple[str, Callable[[float], str]]]
 _count, _whole = "{:,.0f}".format, "{:.0f}".format
 _TOTALS: _Columns = {
-    "held-out loss (nats)": ("loss", number),
+    "loss (nats)": ("loss", number),
+    "tokens": ("tokens_total", short),
+    "communi\N{SOFT HYPHEN}cations": ("syncs_total", _count),
+    "moved": ("bytes_total", in_bytes),
+    "wall time": ("wall_s", seconds),
+}
+_MORE: _Columns = {
     "accuracy": ("accuracy", "{:.3f}".format),
     "tokens": ("tokens_total", _count),
     "updates": ("updates_total", _count),
-    "communications": ("syncs_total", _count),
-    "moved": ("bytes_total", in_bytes),
     "merges": ("num_merges", _count),
-}
-_TIMES: _Columns = {
     "programs": ("num_programs", _whole),
     "from cache": ("num_programs_cached", _whole),
     "compiling": ("compile_s", seconds),
     "rounds": ("step_s", seconds),
     "of it stalled": ("stall_s", seconds),
-    "wall time": ("wall_s", seconds),
 }
-_TIMES_CAPTION = (
-    "Measured time on the machine of the run. Programs are compiled, or read from the cache, in"
-    " the background where they can be foreseen; the time that rounds waited for them is the stall."
+_STALLED = (
+    "Programs are compiled, or read from the cache, in the background where they can be foreseen;"
+    " the time that rounds waited for them is the stall."
 )
 _MERGES: Mapping[str, Callable[[dict], str]] = {
     "round": lambda e: str(e["round"]),
@@ -60,8 +67,13 @@ _CLUSTERS: Mapping[str, Callable[[tuple[tuple[str, int], Replay]], str]] = {
     "devices": lambda row: _count(row[0][1]),
     "time (s)": lambda row: short(row[1].wall_s),
 } | {
-    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):.3g}"
+    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):z.1f}"
     for part in PARTS
+}
+_PROGRAMS: Mapping[str, Callable[[dict], str]] = {
+    "program": lambda e: str(e["key"]),
+    "how": lambda e: f"{'from the cache' if e['cache'] == 'hit' else 'compiled'}, {e['where']}",
+    "time": lambda e: seconds(e["seconds"]),
 }
 _FACTS: Mapping[str, Callable[[tuple[str, str]], str]] = {
     "quantity": lambda fact: fact[0],
@@ -75,7 +87,7 @@ def write(
     *,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Write `index.html`, a PNG per figure, and `summary.json` with the runs' totals.
+    """Write `index.html`, and `summary.json` with the runs' totals.
 
     Runs whose configs differ in the seed alone are one variant, drawn as a median with a band.
 
@@ -91,6 +103,26 @@ def write(
       ConfigError: If there are no runs, one is named twice, or the labels do not fit.
       DataError: If a folder holds no ledger, a damaged one, or one without a finished round.
     """
+    variants = _read(runs, labels)
+    folder = Path(folder)
+    words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
+    words += ["--labels", *labels] if labels else []
+    files = {
+        "index.html": _page(variants, shlex.join(words)),
+        "summary.json": json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="replace")
+    return folder / "index.html"
+
+
+def html(runs: Sequence[str | os.PathLike[str]], *, labels: Sequence[str] | None = None) -> str:
+    """The page that `write` writes, which see."""
+    return _page(_read(runs, labels), shlex.join(["adloco", "report", *map(str, runs), "--live"]))
+
+
+def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
     read = [curves.read_run(run) for run in runs]
     for run in read:
         if not run.start or not curves.lines(run.events, "round"):
@@ -98,47 +130,82 @@ def write(
                 f"{run.folder / 'ledger.jsonl'}: no start line, or no round has finished yet, so"
                 " there is nothing to draw; let the run reach the end of round 1"
             )
-    variants = curves.variants(read, labels=labels)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    words = ["python", "scripts/report.py", *map(str, runs), "--out", str(folder)]
-    words += ["--labels", *labels] if labels else []
-    book = _Book(folder, shlex.join(words))
+    return curves.variants(read, labels=labels)
 
-    sections = [_runs_section(variants, book.command), _totals_section(variants)]
-    sections.append(_loss_section(variants, book))
-    title, lead = f"Run {read[0].start['run']}", "One AdLoCo run, from its ledger."
-    if len(read) == 1:
-        sections += _sections_of(read[0], book, stem="")
+
+def _page(variants: Sequence[Variant], command: str) -> str:
+    runs = [run for variant in variants for run in variant.runs]
+    clock, not_simulated = predictions.simulate(runs)
+    losses = page.tabs("loss", dict(loss.charts(variants, clock)))
+    figure = page.figure(losses, loss.caption(variants))
+    if len(runs) == 1:
+        title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
+        beside, under = _totals_of(runs[0]), run_figures.life(runs[0])
     else:
-        sections += _compared_sections(variants, book)
-        title = f"{len(variants)} variants, {len(read)} runs"
-        lead = "AdLoCo runs beside one another, from their ledgers."
-    assumptions = page.bullets(theory.ASSUMPTIONS)
-    sections.append(Section("assumptions", "What the theory assumes", assumptions))
-    path = folder / "index.html"
-    path.write_text(page.page(title, lead, sections), encoding="utf-8", errors="replace")
-    summary = json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n"
-    (folder / "summary.json").write_text(summary, encoding="utf-8", errors="replace")
-    return path
+        title, parts = f"{len(variants)} variants, {len(runs)} runs", _variants_parts(variants)
+        beside, under = _totals_table(variants), ""
+    if any(map(curves.is_classifier, runs)):
+        drawn = page.tabs("accuracy", dict(loss.charts(variants, clock, field="accuracy")))
+        accuracy = page.figure(drawn, loss.caption(variants, "accuracy"))
+        parts = {"Accuracy": accuracy} | parts
+    parts["How to read this page, and the commands that made it"] = _runs_table(
+        variants, clock, not_simulated, command
+    )
+    return page.page(
+        title,
+        _lead(variants),
+        html=(figure, under, beside),
+        details_html="\n".join(
+            page.folded(*part, is_open=1 < len(variants) <= _MAX_OPEN and not place)
+            for place, part in enumerate(parts.items())
+        ),
+        num_curves=0 if len(runs) == 1 else len(variants),
+    )
 
 
-@dataclass(frozen=True)
-class _Book:
-    """Write figures into the folder, and returns them as HTML for the page."""
+def _lead(variants: Sequence[Variant]) -> str:
+    """How it went, in a sentence."""
+    runs = [run for variant in variants for run in variant.runs]
+    if len(runs) == 1:
+        own = totals(runs[0].events)
+        [(_, result), *_] = [fact for fact in described(own) if fact[0] == "held-out loss"]
+        return f"{own['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
+    medians = {
+        variant.label: statistics.median(losses)
+        for variant in variants
+        if None not in (losses := [totals(run.events)["loss"] for run in variant.runs])
+    }
+    if not medians:
+        return "No variant has a held-out loss in all of its runs."
+    best = min(medians, key=lambda label: medians[label])
+    return f"Lowest held-out loss at its end: {number(medians[best])} nats, {best}."
 
-    folder: Path
-    command: str
 
-    def figure(self, drawing: Drawing, stem: str = "") -> str:
-        buffer, file_name = io.BytesIO(), f"{stem}{drawing.name}.png"
-        words = f"{drawing.caption} Made by {self.command}"  # a path need not be text
-        about = {"Title": drawing.title, "Description": words.encode(errors="replace").decode()}
-        drawing.figure.savefig(buffer, dpi=_DPI, metadata=about)
-        (self.folder / file_name).write_bytes(png := buffer.getvalue())
-        return page.figure(
-            drawing.title, drawing.caption, png, file_name=file_name, command=self.command
-        )
+def _totals_of(run: Run) -> str:
+    """The five totals of a single run."""
+    own = _measures(run)
+    result = number(own["loss"]) if own["loss_round"] else "-"
+    accuracy = own["accuracy"]
+    shown: Mapping[str, Cell] = {
+        "held-out loss": (result, f"accuracy {number(accuracy)}" if accuracy else "nats"),
+        "tokens": (short(own["tokens_total"]), f"{own['updates_total']:,} updates"),
+        "communications": (_count(own["syncs_total"]), "blocking, all trainers"),
+        "moved": (in_bytes(own["bytes_total"]), f"merges: {own['num_merges']}"),
+        "wall time": (seconds(own["wall_s"]), f"{seconds(own['stall_s'])} waiting to compile"),
+    }
+    columns: Mapping[str, Callable[[tuple[str, Cell]], Cell]] = {
+        "quantity": lambda fact: fact[0],
+        "value": lambda fact: fact[1],
+    }
+    return page.table("", columns, shown.items())
+
+
+def _totals_table(variants: Sequence[Variant]) -> str:
+    """The five totals of each variant, whose rows are the legend of the curves."""
+    caption = "Each variant at its end; point at a row to see its curve alone."
+    if any(len(variant.runs) > 1 for variant in variants):
+        caption += " Of several seeds the median, and below it minimum to maximum."
+    return _variants_table(caption, _TOTALS, variants, is_legend=True)
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
@@ -154,39 +221,11 @@ def _summary(variants: Sequence[Variant]) -> dict:
     }
 
 
-def _runs_section(variants: Sequence[Variant], command: str) -> Section:
-    columns: Mapping[str, Callable[[tuple[Variant, Run]], str]] = {
-        "variant": lambda item: item[0].label,
-        "folder": lambda item: str(item[1].folder),
-        "trained by": lambda item: item[1].start["command"] or "-",
-        "seed": lambda item: str(item[1].seed),
-        "rounds": lambda item: f"{totals(item[1].events)['rounds']:,}",
-        "state": lambda item: _state(item[1]),
-    }
-    items = [(variant, run) for variant in variants for run in variant.runs]
-    table = page.table("The runs and the commands that made them.", columns, items, texts=3)
-    return Section("runs", "Runs", f"{page.verbatim(command)}\n{table}")
-
-
 def _state(run: Run) -> str:
     """Why the run ended, or that it has not."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
-
-
-def _totals_section(variants: Sequence[Variant]) -> Section:
-    if len(variants) == len(variants[0].runs) == 1:
-        facts = described(totals(variants[0].runs[0].events))
-        table = page.table("Totals of the run.", _FACTS, facts, texts=2)
-        return Section("totals", "Totals", table)
-    caption = (
-        "Totals of each variant: of several runs the median, and below it minimum to maximum."
-        " Held-out values are of the consensus at the last evaluation. Communications are blocking"
-        " and summed over trainers; where the consensus is an average of trainers, gathering them"
-        " is counted too."
-    )
-    return Section("totals", "Totals", _variants_table(caption, _TOTALS, variants, runs=True))
 
 
 def _measures(run: Run) -> dict:
@@ -202,19 +241,17 @@ def _measures(run: Run) -> dict:
 
 
 def _variants_table(
-    caption: str, columns: _Columns, variants: Sequence[Variant], *, runs: bool = False
+    caption: str, columns: _Columns, variants: Sequence[Variant], *, is_legend: bool = False
 ) -> str:
     """A row per variant; a column that no run has a value for is left out."""
     rows = [(variant.label, [_measures(run) for run in variant.runs]) for variant in variants]
     cells: dict[str, Callable[[tuple[str, list[dict]]], Cell]] = {"variant": lambda row: row[0]}
-    if runs:
-        cells["runs"] = lambda row: str(len(row[1]))
     for title, (name, shown) in columns.items():
         if any(own[name] is not None for _, measured in rows for own in measured):
             cells[title] = lambda row, name=name, shown=shown: _spread(
                 [own[name] for own in row[1]], shown
             )
-    return page.table(caption, cells, rows)
+    return page.table(caption, cells, rows, is_legend=is_legend)
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
@@ -225,11 +262,21 @@ def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
     return middle if low == high else (middle, f"{low} – {high}")
 
 
-def _loss_section(variants: Sequence[Variant], book: _Book) -> Section:
-    runs = [run for variant in variants for run in variant.runs]
-    clock, not_simulated = predictions.simulate(runs)
-    fields = ["loss", "accuracy"] if any(map(curves.is_classifier, runs)) else ["loss"]
-    parts = [book.figure(figures.loss(variants, clock, field=field)) for field in fields]
+def _runs_table(
+    variants: Sequence[Variant], clock: Clock | None, not_simulated: Sequence[str], command: str
+) -> str:
+    columns: Mapping[str, Callable[[tuple[Variant, Run]], str]] = {
+        "variant": lambda item: item[0].label,
+        "folder": lambda item: str(item[1].folder),
+        "trained by": lambda item: item[1].start["command"] or "-",
+        "seed": lambda item: str(item[1].seed),
+        "rounds": lambda item: f"{totals(item[1].events)['rounds']:,}",
+        "state": lambda item: _state(item[1]),
+    }
+    items = [(variant, run) for variant in variants for run in variant.runs]
+    parts = [page.table("From these ledgers:", columns, items, texts=3)]
+    parts += [page.paragraph("This page was made by"), page.verbatim(command)]
+    parts.append(page.paragraph(loss.reading(clock)))
     if clock:
         cluster = (
             f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
@@ -239,39 +286,44 @@ def _loss_section(variants: Sequence[Variant], book: _Book) -> Section:
         parts.append(page.paragraph(cluster))
     if not_simulated:
         parts.append(page.paragraph("Without simulated time: " + "; ".join(not_simulated)))
-    return Section("loss", "Loss", "\n".join(parts))
+    return "\n".join(parts)
 
 
-def _sections_of(run: Run, book: _Book, *, stem: str) -> list[Section]:
-    """The figures and tables of a single run, a section each."""
-    sections = []
-    for drawing in run_figures.draw(run):
-        html = book.figure(drawing, stem)
-        if drawing.name == "merges" and (events := curves.lines(run.events, "merge", "refusal")):
-            caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
-            html += page.table(caption, _MERGES, events)
-        if drawing.name == "time":
-            html += _variants_table(_TIMES_CAPTION, _TIMES, [Variant(run.start["run"], [run])])
-        sections.append(Section(f"{stem}{drawing.name}", drawing.title, html))
-    sections.append(Section(f"{stem}cluster", "On other clusters", _cluster_table(run)))
-    sections.append(Section(f"{stem}theory", "Theory", _theory(run, book, stem)))
-    return sections
+def _parts_of(run: Run) -> dict[str, str]:
+    """What is folded below a single run, by its heading."""
+    parts = {"Batches and accumulation": run_figures.batches(run)}
+    if events := curves.lines(run.events, "merge", "refusal"):
+        caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
+        parts["Merges"] = page.table(caption, _MERGES, events)
+    if drawn := run_figures.noise(run):
+        parts["Batch-size test"] = drawn
+    programs = sorted(curves.lines(run.events, "compile"), key=lambda e: -e["seconds"])
+    slowest = programs[:_MAX_PROGRAMS]
+    caption = f"The {len(slowest)} slowest of {len(programs)} programs. {_STALLED}"
+    table = page.table(caption, _PROGRAMS, slowest, texts=2) if slowest else ""
+    parts["Time and compilation"] = f"{run_figures.times(run)}\n{table}"
+    parts["On other clusters"] = _cluster_table(run)
+    parts["Theory"] = _theory(run)
+    parts["All totals"] = page.table("", _FACTS, described(totals(run.events)), texts=2)
+    return parts
 
 
-def _compared_sections(variants: Sequence[Variant], book: _Book) -> list[Section]:
-    """Tables that compare variants, then each variant's first seed, folded."""
+def _variants_parts(variants: Sequence[Variant]) -> dict[str, str]:
+    """What is folded below a comparison: more totals, and each variant's trainers."""
+    caption = (
+        "Measured time on the machine of the runs. Communications above are blocking and summed"
+        f" over trainers. {_STALLED}"
+    )
     details = []
-    for place, (label, (run, *_)) in enumerate(((v.label, v.runs) for v in variants), start=1):
-        stem = f"{place:02d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', label)[:40]}-"
-        parts = [page.verbatim(closing_table(run.folder))]
-        for section in _sections_of(run, book, stem=stem):
-            parts.append(f"{page.heading(section.heading)}\n{section.html}")
-        details.append(page.folded(f"{label}, seed {run.seed}", "\n".join(parts)))
-    times = _variants_table(_TIMES_CAPTION, _TIMES, variants)
-    return [
-        Section("time", "Time and compilation", times),
-        Section("variants", "Each variant's first seed", "\n".join(details)),
-    ]
+    for variant in variants:
+        run = variant.runs[0]
+        table = page.folded("Closing table", page.verbatim(closing_table(run.folder)))
+        own = run_figures.life(run) + table
+        details.append(page.folded(f"{variant.label}, seed {run.seed}", own, is_open=True))
+    return {
+        "The trainers of each variant": f'<div class="lives">{"".join(details)}</div>',
+        "Updates, merges and measured time": _variants_table(caption, _MORE, variants),
+    }
 
 
 def _cluster_table(run: Run) -> str:
@@ -287,17 +339,18 @@ def _cluster_table(run: Run) -> str:
     return page.table(caption, _CLUSTERS, times.items())
 
 
-def _theory(run: Run, book: _Book, stem: str) -> str:
+def _theory(run: Run) -> str:
+    assumptions = page.paragraph("What the theory assumes:") + page.bullets(theory.ASSUMPTIONS)
     try:
         found, reason = theory.fit(run.events), ""
     except DataError as error:
         found, reason = None, str(error)
     try:
-        html = f"{book.figure(predictions.theory_beside(run, found), stem)}\n"
+        drawn = f"{run_figures.theory_beside(run, found)}\n"
     except DataError as error:
-        return page.paragraph(f"Nothing to compare with the theory: {error}")
+        return page.paragraph(f"Nothing to compare with the theory: {error}") + assumptions
     if found is None:
-        return html + page.paragraph(f"No constants: {reason}")
+        return drawn + page.paragraph(f"No constants: {reason}") + assumptions
     constants = {
         "L, smoothness": found.smoothness,
         "Δ0, gap to the lowest loss (nats)": found.gap,
@@ -306,4 +359,4 @@ def _theory(run: Run, book: _Book, stem: str) -> str:
     }
     facts = [(name, f"{value:.4g}") for name, value in constants.items()]
     caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
-    return html + page.table(caption, _FACTS, facts)
+    return drawn + page.table(caption, _FACTS, facts) + assumptions

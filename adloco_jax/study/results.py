@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
@@ -93,10 +92,8 @@ def append(
     line = dict(zip(("variant", "seed", "config"), key(run), strict=True)) | {
         "changes": dict(changes),
         "wall_s": end["wall_s"],
-        "date": start["time"][:10],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {start['devices']}",
-        "versions": f"jax {jax.__version__}, adloco_jax {start['versions']['adloco_jax']}",
-        "num_params": start["num_params"],
+        "start": {name: start[name] for name in ("time", "devices", "jax", "num_params")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "curve": [{name: round(value, 5) for name, value in point.items()} for point in curve],
         "events": [
             {name: value for name, value in event.items() if not name.endswith("_s")}

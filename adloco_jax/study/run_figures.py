@@ -1,272 +1,78 @@
-"""The figures of one run, over its rounds: batches, merges, the batch-size test, time, memory."""
+"""The figures of one run, over its rounds: trainers, batches, the batch-size test, time, theory."""
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-
-from adloco_jax.study import curves, figures, summary
+from adloco_jax.study import chart, curves, loss, theory
+from adloco_jax.study.chart import Axis, Curve, steps
 from adloco_jax.study.curves import Run
-from adloco_jax.study.figures import WIDTH, Drawing, finish, legend, look_every, small_letters
+from adloco_jax.study.page import figure
 
-_BLUE, _ORANGE = "#0072B2", "#E69F00"
-_ROOM = 0.1  # of the axis, between merges whose weights and barriers are written beside them
-_MAX_PROGRAMS = 16  # bars of compiled programs
-_PROGRAM_COLORS = {
-    **{("miss", "foreground"): "#D55E00", ("hit", "foreground"): "#F4C9A5"},
-    **{("miss", "background"): "#0072B2", ("hit", "background"): "#A6D3EE"},
+_MAX_PARTS = 100  # of all lanes: a page of forty variants stays small
+
+# What the marks of the trainers' lanes mean; a caption names those that are there.
+_MARKS = {
+    "merge": "a filled dot goes on and takes in the hollow ones",
+    "refusal": "dashed, a merge that the guard refused",
+    "spawn": "+, workers were added",
+    "fault": "✕, the trainer left, because its updates were not finite",
 }
 
 
-def draw(run: Run) -> list[Drawing]:
-    """All figures of one run for which its ledger has something to show.
+def life(run: Run) -> str:
+    """Each trainer from its first round to its last: its batch, and what happened to it.
 
     Args:
       run: With at least one finished round.
     """
-    drawings = [batches(run), merges(run), noise(run), times(run), memory(run)]
-    return [drawing for drawing in drawings if drawing is not None]
-
-
-@small_letters
-def batches(run: Run) -> Drawing:
-    """Requested and effective batch, accumulation, and trainers alive, round by round."""
-    rounds = curves.lines(run.events, "round")
-    figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
-    sizes_ax, accum_ax, alive_ax = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 2))
-    looks = figures.trainer_looks(run)
-    for trainer, own in curves.by_trainer(rounds).items():
-        style, label = looks[trainer]
-        effective = [e["micro_batch_size"] * e["num_accum_steps"] for e in own]
-        _steps(sizes_ax, own, effective, **style | {"marker": "", "linestyle": "--"})
-        requested = [e["requested_batch_size"] for e in own]
-        _steps(sizes_ax, own, requested, label=label, **style)
-        _steps(accum_ax, own, [e["num_accum_steps"] for e in own], **style)
-    sizes_ax.plot([], [], color="0.4", ls="--", label="effective batch")
-    most = run.start["max_batch_size"]
-    sizes_ax.axhline(most, label="max_batch_size", color="black", ls=":", zorder=1)
-    for ax in (sizes_ax, accum_ax):
-        _powers_of_two(ax)
-    alive = Counter(e["round"] for e in rounds)
-    edges = [min(alive) - 1, *alive]
-    alive_ax.stairs([*alive.values()], edges, color="black", lw=1.8, baseline=None)
-    alive_ax.set_ylim(0, max(alive.values()) + 0.5)
-    alive_ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
-    labels = ("batch per worker\n(sequences)", "accumulation\n(micro-batches)", "trainers\nalive")
-    _finish(figure, max(alive), labels, marked=curves.lines(run.events, "merge"))
-    caption = (
-        "Top: batch per worker that the test requested (solid) and that updates used (dashed)."
-        " Middle: micro-batches accumulated into one update. Bottom: trainers that took part in"
-        " the round. Both upper axes are logarithmic."
+    by_trainer = curves.by_trainer(curves.lines(run.events, "round"))
+    happened = [e for e in curves.lines(run.events, *_MARKS) if _concerned(e)]
+    named = (t for event in happened for t in _concerned(event))
+    order = _lanes(list(dict.fromkeys([*by_trainer, *named])), curves.lines(run.events, "merge"))
+    lanes = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
+    lane_px = max(9, min(32, 320 // len(lanes)))
+    rounds = [e["round"] for own in by_trainer.values() for e in own]
+    x = _across([min(rounds) - 1, *rounds])
+    looks = loss.trainer_looks(run)
+    most = max(_batch(e) for own in by_trainer.values() for e in own)
+    body = [
+        f'<g class="{looks[t]}">{_lane(own, x, lanes[t], lane_px, len(lanes), most)}</g>'
+        for t, own in by_trainer.items()
+    ]
+    body += [_event(event, x, lanes) for event in happened]
+    every = math.ceil(13 / lane_px)  # ids that would stand in one another are left out
+    left = [(lanes[trainer], str(trainer)) for trainer in order[::every]]
+    drawn = chart.frame(
+        x,
+        "".join(body),
+        title="The trainers, round by round",
+        height=lane_px * len(lanes),
+        left=left,
+        y_label="trainer",
+        classes=" life",
     )
-    return Drawing("batches", "Batches and accumulation", figure, caption)
+    marks = "; ".join(text for name, text in _MARKS.items() if curves.lines(happened, name))
+    text = "The trainers: number and thickness are the sequences of an update, of all workers."
+    return figure(drawn, text + (f" Marks: {marks}." if marks else ""))
 
 
-@small_letters
-def merges(run: Run) -> Drawing | None:
-    """The tree of merges, with weights and barriers; None with a single trainer."""
-    rounds, merged = (curves.lines(run.events, name) for name in ("round", "merge"))
-    joined = merged + curves.lines(run.events, "refusal")
-    by_trainer, last = curves.by_trainer(rounds), max(e["round"] for e in rounds)
-    if len(by_trainer) < 2:
-        return None
-    named = (t for event in joined for t in [event["into"], *event["members"]])
-    order = _lanes(list(dict.fromkeys([*by_trainer, *named])), merged)
-    lanes = {trainer: lane for lane, trainer in enumerate(order)}
-    height = 1.3 + (0.32 if len(lanes) <= 16 else 0.18) * len(lanes)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    ax = figure.subplots()
-    for trainer, (style, _) in figures.trainer_looks(run).items():
-        for workers, group in itertools.groupby(by_trainer[trainer], lambda e: e["workers"]):
-            x = [e["round"] for e in group]
-            line = {"color": style["color"], "lw": min(8, 0.8 + 0.9 * workers)}
-            ax.plot([x[0] - 1, x[-1]], [lanes[trainer]] * 2, solid_capstyle="butt", **line)
-    is_noted = (
-        min(np.diff(sorted({0, *(e["round"] for e in joined)})), default=last) >= _ROOM * last
-    )
-    for event in joined:
-        _draw_merge(ax, event, lanes, is_noted=is_noted)
-    left = [e for e in curves.lines(run.events, "fault") if e.get("kind") == "quarantine"]
-    if left := [e for e in left if e["trainer"] in lanes]:
-        x, y = [e["round"] for e in left], [lanes[e["trainer"]] for e in left]
-        ax.plot(x, y, "X", color="black", ms=9, label="quarantined")
-    ax.set_yticks([*lanes.values()], [f"trainer {trainer}" for trainer in lanes])
-    ax.set_ylim(len(lanes) - 0.4, -0.9)
-    _finish(figure, last)
-    ax.grid(visible=False, axis="y")
-    caption = (
-        "A line per trainer, thicker with more workers (at most"
-        f" {max(e['workers'] for e in rounds)})."
-        " A vertical line is a merge: its dot is the trainer that goes on, its crosses those that"
-        " end; dashed, a refused one. Beside each member its weight in the average; below the dot"
-        " the barrier, the loss after less the weighted mean of the losses before (nats)."
-        " Quarantined trainers left the run, because their updates were not finite."
-    )
-    return Drawing("merges", "The tree of merges", figure, caption)
+def _across(rounds: Iterable[float]) -> Axis:
+    return chart.axis("round", rounds, whole=True, max_ticks=8)
 
 
-@small_letters
-def noise(run: Run) -> Drawing | None:
-    """Noise, signal and value of the batch-size test; None where no test was made."""
-    rounds = curves.lines(run.events, "round")
-    labels = {"noise": "noise tr Σ", "signal": "signal |G|²"}
-    labels |= {"test_value": "test value and\nnext batch (sequences)"}
-    if all(e[name] is None for e in rounds for name in labels):
-        return None
-    figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
-    looks = figures.trainer_looks(run)
-    for ax, name in zip(figure.subplots(3, 1, sharex=True), labels, strict=True):
-        ax.set_yscale("log")
-        positive = [e[name] for e in rounds if e[name] is not None and e[name] > 0]
-        bottom = min(positive, default=1.0) / 2
-        for trainer, own in curves.by_trainer(rounds).items():
-            style, label = looks[trainer]
-            x, y = (np.array([e[key] for e in own], float) for key in ("round", name))
-            shown = np.where(y > 0, y, math.nan)
-            ax.plot(x, shown, markevery=look_every(len(x)), label=label, **style)
-            mark = {"marker": "v", "mfc": "none", "ms": 7, "color": style["color"]}
-            if (below := x[y <= 0]).size:
-                ax.plot(below, below * 0 + bottom, ls="", label="not positive", **mark)
-            if name == "test_value":
-                following = [e["next_batch_size"] for e in own]
-                ax.plot(x, following, **style | {"marker": "", "linestyle": "--"})
-        if positive:
-            figures.plain_decades(ax, min(positive), max(positive))
-    ax.plot([], [], color="0.4", ls="--", label="next batch per worker")
-    marked = curves.lines(run.events, "merge")
-    _finish(figure, max(e["round"] for e in rounds), [*labels.values()], marked=marked)
-    caption = (
-        f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
-        " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
-        " norm of the mean gradient; the estimate may be negative: triangles at the lower edge),"
-        " and the requested batch per worker before rounding and caps (solid; the next round's"
-        " batch dashed). All axes are logarithmic. A gap is a test that was skipped or not finite."
-    )
-    return Drawing("noise", "Noise, signal and test value", figure, caption)
+def _concerned(event: dict) -> list[int]:
+    """The trainers that an event is about."""
+    if event["event"] == "fault":
+        return [event["trainer"]] if event.get("kind") == "quarantine" else []
+    if event["event"] == "spawn":
+        return [event["trainer"]] if "trainer" in event else []
+    return [event["into"], *event["members"]]
 
 
-@small_letters
-def times(run: Run) -> Drawing:
-    """Seconds of each round, its waits for compilation, and compile time by program."""
-    rounds, programs = curves.stalls(run.events), curves.lines(run.events, "compile")
-    longest = sorted(programs, key=lambda e: -e["seconds"])[:_MAX_PROGRAMS]
-    shown = [e for e in programs if e in longest][:_MAX_PROGRAMS]
-    heights = [2.0, 0.4 + 0.22 * len(shown)][: 2 if shown else 1]
-    figure = Figure(figsize=(WIDTH, 0.5 + sum(heights) + 0.1 * len(heights)), layout="constrained")
-    [round_ax, *rest] = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-    numbers = sorted(rounds)
-    edges = np.array([numbers[0] - 1, *numbers]) + 0.5
-    step, stall = np.array([rounds[number] for number in numbers]).T
-    stall = np.minimum(step, stall)
-    round_ax.stairs(step, edges, fill=True, color="#9CC9E3", label="round")
-    hatched = {"facecolor": _ORANGE, "edgecolor": "black", "hatch": "////", "lw": 0}
-    round_ax.stairs(stall, edges, fill=True, label="of it, waiting for compilation", **hatched)
-    round_ax.set_xlabel("round")
-    round_ax.set_ylabel("wall-clock time (s)")
-    round_ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    round_ax.set_xlim(edges[0], edges[-1])
-    round_ax.set_ylim(0, None)
-    finish(round_ax)
-    for ax in rest:
-        _draw_programs(ax, shown)
-    legend(figure)
-    caption = (
-        f"{'Top: measured' if shown else 'Measured'} seconds of each round, {step.sum():.4g} s in"
-        f" all, of which {stall.sum():.4g} s went by waiting for compilation. Evaluations and"
-        " checkpoints are not in it."
-    )
-    if shown:
-        caption += (
-            f" Bottom: seconds to compile or load the {len(shown)} slowest of {len(programs)}"
-            " programs, in the order in which they were ready."
-        )
-    return Drawing("time", "Time and compilation", figure, caption)
-
-
-def _draw_programs(ax: Axes, programs: Sequence[dict]) -> None:
-    for place, e in enumerate(programs):
-        how = "from the cache" if e["cache"] == "hit" else "compiled"
-        color = _PROGRAM_COLORS[e["cache"], e["where"]]
-        ax.barh(place, e["seconds"], 0.7, color=color, label=f"{how}, {e['where']}")
-    ax.set_yticks(
-        range(len(programs)), [figures.printable(e["key"]) for e in programs], parse_math=False
-    )
-    ax.set_ylim(len(programs) - 0.4, -0.6)
-    ax.set_xlabel("time to compile or load (s)")
-    finish(ax)
-    ax.grid(visible=False, axis="y")
-
-
-@small_letters
-def memory(run: Run) -> Drawing | None:
-    """The most memory held so far, by round; None where it was not measured."""
-    measured = [*{e["round"]: e for e in curves.lines(run.events, "memory")}.values()]
-    if not measured:
-        return None
-    x = [e["round"] for e in measured]
-    host = np.array([e["host_peak_bytes"] for e in measured], float)
-    device = [max((d for d in e["device_peak_bytes"] if d), default=math.nan) for e in measured]
-    program = summary.totals(run.events)["program_bytes"]
-    highest = np.nanmax([*host, *device, program or 0])
-    unit, name = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
-    figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
-    ax = figure.subplots()
-    # A resumed run's process starts to count again, so these are points, not a sum.
-    every = {"markevery": look_every(len(x)), "ms": 5}
-    ax.plot(x, host / unit, color=_BLUE, marker="o", label="host process", **every)
-    if not np.isnan(device).all():
-        device = np.array(device) / unit
-        ax.plot(x, device, color="#D55E00", marker="s", label="fullest device", **every)
-    if program:
-        ax.axhline(program / unit, color="black", ls="--", label="largest program's need")
-    ax.set_ylim(0, 1.08 * highest / unit)
-    _finish(figure, max(x) or 1, [f"memory ({name})"])
-    caption = (
-        "Peak memory of the process up to each evaluation, on the host and on the fullest device."
-        " Dashed: what the largest program needs on a device, by the compiler's analysis."
-    )
-    return Drawing("memory", "Memory", figure, caption)
-
-
-def _finish(
-    figure: Figure, num_rounds: int, labels: Sequence[str] = (), marked: Sequence[dict] = ()
-) -> None:
-    """Round axes, y labels, marks of merges, and the legend."""
-    for ax in figure.axes:
-        for number, event in enumerate(marked):
-            style = {"color": "0.4", "lw": 1, "ls": "-.", "zorder": 1}
-            ax.axvline(event["round"], label=None if number else "merge", **style)
-        ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-        ax.set_xlim(-0.02 * num_rounds, 1.02 * num_rounds)
-        finish(ax)
-    for ax, label in zip(figure.axes, labels, strict=False):
-        ax.set_ylabel(label)
-    figure.axes[-1].set_xlabel("round")
-    figure.align_ylabels()
-    legend(figure)
-
-
-def _steps(ax: Axes, own: Sequence[dict], values: Sequence[float], **style) -> None:
-    """A value that is constant within each round."""
-    x = [own[0]["round"] - 1, *(e["round"] for e in own)]
-    every = look_every(len(x))
-    ax.plot(x, [*values, values[-1]], drawstyle="steps-post", markevery=every, **style)
-
-
-def _powers_of_two(ax: Axes) -> None:
-    """A logarithmic y axis around what is drawn."""
-    values = np.concatenate([line.get_ydata() for line in ax.lines])
-    ax.set_yscale("log", base=2)
-    lowest, highest = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    ax.set_ylim(0.8 * 2**lowest, 1.25 * 2 ** max(highest, lowest + 1))
-    ax.yaxis.set_major_locator(LogLocator(base=2))
-    ax.yaxis.set_major_formatter("{x:.0f}")
-    ax.yaxis.set_minor_locator(NullLocator())
+def _batch(e: dict) -> int:
+    return e["workers"] * e["micro_batch_size"] * e["num_accum_steps"]
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
@@ -280,20 +86,207 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     return order
 
 
-def _draw_merge(ax: Axes, event: dict, lanes: dict[int, int], *, is_noted: bool) -> None:
-    at, into, is_refused = event["round"], event["into"], event["event"] == "refusal"
-    rows = [lanes[member] for member in event["members"]]
-    ax.plot([at, at], [min(rows), max(rows)], color="black", lw=1.2, ls="--" if is_refused else "-")
-    if not is_refused:
-        gone = [lanes[member] for member in event["members"] if member != into]
-        ax.plot([at] * len(gone), gone, "x", color="black", ms=7, mew=1.8)
-        ax.plot([at], [lanes[into]], "o", color="black", ms=6)
-    if not is_noted:
-        return
-    whole = sum(event["weights"])
-    near = {"textcoords": "offset points", "fontsize": 8.5}
-    for weight, row in zip(event["weights"], rows, strict=True):
-        text = f"{weight / whole:.2f}" if whole else "-"
-        ax.annotate(text, (at, row), (-4, 3), ha="right", va="bottom", **near)
-    text = "not finite" if event["barrier"] is None else f"{event['barrier']:+.4f}"
-    ax.annotate(text, (at, lanes[into]), (4, -4), ha="left", va="top", **near)
+def _lane(
+    own: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
+) -> str:
+    """A trainer's bar, a part for each stretch of rounds with one batch and number of workers."""
+    changed = itertools.groupby(
+        own, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
+    )
+    starts = [next(group) for _, group in changed]
+    starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
+    ends = [e["round"] - 1 for e in starts[1:]] + [own[-1]["round"]]
+    parts, free = [], 0.0
+    for e, end in zip(starts, ends, strict=True):
+        left, right = x.at(e["round"] - 1), x.at(end)
+        size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
+        title = (
+            f"trainer {own[0]['trainer']}, rounds {e['round']} to {end}: {e['workers']} workers ×"
+            f" {e['micro_batch_size']} sequences × {e['num_accum_steps']} accumulated"
+        )
+        parts.append(
+            f'<rect x="{left:.2%}" y="{middle - size / 2:.2%}" width="{right - left:.2%}"'
+            f' height="{size:.2%}"><title>{escape(title)}</title></rect>'
+        )
+        text = str(_batch(e))
+        if lane_px >= 18 and left >= free:
+            parts.append(
+                f'<text class="size" x="{left:.2%}" dx=".7em" y="{middle:.2%}">{text}</text>'
+            )
+            free = left + 0.02 + 0.024 * len(text)  # of a phone's width
+    return "".join(parts)
+
+
+def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
+    """The mark of a merge, a refused one, workers that were added, or a trainer that left."""
+    across, name = f"{x.at(event['round']):.2%}", event["event"]
+    rows = {t: f"{lanes[t]:.2%}" for t in _concerned(event)}
+    if name in ("merge", "refusal"):
+        ordered = sorted(rows, key=lambda t: lanes[t])
+        members = " + ".join(map(str, event["members"]))
+        barrier = "not finite" if event["barrier"] is None else f"{event['barrier']:+.4f}"
+        verb = "into" if name == "merge" else "not merged into"
+        title = f"round {event['round']}: {members} {verb} {event['into']}, barrier {barrier} nats"
+        marks = (
+            f'<line x1="{across}" x2="{across}" y1="{rows[ordered[0]]}" y2="{rows[ordered[-1]]}"/>'
+        )
+        for trainer, row in rows.items():
+            into = ' class="into"' if trainer == event["into"] else ""
+            marks += f'<circle{into} cx="{across}" cy="{row}" r="4"/>'
+    else:
+        [(trainer, row)] = rows.items()
+        title, sign = f"round {event['round']}: trainer {trainer} left", "✕"
+        if name == "spawn":
+            before, after = event.get("workers_before"), event.get("workers_after")
+            title = f"round {event['round']}: trainer {trainer} from {before} to {after} workers"
+            title += f" ({event['reason']})" if event.get("reason") else ""
+            sign = "+"
+        marks = (
+            f'<circle cx="{across}" cy="{row}" r="7"/><text x="{across}" y="{row}">{sign}</text>'
+        )
+    kind = "event refused" if name == "refusal" else "event"
+    return f'<g class="{kind}"><title>{escape(title)}</title>{marks}</g>'
+
+
+def _over_rounds(
+    run: Run, label: str, fields: Mapping[str, str], *, base: int, more: Sequence[Curve] = ()
+) -> str:
+    """A chart of values by trainer and round, constant within each; by field, more classes."""
+    rounds = curves.lines(run.events, "round")
+    looks, alive, drawn = loss.trainer_looks(run), loss.last_trainers(run), [*more]
+    for name, classes in fields.items():
+        for trainer, own in curves.by_trainer(rounds).items():
+            values = [_value(e, name) for e in own]
+            if base:
+                values = [value if value > 0 else math.nan for value in values]
+            x, y = steps([e["round"] for e in own], values)
+            named = not classes and trainer in alive and looks[trainer] != "other"
+            text = f"trainer {trainer}" if named else ""
+            drawn.append(Curve(x, y, f"{looks[trainer]} {classes}", text, str(trainer)))
+    across = _across(v for curve in drawn for v in curve.x)
+    up = chart.axis(label, [v for curve in drawn for v in curve.y], base=base)
+    return chart.chart(across, up, drawn, title=label)
+
+
+def _value(e: dict, name: str) -> float:
+    if name == "effective":
+        return e["micro_batch_size"] * e["num_accum_steps"]
+    return math.nan if e[name] is None else e[name]
+
+
+def batches(run: Run) -> str:
+    """Requested and effective batch per worker, and accumulation, round by round."""
+    rounds = [e["round"] for e in curves.lines(run.events, "round")]
+    most = run.start["max_batch_size"]
+    limit = Curve(
+        [min(rounds) - 1, max(rounds)], [most, most], "c6 d2 thin", "max_batch_size", "max"
+    )
+    drawn = _over_rounds(
+        run,
+        "batch per worker (sequences)",
+        {"requested_batch_size": "", "effective": "d4"},
+        base=2,
+        more=[limit],
+    )
+    drawn += _over_rounds(run, "accumulated micro-batches", {"num_accum_steps": ""}, base=2)
+    text = (
+        "The batch per worker that the test requested (solid) and that updates used (dashed),"
+        " and the micro-batches accumulated into one update. Vertical axes are"
+        " logarithmic."
+    )
+    return figure(drawn, text)
+
+
+def noise(run: Run) -> str:
+    """Noise, signal and value of the batch-size test; empty where no test was made."""
+    rounds = curves.lines(run.events, "round")
+    labels = {"noise": "noise tr Σ", "signal": "signal |G|²"}
+    labels |= {"test_value": "test value (sequences per worker)"}
+    if all(e[name] is None for e in rounds for name in labels):
+        return ""
+    following = {"test_value": {"next_batch_size": "d4"}}
+    drawn = [
+        _over_rounds(run, label, {name: ""} | following.get(name, {}), base=10)
+        for name, label in labels.items()
+    ]
+    text = (
+        f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
+        " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
+        " norm of the mean gradient), and the requested batch before rounding and caps (solid; the"
+        " next round's batch dashed). Vertical axes are logarithmic; a gap is a value that was"
+        " skipped, not finite, or (of the signal, which is estimated) not positive."
+    )
+    return figure("".join(drawn), text)
+
+
+def times(run: Run) -> str:
+    """Seconds of each round, and of these waiting for compilation."""
+    rounds = curves.stalls(run.events)
+    drawn = []
+    for index, (classes, label, key) in enumerate(
+        [("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]
+    ):
+        x, y = steps([*rounds], [min(own[0], own[index]) for own in rounds.values()])
+        drawn.append(Curve(x, y, classes, label, key, ([0.0] * len(x), y)))
+    across = _across(drawn[0].x)
+    up = chart.axis("wall-clock time (s)", [0.0, *drawn[0].y])
+    total_s, stall_s = map(sum, zip(*rounds.values(), strict=True))
+    text = (
+        f"Measured seconds of each round, {total_s:.4g} s in all, of which {stall_s:.4g} s went by"
+        " waiting for compilation. Evaluations and checkpoints are not in it."
+    )
+    return figure(chart.chart(across, up, drawn, title="Seconds of each round"), text)
+
+
+# The panels of theory: its label, and by field of a `theory.Point` a label, a key and classes.
+_THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "signal |G|², mean so far": {
+        "mean_signal": ("measured", "run", "c0"),
+        "signal_bound": ("at most (Lemma 2)", "L 2", "c1 d4"),
+    },
+    "batch (sequences), mean so far": {
+        "mean_total_batch_size": ("measured", "run", "c0"),
+        "batch_bound": ("at least (Theorem 1)", "T 1", "c0 d4"),
+        "mean_batch_size": ("per worker", "p.w.", "c5"),
+        "local_batch_bound": ("at least (Lemma 1)", "L 1", "c5 d4"),
+    },
+    "communications C(N)": {
+        "communications": ("measured", "run", "c0"),
+        "communications_bound": ("at most (direct)", "max", "c6 d2"),
+        "paper_communications": ("Theorem 2", "T 2", "c4 d4"),
+    },
+}
+
+
+def theory_beside(run: Run, constants: theory.Constants | None) -> str:
+    """Measured signal, batch growth and communications beside the paper's bounds.
+
+    Args:
+      run: Its rounds are drawn.
+      constants: From `theory.fit`; None leaves the bounds out.
+
+    Raises:
+      DataError: If the ledger lacks a start or a round.
+    """
+    points = theory.measured(run.events, constants)
+    drawn = ""
+    for label, lines in _THEORY.items():
+        own = []
+        for field, (name, key, classes) in lines.items():
+            known = [(p.num_steps, value) for p in points if (value := getattr(p, field) or 0) > 0]
+            if known:
+                x, y = zip(*known, strict=True)
+                own.append(Curve(x, y, classes, name, key))
+        across = chart.axis("updates of a worker, N", [value for c in own for value in c.x])
+        up = chart.axis(label, [value for c in own for value in c.y], base=10)
+        drawn += chart.chart(across, up, own, title=label) if own else ""
+    text = (
+        "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared"
+        " norm of the gradient, bounded from above by Lemma 2; the requested batch of all workers"
+        " of a trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1; and the"
+        " paper's count of communications, C(N) = Σ max_batch/b, which Theorem 2 estimates."
+        " Measured values are means over the trainers; vertical axes are logarithmic."
+    )
+    if constants is None:
+        text += " There are no bounds, because the run does not determine their constants."
+    return figure(drawn, text)

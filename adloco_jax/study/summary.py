@@ -66,8 +66,8 @@ def totals(events: Sequence[dict]) -> dict:
         "rounds": max((e["round"] for e in rounds), default=0),
         "tokens_total": sum(e["tokens"] for e in rounds),
         "updates_total": sum(e["updates"] for e in rounds),
-        "syncs_total": sum(e["syncs"] for e in spent),
-        "bytes_total": sum(e["bytes"] for e in spent),
+        "syncs_total": sum(e.get("syncs", 0) for e in spent),
+        "bytes_total": sum(e.get("bytes", 0) for e in spent),
         "consensus_syncs": gathered.get("syncs", 0),
         "consensus_bytes": gathered.get("bytes", 0),
         "num_merges": len(lines(events, "merge")),
@@ -166,3 +166,10 @@ def in_bytes(value: float) -> str:
     """A number of bytes in the largest binary unit that it fills."""
     power = min(4, max(0, int(value).bit_length() - 1) // 10)
     return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def short(value: float, unit: str = "") -> str:
+    """A number in three digits, with a prefix from a thousand on: 2.5 M."""
+    value = float(f"{value:.3g}")
+    power = min(5, int(math.log10(abs(value)) // 3)) if abs(value) >= 1000 else 0
+    return f"{value / 1000**power:g} {'kMGTP'[power - 1] if power else ''}{unit}".rstrip()

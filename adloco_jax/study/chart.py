@@ -1,0 +1,270 @@
+"""Charts as SVG that stretch with the page, while letters and lines keep their size.
+
+A chart is a box as wide as its place. Positions are percentages of the box; colours and dashes are
+classes of `chart.css`, which a dark page gives other values.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from adloco_jax.study.summary import short
+
+STYLE = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+
+_UNITS = 4000  # of a curve's own coordinates, across and up the box
+_MAX_BINS = 4000  # of all curves of a chart, each with up to four points
+_MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
+_LABEL_PX = 14  # from one line of text to the next
+
+NUM_COLORS, NUM_DASHES = 7, 6  # no common factor: 42 looks before one comes back
+
+
+def look(index: int) -> str:
+    """Classes of the curve with this number, the same in every chart."""
+    return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
+
+
+class Axis(NamedTuple):
+    """A range of values, across or up the box."""
+
+    label: str
+    low: float
+    high: float
+    ticks: Sequence[float]
+    is_log: bool = False
+    unit: str = ""
+
+    def at(self, value: float) -> float:
+        """Where a value stands from `low`, 0, to `high`, 1; one that is outside, at the edge."""
+        low, high = self.low, self.high
+        value = min(max(value, low), high)
+        if self.is_log:
+            low, value, high = map(math.log, (low, value, high))
+        return (value - low) / (high - low)
+
+
+def axis(
+    label: str,
+    values: Iterable[float],
+    *,
+    base: int = 0,
+    whole: bool = False,
+    unit: str = "",
+    margin: float = 0.0,
+    max_ticks: int = _MAX_TICKS,
+) -> Axis:
+    """An axis around all values.
+
+    Args:
+      label: What is measured, with its unit unless `unit` gives it.
+      values: What is drawn; what is not finite is left out.
+      base: Of a logarithm, on whose axis only positive values count; 0 for a linear axis.
+      whole: Whether fractions make no sense between two ticks.
+      unit: Follows the number of each tick.
+      margin: Room beyond the values on both sides, a fraction of the axis.
+      max_ticks: As many as have room.
+    """
+    shown = [v for v in values if math.isfinite(v) and (v > 0 or not base)] or [1.0]
+    low, high = min(shown), max(shown)
+    if base:
+        room = (high / low) ** margin if high > 1.01 * low else base
+        low, high = low / room, high * room
+        return Axis(label, low, high, _log_ticks(low, high, base, max_ticks), True, unit)
+    if high == low:
+        low, high = min(0.0, low), max(1.0, high)
+    room = margin * (high - low)
+    low, high = low - room, high + room
+    return Axis(label, low, high, _ticks(low, high, max_ticks, whole=whole), False, unit)
+
+
+def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
+    for step in [size for size in sizes if size % 1 == 0] or [1.0] if whole else sizes:
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < most:
+            break
+    return [float(f"{step * place:.12g}") for place in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
+    """Powers of the base, every n-th of many; of few also what lies between."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
+    if base == 10:
+        sets.insert(0, [m * 10.0**p for p in powers for m in (1, 2, 5)])
+    for ticks in sets:
+        ticks = [tick for tick in ticks if low / 1.001 <= tick <= 1.001 * high]
+        if len(ticks) <= most:
+            break
+    return ticks if len(ticks) > 1 else _ticks(low, high, most)
+
+
+class Curve(NamedTuple):
+    """A line through points in order; a gap where y is not finite."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    classes: str  # of `chart.css`
+    label: str = ""  # beside its end
+    key: str = ""  # in the label's place where there is little room
+    band: tuple[Sequence[float], Sequence[float]] | None = None  # an area around it
+
+
+def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Points of a value that is constant within each round; NaN between rounds that are apart."""
+    x, y = [], []
+    for number, value in zip(rounds, values, strict=True):
+        if x and x[-1] < number - 1:
+            x, y = [*x, number - 1], [*y, math.nan]
+        x, y = [*x, number - 1, number], [*y, value, value]
+    return x, y
+
+
+def chart(x: Axis, y: Axis, curves: Sequence[Curve], *, title: str, height: int = 190) -> str:
+    """Curves over two axes, each with its label beside its end, apart from the others'.
+
+    Args:
+      x: Across.
+      y: Up.
+      curves: From back to front.
+      title: What it shows, for who hears the page.
+      height: Of the box, in pixels.
+    """
+    num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
+    drawn = [_path(curve, x, y, num_bins) for curve in curves]
+    ends = {place: end for place, c in enumerate(curves) if c.label and (end := _end(c, x, y))}
+    gap = min(_LABEL_PX, height / max(1, len(ends) - 1))
+    rows = apart([up * height for _, up in ends.values()], gap, height)
+    for (place, end), row in zip(ends.items(), rows, strict=True):
+        drawn[place] += _label(curves[place], end, row / height)
+    body = "".join(
+        f'<g class="curve {curve.classes}" data-k="{escape(curve.key)}">{own}</g>'
+        for curve, own in zip(curves, drawn, strict=True)
+    )
+    left = [(1 - y.at(tick), short(tick, y.unit)) for tick in y.ticks]
+    crowded = " crowded" if gap < _LABEL_PX - 1 else ""
+    return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=crowded)
+
+
+def frame(
+    x: Axis,
+    body: str,
+    *,
+    title: str,
+    height: int,
+    left: Sequence[tuple[float, str]],
+    y_label: str,
+    classes: str = "",
+) -> str:
+    """The box around what is drawn: grid, ticks and the axes' names.
+
+    Args:
+      x: Across.
+      body: SVG elements, whose positions are percentages of the box.
+      title: What it shows, for who hears the page.
+      height: Of the box, in pixels.
+      left: Texts beside the box, each with its place from the top, 0 to 1.
+      y_label: What they are.
+      classes: Of the whole chart.
+    """
+    across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
+    up = [(f"{100 * place:.2f}%", text) for place, text in left]
+    grid = [f'<line class="grid" x1="{p}" x2="{p}" y1="0" y2="100%"/>' for p, _ in across]
+    grid += [f'<line class="grid" x1="0" x2="100%" y1="{p}" y2="{p}"/>' for p, _ in up]
+    ticks = [f'<text class="tick" x="{p}" y="100%" dy="1.4em">{t}</text>' for p, t in across]
+    ticks += [f'<text class="tick left" x="0" dx="-.6em" y="{p}">{escape(t)}</text>' for p, t in up]
+    return (
+        f'<div class="chart{classes}"><p class="axis">{escape(y_label)}</p>\n'
+        f'<svg role="img" aria-label="{escape(title)}" height="{height}">'
+        f"{''.join(grid)}{body}{''.join(ticks)}</svg>\n"
+        f'<p class="axis x">{escape(x.label)}</p></div>'
+    )
+
+
+def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
+    """Places between 0 and `high`, `gap` apart, in the order of the wanted ones and near them."""
+    order = sorted(range(len(wanted)), key=lambda place: wanted[place])
+    blocks: list[tuple[list[int], float]] = []  # members, and where the first of them stands
+    for place in order:
+        own, first = [place], wanted[place]
+        while True:
+            first = max(0.0, min(first, high - gap * (len(own) - 1)))
+            if not blocks or blocks[-1][1] + gap * len(blocks[-1][0]) <= first + 1e-9:
+                break
+            own = blocks.pop()[0] + own
+            first = sum(wanted[m] - gap * index for index, m in enumerate(own)) / len(own)
+        blocks.append((own, first))
+    rows = {m: first + gap * index for own, first in blocks for index, m in enumerate(own)}
+    return [rows[place] for place in range(len(wanted))]
+
+
+def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
+    """Where the last finite point is, from the left and from the top."""
+    finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
+    return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
+
+
+def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
+    """The text right of the box, with a thin line to it from the curve's end."""
+    leader = [f"{100 * value:.1f}%" for value in (*end, row)]
+    key = f'<tspan class="key">{escape(curve.key)}</tspan> ' if curve.key else ""
+    return (
+        f'<line class="leader" x1="{leader[0]}" y1="{leader[1]}" x2="100%" y2="{leader[2]}"/>'
+        f'<text class="end" x="100%" dx=".4em" y="{leader[2]}">{key}'
+        f'<tspan class="name">{escape(curve.label)}</tspan></text>'
+    )
+
+
+def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
+    """The line and its band, in coordinates of their own that stretch with the box."""
+    points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
+    area = ""
+    if curve.band:
+        low, high = (_placed(curve.x, edge, x, y) for edge in curve.band)
+        area = "".join(
+            _drawn([*_thinned(a, num_bins), *reversed(_thinned(b, num_bins))]) + "Z"
+            for a, b in zip(low, high, strict=True)
+        )
+        area = f'<path class="band" d="{area}"/>'
+    # A single point is a line of no length, whose round ends make it a dot.
+    line = "".join(_drawn(run) + ("h0" if len(run) == 1 else "") for run in points)
+    return (
+        f'<svg class="box" viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none">'
+        f'{area}<path class="line" d="{line}"/></svg>'
+    )
+
+
+def _placed(
+    xs: Sequence[float], ys: Sequence[float], x: Axis, y: Axis
+) -> list[list[tuple[int, int]]]:
+    """Coordinates of the points, in a list for each stretch without a gap."""
+    stretches: list[list[tuple[int, int]]] = [[]]
+    for a, b in zip(xs, ys, strict=True):
+        if not math.isfinite(b):
+            stretches.append([])
+        else:
+            stretches[-1].append((round(_UNITS * x.at(a)), round(_UNITS * (1 - y.at(b)))))
+    return [stretch for stretch in stretches if stretch]
+
+
+def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
+    """Of points that share a bin across, the first, the last, the lowest and the highest."""
+    if len(points) <= 2 * num_bins:
+        return [*points]
+    bins: dict[int, list[int]] = {}
+    for place, (across, _) in enumerate(points):
+        bins.setdefault(across * num_bins // (_UNITS + 1), []).append(place)
+    kept = []
+    for own in bins.values():
+        by_height = sorted(own, key=lambda place: points[place][1])
+        kept += sorted({own[0], own[-1], by_height[0], by_height[-1]})
+    return [points[place] for place in kept]
+
+
+def _drawn(points: Sequence[tuple[int, int]]) -> str:
+    return "M" + "L".join(f"{a},{b}" for a, b in points)

@@ -1,0 +1,195 @@
+"""Loss (or accuracy) of runs against what it cost: a chart for each cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adloco_jax.study import chart, curves
+from adloco_jax.study.chart import Axis, Curve
+from adloco_jax.study.curves import Run, Variant
+
+_MAX_NAMED = 12  # trainers that have colours of their own
+_MAX_LABEL = 22  # characters beside a curve
+_START = 0.03  # of the axis: what may be cut off
+_DECADE = 10  # the ratio of values from which an axis is logarithmic
+
+# By key of a point: the cost's short name, and the unit of its ticks.
+_COSTS = {
+    "tokens": ("Tokens", ""),
+    "syncs": ("Communications", ""),
+    "bytes": ("Bytes", "B"),
+    "simulated_s": ("Simulated time", ""),
+}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Simulated time: the cluster's name, and for each run's folder the end of each round (s)."""
+
+    cluster: str
+    end_s: Mapping[Path, Mapping[int, float]]
+
+
+def trainer_looks(run: Run) -> dict[int, str]:
+    """Classes of each trainer's curves.
+
+    Up to twelve trainers each have a colour of their own. Of more, those that took part in the
+    last round (at most six of them) have, and the others are grey.
+    """
+    rounds = curves.lines(run.events, "round")
+    named = trainers = list(curves.by_trainer(rounds))
+    if len(trainers) > _MAX_NAMED:
+        named = sorted(last_trainers(run))[:6]
+    colors = {t: f"c{place % (chart.NUM_COLORS - 1)}" for place, t in enumerate(named)}
+    return {trainer: colors.get(trainer, "other") for trainer in trainers}
+
+
+def last_trainers(run: Run) -> set[int]:
+    """The trainers that took part in the last round."""
+    rounds = curves.lines(run.events, "round")
+    last = max(e["round"] for e in rounds)
+    return {e["trainer"] for e in rounds if e["round"] == last}
+
+
+def charts(
+    variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss"
+) -> list[tuple[str, str]]:
+    """A chart for each cost that was spent, by the cost's name.
+
+    Args:
+      variants: One run alone is drawn by trainer, with its consensus; several as a curve per
+        variant, of several seeds a median with a band.
+      clock: For the simulated time; None leaves it out.
+      field: "loss", or a classifier's "accuracy".
+    """
+    runs = [run for variant in variants for run in variant.runs]
+    heldout = any(map(curves.is_evaluated, runs))
+    whole = {run.folder: _points(run, clock, field, heldout) for run in runs}
+    drawn = _of_variants(variants, whole)
+    if len(runs) == 1:
+        drawn = _of_trainers(runs[0], whole[runs[0].folder], clock, field, heldout)
+    made = []
+    for cost, (name, unit) in _COSTS.items():
+        label = curves.COSTS.get(cost, "simulated time (s)")
+        shown = [_curve(item, cost) for item in drawn]
+        spent = [value for curve in shown for value in curve.x]
+        if not any(spent) and cost != "tokens":
+            continue
+        ends = [own[-1][cost] for own in whole.values() if own and own[-1][cost]]
+        base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
+        x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=unit)
+        shown, label_y, top = _without_start(shown, x, _quantity(runs, field, heldout))
+        values = [v for c in shown for part in (c.y, *(c.band or ())) for v in part if v <= top]
+        positive = [value for value in values if 0 < value < math.inf]
+        spans = positive and max(positive) > _DECADE * min(positive)
+        base = 10 if spans and field == "loss" else 0
+        y = chart.axis(label_y, values, base=base, margin=0.03, max_ticks=7)
+        title = f"{field.capitalize()} over {label}"
+        made.append((name, chart.chart(x, y, shown, title=title, height=430)))
+    return made
+
+
+def _short(label: str) -> str:
+    half = _MAX_LABEL // 2
+    return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
+
+
+_Drawn = tuple[str, str, str, Sequence[list[dict]]]  # label, key, classes, the seeds' points
+
+
+def _of_variants(variants: Sequence[Variant], whole: Mapping[Path, list[dict]]) -> list[_Drawn]:
+    return [
+        (_short(own.label), str(place + 1), chart.look(place), [whole[r.folder] for r in own.runs])
+        for place, own in enumerate(variants)
+    ]
+
+
+def _of_trainers(
+    run: Run, consensus: list[dict], clock: Clock | None, field: str, heldout: bool
+) -> list[_Drawn]:
+    """A thin curve for each trainer, with a label where it is alive, and the consensus' in bold."""
+    looks, alive = trainer_looks(run), last_trainers(run)
+    drawn: list[_Drawn] = []
+    for trainer, classes in looks.items():
+        label = f"trainer {trainer}" if trainer in alive and classes != "other" else ""
+        points = _points(run, clock, field, heldout, trainer)
+        drawn.append((label, str(trainer), f"{classes} thin", [points]))
+    if heldout:
+        drawn.append(("consensus", "", "c6 bold", [consensus]))
+    return drawn
+
+
+def _points(
+    run: Run, clock: Clock | None, field: str, heldout: bool, trainer: int | None = None
+) -> list[dict]:
+    """A run's or a trainer's curve; also over simulated time, None where it is not known."""
+    if heldout:
+        who = "consensus" if trainer is None else trainer
+        points = curves.heldout_points(run.events, trainer=who, field=field)
+    else:
+        points = curves.training_points(run.events, trainer=trainer)
+    end_s = clock.end_s.get(run.folder, {}) if clock else {}
+    return [point | {"simulated_s": end_s.get(point["round"])} for point in points]
+
+
+def _curve(drawn: _Drawn, cost: str) -> Curve:
+    """A line for one seed; for several their median, with a band."""
+    label, key, classes, all_points = drawn
+    known = [[p for p in points if p[cost] is not None] for points in all_points]
+    seeds = [([p[cost] for p in own], [p["value"] for p in own]) for own in known if own]
+    if len(seeds) < 2:
+        x, y = seeds[0] if seeds else ([], [])
+        return Curve(x, y, classes, label, key)
+    x, low, median, high = (part.tolist() for part in curves.band(seeds))
+    return Curve(x, median, classes, label, key, (low, high))
+
+
+def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
+    """Curves without a steep start that would take most of the height, y's label, and its limit."""
+    points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
+    finite = [(a, b) for a, b in points if math.isfinite(b)]
+    later = [b for a, b in finite if a > _START]
+    if not later:
+        return [*shown], label, math.inf
+    highest, top, lowest = max(b for _, b in finite), max(later), min(later)
+    if highest <= top or top - lowest > 0.5 * (highest - lowest):
+        return [*shown], label, math.inf
+    cut = [c._replace(y=[b if b <= top else math.nan for b in c.y]) for c in shown]
+    return cut, f"{label}; at first up to {highest:.3g}, above the box", top
+
+
+def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
+    if field == "accuracy":
+        return "held-out accuracy (fraction)"
+    unit = "example" if any(map(curves.is_classifier, runs)) else "token"
+    return f"{'held-out' if heldout else 'training'} loss (nats/{unit})"
+
+
+def caption(variants: Sequence[Variant], field: str = "loss") -> str:
+    """What the charts show, in words."""
+    runs = [run for variant in variants for run in variant.runs]
+    heldout = any(map(curves.is_evaluated, runs))
+    shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"
+    if len(runs) == 1:
+        return shown + (" by trainer, and of the consensus in bold." if heldout else " by trainer.")
+    shown += " of the consensus" if heldout else " averaged over the trainers of a round"
+    if len(runs) > len(variants):
+        shown += (
+            "; of several seeds the median, with a band from minimum to maximum (from five on,"
+            " between quartiles)"
+        )
+    left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
+    if heldout and left_out:
+        shown += f". Never evaluated, so not drawn: {', '.join(left_out)}"
+    return f"{shown}."
+
+
+def reading(clock: Clock | None) -> str:
+    """How the charts of loss are to be read, which holds for all runs."""
+    shown = (
+        "Costs are summed over trainers. Communications are blocking; where the consensus is an"
+        " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"
+        " more than a decade apart. A gap is a value that was not finite."
+    )
+    return shown + (f" Time is simulated on the cluster “{clock.cluster}”." if clock else "")
