@@ -205,7 +205,7 @@ ENVIRONMENT["resume"] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": 
 # What the table says: a line's name, its part, which of the part's figures, and how.
 ROWS = (
     ("MicroLlama, tokens/s", "speed", "tokens", "{median:,.0f} ({low:,.0f} to {high:,.0f})"),
-    ("share of the bfloat16 peak", "speed", "share", "{share:.3f} of {tera:,.0f} TFLOP/s"),
+    ("share of the bfloat16 peak", "speed", "share", "{share:.3f} of {tera:,.3g} TFLOP/s"),
     (
         "speed over `torch.compile` with fused AdamW",
         *("speed", "torch", "{ratio:.2f} ({tokens:,.0f} tokens/s; eager {eager:,.0f})"),
