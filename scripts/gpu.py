@@ -83,7 +83,7 @@ _SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
 _SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}
 _SHORT_RUN |= {"batching.max_batch_size": 4, "batching.batch_cap": 8, "merge.every_rounds": 3}
 _TOY = {"vocab_size": 257, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-_TOY |= {"mlp_width": 32, "dtype": "bfloat16", "loss_chunk": 1}
+_TOY |= {"mlp_width": 32, "loss_chunk": 1}
 SIZES = {
     "microllama": Size(SHAPES["microllama"], 8, 10, 50, 1024, "microllama", _SHORT_RUN),
     "toy": Size(Shape(_TOY, 16, 4), 2, 2, 2, 2, "faults", {"num_rounds": 4}),
