@@ -2,6 +2,7 @@
 # make test   the tests; `make slow` has the long ones
 # make check  lint, format and types
 # make parity  the same numbers as PyTorch's, which this installs
+# make gpu    measures this engine on one GPU, with the jax and torch for it, which this installs
 # make notebook  runs notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 # make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
@@ -18,7 +19,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test slow test-core parity notebook check faults mutants clean
+.PHONY: demo test slow test-core parity gpu notebook check faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -35,6 +36,10 @@ test-core: $(INSTALLED)
 parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
 	$(RUN) -m pytest -q tests/parity_*_test.py
+
+gpu: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda12,parity]'
+	$(RUN) scripts/gpu.py
 
 notebook: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'

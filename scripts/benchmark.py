@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from side_by_side import SHAPES, InnerSteps, Shape, random_tokens, settings_of, side_by_side
 from timing import interleave, machine, ratio, report
@@ -33,8 +32,8 @@ import adloco_jax
 from adloco_jax.data import packing
 from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
 from adloco_jax.data.sources import stdlib_documents
-from adloco_jax.models.llama import Llama, next_token_loss
 from adloco_jax.run.build import build_model
+from adloco_jax.run.config import Settings
 from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import needed_bytes
 from adloco_jax.training import fit
@@ -45,61 +44,80 @@ TINY = SMALL.model | {"width": 128, "mlp_width": 352, "num_layers": 2}
 
 def statistics(options: argparse.Namespace) -> dict:
     """Per-example statistics against the plain gradient of the same batch."""
-    # As runs do on a CPU: layers are not scanned.
-    model = Llama(**SMALL.model, max_length=SMALL.sequence_length, scan_layers=False)
-    loss_fn = next_token_loss(model)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    measure = functools.partial(adloco_jax.gradient_stats, loss_fn)
-    ways = {
-        "plain": jax.value_and_grad(loss_fn),
-        "taps": functools.partial(measure, estimator="taps", inner_products=False),
-        "vmap": functools.partial(measure, estimator="vmap", inner_products=False),
-        "chunks": functools.partial(
-            measure, estimator="chunks", chunk_size=2, inner_products=False
-        ),
-        "jvp": functools.partial(measure, estimator="jvp", inner_products=True),
-        "taps_and_jvp": functools.partial(measure, estimator="taps", inner_products=True),
-    }
     result: dict = {"case": "statistics", "model": SMALL.model}
     for batch in (4, 8, 32):
-        rows = jax.random.randint(jax.random.key(batch), (batch, 129), 0, 257)
-        compiled = {name: jax.jit(way).lower(params, rows).compile() for name, way in ways.items()}
-        calls = {name: functools.partial(way, params, rows) for name, way in compiled.items()}
-        times = interleave(calls, options.repeats)
-        for name in list(ways)[1:]:
+        times, extra_mib = statistics_times(SMALL, batch, list(WAYS), options.repeats)
+        for name in WAYS:
             result.setdefault(f"{name}_over_plain", {})[str(batch)] = ratio(times, name, "plain")
-            extra = needed_bytes(compiled[name]) - needed_bytes(compiled["plain"])
-            result.setdefault(f"{name}_extra_mib", {})[str(batch)] = round(extra / 2**20, 1)
+            result.setdefault(f"{name}_extra_mib", {})[str(batch)] = extra_mib[name]
         report(f"b = {batch}", times)
     return result
 
 
+WAYS: dict[str, dict] = {
+    "taps": {"estimator": "taps", "inner_products": False},
+    "vmap": {"estimator": "vmap", "inner_products": False},
+    "chunks": {"estimator": "chunks", "chunk_size": 2, "inner_products": False},
+    "jvp": {"estimator": "jvp", "inner_products": True},
+    "taps_and_jvp": {"estimator": "taps", "inner_products": True},
+}
+
+
+def statistics_times(
+    shape: Shape, batch: int, names: list[str], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of the plain gradient and of some WAYS; the memory they need beyond it, MiB."""
+    init_fn, loss_fn = build_model(settings_of(shape))
+    params, rows = jax.jit(init_fn)(jax.random.key(0)), random_tokens(shape, batch, 1)[0, 0]
+    ways = {"plain": jax.value_and_grad(loss_fn)}
+    for name in names:
+        ways[name] = functools.partial(adloco_jax.gradient_stats, loss_fn, **WAYS[name])
+    compiled = {name: jax.jit(way).lower(params, rows).compile() for name, way in ways.items()}
+    calls = {name: functools.partial(way, params, rows) for name, way in compiled.items()}
+    extra_mib = {
+        name: round((needed_bytes(way) - needed_bytes(compiled["plain"])) / 2**20, 1)
+        for name, way in compiled.items()
+    }
+    return interleave(calls, repeats), extra_mib
+
+
 def round_overhead(options: argparse.Namespace) -> dict:
     """A whole round, batch-size test and host work included, against its bare inner steps."""
-    blocks, rounds, batch = 4, -(-options.repeats // 4), 8
-    shape = Shape(TINY, 128, num_steps=50)
+    shape, batch = Shape(TINY, 128, num_steps=50), 8
+    times = round_times(shape, batch, rounds=-(-options.repeats // 4), blocks=4)
+    report(f"S = {shape.num_steps}, batch {batch}", times)
+    over = ratio(times, "round", "bare inner steps")
+    return {"case": "round", "steps": shape.num_steps, "batch": batch, "round_over_bare": over}
+
+
+def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[str, list[float]]:
+    """Seconds of whole rounds and of bare inner steps, so many of each in turn, block by block."""
     overrides = {"num_rounds": rounds + 2, "eval.every_rounds": rounds + 2}
     overrides |= {"inner.steps_per_round": shape.num_steps, "batching.buckets": (batch,)}
     sizes = ("initial_batch_size", "max_batch_size", "batch_cap")
     overrides |= {f"batching.{name}": batch for name in sizes}
     settings = settings_of(shape, **overrides)
-    init_fn, loss_fn = build_model(settings)
     bare = InnerSteps(settings, random_tokens(shape, batch, 1))
     bare()
     times: dict[str, list[float]] = {"round": [], "bare inner steps": []}
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", f"{folder}/programs")
         for block in range(blocks):
-            workdir, rows = f"{folder}/{block}", _RandomRows(shape.sequence_length)
-            with contextlib.redirect_stdout(io.StringIO()):
-                fit(settings, corpus=rows, init_fn=init_fn, loss_fn=loss_fn, workdir=workdir)
-            lines = [e for e in read(f"{workdir}/ledger.jsonl") if e["event"] == "round"]
+            events = fit_random(settings, f"{folder}/{block}")
+            lines = [e for e in events if e["event"] == "round"]
             # Not the first, which waits for compilation, nor the last, which prepares nothing.
             times["round"] += [line["step_s"] for line in lines[1:-1]]
             times["bare inner steps"] += interleave({"bare": bare}, rounds)["bare"]
-    report(f"S = {shape.num_steps}, batch {batch}", times)
-    over = ratio(times, "round", "bare inner steps")
-    return {"case": "round", "steps": shape.num_steps, "batch": batch, "round_over_bare": over}
+    return times
+
+
+def fit_random(settings: Settings, workdir: str) -> list[dict]:
+    """The ledger of a run on random bytes, which prints nothing."""
+    init_fn, loss_fn = build_model(settings)
+    rows = _RandomRows(settings.data.sequence_length)
+    with contextlib.redirect_stdout(io.StringIO()):
+        fit(settings, corpus=rows, init_fn=init_fn, loss_fn=loss_fn, workdir=workdir)
+    return read(f"{workdir}/ledger.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ better of the two libraries'.
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+from ml_collections import ConfigDict
 from timing import interleave
 
 import adloco_jax
@@ -130,25 +132,18 @@ def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], rep
     return result
 
 
-def measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[str, dict]:
-    """Seconds of a call, tokens per second (quartiles) and share of peak, by library."""
+def measure(
+    shape: Shape, batch: int, num_trainers: int, repeats: int, *, with_torch: bool = True
+) -> dict[str, dict]:
+    """Seconds of a call, tokens per second (quartiles), FLOP/s and their share, by library."""
     settings, tokens = settings_of(shape), random_tokens(shape, batch, num_trainers)
+    calls: dict[str, Callable] = {}
     with tempfile.TemporaryDirectory() as folder:
         params = save_weights(settings, folder)
-        calls: dict[str, Callable] = {
-            "adloco_jax": InnerSteps(settings, tokens, hf.load(folder).params),
-            "eager": torch_steps(settings, tokens, folder),
-        }
-        compiled = torch_steps(settings, tokens, folder, compiled=True)
-    losses = {name: call() for name, call in calls.items()}
-    tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
-    np.testing.assert_allclose(losses["adloco_jax"], losses["eager"], rtol=tolerance)
-    try:
-        compiled()
-        calls["compile"] = compiled
-    except Exception as error:  # deliberately broad: whatever torch's compiler lacks here
-        print(f"  torch.compile does not work: {str(error).splitlines()[0]}")
-    products = _products(settings.model.dtype)
+        calls["adloco_jax"] = InnerSteps(settings, tokens, hf.load(folder).params)
+        if with_torch:
+            calls |= _torch_calls(settings, tokens, folder, calls["adloco_jax"])
+    products = _products(settings.model.dtype, with_torch=with_torch)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
     # What a run's own figure leaves out: attention's two products, of the half that is not masked.
@@ -159,6 +154,7 @@ def measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[s
         name: {
             "seconds": float(np.median(times[name])),
             "tokens_per_s": num_tokens / np.quantile(times[name], (0.75, 0.5, 0.25)),
+            "flops_per_s": flops / float(np.median(times[name])),
             "share": round(flops / float(np.median(times[name])) / machine, 3),
             "machine": machine,
         }
@@ -166,15 +162,49 @@ def measure(shape: Shape, batch: int, num_trainers: int, repeats: int) -> dict[s
     }
 
 
-def settings_of(shape: Shape, **overrides: object) -> Settings:
-    """A run's settings with this model, one trainer and one worker; overrides by dotted key."""
+def _torch_calls(
+    settings: Settings, tokens_SRBL: np.ndarray, folder: str, ours: Callable
+) -> dict[str, Callable]:
+    """PyTorch's steps, eager and compiled, whose losses are those of ours."""
+    eager = torch_steps(settings, tokens_SRBL, folder)
+    compiled = torch_steps(settings, tokens_SRBL, folder, compiled=True)
+    tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
+    expected = ours()
+    np.testing.assert_allclose(expected, eager(), rtol=tolerance)
+    try:
+        losses = compiled()
+    except Exception as error:  # deliberately broad: whatever torch's compiler lacks here
+        print(f"  torch.compile does not work: {str(error).splitlines()[0]}")
+        return {"eager": eager}
+    np.testing.assert_allclose(expected, losses, rtol=tolerance)
+    return {"eager": eager, "compile": compiled}
+
+
+def torch_lacks() -> str:
+    """Why PyTorch cannot be measured on the devices that JAX has; empty if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        return "torch finds no GPU"
+    return ""
+
+
+def config_of(shape: Shape, **overrides: object) -> ConfigDict:
+    """A run's config with this model, one trainer and one worker; overrides by dotted key."""
     config = default_config()
     config.model.update(shape.model | {"max_length": shape.sequence_length})
     config.data.sequence_length = shape.sequence_length
     config.ensemble.num_trainers = config.ensemble.num_workers = 1
     config.batching.max_batch_size = config.batching.initial_batch_size = 1
     config.update_from_flattened_dict(overrides)
-    return validate(config)
+    return config
+
+
+def settings_of(shape: Shape, **overrides: object) -> Settings:
+    """The same, checked."""
+    return validate(config_of(shape, **overrides))
 
 
 def random_tokens(shape: Shape, batch: int, num_trainers: int) -> np.ndarray:
@@ -213,7 +243,6 @@ def torch_steps(
         attn_implementation="sdpa_unmasked",
     )
     models = [load(folder).to(device).train() for _ in range(tokens_SRBL.shape[1])]
-    forward = [torch.compile(model) if compiled else model for model in models]
     adamw = functools.partial(
         torch.optim.AdamW,
         lr=inner.learning_rate,
@@ -223,15 +252,23 @@ def torch_steps(
     optimizers = [adamw(model.parameters()) for model in models]
     rows_SRBL = torch.from_numpy(tokens_SRBL).long().to(device)
 
+    def loss_of(model):
+        def loss(rows_BL):
+            with torch.autocast(device, torch.bfloat16, enabled=low_precision):
+                logits = model(input_ids=rows_BL[:, :-1], use_cache=False).logits
+            return torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), rows_BL[:, 1:].flatten()
+            )
+
+        return torch.compile(loss) if compiled else loss
+
+    loss_fns = [loss_of(model) for model in models]
+
     def call() -> list[float]:
         for rows_RBL in rows_SRBL:
             losses = []
-            for model, optimizer, rows_BL in zip(forward, optimizers, rows_RBL, strict=True):
-                with torch.autocast(device, torch.bfloat16, enabled=low_precision):
-                    logits = model(input_ids=rows_BL[:, :-1], use_cache=False).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits.float().flatten(0, 1), rows_BL[:, 1:].flatten()
-                )
+            for loss_fn, optimizer, rows_BL in zip(loss_fns, optimizers, rows_RBL, strict=True):
+                loss = loss_fn(rows_BL)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
@@ -241,15 +278,15 @@ def torch_steps(
     return call
 
 
-def _products(dtype: str) -> dict[str, Callable]:
+def _products(dtype: str, *, with_torch: bool) -> dict[str, Callable]:
     """A product of square matrices in either library."""
-    import torch
-
     ours = jnp.ones((_PRODUCT, _PRODUCT), dtype)
-    theirs = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype))
-    theirs = theirs.cuda() if torch.cuda.is_available() else theirs
     product = jax.jit(jnp.matmul)
-    return {
-        "jax": lambda: jax.block_until_ready(product(ours, ours)),
-        "torch": lambda: (theirs @ theirs)[0, 0].item(),
-    }
+    products: dict[str, Callable] = {"jax": lambda: jax.block_until_ready(product(ours, ours))}
+    if with_torch:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        theirs = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype), device=device)
+        products["torch"] = lambda: (theirs @ theirs)[0, 0].item()
+    return products

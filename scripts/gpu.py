@@ -1,0 +1,380 @@
+"""Measures this engine on one GPU and writes the table of docs/GPU.md.
+
+    python scripts/gpu.py [--minutes 20] [--peak FLOP/S] [--results runs/gpu/results.jsonl]
+    python scripts/gpu.py --size toy    all of it on a CPU; the figures mean nothing
+
+Each part runs in a process of its own, for at most PART_LIMIT_S, and ends with a line in the
+results; the same command goes on with the parts that have none. Nothing is downloaded.
+"""
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from benchmark import fit_random, round_times, statistics_times
+from faults import differences, state_of
+from side_by_side import (
+    SHAPES,
+    InnerSteps,
+    Shape,
+    config_of,
+    measure,
+    random_tokens,
+    settings_of,
+    torch_lacks,
+)
+from timing import interleave, machine, ratio, report
+
+from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.config import validate
+from adloco_jax.run.memory import measured_peaks
+from adloco_jax.run.plan import max_batch_size, plan
+from adloco_jax.run.programs import Programs
+
+ROOT = Path(__file__).resolve().parents[1]
+PART_LIMIT_S = 450
+TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
+
+# Dense bfloat16 FLOP/s by the vendor's data sheets ("NVIDIA H100", "H200", "A100", "L40S Tensor
+# Core GPU"), which print twice as much, with sparsity. The first whose words are in the kind.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured: a model, its batch in sequences, and how often."""
+
+    shape: Shape
+    batch: int
+    repeats: int
+    round_steps: int
+    batch_cap: int  # of the search for the largest batch
+    config: str  # of the run that is resumed, with what is changed in it
+    changes: dict[str, object]
+
+
+# MicroLlama's run with every mechanism, on this Python's library; 2 of its layers, as what is
+# saved and compared grows with them.
+_SHORT_RUN = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
+_SHORT_RUN |= {"data.tokenizer": "bytes", "data.num_sequences": 500, "eval.num_sequences": 8}
+_SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
+_SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}
+_SHORT_RUN |= {"batching.max_batch_size": 4, "batching.batch_cap": 8, "merge.every_rounds": 3}
+_TOY = {"vocab_size": 257, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+_TOY |= {"mlp_width": 32, "loss_chunk": 1}
+SIZES = {
+    "microllama": Size(SHAPES["microllama"], 8, 10, 50, 1024, "microllama", _SHORT_RUN),
+    "toy": Size(Shape(_TOY, 16, 4), 2, 2, 2, 2, "faults", {"num_rounds": 4}),
+}
+
+
+def speed(size: Size) -> dict:
+    """The inner steps beside PyTorch's, compiled and with fused AdamW, in turns."""
+    lacks = torch_lacks()
+    figures = measure(size.shape, size.batch, 1, size.repeats, with_torch=not lacks)
+    ours, theirs = figures["adloco_jax"], figures.get("compile")
+    low, median, high = ours["tokens_per_s"]
+    result: dict[str, Any] = {"flops_per_s": ours["flops_per_s"]}
+    result["tokens"] = {"low": low, "median": median, "high": high}
+    if theirs is None:
+        result["torch"] = lacks or "torch.compile does not work here"
+    else:
+        tokens = float(theirs["tokens_per_s"][1])
+        eager = float(figures["eager"]["tokens_per_s"][1])
+        result["torch"] = {"ratio": median / tokens, "tokens": tokens, "eager": eager}
+    return result
+
+
+def statistics(size: Size) -> dict:
+    """Per-example gradient statistics over the loss and gradient of the same batch."""
+    times, extra_mib = statistics_times(size.shape, size.batch, ["taps"], size.repeats)
+    report("statistics", times)
+    figures = {"time": ratio(times, "taps", "plain"), "extra_mib": extra_mib["taps"]}
+    return {"statistics": figures}
+
+
+def whole_round(size: Size) -> dict:
+    """A round with its batch-size test and host work, over its bare inner steps."""
+    shape = dataclasses.replace(size.shape, num_steps=size.round_steps)
+    times = round_times(shape, size.batch, rounds=size.repeats, blocks=1)
+    report("round", times)
+    return {"round": {"ratio": ratio(times, "round", "bare inner steps")}}
+
+
+def trainers(size: Size) -> dict:
+    """Four trainers, stacked as a run would, over one that does as many updates."""
+    runs = {}
+    for name, count in (("four", 4), ("one", 1)):
+        shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // count)
+        runs[name] = InnerSteps(settings_of(shape), random_tokens(shape, size.batch, count))
+    times = interleave(runs, size.repeats)
+    report("trainers", times)
+    memory = runs["four"].needed_bytes / runs["one"].needed_bytes / 4
+    return {"trainers": {"time": ratio(times, "four", "one"), "memory": memory}}
+
+
+def memory(size: Size) -> dict:
+    """The largest micro-batch that is planned, its peak, and the largest that really runs."""
+    clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
+    free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
+    settings = settings_of(size.shape, **free)
+    spec = program_spec(settings, *build_model(settings), row_length(settings))
+    found, sizes = max_batch_size(settings, Programs(spec)), settings.batching.buckets
+
+    def config_at(batch: int):
+        names = ("initial_batch_size", "max_batch_size", "batch_cap")
+        fixed = {f"batching.{name}": batch for name in names} | {"batching.buckets": (batch,)}
+        return config_of(size.shape, **clip | fixed)
+
+    def works(batch: int) -> bool:
+        gc.collect()  # a run that failed may be held by its error
+        with tempfile.TemporaryDirectory() as folder:
+            events = fit_random(validate(config_at(batch)), f"{folder}/run")
+        return not any(event["event"] == "fault" for event in events)
+
+    fits = works(found)
+    peaks = measured_peaks()
+    measured = peaks["device_peak_bytes"][0] or peaks["host_peak_bytes"]
+    planned = int(re.search(r"^peak: (\d+) bytes", plan(config_at(found)), re.MULTILINE)[1])
+    if fits:
+        largest = max([found, *itertools.takewhile(works, (n for n in sizes if n > found))])
+    else:
+        largest = next(filter(works, (n for n in reversed(sizes) if n < found)), 0)
+    gib = {"planned": planned / 2**30, "measured": measured / 2**30}
+    return {
+        "peak": gib | {"ratio": planned / measured, "batch": found},
+        "batch": {"found": found, "largest": largest},
+    }
+
+
+def resume(size: Size) -> dict:
+    """A run that is stopped and resumed in another process, against one that is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
+
+        def run(name: str, **more: object) -> Path:
+            workdir, changes = Path(folder) / name, size.changes | more
+            command = [sys.executable, "-m", "adloco_jax.main", f"--workdir={workdir}"]
+            command += [f"--config={ROOT}/configs/{size.config}.py"]
+            command += [f"--config.{key}={value}" for key, value in changes.items()]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            return workdir
+
+        run("resumed", num_rounds=2)
+        resumed, whole = run("resumed"), run("whole")
+        differ = differences(state_of(resumed), state_of(whole))
+    return {"resume": {"verdict": f"no: differs in {differ}" if differ else "yes, every bit"}}
+
+
+PARTS: dict[str, Callable[[Size], dict]] = {
+    "speed": speed,
+    "statistics": statistics,
+    "round": whole_round,
+    "trainers": trainers,
+    "memory": memory,
+    "resume": resume,
+}
+# As runs have it; beside PyTorch, which takes memory from the same GPU, side_by_side.py says no.
+_PREALLOCATE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+ENVIRONMENT = {name: _PREALLOCATE for name in PARTS if name != "speed"}
+ENVIRONMENT["resume"] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": _FLAGS}
+
+# What the table says: a line's name, its part, which of the part's figures, and how.
+ROWS = (
+    ("MicroLlama, tokens/s", "speed", "tokens", "{median:,.0f} ({low:,.0f} to {high:,.0f})"),
+    ("share of the bfloat16 peak", "speed", "share", "{share:.3f} of {tera:,.3g} TFLOP/s"),
+    (
+        "speed over `torch.compile` with fused AdamW",
+        *("speed", "torch", "{ratio:.2f} ({tokens:,.0f} tokens/s; eager {eager:,.0f})"),
+    ),
+    (
+        "gradient statistics over the plain gradient",
+        *("statistics", "statistics", "{time:.2f} in time, {extra_mib:+,.0f} MiB"),
+    ),
+    ("a round over its bare inner steps", "round", "round", "{ratio:.3f}"),
+    (
+        "planned over measured peak memory",
+        *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
+    ),
+    (
+        "four stacked trainers over four times one",
+        *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),
+    ),
+    ("resumed bit for bit, deterministic operations", "resume", "resume", "{verdict}"),
+    ("largest batch found, and the true one", "memory", "batch", "{found} and {largest}"),
+)
+
+
+def finished(lines: list[dict]) -> dict[str, dict]:
+    """The last line of each part; one without PyTorch, or with an error, is still to be done."""
+    last = {line["part"]: line for line in lines}
+    return {
+        part: line
+        for part, line in last.items()
+        if "error" not in line and not isinstance(line.get("torch"), str)
+    }
+
+
+def peak_of(kind: str, given: float | None) -> float | None:
+    """Dense bfloat16 FLOP/s of a kind of device, if it is known."""
+    known = (peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind))
+    return given or next(known, None)
+
+
+def table(lines: list[dict], peak: float | None) -> str:
+    """The lines of results as a table in Markdown, a reason where there is no figure."""
+    last = {line["part"]: line for line in lines}
+    rows = ["| | |", "|---|---|"]
+    for name, part, key, form in ROWS:
+        line = last.get(part, {"error": ""})
+        value = line.get(key, line.get("error"))
+        if key == "share" and "flops_per_s" in line:
+            value = "the peak of this device is not known here; give --peak"
+            if peak:
+                value = {"share": line["flops_per_s"] / peak, "tera": peak / 1e12}
+        if isinstance(value, dict):
+            text = form.format(**value)
+        else:
+            text = f"not measured: {value}" if value else "not measured"
+        rows.append(f"| {name} | {text} |")
+    where = last["machine"]["machine"] if "machine" in last else "no GPU was at hand"
+    return "\n".join([*rows, "", f"Machine: {where}.", ""])
+
+
+def read_results(path: Path, size: str) -> list[dict]:
+    """The lines of this size in the results, if any."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [line for line in map(json.loads, lines) if line["size"] == size]
+
+
+def append(path: Path, line: dict) -> None:
+    """Adds a line to the results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line, default=float) + "\n")
+
+
+def measure_part(part: str, options: argparse.Namespace) -> None:
+    """Measures a part in this process and writes its line."""
+    start_s = time.monotonic()
+    figures = {} if part == "machine" else PARTS[part](SIZES[options.size])
+    device = jax.devices()[0]
+    about = {"part": part, "size": options.size, "device": device.device_kind}
+    about |= {"platform": device.platform, "machine": machine()}
+    about["seconds"] = round(time.monotonic() - start_s, 1)
+    append(options.results, about | figures)
+
+
+def run_part(part: str, options: argparse.Namespace, limit_s: float) -> str:
+    """Has a process measure a part; returns what went wrong, in a line, or nothing."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(part, {})
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
+    if options.size == "toy":
+        environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time is compilation
+    command = [sys.executable, __file__, f"--part={part}", f"--size={options.size}"]
+    command += [f"--results={options.results}"]
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, said = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"took more than {limit_s:.0f} s"
+    finally:
+        if process.returncode is None:  # also at an interrupt: what it has started, too
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode == 0:
+        return ""
+    print(said, file=sys.stderr)
+    last = (said.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
+    return last[:200].replace("|", "/")
+
+
+def measure_all(options: argparse.Namespace) -> list[dict]:
+    """Measures what is missing in the results, and returns them all.
+
+    Raises:
+      ConfigError: If there is no accelerator, or JAX does not start.
+    """
+    end_s = time.monotonic() + 60 * options.minutes
+    if fault := run_part("machine", options, 120):
+        raise ConfigError(f"jax does not start: {fault}")
+    here = read_results(options.results, options.size)[-1]
+    if here["platform"] == "cpu" and options.size != "toy":
+        raise ConfigError(
+            "no accelerator: jax finds only a CPU; install jax[cuda12] on a machine with a GPU, or"
+            " give --size toy"
+        )
+
+    def lines() -> list[dict]:
+        found = read_results(options.results, options.size)
+        return [line for line in found if line["device"] == here["device"]]
+
+    for part in PARTS:
+        left_s = end_s - time.monotonic()
+        if part in finished(lines()) or left_s <= 0:
+            continue
+        print(f"{part}, at most {min(left_s, PART_LIMIT_S):.0f} s", flush=True)
+        fault = run_part(part, options, min(left_s, PART_LIMIT_S))
+        if fault:
+            append(options.results, here | {"part": part, "error": fault})
+    return lines()
+
+
+def main() -> int:
+    """Measures, and writes the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="microllama")
+    parser.add_argument("--results", type=Path, default=Path("runs/gpu/results.jsonl"))
+    parser.add_argument("--page", type=Path, help="holds the table; docs/GPU.md, of toy none")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts together")
+    parser.add_argument("--peak", type=float, help="dense bfloat16 FLOP/s of the device")
+    parser.add_argument("--part", choices=["machine", *PARTS], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    try:
+        if options.part:
+            measure_part(options.part, options)
+            return 0
+        lines = measure_all(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    text = table(lines, peak_of(lines[-1]["device"], options.peak))
+    print(text)
+    page = options.page or (ROOT / "docs" / "GPU.md" if options.size != "toy" else None)
+    if page:
+        page.write_text(TABLE.sub(lambda _: text, page.read_text("utf-8")), encoding="utf-8")
+    missing = [part for part in PARTS if part not in finished(lines)]
+    if missing:
+        print(f"missing: {', '.join(missing)}; the same command measures them")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part under way, too
+    sys.exit(main())
