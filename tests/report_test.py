@@ -232,7 +232,6 @@ def test_workers_that_were_added_are_marked_and_counted(tmp_path):
     with Ledger(run / "ledger.jsonl") as ledger:
         added = {"round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3}
         ledger.write("spawn", **added, reason="batch", syncs=1, bytes=2**20)
-        ledger.write("spawn", round=5)  # of another version
     page = Page(report.html([run]))
     assert "trainer 0 from 2 to 3 workers (batch)" in page.text
     assert "8.391 MiB" in page.text

@@ -40,7 +40,7 @@ _FIELDS = {
     "sync": "round trainers syncs bytes",
     "merge": "round into members weights loss_before loss_after barrier syncs bytes",
     "refusal": "round into members weights loss_before loss_after barrier syncs bytes",
-    "spawn": "round trainer workers_before workers_after reason syncs bytes",
+    "spawn": "round syncs bytes",
     "compile": "key cache where seconds",
     "memory": "round host_peak_bytes device_peak_bytes",
 }

@@ -10,10 +10,11 @@ DiLoCo needs at least eight communications: the highest such loss, and the lowes
 Data parallelism with AdamW is one worker with the whole pool's batch (docs/conformance.md); its
 communications are counted as one per update.
 
-Commands:  python scripts/compare.py --config configs/study_small_tuning.py
-             --results docs/study/small_tuning.jsonl, and so on for the other files of that name
-           python scripts/prepare_data.py PROSE --output runs/prose --sequence_length 64
-             (PROSE: a folder of C4 shards and film reviews as JSON lines, 9.8 MB)
+Command:   python scripts/compare.py --config configs/compare_study.py
+             --results docs/study/small_tuning.jsonl
+           for prose (`tuning("small", "runs/prose")`) first python scripts/prepare_data.py PROSE
+             --output runs/prose --sequence_length 64, PROSE a folder of C4 shards and film reviews
+             as JSON lines, 9.8 MB
 Hardware:  two CPU cores, some hours each; stopped, the same command goes on
 """
 
@@ -181,3 +182,8 @@ def tuning(size: str, text: str) -> Comparison:
         target_losses=(1.7, 1.65, 1.6),
         seeds=(0,),
     )
+
+
+def get_comparison() -> Comparison:
+    """The trials at 0.08 M parameters on the standard library."""
+    return tuning("small", "stdlib")
