@@ -6,9 +6,7 @@ import io
 import json
 import math
 import re
-import runpy
 import shlex
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,11 +14,10 @@ import pytest
 from ledgers import ROUNDS, write_run
 from matplotlib.figure import Figure
 
+from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import curves, report
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "report.py"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,9 +128,8 @@ def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     run = write_run(folder / "a run", refusal=True)
     out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(sys, "argv", [str(SCRIPT), str(run), "--out", str(folder / "report")])
-        assert runpy.run_path(str(SCRIPT))["main"]() == 0
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["report", str(run), "--out", str(folder / "report")]) == 0
     path = folder / "report" / "index.html"
     assert out.getvalue() == f"report: {path}\n"
     return run, path
@@ -174,7 +170,7 @@ def test_one_run_leaves_a_page_its_figures_and_the_totals(single):
 
 def test_every_figure_says_what_it_shows_and_the_command_that_made_it(single, many):
     run, path = single
-    command = shlex.join(["python", "scripts/report.py", str(run), "--out", str(path.parent)])
+    command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     for figure in Page(path).figures:
         assert figure["alt"] and figure["caption"].startswith(f"{figure['alt']}. ")
         assert figure["caption"].endswith(f"made by {command}")
@@ -241,8 +237,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsy
             report.write(wrong, tmp_path / "report")
         assert "\n" not in str(raised.value)
     arguments = [str(tmp_path / "absent"), "--out", str(tmp_path / "report")]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    assert runpy.run_path(str(SCRIPT))["main"]() == 3
+    assert cli.main(["report", *arguments]) == 3
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert not (tmp_path / "report").exists()

@@ -101,7 +101,7 @@ def write(
     variants = curves.variants(read, labels=labels)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["python", "scripts/report.py", *map(str, runs), "--out", str(folder)]
+    words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
     words += ["--labels", *labels] if labels else []
     book = _Book(folder, shlex.join(words))
 
