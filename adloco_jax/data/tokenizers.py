@@ -7,6 +7,7 @@ web page stay characters, so only the packing ends a document.
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import unicodedata
@@ -232,6 +233,11 @@ def _save_backend(backend, eot: str, folder: Path) -> None:
 
 
 def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    if importlib.util.find_spec("sentencepiece") is None:
+        raise ConfigError(
+            f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
+            " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
+        )
     import sentencepiece
 
     with _damage_is_a_data_error(path):
