@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs; default: 1")
     parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
-    return _compare(parser.parse_args(words), shlex.join(["adloco", "compare", *words]))
+    return _compare(parser.parse(words), shlex.join(["adloco", "compare", *words]))
 
 
 def _compare(options: argparse.Namespace, command: str) -> int:

@@ -9,7 +9,7 @@ from adloco_jax.run.config_file import SHIPPED
 
 def run(words: Sequence[str]) -> int:
     """Prints a line per config, runs first."""
-    Parser("configs", __doc__).parse_args(words)
+    Parser("configs", __doc__).parse(words)
     cards = {
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         for path in sorted(SHIPPED.glob("[!_]*.py"))

@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
         default="float32",
         help="of the weights in the folder; default: float32",
     )
-    options = parser.parse_args(words)
+    options = parser.parse(words)
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: exists already; name another folder")
     trained = read_trained(options.workdir, round=options.round, trainer=options.trainer)

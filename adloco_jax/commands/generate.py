@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
         help="of the next token's distribution, 0: the likeliest; default: 0.8",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
-    options = parser.parse_args(words)
+    options = parser.parse(words)
     load_recorded(Path(options.model).parent)  # an export in a run's folder
     network, params, _ = hf.load(options.model)
     if not isinstance(network, Llama):

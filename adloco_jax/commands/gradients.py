@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     parser.add_argument("--pass-size", type=int, help="sequences on the device; default: the run's")
     parser.add_argument("--out", type=Path, help="a folder; default: report in the run's")
-    options = parser.parse_args(words)
+    options = parser.parse(words)
     result = analyse_run(
         options.workdir,
         round=options.round,

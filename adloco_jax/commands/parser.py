@@ -18,9 +18,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
-        """Parses `--num_sequences` as `--num-sequences`."""
-        return super().parse_known_args([_hyphenated(word) for word in args or ()], namespace)
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses the words after the command, `--num_sequences` as `--num-sequences`."""
+        return self.parse_args([_hyphenated(word) for word in words])
 
     def error(self, message: str) -> NoReturn:
         """Raises a ConfigError in place of printing the usage and exiting."""

@@ -123,7 +123,7 @@ def run(words: Sequence[str]) -> int:
                 default=field.default,
                 help=f"{meaning[f'data.{field.name}']}; default: {field.default!r}",
             )
-    options = vars(parser.parse_args(words))
+    options = vars(parser.parse(words))
     path, output, processes = (options.pop(key) for key in ("path", "output", "processes"))
     if options.pop("check") == bool(output):
         raise ConfigError("give either --output FOLDER or --check")

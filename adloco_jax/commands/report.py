@@ -18,6 +18,6 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, required=True, help="the report's folder")
     parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
-    options = parser.parse_args(words)
+    options = parser.parse(words)
     print(f"report: {report.write(options.runs, options.out, labels=options.labels)}")
     return 0
