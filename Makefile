@@ -1,6 +1,7 @@
 # make demo   train AdLoCo on this Python's own standard library, and draw the report
 # make test   the tests; `make slow` has the long ones
-# make check  lint, format and types
+# make check  lint, format, types, and the files for GitHub against their schemas
+# make dist   wheel and sdist, and the wheel tried in an empty environment
 # make parity  the same numbers as PyTorch's, which this installs
 # make gpu    measures this engine on one GPU, with the jax and torch for it, which this installs
 # make notebook  runs notebooks/
@@ -19,7 +20,9 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test slow test-core parity gpu notebook check faults mutants clean
+SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
+
+.PHONY: demo test slow test-core parity gpu notebook check dist faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -49,6 +52,18 @@ check: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(RUN)
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
+
+dist: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dist]'
+	rm -rf build dist
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	PYTHON=$(PYTHON) scripts/try_wheel.sh $(CONSTRAINTS)
 
 faults: $(INSTALLED)
 	$(RUN) scripts/faults.py
@@ -62,4 +77,4 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) build dist runs

@@ -1,69 +1,88 @@
 """AdLoCo in JAX: several trainers side by side, adaptive batches, few communications.
 
-The names below are pure functions on arrays and know no model, config, clock or file; `train` runs
-a whole experiment and is imported on first use. Source: "AdLoCo", arXiv 2508.18182.
+Of the names below most are pure functions on arrays, which know no model, config, clock or file;
+`train` runs a whole experiment. Each is imported on first use, so that a command that needs no
+arrays does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
 """
 
+import ast
+import functools
 import importlib
+import inspect
+import sys
+from typing import TYPE_CHECKING
 
-from adloco_jax.core.aggregate import AGGREGATORS
-from adloco_jax.core.batching import (
-    BATCH_TESTS,
-    BatchTest,
-    augmented_inner_product_test,
-    constant,
-    inner_product_test,
-    next_batch_size,
-    norm_test,
-    ramp,
-    replay,
-    switch_mode,
-)
-from adloco_jax.core.gradstats import gradient_stats, pool
-from adloco_jax.core.merge import (
-    MERGE_POLICIES,
-    Candidate,
-    allocate_workers,
-    choose_merge,
-    merge,
-    reassign,
-    spawn,
-)
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
-from adloco_jax.core.streaming import (
-    outer_update_fragment,
-    put_fragment,
-    receive_fragment,
-    take_fragment,
-)
-from adloco_jax.core.types import BatchPlan, Ensemble, GradientStats, RoundMetrics, init, put, take
+if TYPE_CHECKING:
+    from adloco_jax.adloco import State
+    from adloco_jax.core.aggregate import AGGREGATORS
+    from adloco_jax.core.batching import (
+        BATCH_TESTS,
+        BatchTest,
+        augmented_inner_product_test,
+        constant,
+        inner_product_test,
+        next_batch_size,
+        norm_test,
+        ramp,
+        replay,
+        switch_mode,
+    )
+    from adloco_jax.core.gradstats import gradient_stats, pool
+    from adloco_jax.core.merge import (
+        MERGE_POLICIES,
+        Candidate,
+        allocate_workers,
+        choose_merge,
+        merge,
+        reassign,
+        spawn,
+    )
+    from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+    from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+    from adloco_jax.core.streaming import (
+        outer_update_fragment,
+        put_fragment,
+        receive_fragment,
+        take_fragment,
+    )
+    from adloco_jax.core.types import (
+        BatchPlan,
+        Ensemble,
+        GradientStats,
+        RoundMetrics,
+        init,
+        put,
+        take,
+    )
+    from adloco_jax.data import DATA_SOURCES, DataSource
+    from adloco_jax.models.architectures import ARCHITECTURES, Architecture
+    from adloco_jax.training import Result, fit, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AGGREGATORS",
     "ARCHITECTURES",
     "Architecture",
     "BATCH_TESTS",
+    "BatchPlan",
     "BatchTest",
     "Candidate",
     "DATA_SOURCES",
     "DataSource",
+    "Ensemble",
+    "GradientStats",
     "INNER_OPTIMIZERS",
     "MERGE_POLICIES",
     "OUTER_OPTIMIZERS",
-    "State",
-    "fit",
-    "BatchPlan",
-    "Ensemble",
-    "GradientStats",
     "Result",
     "RoundMetrics",
+    "State",
     "allocate_workers",
     "augmented_inner_product_test",
     "choose_merge",
     "constant",
+    "fit",
     "gradient_stats",
     "init",
     "inner_product_test",
@@ -90,19 +109,20 @@ __all__ = [
 ]
 
 
-_ON_FIRST_USE = {
-    "ARCHITECTURES": "models.architectures",
-    "Architecture": "models.architectures",
-    "DATA_SOURCES": "data",
-    "DataSource": "data",
-    "State": "adloco",
-    "Result": "training",
-    "fit": "training",
-    "train": "training",
-}
+@functools.cache
+def _homes() -> dict[str, str]:
+    """The module that each name is imported from above."""
+    source = ast.parse(inspect.getsource(sys.modules[__name__]))
+    (block,) = (node for node in source.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {name.name: str(node.module) for node in imports for name in node.names}
 
 
 def __getattr__(name: str):
-    if name not in _ON_FIRST_USE:
+    if name not in __all__:
         raise AttributeError(f"module 'adloco_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"adloco_jax.{_ON_FIRST_USE[name]}"), name)
+    return getattr(importlib.import_module(_homes()[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

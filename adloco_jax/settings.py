@@ -28,19 +28,20 @@ def _knob(default: object, within: str = "", table: Mapping[str, object] | None 
 class Model:
     """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
-    arch: str = _knob("llama", table=ARCHITECTURES)  # bert: classifies whole texts
-    vocab_size: int = _knob(257, "[2, 2147483647]")  # V; bytes need 257 (256 and end of text)
-    width: int = _knob(64, _COUNT)  # D
-    num_layers: int = _knob(2, _COUNT)  # N
+    arch: str = _knob("llama", table=ARCHITECTURES)  # the network; bert classifies whole texts
+    vocab_size: int = _knob(257, "[2, 2147483647]")  # V, token ids; 257 for bytes, one ends a text
+    width: int = _knob(64, _COUNT)  # D, numbers per token between layers
+    num_layers: int = _knob(2, _COUNT)  # N, transformer layers
     num_heads: int = _knob(4, _COUNT)  # H, query heads
     num_kv_heads: int = _knob(2, _COUNT)  # G, each serves num_heads / num_kv_heads; llama only
-    mlp_width: int = _knob(176, _COUNT)  # F
+    mlp_width: int = _knob(176, _COUNT)  # F, numbers per token inside a layer's MLP
     max_length: int = _knob(512, _COUNT)  # tokens, the longest context the model is meant for
-    norm_eps: float = _knob(1e-5, "(0, 1)")  # of RMSNorm, or of bert's LayerNorm
+    norm_eps: float = _knob(1e-5, "(0, 1)")  # added to a norm's variance
     rope_theta: float = _knob(10_000.0, "[1, 1e9]")  # base of the rotary wavelengths; llama only
-    num_classes: int = _knob(2, "[2, 2147483647]")  # C, bert only
-    dtype: Literal["float32", "bfloat16"] = _knob("float32")  # compute; parameters stay float32
-    # auto: cuDNN's fused kernel where it can be used (bfloat16 on newer NVIDIA GPUs), else xla.
+    num_classes: int = _knob(2, "[2, 2147483647]")  # C, classes of texts; bert only
+    dtype: Literal["float32", "bfloat16"] = _knob("float32")  # computed in; parameters stay float32
+    # Its kernel. auto: cuDNN's fused one where it can be used (bfloat16 on newer NVIDIA GPUs), else
+    # xla.
     attention: Literal["auto", "xla", "cudnn"] = _knob("auto")
     remat: bool = _knob(False)  # recompute each layer in the backward pass: less memory, more time
     loss_chunk: int = _knob(0, _COUNT_OR_0)  # sequences per chunk of the cross-entropy, 0: all
@@ -54,18 +55,18 @@ class Model:
 class Data:
     """Where text comes from, and how it becomes rows of sequence_length + 1 tokens."""
 
-    # A key of data.DATA_SOURCES. stdlib: no download. hf: a Hugging Face data set, read as it is
-    # needed.
+    # The kind of text, a key of data.DATA_SOURCES. stdlib: this Python's own, no download. hf: a
+    # Hugging Face data set, read as it is needed.
     source: str = _knob("stdlib")
     path: str = _knob("")  # file, folder, prepared folder or glob; of hf, also a hub name
     name: str = _knob("")  # configuration of a data set; hf only
-    split: str = _knob("train")  # of a data set; hf only
-    heldout_path: str = _knob("")  # as path; empty: a fraction of the documents is held out
+    split: str = _knob("train")  # part of a data set; hf only
+    heldout_path: str = _knob("")  # as path, to evaluate on; empty: a fraction of the documents
     text_column: str = _knob("text")  # field of a JSONL row, column of hf
-    label_column: str = _knob("label")  # the same for its class, from 0 on; bert only
-    tokenizer: str = _knob("bytes")  # bytes, tokenizer.json, *.model, folder, or hub name
+    label_column: str = _knob("label")  # field of its class, from 0 on; bert only
+    tokenizer: str = _knob("bytes")  # bytes, or a tokenizer.json, *.model, folder or hub name
     sequence_length: int = _knob(128, _COUNT)  # L, tokens that are predicted per row
-    num_sequences: int | None = _knob(None, _COUNT)  # upper limit of training rows; unset: all
+    num_sequences: int | None = _knob(None, _COUNT)  # rows to train on, at most; unset: all
     heldout_frac: float = _knob(0.05, "(0, 1)")  # of documents; not with heldout_path, prepared
     subset_frac: float = _knob(1.0, "(0, 1]")  # of the training rows, each trainer's own draw
     on_bad_shard: Literal["reject", "skip"] = _knob("reject")  # a damaged file, skipped whole
@@ -76,14 +77,15 @@ class Data:
 class Ensemble:
     """Trainers, and the workers they share."""
 
-    num_trainers: int = _knob(4, _COUNT)  # M at the start (AdLoCo table A.2)
+    num_trainers: int = _knob(4, _COUNT)  # M at the start; merges lower it (AdLoCo table A.2)
     num_workers: int = _knob(4, _COUNT)  # R, the whole pool, not per trainer
     # Workers that begin; the others join a trainer when its gradient noise asks for them (see
     # batching.growth), or all at once after the fraction spawn_frac of the run. Unset: all begin.
     initial_workers: int | None = _knob(None, _COUNT)
     spawn_frac: float | None = _knob(None, "(0, 1)")
-    # independent: each trainer draws its own initial parameters. A negative control: averaging two
-    # such networks raised the loss of a character model from 2.43 to 2.67 (docs/algorithm.md, 1).
+    # Parameters at the start. independent: each trainer draws its own, as a negative control:
+    # averaging two such networks raised the loss of a character model from 2.43 to 2.67
+    # (docs/algorithm.md, 1).
     init: Literal["shared", "independent"] = _knob("shared")
     # Devices that share one worker's parameters and optimizer state (fully sharded data parallel);
     # auto: no more than its memory needs.
@@ -91,7 +93,8 @@ class Ensemble:
     # Workers of one device that compute as one batch, the others after them: less memory, and on a
     # CPU less time. auto: one on a CPU, elsewhere all.
     worker_parallelism: int | None = _knob("auto", _COUNT)
-    # Of workers, after a merge (docs/algorithm.md, 4).
+    # After a merge: workers are divided again by requested batch, or those of the absorbed trainers
+    # leave (docs/algorithm.md, 4).
     allocation: Literal["demand", "retire"] = _knob("demand")
 
 
@@ -99,44 +102,48 @@ class Ensemble:
 class Inner:
     """What a worker does between two synchronisations."""
 
-    steps_per_round: int = _knob(200, _COUNT)  # S (AdLoCo table A.2)
-    # Rounds may grow to so many, a multiple of steps_per_round; unset: they do not.
+    steps_per_round: int = _knob(200, _COUNT)  # S, from sync to sync (AdLoCo table A.2)
+    # Rounds may grow to so many updates, a multiple of steps_per_round; unset: they do not.
     max_steps_per_round: int | None = _knob(None, _COUNT)
-    unit: Literal["updates", "microbatches"] = _knob("updates")  # of S; AdLoCo: microbatches
-    # muon: for the matrices of hidden layers, as `Architecture.label_params` tells, adamw for the
-    # rest, at one rate: MuLoCo's is 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725).
+    unit: Literal["updates", "microbatches"] = _knob("updates")  # that S counts (AdLoCo: latter)
+    # The workers' optimizer. muon: for the matrices of hidden layers (`Architecture.label_params`),
+    # adamw for the rest, at one rate: MuLoCo's is 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv
+    # 2505.23725).
     tx: str = _knob("adamw", table=INNER_OPTIMIZERS)
-    learning_rate: float = _knob(4e-4, "(0, 100]")  # DiLoCo's; AdLoCo goes on from a model at 2e-5
+    learning_rate: float = _knob(4e-4, "(0, 100]")  # the peak; AdLoCo trains a model on at 2e-5
     warmup_updates: int = _knob(0, _COUNT_OR_0)  # linear from zero, in the trainer's own updates
-    # After the warm-up; cosine and linear fall to zero over the run's planned updates,
-    # linear_after_merge over those that are left when only one trainer is.
+    # Of the learning rate, after the warm-up; cosine and linear fall to zero over the run's planned
+    # updates, linear_after_merge over those that are left when only one trainer is.
     schedule: Literal["constant", "cosine", "linear", "linear_after_merge"] = _knob("constant")
-    weight_decay: float = _knob(0.1, "[0, 100]")  # decoupled (AdLoCo 6.1); adamw and muon
+    weight_decay: float = _knob(0.1, "[0, 100]")  # times the rate (AdLoCo 6.1); adamw and muon
     beta1: float = _knob(0.9, "[0, 1)")  # first moment's decay (Kingma & Ba 2015); muon's too
-    beta2: float = _knob(0.999, "[0, 1)")  # of the second; the same source, PyTorch's default too
+    beta2: float = _knob(0.999, "[0, 1)")  # decay of the second (the same source)
     clip_norm: float | None = _knob(None, "(0, 1e9]")  # of an update's gradient; unset: no clipping
-    state: Literal["keep", "reset"] = _knob("keep")  # over rounds; the reference resets
-    lr_on_growth: Literal["none", "sqrt", "linear"] = _knob("none")  # in batch / initial batch
-    max_lr_growth: float | None = _knob(None, "[1, 1e9]")  # limit of that factor; unset: none
+    state: Literal["keep", "reset"] = _knob("keep")  # of tx, over rounds; AdLoCo's code: reset
+    # The learning rate's growth with the batch over the initial batch.
+    lr_on_growth: Literal["none", "sqrt", "linear"] = _knob("none")
+    max_lr_growth: float | None = _knob(None, "[1, 1e9]")  # limit of that growth; unset: none
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     """What a trainer does with its workers' pseudo-gradient."""
 
-    tx: str = _knob("nesterov", table=OUTER_OPTIMIZERS)  # DiLoCo's; AdLoCo: sgd at 0.5
-    learning_rate: float = _knob(0.7, "(0, 100]")
-    momentum: float = _knob(0.9, "[0, 1)")  # nesterov only
-    weight_decay: float = _knob(0.0, "[0, 100]")  # adamw only
+    tx: str = _knob("nesterov", table=OUTER_OPTIMIZERS)  # of trainers; AdLoCo: sgd at 0.5
+    learning_rate: float = _knob(0.7, "(0, 100]")  # of a round's pseudo-gradient (DiLoCo)
+    momentum: float = _knob(0.9, "[0, 1)")  # decay of earlier pseudo-gradients; nesterov only
+    weight_decay: float = _knob(0.0, "[0, 100]")  # decoupled, times the rate; adamw only
     # How a trainer's workers' differences become its pseudo-gradient (docs/algorithm.md, 1).
     aggregator: str = _knob("mean", table=AGGREGATORS)
-    # In which outer gradients are sent; sums and averages of them are float32 (arXiv 2501.18512).
+    # Numbers in which outer gradients are sent; sums and averages are float32 (arXiv 2501.18512).
     precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob("float32")
-    # Streaming DiLoCo (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.
-    fragments: int = _knob(1, _COUNT)  # of the parameters, synchronised in turn within a round
-    # From a fragment's sending to its arrival (accumulating: in micro-batches); paper: 1.
+    # Of the parameters, synchronised in turn within a round. This and the next two are Streaming
+    # DiLoCo's (the same source, sections 2.2 and 2.3); 1, 0 and 0: all at once, at the end.
+    fragments: int = _knob(1, _COUNT)
+    # Inner updates (accumulating: micro-batches) from a fragment's sending to its arrival; the
+    # paper: 1.
     delay_updates: int = _knob(0, _COUNT_OR_0)
-    mixing: float = _knob(0.0, "[0, 1)")  # share of a worker's own that stays; paper: 0.5
+    mixing: float = _knob(0.0, "[0, 1)")  # share of a worker's own numbers that stays; paper: 0.5
 
     @property
     def own_params(self) -> bool:
@@ -153,20 +160,22 @@ class Outer:
 class Batching:
     """How the requested batch per worker grows, in sequences (docs/algorithm.md, 2 and 3)."""
 
-    test: str = _knob("norm", table=BATCH_TESTS)
+    test: str = _knob("norm", table=BATCH_TESTS)  # what asks for the next batch
+    # paper: the tests as AdLoCo prints them (docs/algorithm.md, 2).
     mode: Literal["unbiased", "paper"] = _knob("unbiased")
-    scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient passes; AdLoCo: worker
-    eta: float = _knob(0.8, "(0, 100]")  # noise to signal, norm test (AdLoCo table A.2)
-    # Of the inner-product tests; AdLoCo: 0.01, see docs/algorithm.
+    scope: Literal["trainer", "worker"] = _knob("trainer")  # whose gradient is tested
+    eta: float = _knob(0.8, "(0, 100]")  # allowed noise to signal, norm test (AdLoCo table A.2)
+    # Allowed noise along the gradient, inner-product tests; AdLoCo: 0.01, see docs/algorithm.md.
     vartheta: float = _knob(0.9, "(0, 100]")
-    nu: float = _knob(1.0, "(0, 100]")  # augmented test, orthogonal part; AdLoCo 0.3: the same
+    nu: float = _knob(1.0, "(0, 100]")  # allowed orthogonal noise, augmented test
     # How per-example gradients are measured (core.gradstats); auto: taps where the model has them.
     estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob("auto")
-    initial_batch_size: int = _knob(1, _COUNT)  # per worker (AdLoCo table A.2)
-    # Per worker, what a device holds: the micro-batch. auto: the largest bucket whose programs fit.
+    initial_batch_size: int = _knob(1, _COUNT)  # sequences per worker (AdLoCo table A.2)
+    # Sequences per worker that a device holds: the micro-batch. auto: the largest bucket whose
+    # programs fit.
     max_batch_size: int | None = _knob("auto", _COUNT)
     memory_frac: float = _knob(0.8, "(0, 1]")  # of a device's memory (on a CPU, RAM), for auto
-    batch_cap: int = _knob(1024, _COUNT)  # no request goes above
+    batch_cap: int = _knob(1024, _COUNT)  # sequences per worker; no request goes above
     max_growth: int = _knob(4, _COUNT)  # factor from one request to the next
     # What a larger request is spent on, in order: more of the pool's workers (up to num_workers;
     # twice as many at a time), longer rounds (up to inner.max_steps_per_round), larger batches
@@ -194,6 +203,7 @@ class Batching:
 class Switch:
     """When a batch that no device holds is accumulated (docs/algorithm.md, 3)."""
 
+    # threshold: accumulated only above the multiplier. clip: never.
     mode: Literal["threshold", "accumulate", "clip"] = _knob("threshold")
     multiplier: int = _knob(2, _COUNT)  # accumulate above this many times max_batch_size
 
@@ -202,32 +212,33 @@ class Switch:
 class Merge:
     """Which trainers become one, and when (docs/algorithm.md, 4)."""
 
-    policy: str = _knob("worst_with_worst", table=MERGE_POLICIES)
-    every_rounds: int = _knob(3, _COUNT)  # AdLoCo table A.2
+    policy: str = _knob("worst_with_worst", table=MERGE_POLICIES)  # by requested batch, who merges
+    every_rounds: int = _knob(3, _COUNT)  # rounds from one merge to the next (AdLoCo table A.2)
     width: int = _knob(2, "[2, 2147483647]")  # trainers that become one
-    representative_batch: Literal["max", "total"] = _knob("max")  # per worker, or kept in total
+    # The merged trainer's batch: the largest of theirs per worker, or kept in total.
+    representative_batch: Literal["max", "total"] = _knob("max")
     max_barrier: float | None = _knob(None, "[0, 1e9]")  # nats/token a merge may cost; unset: any
     # Nats/token that the merged trainer may be worse than the best of its members; unset: any.
     max_harm: float | None = _knob(None, "[0, 1e9]")
-    on_refusal: Literal["keep", "retire"] = _knob("keep")  # the weaker trainer of a refused merge
+    on_refusal: Literal["keep", "retire"] = _knob("keep")  # a refused merge's weaker trainer
 
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
     """Loss on held-out text: on the same rows whatever the seed."""
 
-    every_rounds: int = _knob(1, _COUNT)
-    num_sequences: int = _knob(64, _COUNT)  # upper limit behind the reported figure
+    every_rounds: int = _knob(1, _COUNT)  # rounds from one evaluation to the next
+    num_sequences: int = _knob(64, _COUNT)  # held-out rows, upper limit behind the reported figure
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """When the whole state is saved, besides at the end and at a signal."""
 
-    every_rounds: int | None = _knob(None, _COUNT)  # unset: by time alone
+    every_rounds: int | None = _knob(None, _COUNT)  # rounds from save to save; unset: by time alone
     every_s: float = _knob(300.0, "[0, 1e9]")  # seconds from save to save, at a round's end
-    keep: int = _knob(2, _COUNT)  # of the last ones; the one of the lowest held-out loss stays too
-    on_save_error: Literal["stop", "continue"] = _knob("stop")  # the save before stays either way
+    keep: int = _knob(2, _COUNT)  # so many of the last; that of the lowest held-out loss stays too
+    on_save_error: Literal["stop", "continue"] = _knob("stop")  # the run; older saves stay
     # End the process, with where each thread stood, if no round begins for so many seconds: more
     # than a round with its compilation, evaluation and save take. For what restarts it.
     watchdog_s: float | None = _knob(None, "(0, 1e9]")
@@ -237,9 +248,9 @@ class Checkpoint:
 class Log:
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
-    every_rounds: int = _knob(1, _COUNT)  # of the terminal alone
-    tensorboard: bool = _knob(False)  # to tensorboard/ in the run's folder; an extra
-    wandb: bool = _knob(False)  # Weights & Biases; an extra
+    every_rounds: int = _knob(1, _COUNT)  # rounds from line to line, on the terminal alone
+    tensorboard: bool = _knob(False)  # write tensorboard/ in the run's folder; an extra
+    wandb: bool = _knob(False)  # send to Weights & Biases; an extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +268,8 @@ class Settings:
     eval: Eval
     checkpoint: Checkpoint
     log: Log
-    seed: int = _knob(0, "[0, 4294967295]")
-    num_rounds: int = _knob(20, _COUNT)  # AdLoCo table A.2: outer steps
+    seed: int = _knob(0, "[0, 4294967295]")  # of parameters, data order and a loss's keys
+    num_rounds: int = _knob(20, _COUNT)  # outer steps (AdLoCo table A.2)
     # Ends the run after the round in which all trainers together have used so many; unset: rounds
     # alone end it. Schedules then fall over tokens, as growing batches make updates no measure.
     num_tokens: int | None = _knob(None, "[1, 4e18]")

@@ -23,6 +23,7 @@ from adloco_jax.data import Corpus
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
+from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.attempt import Failures, Model, Run, after_failure, begin, execute, versions
 from adloco_jax.run.batches import Rows
 from adloco_jax.run.build import (
@@ -193,11 +194,13 @@ def fit(
 
     Raises:
       ValueError: If an optimizer is given here and also named in the settings.
-      ConfigError: If the folder cannot be used, or `init_fn` makes no array.
+      ConfigError: If an argument is not what its name says, a line each; if the folder cannot be
+        used.
       DataError: If there are too few held-out rows: one, or two with several trainers (of each
-        class, where there are classes).
+        class, where there are classes); if `corpus.batch` gives two workers the same rows.
       UserError: Otherwise see `train`; no text is read here.
     """
+    check_arguments(settings, corpus, init_fn, loss_fn, params, workdir)
     workdir = Path(workdir)
     check_installed(settings.log)
     for key, given in (("inner.tx", inner_tx), ("outer.tx", outer_tx)):
@@ -210,8 +213,6 @@ def fit(
     def check() -> evaluate.HeldOut:
         check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
-        if not jax.tree.leaves(jax.eval_shape(init_fn, jax.random.key(0))):
-            raise ConfigError("init_fn: its parameters hold no array; expected at least one")
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,

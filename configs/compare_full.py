@@ -5,8 +5,8 @@ Hardware:  two CPU cores, under two hours; stopped, the same command goes on
 Model:     that of configs/compare_quick.py, whose variants are here too
 """
 
+from adloco_jax.configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, get_base
 from adloco_jax.study.compare import Comparison
-from configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, get_base
 
 
 def _batch(size: int) -> dict[str, object]:

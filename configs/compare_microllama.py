@@ -9,8 +9,8 @@ Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as i
 
 import os
 
+from adloco_jax.configs import microllama
 from adloco_jax.study.compare import Comparison, Simulated
-from configs import microllama
 
 
 def get_comparison() -> Comparison:

@@ -6,8 +6,8 @@ Model:     that of configs/compare_quick.py, with its text, workers and budgets 
 Answers:   docs/LOG.md
 """
 
+from adloco_jax.configs import compare_quick
 from adloco_jax.study.compare import Comparison
-from configs import compare_quick
 
 BELOW_FLOAT32 = ("bfloat16", "int8", "int4")
 

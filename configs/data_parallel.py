@@ -8,7 +8,7 @@ Source:    docs/algorithm.md, 1: one inner SGD step at learning rate 1 makes the
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -7,7 +7,7 @@ Source:    Douillard et al. 2023 (AdamW inside, Nesterov outside)
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

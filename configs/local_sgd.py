@@ -7,7 +7,7 @@ Source:    Stich 2019
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -7,7 +7,7 @@ Source:    Douillard et al. 2025, arXiv 2501.18512, sections 2.2 and 2.3
 
 from ml_collections import ConfigDict
 
-from configs import diloco
+from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:

@@ -1,39 +1,8 @@
-"""Draws the report on one run or several: a page that opens offline.
+"""`adloco report`, from a checkout."""
 
-python scripts/report.py RUN [RUN ...] --out FOLDER [--labels LABEL ...]
-python scripts/report.py RUN [RUN ...] --live [--port 8000]
-
-Runs that differ in their seed alone are drawn as one, with a band.
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from adloco_jax.errors import UserError
-from adloco_jax.study import live, report
-
-
-def main() -> int:
-    """Writes, and prints the page's path; or serves it until it is interrupted."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="the report's folder")
-    what.add_argument("--live", action="store_true", help="serve a page that follows the runs")
-    parser.add_argument("--port", type=int, default=0, help="of --live; default: any that is free")
-    parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
-    options = parser.parse_args()
-    try:
-        if options.live:
-            live.serve(options.runs, labels=options.labels, port=options.port)
-        else:
-            print(f"report: {report.write(options.runs, options.out, labels=options.labels)}")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
+from adloco_jax.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["report", *sys.argv[1:]]))

@@ -1,7 +1,6 @@
 """The table of architectures: its own entries, and one from a user's config file."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import jax
@@ -39,10 +38,7 @@ def own(tmp_path, monkeypatch) -> Path:
         yield path
 
 
-def test_a_users_model_trains_through_the_command_line_and_is_not_exported(
-    own, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+def test_a_users_model_trains_through_the_command_line_and_is_not_exported(own, tmp_path, capsys):
     workdir, out = tmp_path / "r", tmp_path / "out"
     knobs: dict = {"num_rounds": 1, "inner.steps_per_round": 40, "inner.learning_rate": 0.01}
     knobs |= {"data.source": "text", "data.path": ROOT / "docs" / "*.md", "data.num_sequences": 200}
@@ -55,10 +51,7 @@ def test_a_users_model_trains_through_the_command_line_and_is_not_exported(
     assert evals[-1] < 5.4  # log 257 without training: 5.55
     assert "nothing is exported: model.arch = mlp has no weight_map" in capsys.readouterr().out
     assert not (workdir / "export").exists()
-    import export
-
-    monkeypatch.setattr(sys, "argv", ["export.py", "--workdir", str(workdir), "--out", str(out)])
-    assert export.main() == 2 and not out.exists()
+    assert cli.main(["export", f"--workdir={workdir}", f"--out={out}"]) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config
@@ -361,10 +361,9 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     assert (folder / "comparison.md").read_text() == markdown(table)
 
 
-def test_a_command_that_cannot_run_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_command_that_cannot_run_is_one_line(tmp_path, capsys):
     arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "c")]
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
-    assert runpy.run_path(SCRIPT)["main"]() == 2
+    assert cli.main(["compare", *arguments]) == 2
     err = capsys.readouterr().err
     assert "needs a get_comparison()" in err and len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()

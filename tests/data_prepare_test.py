@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,15 +18,16 @@ import numpy as np
 import pytest
 from toy import data_settings
 
+from adloco_jax import main as cli
+from adloco_jax.commands import train
 from adloco_jax.data import check as check_module
 from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare
 from adloco_jax.data.check import check, check_tokens, guess_source
 from adloco_jax.data.prepare import Request
 from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.run.config import validate
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-import prepare_data  # noqa: E402
 
 LENGTH = 15
 
@@ -220,12 +222,12 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch):
 def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokenizer_file, capsys):
     source = shards_in(tmp_path / "source", count=6, documents=200)
     arguments = [str(source), "--tokenizer", tokenizer_file, "--output"]
-    assert prepare_data.main([*arguments, str(tmp_path / "whole"), "--processes", "1"]) == 0
-    program = "import sys, prepare_data as p; from adloco_jax.data import prepare; "
-    program += "prepare._SHARD_BYTES = 1; sys.exit(p.main(sys.argv[1:]))"
+    assert cli.main(["prepare", *arguments, str(tmp_path / "whole"), "--processes", "1"]) == 0
+    program = "import sys; from adloco_jax import main; from adloco_jax.data import prepare; "
+    program += "prepare._SHARD_BYTES = 1; sys.exit(main.main(['prepare', *sys.argv[1:]]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments, str(tmp_path / "out"), "--processes", "2"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -239,7 +241,7 @@ def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokeni
         time.sleep(0.05)
     assert not is_running(process.pid)  # nor the processes that it had started
     capsys.readouterr()
-    assert prepare_data.main([*arguments, str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert cli.main(["prepare", *arguments, str(tmp_path / "out"), "--processes", "1"]) == 0
     output = capsys.readouterr().out
     assert "continuing: " in output or "already prepared" in output
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -510,19 +512,24 @@ def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch)
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(tmp_path)
-    assert prepare_data.main(arguments) == code
+    assert cli.main(["prepare", *arguments]) == code
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, capsys):
-    command = [str(source), "--sequence_length", "15", "--processes", "1"]
+    command = [str(source), "--sequence-length", "15", "--processes", "1"]
     command += ["--output", str(tmp_path / "out")]
-    assert prepare_data.main(command) == 0
+    assert cli.main(["prepare", *command]) == 0
     first = capsys.readouterr().out
     assert "tokens/s" in first and "held-out rows" in first and "  | <0> " in first
-    assert prepare_data.main(command) == 0
+    *_, to_train = first.splitlines()
+    assert to_train.startswith("train with: adloco train --config=quickstart ")
+    words = shlex.split(to_train.partition("adloco train ")[2])
+    settings = validate(train._configure(*train._parse(words))[1])
+    assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
+    assert cli.main(["prepare", *command]) == 0
     assert "already prepared" in capsys.readouterr().out
-    assert prepare_data.main([str(tmp_path / "out"), "--check"]) == 0
+    assert cli.main(["prepare", str(tmp_path / "out"), "--check"]) == 0
     assert "as they were written" in capsys.readouterr().out

@@ -172,6 +172,16 @@ def test_a_damaged_tokenizer_is_a_data_error_that_names_it(tmp_path):
             load_tokenizer(str(tmp_path / name))
 
 
+def test_a_sentencepiece_model_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for file in ("spiece.model", "folder/tokenizer.model"):
+        (tmp_path / file).touch()
+        name = str(tmp_path / file.removesuffix("/tokenizer.model"))
+        with pytest.raises(ConfigError, match=r"not installed; pip install 'adloco-jax\[sente"):
+            load_tokenizer(name)
+
+
 def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
     (tmp_path / "vocab.txt").write_text("a")
     with pytest.raises(ConfigError, match="must be a tokenizer.json or a SentencePiece"):

@@ -3,8 +3,6 @@
 import functools
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from nets import assert_close
 
 from adloco_jax import hf
+from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
@@ -21,8 +20,6 @@ from adloco_jax.run.ledger import read
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def tiny(**model):
@@ -103,31 +100,26 @@ def test_what_is_not_there_or_damaged_is_named(trained, tmp_path):
     assert np.any(before.params["head"]["kernel"] != trainer_of(after_M, 1)["head"]["kernel"])
 
 
-def test_scripts_export_and_write(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import export
-    import generate
-
-    def run(script, **options):
+def test_commands_export_and_write(trained, tmp_path, capsys):
+    def run(command, **options):
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        monkeypatch.setattr(sys, "argv", [script.__file__, *words])
-        return script.main(), *capsys.readouterr()
+        return cli.main([command, *words]), *capsys.readouterr()
 
     out, workdir = tmp_path / "out", trained.workdir
-    done = run(export, workdir=workdir, out=out, trainer=1)
+    done = run("export", workdir=workdir, out=out, trainer=1)
     assert done == (0, f"{out}: round 2, trainer 1, float32\n", "")
     assert_equal(hf.load(out).params, trainer_of(trained.ensemble.params_M, 1))
-    code, _, fault = run(export, workdir=workdir, out=out)
+    code, _, fault = run("export", workdir=workdir, out=out)
     assert code == 2 and "exists already" in fault
     # More tokens than the model can read become as many as it can.
-    code, text, note = run(generate, model=out, prompt="def", tokens=99, samples=2)
+    code, text, note = run("generate", model=out, prompt="def", tokens=99, samples=2)
     assert code == 0 and text.count("-" * 72 + "\ndef") == 2
     assert note == "--tokens 99: the model reads 32 tokens and the prompt has 4; writing 28\n"
     for options, fault in [
         (dict(model=out, prompt="x" * 31), "--prompt: 32 tokens, the model reads 32"),
         (dict(model=tmp_path / "no"), "no such folder"),
     ]:
-        code, _, lines = run(generate, **options)
+        code, _, lines = run("generate", **options)
         assert code in (2, 3) and fault in lines and lines.count("\n") == 1
 
 

@@ -3,9 +3,6 @@
 import itertools
 import json
 import math
-import runpy
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 from toy import Table, config_of
 
+from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError, DivergedError
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.config import default_config, validate
@@ -21,9 +19,6 @@ from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import gradients
 from adloco_jax.study.gradients_figure import describe, figure
 from adloco_jax.training import train
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 # --- Pure parts -------------------------------------------------------------------------------
 
@@ -254,11 +249,9 @@ def run(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_script_prints_and_writes_the_same(run, monkeypatch, capsys):
+def test_the_command_prints_and_writes_the_same(run, capsys):
     def script(*arguments):
-        path = ROOT / "scripts" / "gradient_analysis.py"
-        monkeypatch.setattr(sys, "argv", [str(path), "--workdir", str(run), *arguments])
-        return runpy.run_path(str(path))["main"](), *capsys.readouterr()
+        return cli.main(["gradients", "--workdir", str(run), *arguments]), *capsys.readouterr()
 
     code, out, err = script("--batch-sizes", "4,x")
     assert code == 2 and out == "" and err.startswith("--batch-sizes 4,x: expected integers")
@@ -303,7 +296,7 @@ def test_other_data_than_the_runs_are_refused(run):
 
 def result_of(measured, **changed):
     where = dict(run="toy", round=3, source="trainer 1", unit="nats/token", seed=0, draws=300)
-    command = "python scripts/gradient_analysis.py --x='$a_$'"
+    command = "adloco gradients --x='$a_$'"
     counts = dict(num_sequences=40, num_training_sequences=1000)
     return measured | where | counts | {"command": command, "ledger": []} | changed
 

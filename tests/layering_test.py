@@ -26,7 +26,9 @@ BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
 BELOW["training"] = BELOW["run"] | {"run"}
 BELOW["study"] = BELOW["training"] | {"training"}
-BELOW["main"] = BELOW["study"] | {"study"}
+BELOW["commands"] = BELOW["study"] | {"study"}
+BELOW["main"] = {"commands", "errors", "__version__"}
+BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
 CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
 CORE["types"] = CORE["optimizers"] = set()
@@ -101,8 +103,10 @@ def test_in_the_core_a_second_paper_stands_on_the_first_and_all_on_the_types(ste
     assert siblings <= CORE[stem], f"core/{stem}.py imports {siblings - CORE[stem]}"
 
 
-def test_importing_the_package_costs_jax_flax_and_optax_only():
-    code = "import sys, adloco_jax; print(*{name.split('.')[0] for name in sys.modules})"
+def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_nothing():
+    code = "import sys, adloco_jax; assert not {'jax', 'numpy'} & set(sys.modules)"
+    code += "; adloco_jax.outer_step, adloco_jax.norm_test"
+    code += "; print(*{name.split('.')[0] for name in sys.modules})"
     code += "; print(*[name for name in sys.modules if name.startswith('adloco_jax.')])"
     run = subprocess.run(
         [sys.executable, "-c", code],

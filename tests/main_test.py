@@ -1,5 +1,7 @@
 import collections
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import shlex
@@ -13,12 +15,14 @@ from unittest import mock
 import pytest
 from ledgers import write_run
 
-from adloco_jax import BATCH_TESTS
+from adloco_jax import BATCH_TESTS, __version__
 from adloco_jax import main as cli
+from adloco_jax.commands import train
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import crashpoints, resume
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.config_file import record
+from adloco_jax.run.config_help import meanings
 from adloco_jax.run.resume import check_config, recorded_settings, write_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -37,7 +41,7 @@ def elsewhere(tmp_path, monkeypatch) -> Path:
 
 
 def configured(*overrides: str, config: str = "quickstart"):
-    return cli._configure(*cli._parse([f"--config={config}", *overrides]))[1]
+    return train._configure(*train._parse([f"--config={config}", *overrides]))[1]
 
 
 def value_of(config, key: str):
@@ -114,11 +118,59 @@ def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypa
     assert sys.path == path_before
 
 
-def test_help_names_every_key(capsys):
-    assert cli.main(["--help"]) == 0
+# --- Commands -------------------------------------------------------------------------------
+
+
+def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
+    assert cli.main(["--config=quickstart", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"config.{key}: " in out for key in KNOBS) and "--workdir: " in out
-    assert "config.batching.nu: a number in (0, 100] (default: 1.0)" in out
+    assert "--workdir " in out and "config.merge\n  Which trainers become one, and when" in out
+    entries = out.split("  --config.")
+    assert [entry.partition("\n")[0] for entry in entries[1:]] == list(KNOBS)
+    by_key = {entry.partition("\n")[0]: " ".join(entry.split()) for entry in entries}
+    assert "Devices that share one worker's parameters" in by_key["ensemble.model_shards"]
+    assert "Sequences per worker that a device holds" in by_key["batching.max_batch_size"]
+    assert by_key["batching.eta"].endswith("a number in (0, 100] (default: 0.8)")
+    assert by_key["inner.clip_norm"].endswith("(default: unset); unset with =none")
+    assert by_key["data.heldout_path"].endswith("text (default: ''); unset with =''")
+    assert all(len(text.split()) > 1 for text in meanings().values())
+
+
+def test_every_command_has_help_and_a_mistake_is_one_line(capsys):
+    assert cli.main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for name, text in cli.COMMANDS.items():
+        assert f"  {name:10} {text}\n" in overview
+        with contextlib.suppress(SystemExit):  # argparse's
+            assert cli.main([name, "--help"]) == 0
+        assert f"adloco {'train' if name == 'plan' else name}" in capsys.readouterr().out
+        (line,) = refused(capsys, name, "--stray", "--config=quickstart")[-1:]
+        assert "--stray" in line or "required" in line
+    (line,) = refused(capsys, "exprt")
+    assert line == "exprt: no such command; did you mean export? adloco --help lists them"
+
+
+def test_the_version_does_not_wait_for_jax(elsewhere):
+    code = "import sys; from adloco_jax.main import main; main(['--version'])"
+    code += "; print({'jax', 'numpy', 'absl'} & set(sys.modules))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment, text=True).splitlines() == [
+        f"adloco_jax {__version__}",
+        "set()",
+    ]
+
+
+def test_shipped_configs_are_listed_by_name_and_can_be_imported(capsys):
+    assert cli.main(["configs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    names = [path.stem for path in (ROOT / "configs").glob("[!_]*.py")]
+    assert len([line for line in listed if line.startswith("  ")]) == len(names)
+    for name in names:
+        module = importlib.import_module(f"adloco_jax.configs.{name}")
+        assert any(
+            line.split(maxsplit=1) == [name, module.__doc__.splitlines()[0]] for line in listed
+        )
 
 
 # --- Overrides and files that do not --------------------------------------------------------

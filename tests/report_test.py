@@ -6,25 +6,21 @@ import itertools
 import json
 import math
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import urllib.request
 from html import escape, unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from ledgers import ROUNDS, write_run
 
+from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import curves, live, report
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "report.py"
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -118,9 +114,8 @@ def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     run = write_run(folder / "a run", refusal=True)
     out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(sys, "argv", [str(SCRIPT), str(run), "--out", str(folder / "report")])
-        assert runpy.run_path(str(SCRIPT))["main"]() == 0
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["report", str(run), "--out", str(folder / "report")]) == 0
     path = folder / "report" / "index.html"
     assert out.getvalue() == f"report: {path}\n"
     return run, path
@@ -330,8 +325,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsy
             report.write(wrong, tmp_path / "report")
         assert "\n" not in str(raised.value)
     arguments = [str(tmp_path / "absent"), "--out", str(tmp_path / "report")]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    assert runpy.run_path(str(SCRIPT))["main"]() == 3
+    assert cli.main(["report", *arguments]) == 3
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert not (tmp_path / "report").exists()

@@ -237,7 +237,7 @@ def test_a_damaged_ledger_is_rebuilt_and_the_newest_checkpoint_goes_on(stopped, 
     with pytest.raises((CheckpointError, DataError)) as refusal:
         run(stopped)
     assert refusal.value.exit_code == 3 and path.read_bytes() == before
-    assert "--rebuild-ledger" in str(refusal.value) and "scripts/export.py" in str(refusal.value)
+    assert "--rebuild-ledger" in str(refusal.value) and "adloco export" in str(refusal.value)
     assert "rebuilt for the checkpoint of round 3" in rebuild_ledger(stopped)
     assert rebuild_ledger(stopped) is None  # once is enough
     left = [line for line in lines(whole.workdir) if line not in lost]

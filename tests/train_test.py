@@ -1,6 +1,7 @@
 """Whole runs of the toy: what they record, refuse and repeat."""
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -156,6 +157,48 @@ def test_a_model_without_parameters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="init_fn: its parameters hold no array"):
         run(tmp_path / "r", settings_of(), init_fn=lambda key: {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fit_refuses_wrong_arguments_by_name(tmp_path):
+    for wrong, expected in (
+        (dict(settings=default_config()), "settings: a ConfigDict; give what run.config.validate"),
+        (dict(workdir=3), "workdir: an int; give the path of a folder"),
+        (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray without heldout_rows, fingerprint, sha"),
+        (
+            dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
+            r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
+        ),
+        (dict(init_fn={}), "init_fn: a dict; give a function of a PRNG key that returns param"),
+        (
+            dict(loss_fn=None, init_fn=3),
+            "init_fn: an int; .*\nloss_fn: a NoneType; give a function",
+        ),
+        (
+            dict(params={"w": jnp.zeros(3)}),
+            r"params: params\['w'\] has shape \(3,\), init_fn gives \(6, 6\)",
+        ),
+    ):
+        given = {"settings": settings_of(), "workdir": tmp_path / "r"} | wrong
+        with pytest.raises(ConfigError, match=expected):
+            run(**given)
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike(type(corpus())):
+    """The toy's rows, those of every trainer alike."""
+
+    def batch(self, trainer, stream, start, count):
+        return super().batch(0, stream % 2, start, count)
+
+
+def test_two_trainers_that_are_dealt_identical_rows_are_noticed(tmp_path):
+    rows = Alike(corpus().rows)
+    with pytest.raises(DataError, match="trainer 0, stream 0 and trainer 1, stream 2 the same 6 r"):
+        run(tmp_path / "r", settings_of(), corpus=rows)
+    # A corpus of a few different rows may give them out in one order by chance.
+    few = Alike(np.tile(corpus().rows[:4], (8, 1)))
+    run(tmp_path / "few", settings_of(num_rounds=1), corpus=few)
 
 
 def test_evaluation_does_not_change_the_training(tmp_path, growing):

@@ -7,6 +7,7 @@ web page stay characters, so only the packing ends a document.
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import unicodedata
@@ -231,7 +232,21 @@ def _save_backend(backend, eot: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def _require_sentencepiece(path: Path) -> None:
+    """ConfigError if a tokenizer is a SentencePiece model alone, and what reads it is missing."""
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    is_model = any(file.suffix == ".model" for file in files)
+    if any(file.name == "tokenizer.json" for file in files) or not is_model:
+        return
+    if importlib.util.find_spec("sentencepiece") is None:
+        raise ConfigError(
+            f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
+            " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
+        )
+
+
 def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    _require_sentencepiece(path)
     import sentencepiece
 
     with _damage_is_a_data_error(path):
@@ -299,6 +314,7 @@ def _converted(path: Path):
 
 
 def _folder_tokenizer(path: Path) -> Tokenizer:
+    _require_sentencepiece(path)
     # Else its import advises on standard error to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

@@ -15,6 +15,7 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
+from adloco_jax.errors import DataError
 from adloco_jax.run.programs import (
     AUTO_TEST_MAX,
     AUTO_TEST_MIN,
@@ -27,6 +28,7 @@ from adloco_jax.run.programs import (
 from adloco_jax.run.sharding import reshard
 from adloco_jax.settings import Settings
 
+_COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them must differ
 AUTO_TEST_FRAC = 0.04  # of a round's sequences, for the batch-size test
 
 
@@ -194,7 +196,7 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, lines, firsts = [], {}, {}
+    parts, lines, firsts, dealt = [], {}, {}, {}
     for group in groups:
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
@@ -202,6 +204,7 @@ def make_batch(
         for place, worker in enumerate(group.workers):
             flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
             firsts[worker] = flat[: count_R[worker]]
+            dealt[worker] = flat[:_COMPARED]
         rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
         flag_T = update_flags(group.plan)
         parts.append(
@@ -215,24 +218,47 @@ def make_batch(
                 for t in range(0, group.plan.num_micro_batches, steps)
             ]
         )
-        for position in group.trainers:
-            trainer, workers = control.trainers[position], control.workers_of(position)
-            lines[position] = {
-                "round": control.round + 1,
-                "trainer": trainer.id,
-                "workers": len(workers),
-                "requested_batch_size": trainer.requested_batch_size,
-                "steps_per_round": settings.inner.steps_per_round * trainer.round_length,
-                "micro_batch_size": size,
-                "num_accum_steps": group.plan.num_accum_steps,
-                "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
-            }
+        lines |= {m: _planned(control, m, group, rate_TR, settings) for m in group.trainers}
+    if control.round == 0:
+        _require_different_rows(control, dealt)
     tests = []
     for group, at, test_RBL in tested:
         for place, worker in enumerate(group.workers):
             test_RBL[place, : count_R[worker]] = firsts[worker]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
     return Batch(plans, groups, parts, tests, [lines[m] for m in sorted(lines)])
+
+
+def _planned(
+    control: Control, position: int, group: Group, rate_TR: np.ndarray, settings: Settings
+) -> dict:
+    """A trainer's fields of the ledger, as far as the plan decides them."""
+    trainer, workers = control.trainers[position], control.workers_of(position)
+    return {
+        "round": control.round + 1,
+        "trainer": trainer.id,
+        "workers": len(workers),
+        "requested_batch_size": trainer.requested_batch_size,
+        "steps_per_round": settings.inner.steps_per_round * trainer.round_length,
+        "micro_batch_size": group.plan.micro_batch_size,
+        "num_accum_steps": group.plan.num_accum_steps,
+        "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
+    }
+
+
+def _require_different_rows(control: Control, dealt: Mapping[int, np.ndarray]) -> None:
+    """DataError if two workers read the same rows: they would compute the same update."""
+    first_with = {}
+    for worker, rows_BL in dealt.items():
+        place = (control.trainers[control.owners[worker]].id, control.streams[worker])
+        before = first_with.setdefault(rows_BL.tobytes(), place)
+        # Few different rows may coincide by chance, and of another process all are zero.
+        if before != place and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
+            raise DataError(
+                f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
+                f" {place[0]}, stream {place[1]} the same {len(rows_BL)} rows; choose rows by both"
+                " arguments, trainer and stream"
+            )
 
 
 def update_flags(plan: RoundPlan) -> np.ndarray:

@@ -19,6 +19,8 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.run.config import custom_entries
 from adloco_jax.settings import Settings
 
+# In the repository the package's folder is a link to the top-level one.
+SHIPPED = (Path(__file__).parents[1] / "configs").resolve()
 _MAX_BYTES = 2**20
 _MAX_RECORD_BYTES = 2**26
 
@@ -32,19 +34,18 @@ T = TypeVar("T")
 
 
 def find(name: str | None) -> Path:
-    """Looks for a config file from here, and beside the package as a path or a bare name.
+    """Looks for a config file from here, then among those that ship as a path or a bare name.
 
     Raises:
-      ConfigError: If there is none; names those beside the package.
+      ConfigError: If there is none; lists those that ship.
     """
     if name is None:
-        raise ConfigError("--config: missing; name a file, such as configs/quickstart.py")
-    home = Path(__file__).resolve().parents[2]
-    for path in (Path(name), home / name, home / "configs" / f"{name}.py"):
+        raise ConfigError("--config: missing; name one that `adloco configs` lists, or a file")
+    for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
             return path
-    known = ", ".join(sorted(file.stem for file in home.glob("configs/*.py"))) or "none"
-    raise ConfigError(f"--config {name}: no such file; configs beside the package: {known}")
+    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("[!_]*.py")))
+    raise ConfigError(f"--config {name}: no such file; those that come with adloco_jax: {known}")
 
 
 def load(path: Path, function: str, kind: type[T]) -> T:

@@ -27,7 +27,7 @@ _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
 _ADVICE = (
     "restore the file from a copy, or give --rebuild-ledger to go on from the newest whole"
-    " checkpoint with the lines that can be read; scripts/export.py makes a model of a checkpoint"
+    " checkpoint with the lines that can be read; `adloco export` makes a model of a checkpoint"
 )
 
 

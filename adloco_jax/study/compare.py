@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -238,7 +239,7 @@ def tabulate(
     curves: dict[str, dict[int, list[dict[str, float]]]] = {}
     starts, recorded = [], results.read(results_file) if results_file is not None else {}
     for run in runs_of(comparison, folder):
-        line = recorded.get(results.key(run))
+        line: dict[str, Any] | None = recorded.get(results.key(run))
         if line is None:
             if not _is_finished(run.workdir):
                 raise DataError(f"{run.workdir}: not finished; run the comparison again")

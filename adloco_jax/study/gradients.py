@@ -387,7 +387,7 @@ def _training_rows(
     if isinstance(corpus, Streaming):
         raise ConfigError(
             f"{workdir}: its data are a stream, of which no random rows can be drawn; prepare them"
-            " (scripts/prepare_data.py) and train on that"
+            " (`adloco prepare`) and train on that"
         )
     if not starts or corpus.fingerprint != starts[-1]["data_fingerprint"]:
         raise DataError(

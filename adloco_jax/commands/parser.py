@@ -1,0 +1,32 @@
+"""The options of a command beside `train`, whose options are the keys of a config."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from adloco_jax.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Options that may be written with hyphens or underscores; a mistake is one line."""
+
+    def __init__(self, command: str, card: str | None):
+        super().__init__(
+            prog=f"adloco {command}",
+            description=card,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses the words after the command, `--num_sequences` as `--num-sequences`."""
+        return self.parse_args([_hyphenated(word) for word in words])
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a ConfigError in place of printing the usage and exiting."""
+        raise ConfigError(f"{message}; {self.prog} --help lists what there is")
+
+
+def _hyphenated(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else word

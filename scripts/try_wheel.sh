@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Uses the wheel in dist/ as a stranger does: a fresh environment, an empty folder.
+#
+#   PYTHON=python3.12 scripts/try_wheel.sh constraints/py312.txt
+set -euo pipefail
+
+wheel=$(realpath dist/*.whl)
+constraints=$(realpath "$1")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+"${PYTHON:-python3}" -m venv "$scratch/venv"
+"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check -c "$constraints" "$wheel"
+mkdir "$scratch/empty"
+cd "$scratch/empty"
+unset PYTHONPATH
+export PATH="$scratch/venv/bin:$PATH"
+
+if python -m zipfile --list "$wheel" | grep -E '(^|/)(tests?|conftest)(/|_|\.)'; then
+  echo "the wheel has tests in it" >&2
+  exit 1
+fi
+python - <<'PYTHON'
+import adloco_jax.configs.diloco
+from importlib import resources
+
+assert "site-packages" in adloco_jax.__file__
+assert resources.files("adloco_jax").joinpath("py.typed").is_file()
+adloco_jax.configs.diloco.get_config()
+PYTHON
+adloco --version
+adloco configs | grep quickstart
+adloco plan --config quickstart
+adloco train --config quickstart --config.num_rounds=2 --workdir run
+test -s run/report/index.html -a -s run/export/model.safetensors
+adloco generate --model run/export --samples 1 --tokens 20
