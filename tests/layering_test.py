@@ -19,8 +19,9 @@ BELOW = {
     "__version__": set(),
 }
 BELOW["accounting"] = set()
+BELOW["learning_rates"] = {"settings", "accounting"}
 BELOW["batch_sizes"] = {"core", "settings", "accounting"}
-BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes"}
+BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes", "learning_rates"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
@@ -29,7 +30,7 @@ BELOW["study"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["study"] | {"study"}
 # What a module of `core` may import of the others.
 CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
-CORE["types"] = CORE["optimizers"] = set()
+CORE["types"] = CORE["optimizers"] = CORE["round_lengths"] = set()
 CORE["gradstats"] = CORE["inner"] = {"types", "arguments"}
 CORE["outer"] = {"types", "arguments", "aggregate", "compress", "inner"}
 CORE["streaming"] = {"types", "compress", "outer"}
@@ -37,7 +38,7 @@ PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-PURE = ("core", "models", "settings", "accounting", "batch_sizes", "adloco")  # rooms below the line
+PURE = ("core", "models", "settings", "accounting", "batch_sizes", "learning_rates", "adloco")  # rooms below the line
 
 
 def room_of(path):
