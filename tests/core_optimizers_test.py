@@ -126,50 +126,51 @@ def test_a_model_without_hidden_matrices_is_refused():
         MUON.init({"w": jnp.zeros((3, 3))})
 
 
-# --- Nesterov by interval
+# --- Nesterov by interval, in float64
+
+
+def sums(tx, grads, extras):
+    """How far updates one after another move parameters, and the momentum after them."""
+    with jax.enable_x64(True):
+        state, moved = tx.init(jnp.zeros(5)), jnp.zeros(5)
+        for grad, extra in zip(grads, extras, strict=True):
+            updates, state = tx.update(jnp.asarray(grad), state, moved, **extra)
+            moved = moved + updates
+        (momentum,) = jax.tree.leaves(state)
+        return np.asarray(moved), np.asarray(momentum)
 
 
 def by_interval(momentum, grads, intervals):
-    """How far rounds of these lengths move parameters, and the momentum after them."""
     outer = dataclasses.replace(validate(default_config()).outer, momentum=momentum)
     tx = OUTER_OPTIMIZERS["nesterov_by_interval"](outer)
-    state, moved = tx.init(jnp.zeros(5)), jnp.zeros(5)
-    for grad, interval in zip(grads, intervals, strict=True):
-        updates, state = tx.update(grad, state, moved, interval=jnp.float32(interval))
-        moved = moved + updates
-    return moved, state.trace
+    return sums(tx, grads, [{"interval": interval} for interval in intervals])
 
 
-GRADS = np.random.default_rng(4).normal(size=(3, 5)).astype(np.float32)
+GRADS = np.random.default_rng(4).normal(size=(3, 5))
 MOMENTA = pytest.mark.parametrize("momentum", [0.0, 0.6, 0.9, 0.99])
 
 
 @MOMENTA
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_a_round_of_so_many_base_rounds_is_so_many_updates_of_nesterov(momentum, length):
-    tx = optax.sgd(1.0, momentum=momentum, nesterov=True)
-    state, expected = tx.init(jnp.zeros(5)), jnp.zeros(5)
-    for grad in GRADS:
-        for _ in range(length):
-            updates, state = tx.update(grad / length, state)
-            expected = expected + updates
-    moved, trace = by_interval(momentum, GRADS, [length] * 3)
-    np.testing.assert_allclose(moved, expected, rtol=2e-5)
-    np.testing.assert_allclose(trace, state[0].trace, rtol=2e-5)
+    nesterov = optax.sgd(1.0, momentum=momentum, nesterov=True)
+    parts = sums(nesterov, np.repeat(GRADS / length, length, axis=0), [{}] * 3 * length)
+    for one, other in zip(by_interval(momentum, GRADS, [length] * 3), parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
 @MOMENTA
 def test_a_round_is_its_parts_wherever_it_is_cut(momentum):
     """Lengths are any positive numbers: 0.3 and 1.9 base rounds are 2.2."""
+    shares = np.array([[1], [0.3 / 2.2], [1.9 / 2.2]])
     whole = by_interval(momentum, GRADS[[0, 1]], [1.0, 2.2])
-    shares = [[1.0], [0.3 / 2.2], [1.9 / 2.2]]
-    parts = by_interval(momentum, GRADS[[0, 1, 1]] * np.float32(shares), [1.0, 0.3, 1.9])
+    parts = by_interval(momentum, GRADS[[0, 1, 1]] * shares, [1.0, 0.3, 1.9])
     for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
-def test_a_round_of_no_length_and_no_difference_keeps_the_momentum():
-    moved, trace = by_interval(0.9, GRADS[:1], [1.0])
-    still, kept = by_interval(0.9, [GRADS[0], np.zeros(5, np.float32)], [1.0, 0.0])
-    np.testing.assert_allclose(still, moved, rtol=1e-5)
-    np.testing.assert_allclose(kept, trace, rtol=1e-5)
+def test_a_round_of_no_length_and_no_difference_changes_next_to_nothing():
+    before = by_interval(0.9, GRADS[:1], [1.0])
+    after = by_interval(0.9, [GRADS[0], np.zeros(5)], [1.0, 0.0])
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)

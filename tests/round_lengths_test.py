@@ -76,16 +76,17 @@ def test_a_linear_ramp_follows_the_share_of_the_run():
 def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "warmup_updates": 8}
     settings = settings_of(inner=inner)
-    trainers = [Trainer(0, 4, updates=4), Trainer(1, 4, updates=30), Trainer(2, 4, round_length=3)]
+    trainers = [Trainer(0, 4, updates=4), Trainer(1, 12, updates=30), Trainer(2, 4, round_length=3)]
     control = Control(trainers, [0, 1, 1, 2], [0, 1, 2, 3], 4, 4)
     plans = {m: adloco.round_plan(control, m, settings) for m in range(3)}
-    found = [
-        batches.intervals(group, batches.learning_rates(control, group, settings), settings)
-        for group in batches.group_trainers(control, plans, model_shards=1)
-    ]
-    assert [interval_M.dtype for interval_M in found] == [np.float32] * 2
-    # (5 + 6 + 7 + 8) / 8 of 4 updates; 4; and 36 / 8 + 4 of 12.
-    np.testing.assert_allclose(np.concatenate(found), [3.25 / 4, 1, 8.5 / 4], rtol=1e-6)
+    found = {}
+    for group in batches.group_trainers(control, plans, model_shards=1):
+        rate_TR = batches.learning_rates(control, group, settings)
+        interval_M = batches.intervals(group, rate_TR, settings)
+        assert interval_M.dtype == np.float32
+        found |= dict(zip(group.trainers, interval_M, strict=True))
+    # 4 updates of 5, 6, 7 and 8 eighths; 4, each of 3 micro-batches; 12, of which 8 warm up.
+    assert found == {0: pytest.approx(3.25 / 4), 1: pytest.approx(1), 2: pytest.approx(8.5 / 4)}
 
 
 def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monkeypatch):

@@ -111,9 +111,9 @@ def outer_step(
 
     Raises:
       ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
-        `learning_rate_SR`, `weights_R` or `interval_M` has another shape, `precision` is unknown, parameters are
-        complex or none is floating-point, `loss_fn` does not return one number, or needs a key and
-        has none, or a transformation is one of those above.
+        `learning_rate_SR`, `weights_R` or `interval_M` has another shape, `precision` is unknown,
+        parameters are complex or none is floating-point, `loss_fn` does not return one number, or
+        needs a key and has none, or a transformation is one of those above.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """

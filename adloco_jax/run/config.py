@@ -327,8 +327,7 @@ _RULES: dict[str, Callable[..., bool]] = {
             c.inner.schedule == "constant"
             or c.num_tokens
             or (
-                c.inner.max_steps_per_round is None
-                and c.inner.round_length == "fixed"
+                (c.inner.max_steps_per_round, c.inner.round_length) == (None, "fixed")
                 and (c.inner.unit == "updates" or c.switch.mode == "clip")
             )
         )
@@ -336,13 +335,10 @@ _RULES: dict[str, Callable[..., bool]] = {
     "a ramp needs an end; set inner.max_steps_per_round": (
         lambda c: c.inner.round_length != "linear" or c.inner.max_steps_per_round is not None
     ),
-    (
-        "the length of a round is not known to what is synchronised in parts or late; set"
-        " outer.tx='nesterov', or outer.fragments=1 and outer.delay_updates=0"
-    ): (
+    "it takes whole synchronisations at the ends of rounds; set outer.tx='nesterov'": (
         lambda c: (
             c.outer.tx != "nesterov_by_interval"
-            or (c.outer.fragments == 1 and c.outer.delay_updates == 0)
+            or (c.outer.fragments, c.outer.delay_updates) == (1, 0)
         )
     ),
     "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
