@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
     from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+    from adloco_jax.core.round_lengths import ROUND_LENGTHS
     from adloco_jax.core.streaming import (
         outer_update_fragment,
         put_fragment,
@@ -75,6 +76,7 @@ __all__ = [
     "INNER_OPTIMIZERS",
     "MERGE_POLICIES",
     "OUTER_OPTIMIZERS",
+    "ROUND_LENGTHS",
     "Result",
     "RoundMetrics",
     "State",

@@ -8,6 +8,7 @@ run goes on is its `State`.
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,9 +23,12 @@ from adloco_jax.accounting import (
     with_cost,
 )
 from adloco_jax.batch_sizes import Decision, Stats, with_batch_sizes
+from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import switch_mode
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
+from adloco_jax.core.round_lengths import ROUND_LENGTHS
 from adloco_jax.core.types import Ensemble
+from adloco_jax.learning_rates import learning_rate
 from adloco_jax.settings import Settings
 
 
@@ -167,21 +171,69 @@ def is_over(control: Control, settings: Settings) -> bool:
 
 def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     """Switch mode, and the micro-batch rounded up to its bucket (section 4.4)."""
-    largest, its = planned_max_batch_size(control), control.trainers[trainer]
-    size, accum = switch_mode(
-        its.requested_batch_size,
-        max_batch_size=largest,
-        multiplier=settings.switch.multiplier,
-        mode=settings.switch.mode,
-    )
-    bucket = min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest)
-    steps = settings.inner.steps_per_round * its.round_length
+    bucket, accum = _micro_batches(control, trainer, settings)
+    steps = round_steps(control, trainer, settings)
     if settings.inner.unit == "microbatches":
         accum = min(accum, steps)  # a round has no more to average
         plan = RoundPlan(bucket, accum, steps, -(-steps // accum))
     else:
         plan = RoundPlan(bucket, accum, steps * accum, steps)
     return smaller_plan(plan, control, settings)
+
+
+def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[int, int]:
+    """The micro-batch of a trainer's next round, and how many of them an update averages."""
+    largest = planned_max_batch_size(control)
+    size, accum = switch_mode(
+        control.trainers[trainer].requested_batch_size,
+        max_batch_size=largest,
+        multiplier=settings.switch.multiplier,
+        mode=settings.switch.mode,
+    )
+    return min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest), accum
+
+
+def round_steps(control: Control, trainer: int, settings: Settings) -> int:
+    """Steps of a trainer's next round: its rule's, times what its test has let rounds grow by.
+
+    A rule's steps are rounded down to whole base rounds, of which there is at least one, and no
+    more than reach the end of a run that tokens end.
+    """
+    inner, its = settings.inner, control.trainers[trainer]
+    bucket, accum = _micro_batches(control, trainer, settings)
+    rate = learning_rate(
+        control,
+        settings,
+        updates=its.updates,
+        tokens=control.tokens_total,
+        batch_size=bucket * accum,
+    )
+    available = {
+        **vars(inner),
+        "next_rate": float(rate),
+        "updates": its.updates,
+        "round_index": control.round,
+        "share_done": share_done(control.round, control.tokens_total, settings),
+    }
+    wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
+    left = np.ceil(_base_rounds_left(control, settings) / its.round_length)
+    # What rounding errors have taken away does not cost a base round.
+    length = math.floor(min(wanted / inner.steps_per_round + 1e-9, left))
+    steps = inner.steps_per_round * its.round_length * max(length, 1)
+    return min(steps, inner.max_steps_per_round or steps)
+
+
+def _base_rounds_left(control: Control, settings: Settings) -> float:
+    """Rounds of the base length, of all trainers, until tokens end the run."""
+    if settings.num_tokens is None:
+        return math.inf
+    inner, sequences = settings.inner, 0  # of a step
+    for trainer in range(len(control.trainers)):
+        bucket, accum = _micro_batches(control, trainer, settings)
+        per_step = bucket * (accum if inner.unit == "updates" else 1)
+        sequences += control.owners.count(trainer) * per_step
+    tokens = inner.steps_per_round * sequences * settings.data.sequence_length
+    return (settings.num_tokens - control.tokens_total) / tokens
 
 
 def planned_max_batch_size(control: Control) -> int:

@@ -13,6 +13,7 @@ from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.merge import MERGE_POLICIES
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.core.round_lengths import ROUND_LENGTHS
 from adloco_jax.models.architectures import ARCHITECTURES
 
 _COUNT = "[1, 2147483647]"  # counts are int32 on the device
@@ -103,8 +104,13 @@ class Inner:
     """What a worker does between two synchronisations."""
 
     steps_per_round: int = _knob(200, _COUNT)  # S, from sync to sync (AdLoCo table A.2)
-    # Rounds may grow to so many updates, a multiple of steps_per_round; unset: they do not.
+    # Rounds may grow to so many updates, a multiple of steps_per_round; unset: the batch-size test
+    # lets none grow, and a rule's are as long as it says.
     max_steps_per_round: int | None = _knob(None, _COUNT)
+    # Rule for a round's steps, in whole multiples of steps_per_round (docs/algorithm.md, 1): linear
+    # to max_steps_per_round over the run; qsr: (qsr_alpha / learning rate)^2 (arXiv 2310.14423).
+    round_length: str = _knob("fixed", table=ROUND_LENGTHS)
+    qsr_alpha: float = _knob(0.0175, "(0, 100]")  # its ViT-B's, by AdamW at a peak rate of 0.008
     unit: Literal["updates", "microbatches"] = _knob("updates")  # that S counts (AdLoCo: latter)
     # The workers' optimizer. muon: for the matrices of hidden layers (`Architecture.label_params`),
     # adamw for the rest, at one rate: MuLoCo's is 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv
@@ -131,7 +137,7 @@ class Outer:
 
     tx: str = _knob("nesterov", table=OUTER_OPTIMIZERS)  # of trainers; AdLoCo: sgd at 0.5
     learning_rate: float = _knob(0.7, "(0, 100]")  # of a round's pseudo-gradient (DiLoCo)
-    momentum: float = _knob(0.9, "[0, 1)")  # decay of earlier pseudo-gradients; nesterov only
+    momentum: float = _knob(0.9, "[0, 1)")  # decay of earlier pseudo-gradients; both nesterovs
     weight_decay: float = _knob(0.0, "[0, 100]")  # decoupled, times the rate; adamw only
     # How a trainer's workers' differences become its pseudo-gradient (docs/algorithm.md, 1).
     aggregator: str = _knob("mean", table=AGGREGATORS)

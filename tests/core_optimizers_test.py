@@ -1,4 +1,4 @@
-"""Muon: what it does to hidden matrices, against NumPy, and what it leaves to AdamW."""
+"""Muon, against NumPy and AdamW, and Nesterov's momentum by the length of rounds."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.models.architectures import label_matrices
 from adloco_jax.run.config import default_config, validate
 
@@ -124,3 +124,53 @@ def test_embeddings_head_and_vectors_move_exactly_as_with_adamw(updates):
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
         MUON.init({"w": jnp.zeros((3, 3))})
+
+
+# --- Nesterov by interval, in float64
+
+
+def sums(tx, grads, extras):
+    """How far updates one after another move parameters, and the momentum after them."""
+    with jax.enable_x64(True):
+        state, moved = tx.init(jnp.zeros(5)), jnp.zeros(5)
+        for grad, extra in zip(grads, extras, strict=True):
+            updates, state = tx.update(jnp.asarray(grad), state, moved, **extra)
+            moved = moved + updates
+        (momentum,) = jax.tree.leaves(state)
+        return np.asarray(moved), np.asarray(momentum)
+
+
+def by_interval(momentum, grads, intervals):
+    outer = dataclasses.replace(validate(default_config()).outer, momentum=momentum)
+    tx = OUTER_OPTIMIZERS["nesterov_by_interval"](outer)
+    return sums(tx, grads, [{"interval": interval} for interval in intervals])
+
+
+GRADS = np.random.default_rng(4).normal(size=(3, 5))
+MOMENTA = pytest.mark.parametrize("momentum", [0.0, 0.6, 0.9, 0.99])
+
+
+@MOMENTA
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_round_of_so_many_base_rounds_is_so_many_updates_of_nesterov(momentum, length):
+    nesterov = optax.sgd(1.0, momentum=momentum, nesterov=True)
+    parts = sums(nesterov, np.repeat(GRADS / length, length, axis=0), [{}] * 3 * length)
+    for one, other in zip(by_interval(momentum, GRADS, [length] * 3), parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+@MOMENTA
+def test_a_round_is_its_parts_wherever_it_is_cut(momentum):
+    """Lengths are any positive numbers: 0.3 and 1.9 base rounds are 2.2."""
+    shares = np.array([[1], [0.3 / 2.2], [1.9 / 2.2]])
+    whole = by_interval(momentum, GRADS[[0, 1]], [1.0, 2.2])
+    parts = by_interval(momentum, GRADS[[0, 1, 1]] * shares, [1.0, 0.3, 1.9])
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_a_round_of_no_length_and_no_difference_changes_next_to_nothing():
+    before = by_interval(0.9, GRADS[:1], [1.0])
+    after = by_interval(0.9, [GRADS[0], np.zeros(5)], [1.0, 0.0])
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -504,6 +504,25 @@ def test_random_keys_in_states_and_parameters_go_through_a_round():
     assert after.params_M["count"].tolist() == [7, 7]
 
 
+def test_each_trainers_interval_reaches_an_outer_optimizer_that_takes_it():
+    """Of the one that does not, the rounds are what they are without."""
+
+    def update(updates, state, params=None, *, interval, **_):
+        return jax.tree.map(lambda update: -interval * update, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(PLAIN.init, update)
+    batch = batch_of(2, 3, 4)
+    for outer_tx, factors in ((scaled, [0.5, 2.0]), (optax.chain(scaled), [0.5, 2.0]), (PLAIN, 1)):
+        start = different_trainers(2, [0, 0, 1], SGD, outer_tx)
+        ended, _ = step_of(SGD, outer_tx)(start, batch, interval_M=np.float32([0.5, 2.0]))
+        plain, _ = step_of(SGD, PLAIN)(different_trainers(2, [0, 0, 1], SGD, PLAIN), batch)
+        for name, leaf_M in start.params_M.items():
+            went_M, goes_M = ended.params_M[name] - leaf_M, plain.params_M[name] - leaf_M
+            shape = (2, *[1] * (leaf_M.ndim - 1))
+            expected_M = goes_M * np.broadcast_to(factors, 2).reshape(shape)
+            np.testing.assert_allclose(went_M, expected_M, rtol=1e-4, atol=1e-7)
+
+
 KEEPS = "{} holds parameters of its own"
 TO_REFUSE = [
     ("inner_tx", optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),

@@ -18,6 +18,7 @@ from adloco_jax import (
     INNER_OPTIMIZERS,
     MERGE_POLICIES,
     OUTER_OPTIMIZERS,
+    ROUND_LENGTHS,
 )
 from adloco_jax.run import config_file
 from adloco_jax.run.config import validate
@@ -34,7 +35,8 @@ SNIPPETS = [snippet for snippet in SNIPPETS if not any(name in snippet for name 
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
     with contextlib.ExitStack() as stack:
-        for table in (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, INNER_OPTIMIZERS, OUTER_OPTIMIZERS):
+        optimizers = (INNER_OPTIMIZERS, OUTER_OPTIMIZERS)
+        for table in (AGGREGATORS, BATCH_TESTS, MERGE_POLICIES, ROUND_LENGTHS, *optimizers):
             stack.enter_context(mock.patch.dict(table))
         yield
 
@@ -53,7 +55,7 @@ def test_a_snippet_trains(index, tmp_path):
     settings = settings_of(
         num_rounds=3,
         ensemble={"num_trainers": 2 if policy in SNIPPETS[index] else 1, "num_workers": 2},
-        inner={"tx": own.inner.tx},
+        inner={"tx": own.inner.tx, "round_length": own.inner.round_length},
         outer={"tx": own.outer.tx, "aggregator": own.outer.aggregator},
         batching={"test": test, "test_batch_size": 8},
         merge={"policy": policy, "every_rounds": 2},
@@ -65,6 +67,8 @@ def test_a_snippet_trains(index, tmp_path):
     events = read(tmp_path / "run" / "ledger.jsonl")
     if test == "noise_scale":
         assert any(e["test_value"] for e in events if e["event"] == "round")
+    if own.inner.round_length == "post_local":
+        assert [e["updates"] for e in events if e["event"] == "round"] == [3, 3, 12]
     if policy == "highest_losses":
         (merge,) = (e for e in events if e["event"] == "merge")
         assert merge["loss_before"] == sorted(merge["loss_before"])  # the best represents

@@ -19,8 +19,9 @@ BELOW = {
     "__version__": set(),
 }
 BELOW["accounting"] = set()
+BELOW["learning_rates"] = {"settings", "accounting"}
 BELOW["batch_sizes"] = {"core", "settings", "accounting"}
-BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes"}
+BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes", "learning_rates"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
@@ -31,7 +32,7 @@ BELOW["main"] = {"commands", "errors", "__version__"}
 BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
 CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
-CORE["types"] = CORE["optimizers"] = set()
+CORE["types"] = CORE["optimizers"] = CORE["round_lengths"] = set()
 CORE["gradstats"] = CORE["inner"] = {"types", "arguments"}
 CORE["outer"] = {"types", "arguments", "aggregate", "compress", "inner"}
 CORE["streaming"] = {"types", "compress", "outer"}
@@ -39,7 +40,8 @@ PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "itertools", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-PURE = ("core", "models", "settings", "accounting", "batch_sizes", "adloco")  # rooms below the line
+PURE = ("core", "models", "settings", "accounting", "batch_sizes")  # rooms below the line
+PURE += ("learning_rates", "adloco")
 
 
 def room_of(path):

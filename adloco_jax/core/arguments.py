@@ -151,8 +151,11 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """`tx.update`, after checking that its state keeps no parameters of its own."""
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`tx.update`, after checking that its state keeps no parameters of its own.
+
+    Extra arguments, by name, are given to a transformation that takes some.
+    """
 
     def keeps_params(node):
         # Opaque SAM holds none between updates.
@@ -165,9 +168,9 @@ def checked_update(
                 " of them, which the outer update would not move; build it without"
             )
 
-    def update(grads, state, params):
+    def update(grads, state, params, **extra):
         try:
-            return tx.update(grads, state, params)
+            return optax.with_extra_args_support(tx).update(grads, state, params, **extra)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise

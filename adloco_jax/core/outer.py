@@ -58,6 +58,7 @@ def outer_step(
     has_aux: bool = False,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
+    interval_M: Float[Array, " M"] | Sequence[float] | None = None,
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
@@ -69,7 +70,7 @@ def outer_step(
     Parameters are the floating-point leaves of any pytree: a dict, a named tuple, `flax.nnx.State`,
     the arrays of a partitioned Equinox module. Others, such as typed PRNG keys and counts, are
     given to `loss_fn` and stay as they are. Transformations get gradients, state and parameters, no
-    more:
+    more, except for the `interval` of `interval_M`:
 
     - Those that need a `value`, the loss, are refused: `optax.contrib.reduce_on_plateau`,
       `optax.lbfgs`, `optax.polyak_sgd`, line searches.
@@ -101,15 +102,18 @@ def outer_step(
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel between workers: "float32", "bfloat16",
         "int8" or "int4".
+      interval_M: Each trainer's round in rounds of a base length, above 0: the extra argument
+        `interval` of an `outer_tx` that takes some, such as the table's `nesterov_by_interval`;
+        None gives none.
 
     Returns:
       The ensemble after the round, and its metrics.
 
     Raises:
       ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
-        `learning_rate_SR` or `weights_R` has another shape, `precision` is unknown, parameters are
-        complex or none is floating-point, `loss_fn` does not return one number, or needs a key and
-        has none, or a transformation is one of those above.
+        `learning_rate_SR`, `weights_R` or `interval_M` has another shape, `precision` is unknown,
+        parameters are complex or none is floating-point, `loss_fn` does not return one number, or
+        needs a key and has none, or a transformation is one of those above.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
@@ -139,6 +143,7 @@ def outer_step(
         weights_R=weights_R,
         aggregate=aggregate,
         precision=precision,
+        interval_M=interval_M,
     )
     loss_SAR, skipped_SAR, *aux_SAR = jax.tree.map(
         lambda leaf: leaf.reshape(num_updates, num_accum_steps, *leaf.shape[1:]), measured_TR
@@ -205,6 +210,7 @@ def outer_update(
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
+    interval_M: Float[Array, " M"] | Sequence[float] | None = None,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
@@ -229,6 +235,7 @@ def outer_update(
       aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
+      interval_M: Each trainer's round in rounds of a base length, as `outer_step` says.
       reduce_scatter: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
         differences, packed, and whether they are usable. Where workers are spread over devices, a
         sharding constraint by which each device holds its shard of the parameters for all workers.
@@ -239,8 +246,8 @@ def outer_update(
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
 
     Raises:
-      ValueError: While tracing, as `outer_step` does for `weights_R`, `precision`, parameters and
-        `outer_tx`.
+      ValueError: While tracing, as `outer_step` does for `weights_R`, `interval_M`, `precision`,
+        parameters and `outer_tx`.
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
@@ -248,6 +255,7 @@ def outer_update(
     """
     owners = ensemble.owners
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
+    interval_M = checked_factors("interval_M", interval_M, (ensemble.num_trainers,))
     transform = checked_update(
         "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
     )
@@ -270,7 +278,10 @@ def outer_update(
     )
     norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
     is_usable_M &= jnp.isfinite(norm_M)
-    updates_M, outer_state_M = jax.vmap(transform)(pseudo_grad_M, ensemble.outer_state_M, start_M)
+    extra_M = {} if interval_M is None else {"interval": interval_M}
+    updates_M, outer_state_M = jax.vmap(transform)(
+        pseudo_grad_M, ensemble.outer_state_M, start_M, **extra_M
+    )
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if precision != "float32":
         updates_M = _send(updates_M, single_M, precision, all_gather)

@@ -9,13 +9,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from adloco_jax.accounting import Control, RoundPlan, single_since
+from adloco_jax.accounting import Control, RoundPlan
+from adloco_jax.adloco import round_steps
 from adloco_jax.batch_sizes import measures_gradients
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
 from adloco_jax.errors import DataError
+from adloco_jax.learning_rates import learning_rate
 from adloco_jax.run.programs import (
     AUTO_TEST_MAX,
     AUTO_TEST_MIN,
@@ -104,6 +106,8 @@ class Batch(NamedTuple):
     parts: list[list[tuple[Array, np.ndarray, np.ndarray, np.ndarray | None]]]
     """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]; for a
     loss that takes `key` each worker's trainer id, stream, and first sequence of it [R, 3]."""
+    intervals: list[np.ndarray]
+    """By group: float32 [M of the group], the round's length in base rounds, see `intervals`."""
     tests: list[Test]
     lines: list[dict]
     """The round's ledger fields by trainer, as far as the plan decides them."""
@@ -196,7 +200,7 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, lines, firsts, dealt = [], {}, {}, {}
+    parts, intervals_M, lines, firsts, dealt = [], [], {}, {}, {}
     for group in groups:
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
@@ -207,6 +211,7 @@ def make_batch(
             dealt[worker] = flat[:_COMPARED]
         rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
         flag_T = update_flags(group.plan)
+        intervals_M.append(intervals(group, rate_TR, settings))
         parts.append(
             [
                 (
@@ -226,7 +231,7 @@ def make_batch(
         for place, worker in enumerate(group.workers):
             test_RBL[place, : count_R[worker]] = firsts[worker]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
-    return Batch(plans, groups, parts, tests, [lines[m] for m in sorted(lines)])
+    return Batch(plans, groups, parts, intervals_M, tests, [lines[m] for m in sorted(lines)])
 
 
 def _planned(
@@ -239,7 +244,11 @@ def _planned(
         "trainer": trainer.id,
         "workers": len(workers),
         "requested_batch_size": trainer.requested_batch_size,
-        "steps_per_round": settings.inner.steps_per_round * trainer.round_length,
+        "steps_per_round": (
+            group.plan.num_updates
+            if settings.inner.unit == "updates"
+            else round_steps(control, position, settings)
+        ),
         "micro_batch_size": group.plan.micro_batch_size,
         "num_accum_steps": group.plan.num_accum_steps,
         "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
@@ -273,38 +282,33 @@ def learning_rates(
 ) -> np.ndarray:
     """Float32 [T, R of the group]: the learning rate of the update each micro-batch belongs to.
 
-    Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
-    restarts a schedule. Where tokens end the run, a schedule depends on those of all trainers:
-    `round_tokens` are this round's.
+    `round_tokens` are those of all trainers in this round.
     """
-    inner, plan = settings.inner, group.plan
+    plan = group.plan
     update_T = np.cumsum(update_flags(plan)) - update_flags(plan)
     # A round may end with an update of fewer micro-batches.
     effective_T = plan.micro_batch_size * np.bincount(update_T)[update_T]
-    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[inner.lr_on_growth]
-    growth_T = (effective_T / settings.batching.initial_batch_size) ** exponent
-    growth_T = np.minimum(growth_T, inner.max_lr_growth or np.inf)
     start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
-    count_TR = update_T[:, None] + start_R[None, :]
-    warmup = np.minimum(1.0, (count_TR + 1) / max(inner.warmup_updates, 1))
-    horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
     used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
+    rate_TR = learning_rate(
+        control,
+        settings,
+        updates=update_T[:, None] + start_R[None, :],
+        tokens=used_T[:, None],
+        batch_size=effective_T[:, None],
+    )
+    return rate_TR.astype(np.float32)
 
-    def progress(*, updates, tokens):
-        by_updates = (updates - inner.warmup_updates) / horizon
-        done = by_updates if settings.num_tokens is None else tokens / settings.num_tokens
-        return np.clip(done, 0.0, 1.0)
 
-    done = progress(updates=count_TR, tokens=used_T[:, None])
-    since = single_since(control)
-    left = max(1 - progress(**since), 1e-9) if since else 1.0  # of the run, then
-    decay = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + np.cos(np.pi * done)) / 2,
-        "linear_after_merge": (1 - done) / left if since else 1.0,
-    }[inner.schedule]
-    return (inner.learning_rate * growth_T[:, None] * warmup * decay).astype(np.float32)
+def intervals(group: Group, rate_TR: np.ndarray, settings: Settings) -> np.ndarray:
+    """Float32 [M of the group]: a round's length in base rounds, as the learning rate measures it.
+
+    The sum of the rates of its updates, over that of `steps_per_round` updates at the full rate.
+    """
+    inner = settings.inner
+    sum_R = rate_TR[update_flags(group.plan)].sum(axis=0, dtype=np.float64)
+    firsts = [group.owners.index(place) for place in range(len(group.trainers))]
+    return (sum_R[firsts] / (inner.steps_per_round * inner.learning_rate)).astype(np.float32)
 
 
 def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:

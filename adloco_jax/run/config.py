@@ -326,8 +326,19 @@ _RULES: dict[str, Callable[..., bool]] = {
         lambda c: (
             c.inner.schedule == "constant"
             or c.num_tokens
-            or (c.inner.max_steps_per_round is None and c.inner.unit == "updates")
-            or (c.inner.max_steps_per_round is None and c.switch.mode == "clip")
+            or (
+                (c.inner.max_steps_per_round, c.inner.round_length) == (None, "fixed")
+                and (c.inner.unit == "updates" or c.switch.mode == "clip")
+            )
+        )
+    ),
+    "a ramp needs an end; set inner.max_steps_per_round": (
+        lambda c: c.inner.round_length != "linear" or c.inner.max_steps_per_round is not None
+    ),
+    "it takes whole synchronisations at the ends of rounds; set outer.tx='nesterov'": (
+        lambda c: (
+            c.outer.tx != "nesterov_by_interval"
+            or (c.outer.fragments, c.outer.delay_updates) == (1, 0)
         )
     ),
     "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
@@ -341,7 +352,10 @@ _RULES: dict[str, Callable[..., bool]] = {
         lambda c: c.inner.tx != "sgd" or c.inner.weight_decay == 0
     ),
     "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0": (
-        lambda c: c.outer.tx not in ("sgd", "nesterov") or c.outer.weight_decay == 0
+        lambda c: (
+            c.outer.tx not in ("sgd", "nesterov", "nesterov_by_interval")
+            or c.outer.weight_decay == 0
+        )
     ),
     "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round": (
         lambda c: c.inner.steps_per_round % c.outer.fragments == 0

@@ -208,9 +208,10 @@ class LocalEngine:
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list]:
         ensemble, measured, norms = state.ensemble, [], []
-        for group, parts in zip(batch.groups, batch.parts, strict=True):
+        inputs = zip(batch.groups, batch.parts, batch.intervals, strict=True)
+        for group, parts, interval_M in inputs:
             sub, group_measured, group_norms = self._run_group(
-                self._take(ensemble, group), group, parts
+                self._take(ensemble, group), group, parts, interval_M
             )
             ensemble = self._put(ensemble, group, sub)
             measured.append(group_measured)
@@ -220,7 +221,9 @@ class LocalEngine:
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
         return ensemble, measured, norms
 
-    def _run_group(self, sub: Ensemble, group: Group, parts: list) -> tuple[Ensemble, list, list]:
+    def _run_group(
+        self, sub: Ensemble, group: Group, parts: list, interval_M: np.ndarray
+    ) -> tuple[Ensemble, list, list]:
         """Algorithm 1, lines 6 to 16, for trainers that run the same plan."""
         spec, steps = self.spec, group.steps_key()
         workers = Workers(sub.params_R, sub.inner_state_R)
@@ -250,7 +253,7 @@ class LocalEngine:
             sub = sub.replace(params_R=workers.params_R)
         else:
             ended = Workers(workers.params_R, None)
-            sub, norm_M = self._call(group.key("outer"), sub, ended)
+            sub, norm_M = self._call(group.key("outer"), sub, ended, interval_M)
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 

@@ -394,8 +394,15 @@ def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
 def _decided(decision: Decision, settings: Settings) -> dict:
     """A decision's fields of the ledger."""
     fields = decision._asdict()
-    length = fields.pop("next_round_length")
-    return fields | {"next_steps_per_round": length * settings.inner.steps_per_round}
+    del fields["next_round_length"]
+    return fields | {"next_steps_per_round": _next_steps(decision, settings)}
+
+
+def _next_steps(decision: Decision, settings: Settings) -> int | None:
+    """Steps of the trainer's next round; None if a rule for them decides when it begins."""
+    inner = settings.inner
+    is_known = inner.round_length == "fixed"
+    return decision.next_round_length * inner.steps_per_round if is_known else None
 
 
 def _growth_note(line: dict, decision: Decision, settings: Settings) -> str:
@@ -407,12 +414,11 @@ def _growth_note(line: dict, decision: Decision, settings: Settings) -> str:
         "held": "no signal above the noise, held by batching.max_blind_growth",
         "schedule": "as declared",
     }.get(decision.reason, requested)
-    steps = settings.inner.steps_per_round
     changes = {
         "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
-        "steps per round": (line["steps_per_round"], steps * decision.next_round_length),
+        "steps per round": (line["steps_per_round"], _next_steps(decision, settings)),
     }
-    shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if a != b]
+    shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
     if decision.reason == "held":
         shown = ["its size stays"]
     where = f"round {line['round']}: trainer {line['trainer']}"

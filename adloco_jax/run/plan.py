@@ -141,7 +141,9 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
     rate, flops = matmul_flops_per_s(settings.model.dtype), flops_per_token(spec.params)
     speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
-    length = f"{settings.num_rounds} rounds"
+    length, steps = f"{settings.num_rounds} rounds", f"{inner.steps_per_round}"
+    if inner.round_length != "fixed":
+        steps += f" or more ({inner.round_length})"
     if settings.num_tokens is not None:
         length = f"{settings.num_tokens:,} tokens, or {length},"
     return [
@@ -150,7 +152,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         speed + (f"; at that rate {rate / flops:,.0f} tokens/s" if flops else ""),
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
-        f" of {inner.steps_per_round} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",
+        f" of {steps} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",
         *_fragments(settings, spec),
         f"batches: {', '.join(test)}; from {batching.initial_batch_size}, at most {max_batch}"
         f" per worker at once, in buckets {', '.join(sizes)}",
@@ -236,6 +238,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
     total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
+    if inner.round_length != "fixed" and inner.max_steps_per_round is None:
+        total = f"{least * settings.num_rounds:,} or more in the run"
     if settings.num_tokens is not None:
         total = f"the run ends with the round that reaches {settings.num_tokens:,}"
     return [

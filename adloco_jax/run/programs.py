@@ -269,10 +269,16 @@ def _steps(spec: Spec, key: Key, at: Placement) -> Program:
 def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
-    update = functools.partial(
+    num_trainers = (max(key.owners) + 1,)
+    interval_M = jax.ShapeDtypeStruct(num_trainers, jnp.float32, sharding=at.replicated)
+    end = functools.partial(
         outer_update, outer_tx=spec.outer_tx, aggregate=spec.aggregate, **_collectives(spec, at)
     )
-    return update, (ensemble, workers), (0,), (_shardings(ensemble), at.replicated)
+
+    def update(ensemble, workers, interval_M):
+        return end(ensemble, workers, interval_M=interval_M)
+
+    return update, (ensemble, workers, interval_M), (0,), (_shardings(ensemble), at.replicated)
 
 
 def _fragment(spec: Spec, key: Key, at: Placement) -> Program:

@@ -322,9 +322,12 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the remaining rounds or tokens; and if rounds leave
-    # worker updates unsynchronised, the run's last round has synchronised them.
-    lasting = settings.inner.schedule == "constant" and not settings.outer.leaves_unsynchronised
+    # A decaying schedule is stretched over the remaining rounds or tokens, as a rule for the length
+    # of rounds may be; and if rounds leave worker updates unsynchronised, the run's last round has
+    # synchronised them.
+    inner = settings.inner
+    lasting = inner.schedule == "constant" and inner.round_length == "fixed"
+    lasting = lasting and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
     # It decides how many documents of a stream are held out, which changes the guard's rows.

@@ -1,0 +1,114 @@
+"""How long a round is, by rule, and the outer step that knows it."""
+
+import numpy as np
+import optax
+import pytest
+from toy import bigram_loss, corpus, init_fn, settings_of
+
+from adloco_jax import ROUND_LENGTHS, adloco
+from adloco_jax.accounting import Control, Trainer
+from adloco_jax.run import batches
+from adloco_jax.run.ledger import read
+from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def a_control(*, updates=0, tokens=0, rounds=0, round_length=1):
+    """One trainer with two workers, which have batches of 4."""
+    trainer = Trainer(0, 4, round_length=round_length, updates=updates)
+    return Control([trainer], [0, 0], [0, 1], 4, 4, round=rounds, tokens_total=tokens)
+
+
+def steps(settings, **how):
+    return adloco.round_plan(a_control(**how), 0, settings).num_updates
+
+
+@pytest.mark.parametrize(
+    ("rate", "updates", "length"), [(0.02, 9, 4), (0.01, 9, 9), (0.004, 9, 56.25), (0.004, 8, 4)]
+)
+def test_the_quadratic_rule_by_hand(rate, updates, length):
+    rule, how = ROUND_LENGTHS["qsr"], {"steps_per_round": 4, "warmup_updates": 9}
+    assert rule(qsr_alpha=0.03, next_rate=rate, updates=updates, **how) == pytest.approx(length)
+
+
+def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps():
+    inner = {"steps_per_round": 4, "learning_rate": 0.1, "schedule": "linear"}
+    rule = {"round_length": "qsr", "qsr_alpha": 0.2, "warmup_updates": 9}
+    ending = {"num_tokens": 64_000, "num_rounds": 999}  # of 64 an update
+    settings = settings_of(inner=inner | rule, **ending)
+    # (0.2 / (0.1 left))^2 is 4, 11.1, 25, and 1600, but 50 updates are left.
+    for done, length in ((0, 4), (0.4, 8), (0.6, 24), (0.95, 52)):
+        assert steps(settings, updates=9, tokens=int(64_000 * done)) == length
+    assert steps(settings, updates=8, tokens=int(64_000 * 0.6)) == 4
+    assert steps(settings, updates=9, tokens=int(64_000 * 0.4), round_length=3) == 24
+    assert steps(settings, updates=9, tokens=int(64_000 * 0.95), round_length=3) == 60
+    capped = settings_of(inner=inner | rule | {"max_steps_per_round": 12}, **ending)
+    assert steps(capped, updates=9, tokens=int(64_000 * 0.6)) == 12
+
+
+def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
+    """Warm-up, schedule and the growth of the batch from 2 to 4 are all in it."""
+    inner = {"learning_rate": 0.1, "schedule": "cosine", "lr_on_growth": "sqrt"}
+    settings = settings_of(inner=inner | {"warmup_updates": 5}, num_tokens=10_000)
+    seen = []
+
+    def rule(*, next_rate, steps_per_round):
+        seen.append(next_rate)
+        return steps_per_round
+
+    monkeypatch.setitem(ROUND_LENGTHS, "fixed", rule)
+    for updates in (2, 7):
+        control = a_control(updates=updates, tokens=3000)
+        plans = {0: adloco.round_plan(control, 0, settings)}
+        (group,) = batches.group_trainers(control, plans, model_shards=1)
+        rate_TR = batches.learning_rates(control, group, settings, round_tokens=192)
+        assert seen[-1] == pytest.approx(rate_TR[0, 0])
+    assert seen[0] == pytest.approx(0.6 * seen[1])
+
+
+def test_a_linear_ramp_follows_the_share_of_the_run():
+    ramp = {"steps_per_round": 4, "max_steps_per_round": 24, "round_length": "linear"}
+    lengths = [steps(settings_of(inner=ramp, num_rounds=10), rounds=r) for r in range(10)]
+    assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20]  # of 4, 6, 8 to 22
+
+
+def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
+    inner = {"steps_per_round": 4, "learning_rate": 0.1, "warmup_updates": 8}
+    settings = settings_of(inner=inner)
+    trainers = [Trainer(0, 4, updates=4), Trainer(1, 12, updates=30), Trainer(2, 4, round_length=3)]
+    control = Control(trainers, [0, 1, 1, 2], [0, 1, 2, 3], 4, 4)
+    plans = {m: adloco.round_plan(control, m, settings) for m in range(3)}
+    found = {}
+    for group in batches.group_trainers(control, plans, model_shards=1):
+        rate_TR = batches.learning_rates(control, group, settings)
+        interval_M = batches.intervals(group, rate_TR, settings)
+        assert interval_M.dtype == np.float32
+        found |= dict(zip(group.trainers, interval_M, strict=True))
+    # 4 updates of 5, 6, 7 and 8 eighths; 4, each of 3 micro-batches; 12, of which 8 warm up.
+    assert found == {0: pytest.approx(3.25 / 4), 1: pytest.approx(1), 2: pytest.approx(8.5 / 4)}
+
+
+def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monkeypatch):
+    """Of rounds twice as long each outer step is two of Nesterov's with half the difference."""
+    monkeypatch.setitem(ROUND_LENGTHS, "double", lambda *, steps_per_round: 2 * steps_per_round)
+    plain = optax.sgd(1.0, momentum=0.9, nesterov=True)
+
+    def twice(grads, state, params=None):
+        half = optax.tree.scale(0.5, grads)
+        first, state = plain.update(half, state, params)
+        second, state = plain.update(half, state, params)
+        return optax.tree.add(first, second), state
+
+    ended = {}
+    for name, tx, given in (
+        ("by interval", "nesterov_by_interval", None),
+        ("two steps", "nesterov", optax.GradientTransformation(plain.init, twice)),
+    ):
+        settings = settings_of(num_rounds=3, inner={"round_length": "double"}, outer={"tx": tx})
+        functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()}
+        ended[name] = fit(settings, workdir=tmp_path / name, outer_tx=given, **functions)
+        lines = [e for e in read(tmp_path / name / "ledger.jsonl") if e["event"] == "round"]
+        assert {(e["updates"], e["steps_per_round"]) for e in lines} == {(6, 6)}
+    one, other = (result.params["w"] for result in ended.values())
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
