@@ -18,13 +18,14 @@ from ml_collections import ConfigDict
 
 from adloco_jax import hf
 from adloco_jax.adloco import Control, State
+from adloco_jax.batch_sizes import has_branches
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import Corpus
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
 from adloco_jax.run.attempt import Failures, Model, Run, after_failure, begin, execute, versions
-from adloco_jax.run.batches import Rows
+from adloco_jax.run.batches import Rows, SequentialRows
 from adloco_jax.run.build import (
     InitFn,
     attention,
@@ -212,6 +213,11 @@ def fit(
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         if not jax.tree.leaves(jax.eval_shape(init_fn, jax.random.key(0))):
             raise ConfigError("init_fn: its parameters hold no array; expected at least one")
+        if isinstance(corpus, SequentialRows) and has_branches(settings):
+            raise ConfigError(
+                "batching.test=branch: each branch reads the same rows, which this source gives"
+                " once; prepare the text as tokens (scripts/prepare_data.py), or use another test"
+            )
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,

@@ -20,7 +20,8 @@ BELOW = {
 }
 BELOW["accounting"] = set()
 BELOW["batch_sizes"] = {"core", "settings", "accounting"}
-BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes"}
+BELOW["branching"] = BELOW["batch_sizes"] | {"batch_sizes"}
+BELOW["adloco"] = BELOW["branching"] | {"models", "branching"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
@@ -37,7 +38,8 @@ PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-PURE = ("core", "models", "settings", "accounting", "batch_sizes", "adloco")  # rooms below the line
+# Rooms below the line.
+PURE = ("core", "models", "settings", "accounting", "batch_sizes", "branching", "adloco")
 
 
 def room_of(path):

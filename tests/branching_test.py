@@ -1,0 +1,187 @@
+"""Branch rounds: the choice of a batch, what goes on from it, and what the others cost."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from resume_test import Signalling, assert_same_end
+from toy import bigram_loss, corpus, init_fn, settings_of
+
+import adloco_jax
+from adloco_jax.accounting import RoundPlan
+from adloco_jax.adloco import start
+from adloco_jax.branching import branch, branch_plans, branched, choose_branch
+from adloco_jax.errors import ConfigError, Preempted
+from adloco_jax.run.ledger import read
+from adloco_jax.study.curves import read_run, training_points
+from adloco_jax.training import fit
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+BRANCHES = {
+    "num_rounds": 4,
+    "ensemble": {"num_trainers": 1, "num_workers": 2},
+    "inner": {"steps_per_round": 4, "learning_rate": 0.05, "lr_on_growth": "sqrt"},
+    "batching": {"test": "branch", "branch_every_rounds": 2, "batch_cap": 16},
+    "switch": {"mode": "accumulate"},
+}
+
+
+def branch_settings(**groups):
+    merged = {
+        name: value | groups.get(name, {}) if isinstance(value, dict) else groups.get(name, value)
+        for name, value in BRANCHES.items()
+    }
+    return settings_of(**groups | merged)
+
+
+def run(workdir, settings, rows=None):
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss}
+    return fit(settings, workdir=workdir, corpus=rows or corpus(), **functions)
+
+
+def events(workdir, name):
+    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four rounds, of which the second and the fourth have branches; any loss is allowed."""
+    settings = branch_settings(batching={"branch_epsilon": 9.0})
+    return run(tmp_path_factory.mktemp("branches") / "r", settings)
+
+
+@pytest.mark.parametrize(
+    ("losses", "epsilon", "chosen"),
+    [
+        ((2.0, 2.0, 2.0), 0.0, 2),
+        ((2.0, 2.01, 2.03), 0.02, 1),
+        ((2.0, 1.9, 2.005), 0.01, 1),  # the last loses nothing against the first alone
+        ((2.0, 2.05, 1.99), 0.01, 2),  # a larger batch may hold where a smaller one does not
+        ((2.0, 2.05, 2.05), 0.01, 0),
+        ((math.nan, 2.05, math.nan), 0.01, 1),
+        ((math.nan, math.nan, math.inf), 0.01, 0),
+        ((2.0, math.nan, 2.0), 0.01, 2),
+    ],
+)
+def test_the_largest_batch_that_loses_nothing_goes_on(losses, epsilon, chosen):
+    assert choose_branch(losses, epsilon=epsilon) == chosen
+
+
+def test_each_branch_of_a_stack_is_the_trainer_it_comes_from():
+    txs = {"inner_tx": optax.adam(0.1), "outer_tx": optax.sgd(0.7, momentum=0.9)}
+    ensemble = adloco_jax.init(
+        init_fn(None), num_trainers=2, num_workers=4, owner_R=[0, 1, 0, 1], **txs
+    )
+    leaves, tree = jax.tree.flatten(ensemble)
+    own = [np.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape) for leaf in leaves]
+    ensemble = jax.tree.unflatten(tree, own)
+    stack = jax.jit(branch, static_argnums=(1, 2))(ensemble, 1, 3)
+    assert stack.owners == (0, 0, 1, 1, 2, 2)
+    for place in range(3):
+        pair = adloco_jax.take(stack, [place]), adloco_jax.take(ensemble, [1])
+        jax.tree.map(np.testing.assert_array_equal, *pair)
+    with pytest.raises(ValueError, match="out of range"):
+        branch(ensemble, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("cap", "index", "batches"),
+    [(16, 1, [4, 8, 16]), (15, 1, [4, 8]), (7, 1, []), (16, 0, []), (16, 3, [4, 8, 16])],
+)
+def test_branches_take_the_rounds_sequences_in_larger_batches_up_to_the_cap(cap, index, batches):
+    settings = branch_settings(batching={"batch_cap": cap})
+    control = start(settings, 4)
+    control.round = index
+    plans = branch_plans(control, {0: RoundPlan(2, 2, 8, 4)}, settings)
+    assert [plan.micro_batch_size * plan.num_accum_steps for plan in plans] == batches
+    assert {(plan.micro_batch_size, plan.num_micro_batches) for plan in plans} <= {(2, 8)}
+    assert [plan.num_updates for plan in plans] == [4, 2, 1][: len(batches)]
+    stack = branched(control, plans or [RoundPlan(2, 2, 8, 4)])
+    assert len({id(trainer.cursors) for trainer in stack.trainers}) == len(stack.trainers)
+
+
+def test_the_chosen_branch_is_a_plain_round_of_its_batch_from_the_same_point(tmp_path, whole):
+    """A ramp runs round 2 with the batch that the branches have chosen."""
+    (first, _) = events(whole.workdir, "branch")
+    assert first["batch_sizes"] == [2, 4, 8] and first["chosen"] == 8
+    kinds = {"steps_per_round": 1}  # rounds 1 to 4 are those of one, with four times the batch
+    ends = {}
+    for chosen, epsilon in ((8, 9.0), (2, 0.0)):
+        batching = {"branch_epsilon": epsilon, "branch_every_rounds": 1}
+        settings = branch_settings(num_rounds=1, batching=batching)
+        branches = run(tmp_path / f"branches-{chosen}", settings)
+        (line,) = events(branches.workdir, "branch")
+        assert line["chosen"] == chosen
+        plain = branch_settings(
+            num_rounds=1,
+            inner=kinds if chosen == 8 else {},
+            batching={
+                "test": "constant",
+                "initial_batch_size": chosen,
+                "max_batch_size": None,
+                "buckets": (),
+            },
+        )
+        rate = 0.05 * math.sqrt(chosen / 2)  # a constant run's own batch is where growth begins
+        plain = dataclasses.replace(
+            plain, inner=dataclasses.replace(plain.inner, learning_rate=rate)
+        )
+        ends[chosen] = (branches, run(tmp_path / f"plain-{chosen}", plain))
+    for branches, plain in ends.values():
+        for name in ("params_M", "outer_state_M", "inner_state_R"):
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+                getattr(branches.ensemble, name),
+                getattr(plain.ensemble, name),
+            )
+        own, others = branches.controller.trainers[0], plain.controller.trainers[0]
+        assert (own.cursors, own.updates) == (others.cursors, others.updates)
+
+
+def test_what_the_other_branches_cost_is_in_every_total(whole):
+    rounds, branches = events(whole.workdir, "round"), events(whole.workdir, "branch")
+    # Batches of 2, 4 and 8; then of 8 and 16, the cap.
+    assert [e["requested_batch_size"] for e in rounds] == [2, 8, 8, 16]
+    assert [e["updates"] for e in rounds] == [4, 1, 4, 2]
+    assert [e["updates"] for e in branches] == [4 + 2, 4]
+    sequences = [4 * 2, 4 * 8]  # of a worker and branch
+    assert [e["tokens"] for e in branches] == [2 * 2 * 8 * sequences[0], 2 * 8 * sequences[1]]
+    assert [e["syncs"] for e in branches] == [2, 1]
+    assert [e["bytes"] for e in branches] == [2 * 2 * 144, 2 * 144]
+    (end,) = events(whole.workdir, "end")
+    for cost in ("tokens", "updates", "syncs", "bytes"):
+        assert end[f"{cost}_total"] == sum(e[cost] for e in [*rounds, *branches])
+    last = training_points(read_run(whole.workdir).events)[-1]
+    assert [last[cost] for cost in ("tokens", "syncs", "bytes")] == [
+        end[f"{cost}_total"] for cost in ("tokens", "syncs", "bytes")
+    ]
+    # The statistics are recorded, and decide nothing.
+    assert all(e["noise"] is not None and e["test_value"] is not None for e in rounds)
+    assert all(e["next_batch_size"] == e["requested_batch_size"] for e in rounds)
+    rates = [e["learning_rate"] for e in rounds]
+    np.testing.assert_allclose(rates, 0.05 * np.sqrt([1, 4, 4, 8]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("at_read", [3, 5, 9])
+def test_a_run_stopped_around_a_branch_round_ends_as_the_uninterrupted_one(
+    tmp_path, whole, at_read
+):
+    settings = branch_settings(batching={"branch_epsilon": 9.0})
+    with pytest.raises(Preempted):
+        run(tmp_path / "r", settings, rows=Signalling(at_read))
+    assert_same_end(run(tmp_path / "r", settings), whole)
+
+
+def test_rows_that_are_given_once_are_refused(tmp_path):
+    class Sequential(type(corpus())):
+        def state(self): ...
+        def restore(self, state): ...
+        def close(self): ...
+
+    with pytest.raises(ConfigError, match="batching.test=branch: each branch reads the same"):
+        run(tmp_path / "r", branch_settings(), rows=Sequential(corpus().rows))
