@@ -1,6 +1,5 @@
 """Branch rounds: the choice of a batch, what goes on from it, and what the others cost."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -105,42 +104,27 @@ def test_branches_take_the_rounds_sequences_in_larger_batches_up_to_the_cap(cap,
     assert len({id(trainer.cursors) for trainer in stack.trainers}) == len(stack.trainers)
 
 
-def test_the_chosen_branch_is_a_plain_round_of_its_batch_from_the_same_point(tmp_path, whole):
-    """A ramp runs round 2 with the batch that the branches have chosen."""
-    (first, _) = events(whole.workdir, "branch")
-    assert first["batch_sizes"] == [2, 4, 8] and first["chosen"] == 8
-    kinds = {"steps_per_round": 1}  # rounds 1 to 4 are those of one, with four times the batch
-    ends = {}
-    for chosen, epsilon in ((8, 9.0), (2, 0.0)):
-        batching = {"branch_epsilon": epsilon, "branch_every_rounds": 1}
-        settings = branch_settings(num_rounds=1, batching=batching)
-        branches = run(tmp_path / f"branches-{chosen}", settings)
-        (line,) = events(branches.workdir, "branch")
-        assert line["chosen"] == chosen
-        plain = branch_settings(
-            num_rounds=1,
-            inner=kinds if chosen == 8 else {},
-            batching={
-                "test": "constant",
-                "initial_batch_size": chosen,
-                "max_batch_size": None,
-                "buckets": (),
-            },
-        )
-        rate = 0.05 * math.sqrt(chosen / 2)  # a constant run's own batch is where growth begins
-        plain = dataclasses.replace(
-            plain, inner=dataclasses.replace(plain.inner, learning_rate=rate)
-        )
-        ends[chosen] = (branches, run(tmp_path / f"plain-{chosen}", plain))
-    for branches, plain in ends.values():
-        for name in ("params_M", "outer_state_M", "inner_state_R"):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-                getattr(branches.ensemble, name),
-                getattr(plain.ensemble, name),
-            )
-        own, others = branches.controller.trainers[0], plain.controller.trainers[0]
-        assert (own.cursors, own.updates) == (others.cursors, others.updates)
+@pytest.mark.parametrize(("epsilon", "factor"), [(9.0, 4), (0.0115, 2), (0.0, 1)])
+def test_the_chosen_branch_is_a_plain_round_of_its_batch_from_the_same_point(
+    tmp_path, epsilon, factor
+):
+    """Losses 1.7208, 1.7319, 1.7326; the plain round does not accumulate."""
+    batching = {"branch_epsilon": epsilon, "branch_every_rounds": 1}
+    ended = run(tmp_path / "branches", branch_settings(num_rounds=1, batching=batching))
+    batch = 2 * factor
+    same = {"initial_batch_size": batch, "max_batch_size": batch, "buckets": (batch,)}
+    plain = settings_of(
+        num_rounds=1,
+        ensemble=BRANCHES["ensemble"],
+        inner={"steps_per_round": 4 // factor, "learning_rate": 0.05 * math.sqrt(factor)},
+        batching=same | {"test": "constant"},
+    )
+    expected = run(tmp_path / "plain", plain)
+    for name in ("params_M", "outer_state_M", "inner_state_R"):
+        pair = getattr(ended.ensemble, name), getattr(expected.ensemble, name)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *pair)
+    (own,), (other,) = ended.controller.trainers, expected.controller.trainers
+    assert (own.cursors, own.updates) == (other.cursors, other.updates)
 
 
 def test_what_the_other_branches_cost_is_in_every_total(whole):
