@@ -35,7 +35,7 @@ CORE["gradstats"] = CORE["inner"] = {"types", "arguments"}
 CORE["outer"] = {"types", "arguments", "aggregate", "compress", "inner"}
 CORE["streaming"] = {"types", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
-PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "math", "operator", "typing"}
+PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "itertools", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # Rooms below the line.
