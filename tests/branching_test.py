@@ -14,9 +14,11 @@ import adloco_jax
 from adloco_jax.accounting import RoundPlan
 from adloco_jax.adloco import start
 from adloco_jax.branching import branch, branch_plans, branched, choose_branch
-from adloco_jax.errors import ConfigError, Preempted
+from adloco_jax.errors import ConfigError, DataError, Preempted
 from adloco_jax.run.ledger import read
+from adloco_jax.study import branch_figure
 from adloco_jax.study.curves import read_run, training_points
+from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -144,14 +146,38 @@ def test_what_the_other_branches_cost_is_in_every_total(whole):
     assert [last[cost] for cost in ("tokens", "syncs", "bytes")] == [
         end[f"{cost}_total"] for cost in ("tokens", "syncs", "bytes")
     ]
+    assert totals(read_run(whole.workdir).events)["updates_total"] == end["updates_total"]
     # The statistics are recorded, and decide nothing.
-    assert all(e["noise"] is not None and e["test_value"] is not None for e in rounds)
+    noise, signal = rounds[0]["noise"], rounds[0]["signal"]
+    scale = noise / max(signal, 1e-3 * noise) / 2  # per worker
+    assert rounds[0]["test_value"] == pytest.approx(scale) and rounds[3]["test_value"] > 0
     assert all(e["next_batch_size"] == e["requested_batch_size"] for e in rounds)
     rates = [e["learning_rate"] for e in rounds]
     np.testing.assert_allclose(rates, 0.05 * np.sqrt([1, 4, 4, 8]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("at_read", [3, 5, 9])
+def test_a_figure_has_the_branches_answers_beside_the_noise_scale(whole):
+    tried = events(whole.workdir, "round") + events(whole.workdir, "branch")
+    tried.sort(key=lambda e: e["round"])  # stable: a round's own line comes first
+    tried[-1]["chosen"] = tried[-1]["batch_sizes"][0]
+    found = branch_figure.measured(tried)
+    # Rounds of 2 x 4 x 2 and 2 x 4 x 8 sequences of 8 tokens; three branches, then two.
+    assert found == [
+        {"tokens": 128 * 4, "passed": 16, "failed": None},
+        {"tokens": 128 * 4 + 512 * 3, "passed": 16, "failed": 32},
+    ]
+    (ax,) = branch_figure.figure(tried).axes
+    shown = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
+    assert shown["branch: loses nothing"] == [[512, 16], [2048, 16]]
+    assert shown["branch: the next larger, loses"] == [[2048, 32]]
+    averaged = shown["noise scale, averaged"]
+    assert [x for x, _ in averaged] == [0, 128, 512, 1024]  # each at its round's start
+    assert averaged[0][1] == pytest.approx(2 * tried[0]["test_value"])
+    with pytest.raises(DataError, match="no branch round"):
+        branch_figure.measured(events(whole.workdir, "round"))
+
+
+@pytest.mark.parametrize("at_read", [1, 5])
 def test_a_run_stopped_around_a_branch_round_ends_as_the_uninterrupted_one(
     tmp_path, whole, at_read
 ):
