@@ -223,9 +223,11 @@ def _branch_lines(line: dict, branch: dict | None) -> list[dict]:
 
 def _in_turn(times: Sequence[RoundTime]) -> RoundTime:
     """Rounds of the same replicas, one after the other, as one."""
-    sums = {part: sum(getattr(time, part) for time in times) for part in PARTS}
+    if len(times) == 1:
+        return times[0]
     end_s = times[0].start_s + sum(time.end_s - time.start_s for time in times)
-    return times[0]._replace(end_s=end_s, **sums) if len(times) > 1 else times[0]
+    parts = [sum(getattr(time, part) for time in times) for part in PARTS]
+    return RoundTime(*times[0][:5], end_s, *parts)
 
 
 def _num_micro_batches(line: dict) -> int:
