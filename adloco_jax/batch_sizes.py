@@ -37,6 +37,11 @@ def measures_gradients(settings: Settings) -> bool:
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
+def has_branches(settings: Settings) -> bool:
+    """Whether branch rounds decide the batch size; see `branching`."""
+    return BATCH_TESTS[settings.batching.test].needs == "branches"
+
+
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings
 ) -> tuple[Control, list[Decision]]:
@@ -51,7 +56,8 @@ def with_batch_sizes(
       The changed copy, and one decision per trainer, in stack order.
     """
     control = copy.deepcopy(control)
-    decide = _tested if measures_gradients(settings) else _scheduled
+    needs = BATCH_TESTS[settings.batching.test].needs
+    decide = {"nothing": _scheduled, "branches": _observed}.get(needs, _tested)
     decisions, free = [], _unused_workers(control, settings)
     with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
         tested = _by_trainer(stats)
@@ -216,6 +222,19 @@ def _tested(
     else:
         reason = "kept" if size == now else "grew" if size.total > now.total else "shrank"
     return _decision(size, reason, noise, signal, value)
+
+
+def _observed(
+    trainer: Trainer,
+    stats: GradientStats | None,
+    request: Callable,
+    now: Size,
+    free_workers: int,
+    settings: Settings,
+) -> Decision:
+    """The test's answer for the record: branches have decided."""
+    tested = _tested(trainer, stats, request, now, free_workers, settings)
+    return _decision(now, "kept", tested.noise, tested.signal, tested.test_value)
 
 
 def _decision(

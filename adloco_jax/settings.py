@@ -200,6 +200,10 @@ class Batching:
     buckets: tuple[int, ...] = _knob((), _COUNT)
     # Pairs (from round, batch), for test=ramp only; --config.batching.ramp="((0, 4), (10, 8))".
     ramp: tuple[tuple[int, int], ...] = _knob((), _COUNT_OR_0)
+    # With test=branch: which rounds train branches of batch B, 2B and 4B, and how many nats/token
+    # a larger batch may lose (arXiv 2505.23971: 0.01).
+    branch_every_rounds: int = _knob(4, _COUNT)
+    branch_epsilon: float = _knob(0.01, "[0, 1e9]")
     # Folder of a run whose batches are used again, trainer by trainer, or of a run with another
     # number of trainers their mean over workers, rounded up; for test=replay only.
     replay: str = _knob("")

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax import hf
 from adloco_jax.adloco import Control, State
+from adloco_jax.batch_sizes import has_branches
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import Corpus
 from adloco_jax.data.streaming import Streaming
@@ -25,7 +26,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
 from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.attempt import Failures, Model, Run, after_failure, begin, execute, versions
-from adloco_jax.run.batches import Rows
+from adloco_jax.run.batches import Rows, SequentialRows
 from adloco_jax.run.build import (
     InitFn,
     attention,
@@ -213,6 +214,11 @@ def fit(
     def check() -> evaluate.HeldOut:
         check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
+        if isinstance(corpus, SequentialRows) and has_branches(settings):
+            raise ConfigError(
+                "batching.test=branch: each branch reads the same rows, which this source gives"
+                " once; prepare the text as tokens (adloco prepare), or use another test"
+            )
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,

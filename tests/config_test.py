@@ -156,6 +156,12 @@ def test_a_config_is_groups_of_keys():
 
 # --- Contradictions -------------------------------------------------------------------------
 
+BRANCHES = dict(
+    batching__test="branch",
+    ensemble__num_trainers=1,
+    inner__lr_on_growth="sqrt",
+    switch__mode="accumulate",
+)
 CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
@@ -223,6 +229,14 @@ CONTRADICTIONS = {
     "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
     "no replay": dict(batching__test="replay"),
     "replay unused": dict(batching__replay="runs/x"),
+    "branches of several": BRANCHES | dict(ensemble__num_trainers=2),
+    "branches in fragments": BRANCHES | dict(outer__delay_updates=1),
+    "a quarter of an update": BRANCHES | dict(inner__steps_per_round=6),
+    "branches of micro-batches": BRANCHES | dict(inner__unit="microbatches"),
+    "branches that are clipped": BRANCHES | dict(switch__mode="threshold"),
+    "branches of one rate": BRANCHES | dict(inner__lr_on_growth="none"),
+    "branches of unknown length": BRANCHES | dict(inner__schedule="cosine"),
+    "branches let nobody join": BRANCHES | dict(ensemble__initial_workers=1),
     "ramp falls": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 3), (4, 2))),
 }
 

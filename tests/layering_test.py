@@ -21,7 +21,8 @@ BELOW = {
 BELOW["accounting"] = set()
 BELOW["learning_rates"] = {"settings", "accounting"}
 BELOW["batch_sizes"] = {"core", "settings", "accounting"}
-BELOW["adloco"] = BELOW["batch_sizes"] | {"models", "batch_sizes", "learning_rates"}
+BELOW["branching"] = BELOW["batch_sizes"] | {"batch_sizes", "learning_rates"}
+BELOW["adloco"] = BELOW["branching"] | {"models", "branching"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
@@ -40,8 +41,9 @@ PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "
 PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "itertools", "math", "operator", "typing"}
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-PURE = ("core", "models", "settings", "accounting", "batch_sizes")  # rooms below the line
-PURE += ("learning_rates", "adloco")
+# Rooms below the line.
+PURE = ("core", "models", "settings", "accounting", "batch_sizes", "learning_rates", "branching")
+PURE += ("adloco",)
 
 
 def room_of(path):

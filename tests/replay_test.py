@@ -65,6 +65,16 @@ def test_diloco_over_two_sites_by_hand():
     assert (result.waiting_s, result.idle_s, result.lost_s) == (0, 0, 0)
 
 
+def test_branches_run_one_after_the_other():
+    branch = {"event": "branch", "round": 1, "batch_sizes": [4, 8, 16], "chosen": 8}
+    chosen = line(1, 0, 2, 4, accum=2, updates=4)
+    result = replay([start(), chosen, branch, line(2, 0, 2, 8)], cluster(2, 2, between=SLOW))
+    first, second = result.rounds
+    # 32 sequences of a replica, three times, and three synchronisations.
+    assert (first.compute_s, first.communication_s) == pytest.approx((3 * 3.2, 3 * 11))
+    assert (first.end_s, second.start_s) == pytest.approx((42.6, 42.6))
+
+
 def test_trainers_wait_for_one_another_only_at_a_merge():
     events = [start()]
     for index in (1, 2):

@@ -177,6 +177,21 @@ def replay(*, history: Sequence[int], round_index: int) -> int:
     return history[min(round_index, len(history) - 1)]
 
 
+def noise_scale(stats: GradientStats, *, num_workers: int = 1) -> Scalar:
+    """The simple noise scale, an estimate of the critical batch, per worker.
+
+    Args:
+      stats: As for `norm_test`.
+      num_workers: Over which it is divided.
+
+    Returns:
+      Sequences per worker, float; the signal is floored as in `norm_test`.
+
+    Source: McCandlish et al. 2018, B_simple: the norm test's request at eta = 1.
+    """
+    return norm_test(stats, eta=1.0, num_workers=num_workers)
+
+
 class BatchTest(NamedTuple):
     """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
 
@@ -185,8 +200,9 @@ class BatchTest(NamedTuple):
     keywords that it wants: `num_workers` and `mode`, those of `norm_test`; `batch_size`, sequences
     per worker so far; `round_index`, rounds completed; `history`, of the run that `batching.replay`
     names; and any knob of the config's group `batching`, such as `eta`."""
-    needs: Literal["norms", "inner_products", "nothing"] = "norms"
-    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is."""
+    needs: Literal["norms", "inner_products", "nothing", "branches"] = "norms"
+    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is. With
+    "branches" the result (of norms) is only recorded, and branch rounds decide: `branching`."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -201,6 +217,7 @@ BATCH_TESTS: dict[str, BatchTest] = {
         lambda stats, *, history, round_index: replay(history=history, round_index=round_index),
         "nothing",
     ),
+    "branch": BatchTest(noise_scale, "branches"),
 }
 """By the name that `batching.test` gives; add an entry to have one of your own."""
 

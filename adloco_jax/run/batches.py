@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from adloco_jax.accounting import Control, RoundPlan
 from adloco_jax.adloco import round_steps
 from adloco_jax.batch_sizes import measures_gradients
+from adloco_jax.branching import branch_plans, branched
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
@@ -168,6 +169,8 @@ def round_keys(
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec.model_shards)]
+    if branches := branch_plans(control, plans, settings):
+        control, plans = branched(control, branches), dict(enumerate(branches))
     for group in group_trainers(control, plans, spec.model_shards):
         steps = group.steps_key()
         if not spec.own_params or steps.accumulates or spec.reset_inner_state:

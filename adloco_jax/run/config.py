@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ml_collections import ConfigDict, FieldReference
 
+from adloco_jax import branching
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import DATA_SOURCES
 from adloco_jax.errors import ConfigError
@@ -300,7 +301,10 @@ _RULES: dict[str, Callable[..., bool]] = {
         lambda c: (
             c.ensemble.initial_workers is None
             or c.ensemble.spawn_frac is not None
-            or (BATCH_TESTS[c.batching.test].needs != "nothing" and "workers" in c.batching.growth)
+            or (
+                BATCH_TESTS[c.batching.test].needs not in ("nothing", "branches")
+                and "workers" in c.batching.growth
+            )
         )
     ),
     "it says when the others join; set ensemble.initial_workers to how many begin": (
@@ -419,4 +423,5 @@ _RULES: dict[str, Callable[..., bool]] = {
     "a monotone batch does not fall; order the batches or set batching.monotone=False": (
         lambda c: not c.batching.monotone or all(a[1] <= b[1] for a, b in pairwise(c.batching.ramp))
     ),
+    **branching.RULES,
 }

@@ -21,7 +21,7 @@ import numpy as np
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run.crashpoints import hit
 
-_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
+_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "branch", "merge", "refusal", "spawn"})
 # Written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
@@ -325,8 +325,8 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
       events: Ledger lines, from `read`.
 
     Returns:
-      The round, sync, eval, merge, refusal and spawn lines in order, without the fields ending in
-      `_s` (seconds).
+      The round, branch, sync, eval, merge, refusal and spawn lines in order, without the fields
+      ending in `_s` (seconds).
     """
     return [
         {name: value for name, value in event.items() if not name.endswith("_s")}

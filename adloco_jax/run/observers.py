@@ -97,8 +97,7 @@ class Recorder:
         share = share_done(control.round, control.tokens_total, self.watch.settings)
         self._pending = boundary, share
         for line, decision in zip(boundary.metrics.lines, boundary.decisions, strict=True):
-            settings = self.watch.settings
-            if note := _growth_note(line, decision, settings):
+            if note := _growth_note(line, decision, self.watch.settings):
                 self.watch.progress.note(note)
         hit("round.decided")
         if self.watch.engine.events or boundary.changes:
@@ -111,8 +110,7 @@ class Recorder:
         self.write_events()
         for change in pending[0].changes if pending is not None else []:
             watch.ledger.write(**change)
-            note = _spawn_note if change["event"] == "spawn" else _merge_note
-            watch.progress.note(note(change, watch.settings))
+            watch.progress.note(_NOTES[change["event"]](change, watch.settings))
 
     def write_events(self) -> None:
         """Records the engine's events between rounds."""
@@ -435,6 +433,14 @@ def _spawn_note(event: dict, settings: Settings) -> str:
     )
 
 
+def _branch_note(event: dict, settings: Settings) -> str:
+    losses = ", ".join(f"{loss:.4f}" for loss in event["losses"])
+    return (
+        f"round {event['round']}: branches with batches {event['batch_sizes']} per worker end at"
+        f" held-out losses {losses}; {event['chosen']} goes on"
+    )
+
+
 def _merge_note(event: dict, settings: Settings) -> str:
     if "action" in event:
         merge = settings.merge
@@ -449,3 +455,6 @@ def _merge_note(event: dict, settings: Settings) -> str:
         f"round {event['round']}: trainers {event['members']} merge into {event['into']}, held-out"
         f" loss {losses} -> {event['loss_after']:.4f}; workers {event['workers']}"
     )
+
+
+_NOTES = dict(branch=_branch_note, spawn=_spawn_note, merge=_merge_note, refusal=_merge_note)

@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 from adloco_jax import hf
 from adloco_jax.accounting import RoundPlan, merge_cost, sync_cost
 from adloco_jax.adloco import start
-from adloco_jax.batch_sizes import measures_gradients
+from adloco_jax.batch_sizes import has_branches, measures_gradients
+from adloco_jax.branching import FACTORS
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.data.streaming import Streaming
@@ -194,6 +195,7 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
         ],
         sizes=sizes,
         memory_frac=batching.memory_frac,
+        num_copies=len(FACTORS) if has_branches(settings) else 0,
     )
 
 
@@ -216,6 +218,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     control = start(settings, max_batch, whole_pool=True)
     owners = tuple(control.owners)
     state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
+    state_bytes = _num_bytes(state)
     outer_bytes = _num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = _num_bytes(state.inner_state_R) // num_workers
     groups = classes(control, range(num_trainers), spec.model_shards)
@@ -246,8 +249,8 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         *run_header(settings, spec, max_batch),
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
-        f"state at rest: {_human(_num_bytes(state))}"
-        f" for {num_trainers} trainers, {num_workers} workers",
+        f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
+        *_branch_lines(settings, state_bytes),
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
         f" of {_human(device_bytes())} per device",
@@ -278,6 +281,16 @@ def _planned_keys(settings: Settings, spec: Spec, max_batch: int, groups: list[G
 
 def _accumulates(settings: Settings) -> bool:
     return settings.switch.mode != "clip" and settings.batching.test != "constant"
+
+
+def _branch_lines(settings: Settings, state_bytes: int) -> list[str]:
+    """A line on branch rounds, if there are any."""
+    if not has_branches(settings):
+        return []
+    return [
+        f"branches: in every {settings.batching.branch_every_rounds}th round up to {len(FACTORS)},"
+        f" each with the round's tokens; they hold up to {_human(len(FACTORS) * state_bytes)} more"
+    ]
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:

@@ -195,6 +195,8 @@ def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]
     updates: dict[int, int] = {}
     for event in lines(events, "round"):
         updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
+    for event in lines(events, "branch"):  # one after the other, as in the replay
+        updates[event["round"]] += event["updates"]
     points = [
         {cost: found[cost] for cost in COSTS}
         | {

@@ -30,6 +30,8 @@ The model, which the tests check against cases computed by hand and against a cl
   synchronised. Trainers wait for one another only at a merge: its members, and all trainers whose
   workers change. A refused merge costs what the merge would have cost, since it is refused only
   after it was tried. At the end of the run, trainers that have finished wait for the last.
+- **Branches.** The branches of a round run one after the other on the trainer's replicas, each with
+  its synchronisation.
 - **Failures.** A device that has a sequence fails at a constant rate while its replica makes
   updates. The replica restarts and repeats the round from the round's initial parameters; the
   trainer's other replicas wait.
@@ -154,6 +156,7 @@ def replay(
     events = list(events)
     rounds = read_rounds(events)
     merges = {e["round"]: e for e in events if e["event"] in ("merge", "refusal")}
+    branches = {e["round"]: e for e in events if e["event"] == "branch"}
     flushed = {(e["round"], t) for e in events if e["event"] == "sync" for t in e["trainers"]}
     start = rounds[len(rounds)][0]["start"]
     workers = {index: {e["trainer"]: e["workers"] for e in own} for index, own in rounds.items()}
@@ -179,7 +182,11 @@ def replay(
     ready_s = dict.fromkeys(replicas, 0.0)
     end_s: dict[int, float] = {}
     for index, lines in rounds.items():
-        ended = {e["trainer"]: simulation.round(e, replicas, ready_s, flushed) for e in lines}
+        ended = {}
+        for line in lines:
+            each = _branch_lines(line, branches.get(index))
+            own = [simulation.round(one, replicas, ready_s, flushed) for one in each]
+            ended[line["trainer"]] = _in_turn(own)
         merge = merges.get(index)
         counts = workers.get(index + 1)
         if counts is not None:
@@ -200,6 +207,27 @@ def replay(
     busy_s = sum(time.devices * (time.end_s - time.start_s) for time in times)
     parts["idle_s"] += cluster.num_devices * wall_s - busy_s - tail_s
     return Replay(tuple(times), end_s, cluster.num_devices, wall_s, **parts)
+
+
+def _branch_lines(line: dict, branch: dict | None) -> list[dict]:
+    """The line of each branch of a round; of a plain round its own."""
+    if branch is None:
+        return [line]
+    lines = []
+    for size in branch["batch_sizes"]:
+        micro = math.gcd(size, line["micro_batch_size"])
+        plan = {"micro_batch_size": micro, "num_accum_steps": size // micro}
+        lines.append(line | plan | {"updates": line["updates"] * branch["chosen"] // size})
+    return lines
+
+
+def _in_turn(times: Sequence[RoundTime]) -> RoundTime:
+    """Rounds of the same replicas, one after the other, as one."""
+    if len(times) == 1:
+        return times[0]
+    end_s = times[0].start_s + sum(time.end_s - time.start_s for time in times)
+    parts = [sum(getattr(time, part) for time in times) for part in PARTS]
+    return RoundTime(*times[0][:5], end_s, *parts)
 
 
 def _num_micro_batches(line: dict) -> int:

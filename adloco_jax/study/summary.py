@@ -64,15 +64,16 @@ def totals(events: Sequence[dict]) -> dict:
     accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
-        "tokens_total": sum(e["tokens"] for e in rounds),
-        "updates_total": sum(e["updates"] for e in rounds),
+        "tokens_total": sum(e.get("tokens", 0) for e in spent),
+        "updates_total": sum(e.get("updates", 0) for e in spent),
         "syncs_total": sum(e.get("syncs", 0) for e in spent),
         "bytes_total": sum(e.get("bytes", 0) for e in spent),
         "consensus_syncs": gathered.get("syncs", 0),
         "consensus_bytes": gathered.get("bytes", 0),
         "num_merges": len(lines(events, "merge")),
         "num_refusals": len(lines(events, "refusal")),
-        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
+        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
+        + sum(e["chosen"] > e["batch_sizes"][0] for e in lines(events, "branch")),
         "first_accumulating_round": min(accumulating, default=None),
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
