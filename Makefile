@@ -2,6 +2,7 @@
 # make test   the tests; `make slow` has the long ones
 # make check  lint, format and types
 # make parity  the same numbers as PyTorch's, which this installs
+# make conformance  the lines of docs/conformance.md: others' numbers beside ours
 # make notebook  runs notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 # make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
@@ -18,7 +19,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test slow test-core parity notebook check faults mutants clean
+.PHONY: demo test slow test-core parity conformance notebook check faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -35,6 +36,10 @@ test-core: $(INSTALLED)
 parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
 	$(RUN) -m pytest -q tests/parity_*_test.py
+
+conformance: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[conformance]'
+	$(RUN) -m pytest -q tests/conformance_test.py
 
 notebook: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
