@@ -37,7 +37,7 @@ def _gbits(figures: Iterable[float]) -> str:
 def streaming_table() -> list[Row]:
     step_s, at_95 = bandwidth.GRID_STEP_S, bandwidth.UTILISATIONS.index(0.95)
     cells = {
-        f"{method} at {utilisation:.0%}": (
+        f"{method} at {100 * utilisation:g} %": (
             bandwidth.needed_by(method, utilisation, step_s=step_s),
             figure,
         )
@@ -75,7 +75,7 @@ def _scaling_row(how: str, traffic: Traffic) -> Row:
         )
 
     cells = {
-        f"{model}, H = {num_steps} at {utilisation:.0%}": (
+        f"{model}, H = {num_steps} at {100 * utilisation:g} %": (
             needed(model, num_steps, utilisation),
             figure,
         )
@@ -124,7 +124,7 @@ def _measured_row(name: str) -> Row:
         f"synchronisation and utilisation at H = 1, 8, 32, 128; {name}, {mbits:g} achieved",
         shown(sync_s, theirs),
         shown(our_sync_s, ours),
-        f"{gap:+.1%}; {min(gaps):+.1%} to {max(gaps):+.1%}"
+        f"{100 * gap:+.1f} %; {100 * min(gaps):+.1f} to {100 * max(gaps):+.1f} %"
         + ("" if is_modelled else ": TCP's losses are not modelled"),
     )
 
@@ -190,7 +190,7 @@ def wall_clock() -> list[Row]:
                 f"{name}: compute and communication of 30 steps on 64 devices, 1 B parameters",
                 f"{compute_s:.4g} + {theirs_s:.4g} s",
                 f"{ours.compute_s:.4g} + {ours.communication_s:.4g} s",
-                reason if num_models == 0 else f"{gap:+.1%}: {reason}",
+                reason if num_models == 0 else f"{100 * gap:+.1f} %: {reason}",
             )
         )
     return rows

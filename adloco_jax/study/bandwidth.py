@@ -60,7 +60,7 @@ PAPER: Mapping[str, tuple[float, ...]] = {
 
 
 def needed_gbits(
-    traffic: Traffic, utilisation: float, *, num_params: float, num_steps: int, step_s: float
+    traffic: Traffic, utilisation: float, *, num_params: int, num_steps: int, step_s: float
 ) -> float:
     """Bandwidth at which two replicas, one per site, reach a compute utilisation.
 
