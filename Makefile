@@ -4,6 +4,7 @@
 # make dist   wheel and sdist, and the wheel tried in an empty environment
 # make parity  the same numbers as PyTorch's, which this installs
 # make gpu    measures this engine on one GPU, with the jax and torch for it, which this installs
+# make conformance  the lines of docs/conformance.md: others' numbers beside ours
 # make notebook  runs notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 # make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
@@ -22,7 +23,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core parity gpu notebook check dist faults mutants clean
+.PHONY: demo test slow test-core parity gpu conformance notebook check dist faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -43,6 +44,10 @@ parity: $(INSTALLED)
 gpu: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda12,parity]'
 	$(RUN) scripts/gpu.py
+
+conformance: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[conformance]'
+	$(RUN) -m pytest -q tests/conformance_test.py
 
 notebook: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'

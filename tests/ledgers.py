@@ -57,6 +57,15 @@ def config(seed, learning_rate):
     }
 
 
+def one_round(*, num_params, num_workers, num_updates, batch_size=1):
+    """Lines with what a replay reads: a trainer's only round, without accumulation."""
+    plan = {"micro_batch_size": batch_size, "num_accum_steps": 1, "updates": num_updates}
+    settings = config(0, 0.1) | {"inner": {"unit": "updates", "steps_per_round": num_updates}}
+    start = {"event": "start", "num_params": num_params, "config": settings}
+    start |= {"state_bytes": {"params": 1, "outer_state": 0, "inner_state": 0}}
+    return [start, {"event": "round", "round": 1, "trainer": 0, "workers": num_workers} | plan]
+
+
 def write_run(
     workdir,
     *,

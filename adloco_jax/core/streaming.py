@@ -187,8 +187,8 @@ def receive_fragment(
       ensemble: From `outer_update_fragment`.
       fragment: Its index, from 0 to F - 1.
       num_fragments: F >= 1.
-      mixing: Share of a worker's own entries that stays, from 0 to below 1; of a worker whose
-        entries are not finite none does.
+      mixing: Share of a worker's own entries that stays, from 0 to 1; of a worker whose entries
+        are not finite none does.
 
     Returns:
       The workers, whose other entries and inner states are as they were.
@@ -239,7 +239,7 @@ def fragment_steps(
       steps: `inner_steps` with its loss and transformation bound.
       num_fragments: F >= 1, synchronised in turn.
       delay: Micro-batches from the sending of the fragment to its arrival, from 0 to below T.
-      mixing: Share of a worker's own entries that stays when the fragment arrives, in [0, 1).
+      mixing: Share of a worker's own entries that stays when the fragment arrives, in [0, 1].
       **how: Keyword arguments of `outer_update_fragment`, `outer_tx` among them.
 
     Returns:

@@ -59,26 +59,37 @@ PAPER: Mapping[str, tuple[float, ...]] = {
 """Gbit/s by `UTILISATIONS`: arXiv 2501.18512v1, Table 4, the 1 B model."""
 
 
-def needed_gbits(method: str, utilisation: float, *, step_s: float) -> float:
+def needed_gbits(
+    traffic: Traffic, utilisation: float, *, num_params: int, num_steps: int, step_s: float
+) -> float:
     """Bandwidth at which two replicas, one per site, reach a compute utilisation.
 
     The inverse of the simulator's communication time (`study.replay`) where nothing but the
     bandwidth between the sites costs time.
 
     Args:
-      method: One of `METHODS`.
+      traffic: How outer gradients travel.
       utilisation: Compute time as a fraction of all time, between 0 and 1.
+      num_params: Parameters of the model.
+      num_steps: Inner steps between two synchronisations of a fragment.
       step_s: Seconds of an inner step.
 
     Returns:
       Gbit/s.
     """
-    num_steps, traffic = METHODS[method]
     round_s = num_steps * step_s
     blocked_s = round_s * (1 / utilisation - 1) / traffic.num_fragments
     hidden_s = traffic.hidden_s(round_s, num_updates=num_steps, num_micro_batches=num_steps)
     # A ring of two moves every byte once in each direction.
-    return 8 * traffic.sync_bytes(NUM_PARAMS) / (blocked_s + hidden_s) / 1e9
+    return 8 * traffic.sync_bytes(num_params) / (blocked_s + hidden_s) / 1e9
+
+
+def needed_by(method: str, utilisation: float, *, step_s: float) -> float:
+    """Gbit/s that the paper's 1 B model needs with one of `METHODS`: see `needed_gbits`."""
+    num_steps, traffic = METHODS[method]
+    return needed_gbits(
+        traffic, utilisation, num_params=NUM_PARAMS, num_steps=num_steps, step_s=step_s
+    )
 
 
 def on_grid(gbits: float) -> float:
@@ -95,7 +106,7 @@ def table() -> str:
     for method in METHODS:
         paper = PAPER[method][UTILISATIONS.index(0.95)]
         ours, printed, grid = (
-            needed_gbits(method, 0.95, step_s=step_s)
+            needed_by(method, 0.95, step_s=step_s)
             for step_s in (STEP_S, PRINTED_STEP_S, GRID_STEP_S)
         )
         lines.append(

@@ -1,0 +1,297 @@
+"""The lines of docs/conformance.md: what others publish or compute, beside what this computes.
+
+`python tests/conformance_test.py` prints the table. `make conformance` installs drjax, which one
+line needs, and checks that the page has what is computed.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conformance_clusters import measured, scaling_table, streaming_table, wall_clock
+from jax import lax
+from published import TORCHFT, Row
+
+from adloco_jax import init, inner_steps, outer_step, start_round
+from adloco_jax.core.streaming import fragment_steps
+
+PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
+COLUMNS = ("whose number", "what was run", "theirs", "ours", "difference", "command")
+
+# --- Golden trajectories
+
+
+def torchft() -> list[Row]:
+    return [_torchft(*case) for case in TORCHFT]
+
+
+def _torchft(delay: int, alpha: float) -> Row:
+    """Two workers; the parameters before every inner step are the loss function's own output."""
+    rates = {"inner_tx": optax.sgd(1.0), "outer_tx": optax.sgd(2.0)}
+    ensemble = init({"w": jnp.ones(2)}, num_trainers=1, num_workers=2, own_params=True, **rates)
+
+    def loss_fn(params, batch):
+        return 2 * jnp.sum(params["w"]) * jnp.mean(batch), params["w"]
+
+    steps = functools.partial(
+        inner_steps, loss_fn=loss_fn, inner_tx=rates["inner_tx"], has_aux=True
+    )
+
+    @jax.jit
+    def turn(ensemble, workers, fragment):
+        how = {"num_fragments": 2, "delay": delay, "mixing": alpha, "outer_tx": rates["outer_tx"]}
+        batch_TRB = (jnp.ones((3, 2, 1)),)
+        return fragment_steps(ensemble, workers, batch_TRB, fragment, steps=steps, **how)
+
+    workers, seen = start_round(ensemble), []
+    for index in range(6):
+        ensemble, workers, (_, _, before_TR), _ = turn(ensemble, workers, index % 2)
+        seen += [*np.asarray(before_TR)]
+    theirs = np.transpose(TORCHFT[delay, alpha])
+    ours = np.stack(seen)[: len(theirs)]  # of each worker both weights
+    assert np.array_equal(ours, np.stack([theirs, theirs], axis=1))
+    return Row(
+        "torchft, golden trajectory of Streaming DiLoCo",
+        f"2 fragments, delay {delay}, alpha {alpha:g}; 15 steps of 2 workers",
+        "last weights {:g}, {:g}".format(*theirs[-1]),
+        "last weights {:g}, {:g}".format(*ours[-1, 0]),
+        "none in any of 32 weights",
+    )
+
+
+# --- Other optimizers' algebra: a small network, 20 rounds
+
+ROUNDS, STEPS, BATCH = 20, 5, 8
+TOLERANCE = 1e-6
+ADAMW = optax.adamw(0.003, weight_decay=0.1)
+
+
+def _draw(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+PARAMS = {"in": _draw(3, 8, seed=0) / 2, "bias": np.zeros(8, np.float32)}
+PARAMS |= {"out": _draw(8, 2, seed=1) / 3}
+
+
+def _loss(params: dict, batch: dict) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"][None])
+    return jnp.mean(jnp.square(hidden @ params["out"] - batch["y"]))
+
+
+def _batches(*shape: int) -> dict:
+    """Inputs, and targets that a network like this one could compute, with noise."""
+    x = _draw(*shape, 3, seed=2)
+    return {"x": x, "y": np.sin(x[..., :2]) + _draw(*shape, 2, seed=3) / 10}
+
+
+def _scanned(one: Callable, carry, batch: dict):
+    """What `one(carry, batch of a round)` returns beside its carry, of all rounds."""
+    return jax.jit(lambda: lax.scan(one, carry, batch)[1])()
+
+
+def _alone(tx: optax.GradientTransformation, start, state, batches, *, at=lambda params: params):
+    """(parameters, state) after one update with each batch; `at` is where gradients are taken."""
+
+    def step(carry, batch):
+        params, state = carry
+        updates, state = tx.update(jax.grad(_loss)(at(params), batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return lax.scan(step, (start, state), batches)[0]
+
+
+def _ours(batch: dict, inner_tx, outer_tx) -> dict:
+    """Parameters of one trainer after every round; `batch` is [rounds, S, R, B, ...]."""
+    num_workers = batch["x"].shape[2]
+    how = {"inner_tx": inner_tx, "outer_tx": outer_tx}
+    ensemble = init(PARAMS, num_trainers=1, num_workers=num_workers, **how)
+    step = functools.partial(outer_step, loss_fn=_loss, **how)
+
+    def one(ensemble, batch):
+        ensemble, _ = step(ensemble, batch)
+        return ensemble, jax.tree.map(lambda leaf: leaf[0], ensemble.params_M)
+
+    return _scanned(one, ensemble, batch)
+
+
+def _theirs(tx: optax.GradientTransformation, start, batch: dict, **how):
+    """Parameters after every round of an optimizer on its own, on the batches of all workers."""
+
+    def one(carry, batch_SB):
+        carry = _alone(tx, *carry, batch_SB, **how)
+        return carry, carry[0]
+
+    union = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:2], -1, leaf.shape[-1]), batch)
+    return _scanned(one, (start, tx.init(start)), union)
+
+
+def _compared(whose: str, run: str, theirs: dict, ours: dict) -> Row:
+    """Parameters after every round, and the loss that the last ones have on fixed examples."""
+    gaps = jax.tree.map(lambda a, b: np.max(np.abs(np.asarray(a) - np.asarray(b))), theirs, ours)
+    assert max(jax.tree.leaves(gaps)) <= TOLERANCE
+    moved = jax.tree.map(lambda leaf, start: np.max(np.abs(leaf[-1] - start)), ours, PARAMS)
+    assert max(jax.tree.leaves(moved)) > 0.1
+    losses = [float(_loss(jax.tree.map(lambda x: x[-1], p), _batches(64))) for p in (theirs, ours)]
+    return Row(
+        whose,
+        f"{run}; {ROUNDS} rounds",
+        *(f"loss {loss:.4f}" for loss in losses),
+        f"parameters below {TOLERANCE:g}",
+    )
+
+
+def lookahead() -> list[Row]:
+    batch = _batches(ROUNDS, STEPS, 1, BATCH)
+    tx = optax.lookahead(ADAMW, sync_period=STEPS, slow_step_size=0.5)
+    start = optax.LookaheadParams.init_synced(PARAMS)
+    theirs = _theirs(tx, start, batch, at=lambda params: params.fast).slow
+    run = f"AdamW, {STEPS} steps a round; ours: one worker, SGD at 0.5 outside"
+    return [_compared("`optax.lookahead`", run, theirs, _ours(batch, ADAMW, optax.sgd(0.5)))]
+
+
+class WrappedState(NamedTuple):
+    inner: optax.OptState
+    start: optax.Params  # of the round
+    momentum: optax.Updates  # u
+    count: jax.Array
+
+
+def _diloco_wrapper(inner, *, period: int, learning_rate: float, momentum: float):
+    """DiLoCo of one worker as MuLoCo writes it: u <- mu u + eta Delta, theta <- theta - mu u - eta
+    Delta, with Delta the round's start minus its end.
+    """
+
+    def init_fn(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return WrappedState(inner.init(params), params, zeros, jnp.zeros((), jnp.int32))
+
+    def update_fn(grads, state, params):
+        updates, inner_state = inner.update(grads, state.inner, params)
+        ends = (state.count + 1) % period == 0
+        step = jax.tree.map(
+            lambda start, now, update: learning_rate * (start - now - update),
+            *(state.start, params, updates),
+        )
+        u = jax.tree.map(lambda u, step: momentum * u + step, state.momentum, step)
+        after = jax.tree.map(lambda th, u, step: th - momentum * u - step, state.start, u, step)
+
+        def at_end(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(ends, a, b), new, old)
+
+        updates = at_end(jax.tree.map(jnp.subtract, after, params), updates)
+        start, u = at_end(after, state.start), at_end(u, state.momentum)
+        return updates, WrappedState(inner_state, start, u, state.count + 1)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def wrapper() -> list[Row]:
+    batch = _batches(ROUNDS, STEPS, 1, BATCH)
+    tx = _diloco_wrapper(ADAMW, period=STEPS, learning_rate=0.7, momentum=0.6)
+    ours = _ours(batch, ADAMW, optax.sgd(0.7, momentum=0.6, nesterov=True))
+    run = f"AdamW, {STEPS} steps a round, 0.7 and 0.6; ours: one worker, Nesterov outside"
+    whose = "MuLoCo (arXiv 2505.23725), DiLoCo with K = 1 as an optimizer"
+    return [_compared(whose, run, _theirs(tx, PARAMS, batch), ours)]
+
+
+def delayed() -> list[Row]:
+    num_workers, rate, beta = 4, 0.7, 0.9
+    batch = _batches(ROUNDS, STEPS, num_workers, BATCH)
+
+    def one(carry, batch_SR):
+        """The pushes of four workers that started alike, one after the other."""
+        params, momentum, states = carry
+        start, pushed = params, jax.tree.map(jnp.zeros_like, params)
+        for worker in range(num_workers):
+            own = jax.tree.map(lambda leaf, r=worker: leaf[:, r], batch_SR)
+            end, states[worker] = _alone(ADAMW, start, states[worker], own)
+            push = jax.tree.map(jnp.subtract, start, end)
+            pushed = jax.tree.map(jnp.add, pushed, push)
+            ahead = jax.tree.map(lambda g: g / num_workers, push)
+            if worker == num_workers - 1:
+                momentum = jax.tree.map(lambda m, d: beta * m + d / num_workers, momentum, pushed)
+                ahead = jax.tree.map(lambda m, g: beta * m + g, momentum, ahead)
+            params = jax.tree.map(lambda theta, g: theta - rate * g, params, ahead)
+        return (params, momentum, states), params
+
+    start = (PARAMS, jax.tree.map(np.zeros_like, PARAMS), [ADAMW.init(PARAMS)] * num_workers)
+    theirs = _scanned(one, start, batch)
+    ours = _ours(batch, ADAMW, optax.sgd(rate, momentum=beta, nesterov=True))
+    run = f"{num_workers} pushes a round, c = 0, 0.7 and 0.9; ours: {num_workers} workers, Nesterov"
+    return [_compared("Delayed Nesterov (arXiv 2401.09135)", run, theirs, ours)]
+
+
+def parallel() -> list[Row]:
+    batch = _batches(ROUNDS, 1, 4, BATCH)
+    tx = optax.adamw(0.02, weight_decay=0.1)
+    run = "AdamW on the union batch; ours: 4 workers, one step of SGD at 1, AdamW outside"
+    theirs = _theirs(tx, PARAMS, batch)
+    return [_compared("`optax.adamw`", run, theirs, _ours(batch, optax.sgd(1.0), tx))]
+
+
+def drjax() -> list[Row]:
+    library = pytest.importorskip("drjax", reason="drjax: not installed; run make conformance")
+    num_workers, tx = 4, optax.sgd(0.05)
+    batch = _batches(ROUNDS, STEPS, num_workers, BATCH)
+
+    @library.program(placements={"clients": num_workers})
+    def federated(params, batch_R):
+        def train(params, batch):
+            return _alone(tx, params, tx.init(params), batch)[0]
+
+        ends = library.map_fn(train, (library.broadcast(params), batch_R))
+        return library.reduce_mean(ends)
+
+    def one(params, batch):
+        params = federated(params, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), batch))
+        return params, params
+
+    theirs = _scanned(one, PARAMS, batch)
+    run = f"`reduce_mean` of {num_workers} clients; ours: {num_workers} workers, SGD at 1 outside"
+    return [_compared("DrJAX 0.2", run, theirs, _ours(batch, tx, optax.sgd(1.0)))]
+
+
+# --- The page
+
+CLAIMS: dict[str, Callable[[], list[Row]]] = {
+    claim.__name__: claim
+    for claim in (
+        *(torchft, lookahead, wrapper, delayed, parallel, drjax),
+        *(streaming_table, scaling_table, measured, wall_clock),
+    )
+}
+"""By the name that `pytest -k` takes."""
+
+
+def _lines(name: str) -> list[str]:
+    command = f"`pytest tests/conformance_test.py -k {name}`"
+    return [f"| {' | '.join((*row, command))} |" for row in CLAIMS[name]()]
+
+
+def _committed(name: str) -> list[str]:
+    lines = PAGE.read_text("utf-8").splitlines()
+    return [line for line in lines if line.endswith(f" -k {name}` |")]
+
+
+# DrJAX 0.2 asks jax for the mesh in a way that jax 0.10 deprecates.
+@pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning")
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_page_has_what_is_computed(name):
+    assert _lines(name) == _committed(name)
+
+
+if __name__ == "__main__":
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
+    for claim in CLAIMS:
+        try:
+            print(*_lines(claim), sep="\n")
+        except pytest.skip.Exception as missing:
+            sys.exit(str(missing))
