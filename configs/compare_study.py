@@ -30,6 +30,7 @@ Changes = Mapping[str, Any]
 
 AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
 NESTEROV = {"outer.tx": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.9}
+BY_INTERVAL = NESTEROV | {"outer.tx": "nesterov_by_interval"}
 OUTER = {"average": AVERAGE, "Nesterov": NESTEROV}
 LINEAR = {"inner.schedule": "linear"}
 ONE = {"ensemble.num_workers": 1, **AVERAGE}
@@ -156,13 +157,34 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                     "ensemble.initial_workers": 1,
                     "ensemble.spawn_frac": share,
                 }
-            for eta in (0.8, 1.6) if size == "small" else (0.8,):
+        for outer, tx in (OUTER | {"by interval": BY_INTERVAL}).items():
+            for eta in (0.8, 1.6) if size == "small" or outer == "average" else ():
                 found[f"ours, eta {eta:g}, {outer}, {schedule}"] = {
                     **tx,
                     **decay,
                     **growing(eta=eta, first=4 * STEPS, longest=12 * STEPS),
                     **budget(size, 5280),
                 }
+        for count in (STEPS, 4 * STEPS) if size == "small" else ():
+            found[f"linear ramp from {count}, {schedule}"] = {
+                **AVERAGE,
+                **decay,
+                **steps(count),
+                **budget(size, 5280),
+                "inner.round_length": "linear",
+                "inner.max_steps_per_round": 12 * STEPS,
+            }
+    for count in (STEPS, 4 * STEPS):
+        for alpha in (10, 20) if size == "small" else (20,):  # square roots of steps at the peak
+            found[f"QSR from {count}, {alpha} times the rate"] = {
+                **AVERAGE,
+                **LINEAR,
+                **steps(count),
+                **budget(size, 5280),
+                "inner.round_length": "qsr",
+                "inner.qsr_alpha": alpha * rates[0],
+                "inner.max_steps_per_round": 24 * STEPS,
+            }
     for eta in (0.15, 0.4):
         found[f"AdLoCo as published, eta {eta:g}"] = {
             **PUBLISHED,
