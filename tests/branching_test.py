@@ -9,6 +9,7 @@ import optax
 import pytest
 from resume_test import Signalling, assert_same_end
 from toy import bigram_loss, corpus, init_fn, settings_of
+from train_test import Exhausted
 
 import adloco_jax
 from adloco_jax.accounting import RoundPlan
@@ -185,6 +186,28 @@ def test_a_run_stopped_around_a_branch_round_ends_as_the_uninterrupted_one(
     with pytest.raises(Preempted):
         run(tmp_path / "r", settings, rows=Signalling(at_read))
     assert_same_end(run(tmp_path / "r", settings), whole)
+
+
+def test_branches_that_run_out_of_memory_make_the_same_updates_in_smaller_micro_batches(
+    tmp_path, monkeypatch
+):
+    settings = branch_settings(
+        num_rounds=2,
+        inner={"tx": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "lr_on_growth": "linear"},
+        batching={"initial_batch_size": 4, "branch_epsilon": 9.0},
+    )
+    plain = run(tmp_path / "plain", settings)
+    Exhausted(monkeypatch, largest=2, from_call=3)  # in the second branch, which is the first to
+    halved = run(tmp_path / "halved", settings)  # accumulate
+    (fault,) = events(halved.workdir, "fault")
+    assert (fault["round"], fault["max_batch_size"]) == (2, 2)
+    names = ("requested_batch_size", "micro_batch_size", "num_accum_steps", "updates", "tokens")
+    plans = [[e[name] for name in names] for e in events(halved.workdir, "round")]
+    assert plans == [[4, 4, 1, 4, 256], [16, 2, 8, 1, 256]]
+    costs = ("batch_sizes", "updates", "tokens", "syncs", "bytes")
+    (one,), (other,) = (events(r.workdir, "branch") for r in (plain, halved))
+    assert [one[name] for name in costs] == [other[name] for name in costs]
+    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
 
 
 def test_rows_that_are_given_once_are_refused(tmp_path):

@@ -240,6 +240,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     least = inner.steps_per_round * initial_workers * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
+    most *= len(FACTORS) if has_branches(settings) else 1
     total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
     if inner.round_length != "fixed" and inner.max_steps_per_round is None:
         total = f"{least * settings.num_rounds:,} or more in the run"
@@ -288,7 +289,7 @@ def _branch_lines(settings: Settings, state_bytes: int) -> list[str]:
     if not has_branches(settings):
         return []
     return [
-        f"branches: in every {settings.batching.branch_every_rounds}th round up to {len(FACTORS)},"
+        f"branches: up to {len(FACTORS)} once in {settings.batching.branch_every_rounds} rounds,"
         f" each with the round's tokens; they hold up to {_human(len(FACTORS) * state_bytes)} more"
     ]
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from adloco_jax.errors import DataError
 from adloco_jax.study.curves import SPENDING, lines
@@ -76,6 +77,7 @@ def figure(events: Sequence[dict]) -> Figure:
     values = [v for v in (*batch, *scale, *raw, *(y for _, y in passed + failed)) if v > 0]
     ax.set_yscale("log")
     plain_decades(ax, min(values), max(values))
+    ax.xaxis.set_major_formatter(EngFormatter())
     ax.set(xlabel="tokens, all branches", ylabel="sequences per update, all workers")
     finish(ax)
     ax.legend(fontsize=8, frameon=False)
