@@ -300,7 +300,7 @@ def test_a_structural_change_is_refused_with_a_diff_and_whatever_the_flag(tmp_pa
         check_config(tmp_path, other, accept=True)
     assert "seed: was 0, is 1" in str(error.value)
     assert "ensemble.num_trainers: was 3, is 2" in str(error.value)
-    longer = settings_of(**decaying | {"num_rounds": 9})  # which stretches the schedule, or the ramp
+    longer = settings_of(**decaying | {"num_rounds": 9})  # stretches the schedule, or the ramp
     with pytest.raises(ConfigError, match="num_rounds: was 7, is 9"):
         check_config(tmp_path, longer, accept=False)
     check_config(tmp_path, longer, accept=True)
