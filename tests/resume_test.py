@@ -289,15 +289,18 @@ def test_changes_that_alter_the_run_need_the_flag(stopped):
     assert result.controller.max_batch_size == 8
 
 
-def test_a_structural_change_is_refused_with_a_diff_and_whatever_the_flag(tmp_path):
-    decaying = RUN | {"inner": {"schedule": "cosine"}}
+@pytest.mark.parametrize(
+    "stretched", [{"schedule": "cosine"}, {"round_length": "linear", "max_steps_per_round": 6}]
+)
+def test_a_structural_change_is_refused_with_a_diff_and_whatever_the_flag(tmp_path, stretched):
+    decaying = RUN | {"inner": stretched}
     write_config(tmp_path, settings_of(**decaying))
     other = settings_of(**decaying | {"seed": 1, "ensemble": {"num_trainers": 2}})
     with pytest.raises(ConfigError, match="name another folder") as error:
         check_config(tmp_path, other, accept=True)
     assert "seed: was 0, is 1" in str(error.value)
     assert "ensemble.num_trainers: was 3, is 2" in str(error.value)
-    longer = settings_of(**decaying | {"num_rounds": 9})  # of a decaying schedule
+    longer = settings_of(**decaying | {"num_rounds": 9})  # stretches the schedule, or the ramp
     with pytest.raises(ConfigError, match="num_rounds: was 7, is 9"):
         check_config(tmp_path, longer, accept=False)
     check_config(tmp_path, longer, accept=True)
