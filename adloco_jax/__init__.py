@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         put,
         take,
     )
-    from adloco_jax.data import DATA_SOURCES, DataSource
+    from adloco_jax.data import DATA_SOURCES, ArrayRows, DataSource
     from adloco_jax.models.architectures import ARCHITECTURES, Architecture
     from adloco_jax.training import Result, fit, train
 
@@ -65,6 +65,7 @@ __all__ = [
     "AGGREGATORS",
     "ARCHITECTURES",
     "Architecture",
+    "ArrayRows",
     "BATCH_TESTS",
     "BatchPlan",
     "BatchTest",

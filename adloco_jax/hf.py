@@ -4,12 +4,13 @@ Only JSON and safetensors are read, never a pickle; every tensor is named, and i
 are checked, before memory is taken for it. The names are those of `models.weight_maps`.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -181,13 +182,20 @@ def save(
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
+    with replaced(folder) as partial:
+        save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(partial)
+
+
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """A folder to write in, which takes the place of `folder` once everything is written."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save(partial)
+    yield partial
     for file in partial.iterdir():
         with open(file, "rb") as written:
             os.fsync(written.fileno())

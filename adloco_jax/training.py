@@ -16,11 +16,10 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax import hf
 from adloco_jax.adloco import Control, State
 from adloco_jax.batch_sizes import has_branches
 from adloco_jax.core.types import Ensemble, LossFn
-from adloco_jax.data import Corpus
+from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
@@ -31,7 +30,6 @@ from adloco_jax.run.build import (
     InitFn,
     attention,
     build_model,
-    build_network,
     class_count,
     load_data,
     pretrained_params,
@@ -40,12 +38,14 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import KNOBS, validate
 from adloco_jax.run.config_file import record
+from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
 from adloco_jax.run.resume import check_config, check_workdir, exclusive, flat_settings
 from adloco_jax.run.sharding import fetch
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
+from adloco_jax.study import report
 
 _OWN_KEYS = ("data.path", "data.heldout_path")  # may differ between processes: the data may not
 
@@ -80,6 +80,9 @@ def train(
     accept_data_change: bool = False,
 ) -> Result:
     """Runs what a config describes, from text to a trained consensus, or resumes such a run.
+
+    At the end the closing table is printed, and the folder has the report in `report/` and the
+    consensus in `export/` (`run.export.write_consensus`).
 
     SIGTERM or SIGINT saves and raises `Preempted` after the rounds in progress: two at most, as a
     round is dispatched before the last one is over, or three with several processes. A second
@@ -130,7 +133,7 @@ def train(
     init_fn, loss_fn = build_model(settings)
     with processes.only_first_prints():
         print(data_header(corpus))
-        result = fit(
+        return fit(
             settings,
             corpus=corpus,
             init_fn=init_fn,
@@ -143,19 +146,12 @@ def train(
             accept_config_change=accept_config_change,
             accept_data_change=accept_data_change,
         )
-    params, network = fetch(result.params), build_network(settings)
-    if processes.is_first() and hf.weight_map(network) is None:
-        print(f"nothing is exported: model.arch = {settings.model.arch} has no weight_map")
-    elif processes.is_first():
-        hf.save(params, result.workdir / "export", corpus.tokenizer, network=network)
-    processes.barrier("the export is written")
-    return result
 
 
 def fit(
     settings: Settings,
     *,
-    corpus: Rows,
+    corpus: Rows | ArrayRows,
     init_fn: InitFn,
     loss_fn: LossFn,
     workdir: str | Path,
@@ -170,10 +166,14 @@ def fit(
 ) -> Result:
     """Runs AdLoCo on any model and rows of tokens, or resumes such a run.
 
+    It ends as `train` does: with the closing table, `report/` and `export/`.
+
     Args:
-      settings: From `validate`; its `model` and `data` groups are only recorded.
-      corpus: Rows to train on and to hold out; `SequentialRows` are set back to the checkpoint's
-        position at the start and after a failure.
+      settings: From `validate`; its `model` and `data` groups are only recorded, except as
+        `ArrayRows.ordered` says.
+      corpus: Rows to train on and to hold out: `ArrayRows`, or an object with the methods of
+        `run.batches.Rows`; `SequentialRows` are set back to the checkpoint's position at the start
+        and after a failure.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
@@ -202,6 +202,8 @@ def fit(
       UserError: Otherwise see `train`; no text is read here.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir)
+    if isinstance(corpus, ArrayRows):
+        corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
     check_installed(settings.log)
     for key, given in (("inner.tx", inner_tx), ("outer.tx", outer_tx)):
@@ -233,15 +235,27 @@ def fit(
     model, file = Model(init_fn, params, num_classes), record(config_file, settings)
     run = Run(settings, spec, corpus, heldout, model, workdir, command, file, accept_data_change)
     _require_equal_processes(run)
+    result = _until_done(run)
+    exported = fetch(result.params)
+    if processes.is_first():
+        tokenizer = getattr(corpus, "tokenizer", None)
+        write_consensus(exported, workdir / "export", settings, tokenizer)
+        report.conclude(workdir)
+    processes.barrier("the export and the report are written")
+    return result
+
+
+def _until_done(run: Run) -> Result:
+    """Runs the rounds that are left, again from the newest checkpoint after a failure."""
     failures = Failures()
-    with exclusive(workdir), stop_requests() as stop:
+    with exclusive(run.workdir), stop_requests() as stop:
         while True:
             # Everything that a failed round has changed is restored from the newest checkpoint.
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures)
                 try:
                     state = execute(run, attempt)
-                    return Result(workdir, attempt.watch.consensus, attempt.watch.loss, state)
+                    return Result(run.workdir, attempt.watch.consensus, attempt.watch.loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
 

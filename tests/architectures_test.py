@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from safetensors.numpy import load_file
 from toy import config_of, corpus
 
 from adloco_jax import ARCHITECTURES, hf
@@ -38,7 +39,7 @@ def own(tmp_path, monkeypatch) -> Path:
         yield path
 
 
-def test_a_users_model_trains_through_the_command_line_and_is_not_exported(own, tmp_path, capsys):
+def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path, capsys):
     workdir, out = tmp_path / "r", tmp_path / "out"
     knobs: dict = {"num_rounds": 1, "inner.steps_per_round": 40, "inner.learning_rate": 0.01}
     knobs |= {"data.source": "text", "data.path": ROOT / "docs" / "*.md", "data.num_sequences": 200}
@@ -49,8 +50,9 @@ def test_a_users_model_trains_through_the_command_line_and_is_not_exported(own, 
     assert cli.main([f"--config={own}", f"--workdir={workdir}", *overrides]) == 0
     evals = [event["loss"] for event in read(workdir / "ledger.jsonl") if event["event"] == "eval"]
     assert evals[-1] < 5.4  # log 257 without training: 5.55
-    assert "nothing is exported: model.arch = mlp has no weight_map" in capsys.readouterr().out
-    assert not (workdir / "export").exists()
+    assert "the model has no Hugging Face names" in capsys.readouterr().out
+    (file,) = (workdir / "export").iterdir()
+    assert load_file(file)["Embed_0/embedding"].shape == (257, 16)
     assert cli.main(["export", f"--workdir={workdir}", f"--out={out}"]) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"

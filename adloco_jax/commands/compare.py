@@ -7,18 +7,25 @@ Several processes share the runs among themselves; so do several such commands w
 """
 
 import argparse
+import contextlib
 import functools
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adloco_jax.commands.parser import Parser
+from adloco_jax.errors import ConfigError
 from adloco_jax.run import config_file
-from adloco_jax.study import compare, report
+from adloco_jax.run.resume import finished
+from adloco_jax.study import compare, report, results
 from adloco_jax.study.compare_figure import figure
+from adloco_jax.study.curves import read_run
+from adloco_jax.study.results import Run
+from adloco_jax.training import train
 
 
 def run(words: Sequence[str]) -> int:
@@ -42,7 +49,7 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
 
-    def say(run: compare.Run, made: bool) -> None:
+    def say(run: Run, made: bool) -> None:
         how = f"after {time.monotonic() - start_s:.0f} s" if made else "was finished"
         print(f"{run.variant}, seed {run.seed}: {how}", flush=True)
 
@@ -50,15 +57,15 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     this = [sys.executable, "-m", "adloco_jax", "compare", f"--config={path}", "--only-run"]
     this += [f"--workdir={folder}"] + [f"--results={p}" for p in [options.results] if p]
     others = [subprocess.Popen(this) for _ in range(options.processes - 1)]
-    execute = functools.partial(
-        compare.execute,
+    make_runs = functools.partial(
+        execute,
         on_end=say,
         command=command,
         config_file=path,
         results_file=options.results,
     )
     try:
-        whole = execute(comparison, folder)
+        whole = make_runs(comparison, folder)
         codes = [other.wait() for other in others]
     finally:
         for other in others:
@@ -66,7 +73,7 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     if options.only_run:
         return 0
     # Another's replay may have waited for the run that this process made.
-    whole = whole or execute(comparison, folder)
+    whole = whole or make_runs(comparison, folder)
     if not whole:
         print("the other runs are in another process's hands")
         return max(codes, default=0)
@@ -79,3 +86,72 @@ def _compare(options: argparse.Namespace, command: str) -> int:
         page = report.write([run.workdir for run in runs], folder / "report", labels=labels)
         print(f"report: {page}")
     return 0
+
+
+def execute(
+    comparison: compare.Comparison,
+    folder: str | Path,
+    *,
+    on_end: Callable[[Run, bool], None],
+    command: str = "",
+    config_file: str | Path | None = None,
+    results_file: Path | None = None,
+) -> bool:
+    """Make the runs that are not finished, one after another.
+
+    Runs that another process is making are skipped, so several processes may share a comparison.
+    The output of a run goes to `output.txt` in its folder. Programs that runs share are compiled
+    once: the compilation cache is on.
+
+    Args:
+      comparison: What runs.
+      folder: Where; unfinished runs found there are resumed.
+      on_end: Called with each run, and whether it was made just now.
+      command: Recorded in the ledgers.
+      config_file: The file that the comparison is from, recorded in the run's folder, see `train`.
+      results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
+        one already is not made again.
+
+    Returns:
+      Whether all are finished.
+
+    Raises:
+      UserError: From `train`; calling again resumes the comparison.
+    """
+    whole = True
+    for run in compare.runs_of(comparison, folder):
+        if results_file is not None and results.key(run) in results.read(results_file):
+            on_end(run, False)
+            continue
+        if finished(run.workdir, run.config, config_file=config_file) is not None:
+            on_end(run, False)
+            continue
+        replays = "batching.replay" in comparison.variants[run.variant]
+        if replays and not compare.is_finished(Path(run.config.batching.replay)):
+            whole = False  # another process is making the run that is replayed
+            continue
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        with (
+            open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
+            contextlib.redirect_stdout(output),
+        ):
+            try:
+                train(run.config, run.workdir, command=command, config_file=config_file)
+            except ConfigError as error:
+                if "another process runs there" not in str(error):
+                    raise
+                whole = False
+                continue
+        if results_file is not None:
+            _keep(run, comparison, results_file)
+        on_end(run, True)
+    return whole
+
+
+def _keep(run: Run, comparison: compare.Comparison, results_file: Path) -> None:
+    """Write the run's line, and delete its folder."""
+    events = read_run(run.workdir).events
+    points = compare.curve(events, comparison.simulated)
+    changes = comparison.variants[run.variant]
+    results.append(results_file, run, changes=changes, curve=points, events=events)
+    shutil.rmtree(run.workdir)

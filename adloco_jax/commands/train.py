@@ -23,7 +23,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import (
     KNOBS,
@@ -191,12 +191,9 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
     if damage is None:
         accept_data = options.accept_data_change
         train(config, folder, command=command_line, accept_data_change=accept_data, **changes)
+        return
     if processes.is_first():
-        for line in damage or ():
+        for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
-        print(report.closing_table(folder))
-        try:
-            print(f"report: {report.write([folder], Path(folder) / 'report')}")
-        except (DataError, OSError) as error:  # the run itself is finished and saved
-            print(f"the report was not written: {error}", file=sys.stderr)
+        report.conclude(folder)
     processes.barrier("the report is written")

@@ -6,12 +6,14 @@ the whole state of the data. Where a data set is read while the run goes on (`st
 is a place in it.
 """
 
+from adloco_jax.data.arrays import ArrayRows
 from adloco_jax.data.corpus import DATA_SOURCES, Corpus, DataSource, check_corpus, load_corpus
 from adloco_jax.data.sampling import permute, stream_rows
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "DATA_SOURCES",
+    "ArrayRows",
     "Corpus",
     "DataSource",
     "Tokenizer",

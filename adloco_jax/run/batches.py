@@ -36,7 +36,7 @@ AUTO_TEST_FRAC = 0.04  # of a round's sequences, for the batch-size test
 
 
 class Rows(Protocol):
-    """What `fit` needs of a corpus; `adloco_jax.data.Corpus` is one."""
+    """What `fit` needs of a corpus; `ArrayRows` and `Corpus` of `adloco_jax.data` are such."""
 
     @property
     def heldout_rows(self) -> np.ndarray:

@@ -1,20 +1,68 @@
-"""A model out of a run's folder: the consensus, or one trainer, of any checkpoint."""
+"""A run's consensus into its folder, and a model out of it: the consensus, or one trainer."""
 
 import contextlib
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import numpy as np
 from jaxtyping import PyTree
+from safetensors.numpy import save_file
 
+from adloco_jax import hf
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError
+from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import checkpoint, evaluate
-from adloco_jax.run.build import build_model, class_count, load_data, program_spec, row_length
+from adloco_jax.run.build import (
+    build_model,
+    build_network,
+    class_count,
+    load_data,
+    program_spec,
+    row_length,
+)
 from adloco_jax.run.health import consensus_weights
 from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import read_state, recorded_settings
 from adloco_jax.settings import Settings
+
+
+def write_consensus(
+    params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
+) -> None:
+    """Writes a model for others to load, and prints where it is and in which layout.
+
+    If the parameters are those of the configured model, and that has Hugging Face names, the folder
+    is one that `transformers` loads. Otherwise it holds `params.safetensors`: every leaf in its own
+    type, under its keys in the tree joined by `/`, such as `decoder/0/kernel`.
+
+    Args:
+      params: One model's parameters, on the host.
+      folder: Replaced as a whole.
+      settings: The run's.
+      tokenizer: Written too in Hugging Face layout, if there is one.
+
+    Raises:
+      OSError: If the folder cannot be written.
+    """
+    network = build_network(settings)
+    if hf.weight_map(network) is not None and _shapes(params) == _shapes(param_shapes(network)):
+        hf.save(params, folder, tokenizer, network=network)
+        print(f"export: {folder}, in Hugging Face layout")
+        return
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C")
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    with hf.replaced(folder) as partial:
+        save_file(leaves, partial / "params.safetensors")
+    print(f"export: {folder / 'params.safetensors'}; the model has no Hugging Face names")
+
+
+def _shapes(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.shape, params)
 
 
 class Trained(NamedTuple):

@@ -4,11 +4,9 @@ Every number is read from the runs' ledgers, at the points where a consensus was
 communications and bytes as the report counts them (`curves.heldout_points`).
 """
 
-import contextlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +18,12 @@ from ml_collections import ConfigDict
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
-from adloco_jax.run.resume import finished
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
 from adloco_jax.study.replay import replay
 from adloco_jax.study.results import Run
 from adloco_jax.study.summary import short
-from adloco_jax.training import train
 
 MEASURES = {
     "tokens": "tokens",
@@ -109,75 +105,6 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     return sorted(runs, key=lambda run: "batching.replay" in variants[run.variant])
 
 
-def execute(
-    comparison: Comparison,
-    folder: str | Path,
-    *,
-    on_end: Callable[[Run, bool], None],
-    command: str = "",
-    config_file: str | Path | None = None,
-    results_file: Path | None = None,
-) -> bool:
-    """Make the runs that are not finished, one after another.
-
-    Runs that another process is making are skipped, so several processes may share a comparison.
-    The output of a run goes to `output.txt` in its folder. Programs that runs share are compiled
-    once: the compilation cache is on.
-
-    Args:
-      comparison: What runs.
-      folder: Where; unfinished runs found there are resumed.
-      on_end: Called with each run, and whether it was made just now.
-      command: Recorded in the ledgers.
-      config_file: The file that the comparison is from, recorded in the run's folder, see `train`.
-      results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
-        one already is not made again.
-
-    Returns:
-      Whether all are finished.
-
-    Raises:
-      UserError: From `train`; calling again resumes the comparison.
-    """
-    whole = True
-    for run in runs_of(comparison, folder):
-        if results_file is not None and results.key(run) in results.read(results_file):
-            on_end(run, False)
-            continue
-        if finished(run.workdir, run.config, config_file=config_file) is not None:
-            on_end(run, False)
-            continue
-        replays = "batching.replay" in comparison.variants[run.variant]
-        if replays and not _is_finished(Path(run.config.batching.replay)):
-            whole = False  # another process is making the run that is replayed
-            continue
-        run.workdir.mkdir(parents=True, exist_ok=True)
-        with (
-            open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
-            contextlib.redirect_stdout(output),
-        ):
-            try:
-                train(run.config, run.workdir, command=command, config_file=config_file)
-            except ConfigError as error:
-                if "another process runs there" not in str(error):
-                    raise
-                whole = False
-                continue
-        if results_file is not None:
-            _keep(run, comparison, results_file)
-        on_end(run, True)
-    return whole
-
-
-def _keep(run: Run, comparison: Comparison, results_file: Path) -> None:
-    """Write the run's line, and delete its folder."""
-    events = read_run(run.workdir).events
-    points = curve(events, comparison.simulated)
-    changes = comparison.variants[run.variant]
-    results.append(results_file, run, changes=changes, curve=points, events=events)
-    shutil.rmtree(run.workdir)
-
-
 def curve(events: Sequence[dict], simulated: Simulated) -> list[dict[str, float]]:
     """Costs and loss of a run at each evaluation of its consensus.
 
@@ -243,7 +170,7 @@ def tabulate(
     for run in runs_of(comparison, folder):
         line: dict[str, Any] | None = recorded.get(results.key(run))
         if line is None:
-            if not _is_finished(run.workdir):
+            if not is_finished(run.workdir):
                 raise DataError(f"{run.workdir}: not finished; run the comparison again")
             events = read_run(run.workdir).events
             line = {"start": last(events, "start"), "curve": curve(events, comparison.simulated)}
@@ -382,7 +309,8 @@ def _workdir(folder: str | Path, variant: str, seed: int) -> Path:
     return Path(folder) / name / f"seed-{seed}"
 
 
-def _is_finished(workdir: Path) -> bool:
+def is_finished(workdir: Path) -> bool:
+    """Whether the ledger of a run's folder says that the run has ended."""
     path = workdir / "ledger.jsonl"
     return path.exists() and finish(read(path)) is not None
 

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from adloco_jax.study.summary import (
     totals,
 )
 
-__all__ = ["closing_table", "html", "write"]
+__all__ = ["closing_table", "conclude", "html", "write"]
 
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 _MAX_PROGRAMS = 16  # rows of compiled programs
@@ -115,6 +116,24 @@ def write(
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", errors="replace")
     return folder / "index.html"
+
+
+def conclude(workdir: str | os.PathLike[str]) -> None:
+    """Prints the closing table of a run that has ended, and writes its report to `report/`.
+
+    A report that cannot be written is a line on stderr: the run itself is finished and saved.
+
+    Args:
+      workdir: The run's folder.
+
+    Raises:
+      DataError: If it holds no ledger, or a damaged one.
+    """
+    print(closing_table(workdir))
+    try:
+        print(f"report: {write([workdir], Path(workdir) / 'report')}")
+    except (DataError, OSError) as error:
+        print(f"the report was not written: {error}", file=sys.stderr)
 
 
 def html(runs: Sequence[str | os.PathLike[str]], *, labels: Sequence[str] | None = None) -> str:

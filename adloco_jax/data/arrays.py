@@ -1,0 +1,163 @@
+"""Rows for `fit` from an array of token ids that the caller has already."""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from adloco_jax.data.labelled import NUM_FIELDS
+from adloco_jax.data.packing import MIN_HELDOUT_ROWS, pack_rows
+from adloco_jax.data.sampling import RowOrder, stream_rows
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.settings import Settings
+
+_CHUNK_TOKENS = 2**22  # hashed at a time
+_EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a sequence_length"
+
+
+class ArrayRows:
+    """Token ids as rows to train on and rows held out, which `fit` deals to the workers.
+
+    The rows are dealt as those of text are (`data.sampling`): each trainer draws a subset of
+    `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
+    `seed` decides the order. Ids are not checked against a vocabulary, which only the caller's
+    model knows.
+
+    Attributes:
+      rows: To train on, integers [N, L + 1].
+      heldout_rows: To evaluate on, integers [E, L + 1].
+      fingerprint: SHA-256 (hex) of both, whatever integers hold them.
+      shards: Empty: no file is known.
+      tokens_per_byte: None: no text is known, so losses are not given per byte.
+    """
+
+    shards: Sequence[dict] = ()
+    tokens_per_byte: float | None = None
+
+    def __init__(
+        self,
+        tokens: ArrayLike,
+        *,
+        sequence_length: int | None = None,
+        heldout: float | ArrayLike = 0.05,
+    ) -> None:
+        """Splits and hashes the array, which is read once and not copied.
+
+        Args:
+          tokens: Integers that int32 holds: rows [N, L + 1], whose last token is a target only, or
+            one sequence [T], cut every L + 1 tokens; a tail too short for a row is left out. It may
+            be memory-mapped. For a classifier rows [N, 2 + L] (`data.labelled`).
+          sequence_length: L, tokens that are predicted per row; needed for [T] alone.
+          heldout: Share of the rows to hold out, in (0, 1), the last ones and at least two; shuffle
+            rows that are sorted. Or held-out rows of their own, in one of the two shapes of
+            `tokens`.
+
+        Raises:
+          ConfigError: If an argument has another shape or type, or an id is beyond int32.
+          DataError: If no row is left to train on.
+        """
+        rows = _rows("tokens", tokens, sequence_length)
+        if isinstance(heldout, float):
+            if not 0 < heldout < 1:
+                raise ConfigError(f"heldout: have {heldout}, need a share in (0, 1), or rows")
+            num_heldout = max(MIN_HELDOUT_ROWS, round(heldout * len(rows)))
+            rows, self.heldout_rows = rows[:-num_heldout], rows[-num_heldout:]
+        else:
+            self.heldout_rows = _rows("heldout", heldout, sequence_length)
+            if self.heldout_rows.shape[1] != rows.shape[1]:
+                raise ConfigError(
+                    f"heldout: rows of {self.heldout_rows.shape[1]} integers, but tokens has rows"
+                    f" of {rows.shape[1]}; give rows of one length"
+                )
+        if not len(rows):
+            raise DataError(
+                f"tokens: no row to train on beside {len(self.heldout_rows)} held out; give more"
+                " tokens, or a smaller sequence_length"
+            )
+        self.rows, self.fingerprint = rows, _fingerprint(rows, self.heldout_rows)
+        self._order: RowOrder | None = None
+
+    def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
+        """The same rows in the order of a run; `fit` calls this.
+
+        Args:
+          settings: The run's: its `seed`, `ensemble.num_workers` and `data.subset_frac` count.
+          num_classes: Where rows begin with a class and a length, how many classes; else None.
+
+        Raises:
+          ConfigError: If `data.sequence_length`, from which times and memory are foreseen, is not
+            that of the rows.
+          DataError: If a worker stream would have no row.
+        """
+        length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
+        data, num_streams = settings.data, settings.ensemble.num_workers
+        if data.sequence_length != length:
+            raise ConfigError(
+                f"data.sequence_length = {data.sequence_length}: the rows of the corpus have"
+                f" {length}; set it to {length}"
+            )
+        order = RowOrder(settings.seed, len(self.rows), num_streams, data.subset_frac)
+        if order.subset_size < num_streams:
+            raise DataError(
+                f"corpus: have {order.subset_size} rows for a trainer ({len(self.rows)} rows in"
+                f" all, data.subset_frac={data.subset_frac}), need {num_streams}, one per worker"
+                " stream; give more rows, fewer workers (ensemble.num_workers) or a larger"
+                " data.subset_frac"
+            )
+        ordered = copy.copy(self)
+        ordered._order = order
+        return ordered
+
+    def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
+        """Rows `start` to `start + count - 1` of a worker stream as int32 [count, L + 1].
+
+        Args:
+          trainer: Permanent id of the trainer.
+          stream: Stream number in [0, ensemble.num_workers).
+          start: Rows this stream has given out so far (the cursor).
+          count: Rows wanted.
+
+        Raises:
+          ValueError: If no run's order is known, see `ordered`.
+        """
+        if self._order is None:
+            raise ValueError("ArrayRows: without an order; give it to fit, or call ordered")
+        index = stream_rows(self._order, trainer=trainer, stream=stream, start=start, count=count)
+        return self.rows[index].astype(np.int32)
+
+
+def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
+    """Rows [N, L + 1] of what the caller gave as `name`; ConfigError if there are none in it."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:  # lists of unequal length
+        raise ConfigError(f"{name}: {error}; {_EXPECTED}") from error
+    found = f"{name}: {array.dtype} of shape {array.shape}"
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        raise ConfigError(f"{found}; {_EXPECTED}")
+    if array.ndim == 1:
+        if not isinstance(sequence_length, int) or sequence_length < 1:
+            raise ConfigError(
+                f"sequence_length: have {sequence_length}, need how many tokens of each row are"
+                f" predicted, at least 1, as {name} is one sequence"
+            )
+        array = pack_rows(array, sequence_length + 1)
+    elif array.shape[1] < 2 or sequence_length not in (None, array.shape[1] - 1):
+        raise ConfigError(f"{found}, sequence_length={sequence_length}; {_EXPECTED}")
+    limits = np.iinfo(np.int32)
+    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        raise ConfigError(f"{name}: ids from {array.min()} to {array.max()}, need what int32 holds")
+    return array
+
+
+def _fingerprint(*parts: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for rows in parts:
+        digest.update(f"{rows.shape}".encode())
+        step = max(1, _CHUNK_TOKENS // rows.shape[1])
+        for start in range(0, len(rows), step):
+            digest.update(np.ascontiguousarray(rows[start : start + step], "<i4").data)
+    return digest.hexdigest()
