@@ -232,9 +232,7 @@ def test_learning_rate_follows_the_trainers_own_updates():
 def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
     """Its cosine: lowest + (highest - lowest) * (1 + cos(pi * share done)) / 2."""
     inner = {"learning_rate": 1e-3, "warmup_updates": 5, "steps_per_round": 5}
-    settings = settings_of(
-        num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1}
-    )
+    settings = settings_of(num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1})
     done = (np.arange(5, 45) - 5) / 40
     rate = learning_rate(
         a_control(), settings, updates=np.arange(5, 46), tokens=0, batch_size=np.array(1)

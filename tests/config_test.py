@@ -19,7 +19,8 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 ZERO_IS_ALLOWED = """
     checkpoint.every_s data.max_bad_rows seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum outer.weight_decay
-    outer.delay_updates outer.mixing batching.smoothing merge.max_barrier merge.max_harm""".split()
+    outer.delay_updates outer.mixing batching.smoothing batching.branch_epsilon merge.max_barrier
+    merge.max_harm""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
     inner.final_lr_frac outer.momentum outer.mixing batching.smoothing batching.test_batch_size

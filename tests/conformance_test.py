@@ -308,9 +308,7 @@ def test_a_line_of_training_says_which_seeds_ran_and_what_has_not_run_yet(tmp_pa
         file.write(json.dumps(line | {"config": "of another batch"}) + "\n")  # does not count
     one, *others = shakespeare(recorded)
     assert one.theirs == "loss 1.88" and one.difference == "+0.000"
-    assert one.ours == (
-        "held out 1.880 (1.870 to 1.900, 3 of 3 seeds), last training round 1.830"
-    )
+    assert one.ours == ("held out 1.880 (1.870 to 1.900, 3 of 3 seeds), last training round 1.830")
     assert {row.difference for row in others} == {"not run yet"}
 
 

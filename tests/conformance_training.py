@@ -40,7 +40,8 @@ def _ours(lines: Sequence[dict], *, num_runs: int) -> tuple[str, str]:
     if not lines:
         return "not run yet", "not run yet"
     heldout = sorted(line["curve"][-1]["loss"] for line in lines)
-    middle, train = statistics.median(heldout), statistics.median(line["train_loss"] for line in lines)
+    middle = statistics.median(heldout)
+    train = statistics.median(line["train_loss"] for line in lines)
     spread = f"{heldout[0]:.3f} to {heldout[-1]:.3f}, {len(lines)} of {num_runs} seeds"
     return (
         f"held out {middle:.3f} ({spread}), last training round {train:.3f}",
