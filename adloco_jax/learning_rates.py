@@ -50,4 +50,5 @@ def learning_rate(
         "cosine": (1 + np.cos(np.pi * done)) / 2,
         "linear_after_merge": (1 - done) / left if since else 1.0,
     }[inner.schedule]
-    return inner.learning_rate * growth * warmup * decay
+    final = inner.final_lr_frac
+    return inner.learning_rate * growth * warmup * (final + (1 - final) * decay)

@@ -118,9 +118,10 @@ class Inner:
     tx: str = _knob("adamw", table=INNER_OPTIMIZERS)
     learning_rate: float = _knob(4e-4, "(0, 100]")  # the peak; AdLoCo trains a model on at 2e-5
     warmup_updates: int = _knob(0, _COUNT_OR_0)  # linear from zero, in the trainer's own updates
-    # Of the learning rate, after the warm-up; cosine and linear fall to zero over the run's planned
+    # Of the learning rate, after the warm-up; cosine and linear fall over the run's planned
     # updates, linear_after_merge over those that are left when only one trainer is.
     schedule: Literal["constant", "cosine", "linear", "linear_after_merge"] = _knob("constant")
+    final_lr_frac: float = _knob(0.0, "[0, 1)")  # of the peak, where a schedule ends; nanoGPT: 0.1
     weight_decay: float = _knob(0.1, "[0, 100]")  # times the rate (AdLoCo 6.1); adamw and muon
     beta1: float = _knob(0.9, "[0, 1)")  # first moment's decay (Kingma & Ba 2015); muon's too
     beta2: float = _knob(0.999, "[0, 1)")  # decay of the second (the same source)

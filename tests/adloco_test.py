@@ -13,6 +13,7 @@ from adloco_jax import accounting, adloco, batch_sizes
 from adloco_jax.accounting import Control, RoundPlan, Size, StateBytes, Trainer
 from adloco_jax.adloco import State
 from adloco_jax.core.types import GradientStats
+from adloco_jax.learning_rates import learning_rate
 from adloco_jax.run import batches
 from adloco_jax.run.ledger import batch_history
 from adloco_jax.run.resume import control_from_json
@@ -226,6 +227,18 @@ def test_learning_rate_follows_the_trainers_own_updates():
     rate_TR = batches.learning_rates(control, group, settings)
     np.testing.assert_allclose(rate_TR[:, 0], [0.25, 0.5, 0.75, 1.0])
     np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
+
+
+def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
+    """Its cosine: lowest + (highest - lowest) * (1 + cos(pi * share done)) / 2."""
+    inner = {"learning_rate": 1e-3, "warmup_updates": 5, "steps_per_round": 5}
+    settings = settings_of(num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1})
+    done = (np.arange(5, 45) - 5) / 40
+    rate = learning_rate(
+        a_control(), settings, updates=np.arange(5, 46), tokens=0, batch_size=np.array(1)
+    )
+    expected = [*(1e-4 + 9e-4 * (1 + np.cos(np.pi * done)) / 2), 1e-4]
+    np.testing.assert_allclose(rate, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

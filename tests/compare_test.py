@@ -14,7 +14,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import compare, curves, replay, summary
+from adloco_jax.study import compare, curves, replay, results, summary
 from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
 
@@ -87,12 +87,14 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         assert sum(part in line for line in lines) == 1
 
 
-@pytest.mark.parametrize("name", ["compare_quick", "compare_full", "compare_microllama"])
+@pytest.mark.parametrize(
+    "name", ["compare_quick", "compare_full", "compare_microllama", "compare_shakespeare"]
+)
 def test_the_comparisons_of_this_project_can_run(name, tmp_path):
     path = config_file.find(f"configs/{name}.py")
     declared = config_file.load(path, "get_comparison", Comparison)
     runs = runs_of(declared, tmp_path)
-    assert len(runs) == len(declared.seeds) * len(declared.variants) >= 15
+    assert len(runs) == len(declared.seeds) * len(declared.variants) >= 12
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
@@ -133,6 +135,18 @@ def ledger(*, rounds, merges=(), evals=(), num_params=10):
 def spent(loss, tokens, syncs, moved, source="only"):
     totals = {"tokens_total": tokens, "syncs_total": syncs, "bytes_total": moved}
     return {"loss": loss, "source": source, "updates_total": 0, **totals}
+
+
+def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
+    run, path = runs_of(comparison(), tmp_path)[0], tmp_path / "new" / "results.jsonl"
+    for last in (2.5, None):  # null: not finite
+        events = ledger(rounds=[(1, 0, 2, 5), (2, 0, 1, 5), (2, 1, 1, 5)])
+        for line, loss in zip(events[1:], (4.0, 3.5, last), strict=True):
+            line["train_loss"] = loss
+        events.append({"event": "end", "wall_s": 1.0})
+        results.append(path, run, changes={}, curve=[{"loss": 3.1}], events=events)
+        (found,) = results.read(path).values()
+        assert found["train_loss"] == (last and 3.0) and found["curve"] == [{"loss": 3.1}]
 
 
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():

@@ -18,12 +18,13 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
 ZERO_IS_ALLOWED = """
     checkpoint.every_s data.max_bad_rows seed model.loss_chunk inner.warmup_updates
-    inner.weight_decay inner.beta1 inner.beta2 outer.momentum outer.weight_decay outer.delay_updates
-    outer.mixing batching.smoothing merge.max_barrier merge.max_harm""".split()
+    inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum outer.weight_decay
+    outer.delay_updates outer.mixing batching.smoothing batching.branch_epsilon merge.max_barrier
+    merge.max_harm""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
-    outer.momentum outer.mixing batching.smoothing batching.test_batch_size merge.width
-    ensemble.spawn_frac""".split()
+    inner.final_lr_frac outer.momentum outer.mixing batching.smoothing batching.test_batch_size
+    merge.width ensemble.spawn_frac""".split()
 
 
 def changed(**values) -> dict:
@@ -191,6 +192,7 @@ CONTRADICTIONS = {
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "rounds that grow": dict(inner__max_steps_per_round=400, inner__schedule="cosine"),
     "rounds by a rule": dict(inner__round_length="qsr", inner__schedule="linear"),
+    "a constant rate's end": dict(inner__final_lr_frac=0.1),
     "a ramp to nowhere": dict(inner__round_length="linear"),
     "intervals of fragments": dict(outer__tx="nesterov_by_interval", outer__fragments=2),
     "intervals of what is late": dict(outer__tx="nesterov_by_interval", outer__delay_updates=1),

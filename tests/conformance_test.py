@@ -5,6 +5,7 @@ line needs, and checks that the page has what is computed.
 """
 
 import functools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,15 @@ import numpy as np
 import optax
 import pytest
 from conformance_clusters import measured, scaling_table, streaming_table, wall_clock
+from conformance_training import shakespeare
 from jax import lax
 from published import TORCHFT, Row
 
 from adloco_jax import init, inner_steps, outer_step, start_round
+from adloco_jax.configs.compare_shakespeare import get_comparison
 from adloco_jax.core.streaming import fragment_steps
+from adloco_jax.study import results
+from adloco_jax.study.compare import runs_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 COLUMNS = ("whose number", "what was run", "theirs", "ours", "difference", "command")
@@ -265,7 +270,7 @@ CLAIMS: dict[str, Callable[[], list[Row]]] = {
     claim.__name__: claim
     for claim in (
         *(torchft, lookahead, wrapper, delayed, parallel, drjax),
-        *(streaming_table, scaling_table, measured, wall_clock),
+        *(streaming_table, scaling_table, measured, wall_clock, shakespeare),
     )
 }
 """By the name that `pytest -k` takes."""
@@ -286,6 +291,25 @@ def _committed(name: str) -> list[str]:
 @pytest.mark.parametrize("name", CLAIMS)
 def test_the_page_has_what_is_computed(name):
     assert _lines(name) == _committed(name)
+
+
+def test_a_line_of_training_says_which_seeds_ran_and_what_has_not_run_yet(tmp_path):
+    recorded = tmp_path / "runs.jsonl"
+    assert {row.ours for row in shakespeare(recorded)} == {"not run yet"}
+    losses = {1: (1.9, 1.8), 2: (1.87, 1.83), 3: (1.88, 1.84)}
+    with open(recorded, "w") as file:
+        for run in runs_of(get_comparison(), ""):
+            if run.variant == "one worker":
+                name, seed, config = results.key(run)
+                heldout, train = losses[seed]
+                line = {"variant": name, "seed": seed, "config": config, "train_loss": train}
+                line["curve"] = [{"loss": 3.0}, {"loss": heldout}]
+                file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line | {"config": "of another batch"}) + "\n")  # does not count
+    one, *others = shakespeare(recorded)
+    assert one.theirs == "loss 1.88" and one.difference == "+0.000"
+    assert one.ours == ("held out 1.880 (1.870 to 1.900, 3 of 3 seeds), last training round 1.830")
+    assert {row.difference for row in others} == {"not run yet"}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ class Row(NamedTuple):
     difference: str
 
 
+# nanoGPT (github.com/karpathy/nanoGPT, commit 0110f3c), README, "I only have a macbook": nats per
+# character, by 20 batches of 12 x 64 characters.
+NANOGPT_CHAR_LOSS = 1.88
+
 # Streaming DiLoCo in meta-pytorch/torchft at commit 73dafea (BSD-3-Clause): test_fixtures of
 # DiLoCoMockedUpdateTest.test_diloco_mocked_updates 0 to 5. Two weights start at 1, a fragment each;
 # the gradient is 2, the inner optimizer SGD at rate 1, the outer one SGD at rate 2; a fragment's

@@ -336,6 +336,9 @@ _RULES: dict[str, Callable[..., bool]] = {
             )
         )
     ),
+    "a constant rate does not fall; choose an inner.schedule or set inner.final_lr_frac=0.0": (
+        lambda c: c.inner.schedule != "constant" or c.inner.final_lr_frac == 0
+    ),
     "a ramp needs an end; set inner.max_steps_per_round": (
         lambda c: c.inner.round_length != "linear" or c.inner.max_steps_per_round is not None
     ),

@@ -5,6 +5,7 @@ A line has what tables and figures need of a run, so that its folder may be dele
 
 import hashlib
 import json
+import math
 import operator
 import os
 import platform
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
 from adloco_jax.run.config import KNOBS
-from adloco_jax.study.curves import lines
+from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path", "batching.replay")
 _NOTED = ("merge", "refusal", "spawn", "branch")
@@ -81,19 +82,24 @@ def append(
 ) -> None:
     """Add the line of a finished run.
 
+    Beside what is given it has `train_loss`, the mean of the last round's trainers and updates
+    (nats/token; null where it is not finite).
+
     Args:
-      path: The results file, created if need be.
+      path: The results file, created with its folder if need be.
       run: The run.
       changes: What its variant differs in from the comparison's base.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.
       events: The ledger's lines.
     """
     start, end = lines(events, "start")[-1], lines(events, "end")[-1]
+    train_loss = training_points(events)[-1]["value"]
     line = dict(zip(("variant", "seed", "config"), key(run), strict=True)) | {
         "changes": dict(changes),
         "wall_s": end["wall_s"],
         "start": {name: start[name] for name in ("time", "devices", "jax", "num_params")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "train_loss": round(train_loss, 5) if math.isfinite(train_loss) else None,
         "curve": [{name: round(value, 5) for name, value in point.items()} for point in curve],
         "events": [
             {name: value for name, value in event.items() if not name.endswith("_s")}
@@ -101,5 +107,6 @@ def append(
             if event["event"] in _NOTED
         ],
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")

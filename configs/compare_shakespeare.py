@@ -1,0 +1,41 @@
+"""nanoGPT's Shakespeare recipe with one worker, DiLoCo and AdLoCo, at equal tokens.
+
+Nothing is tuned but what nanoGPT tuned: rate, warm-up, schedule, decay and clipping are those of
+configs/shakespeare_char.py. DiLoCo's four workers have the recipe's batch together, and so as many
+serial updates, or each, and so a quarter of them. AdLoCo begins as one worker; what its norm test
+asks for are first more of four workers, then longer rounds. Their schedules fall over tokens, the
+recipe's over updates after the warm-up.
+
+Command:   python scripts/compare.py --config configs/compare_shakespeare.py
+             --results docs/study/shakespeare.jsonl
+Hardware:  two CPU cores, some minutes for each of 12 runs; stopped, the same command goes on
+Text:      as for configs/shakespeare_char.py
+Answers:   docs/conformance.md
+"""
+
+from adloco_jax.configs import shakespeare_char
+from adloco_jax.configs.compare_study import NESTEROV, batch, growing, steps
+from adloco_jax.study.compare import Comparison
+
+BY_TOKENS = {"num_tokens": 2000 * 12 * 64, "num_rounds": 1_000_000}  # tokens end the runs
+POOL = {**NESTEROV, **BY_TOKENS, "ensemble.num_workers": 4}
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    return Comparison(
+        base=shakespeare_char.get_config(),
+        variants={
+            "one worker": {},
+            "DiLoCo, 4 workers of batch 3": {**POOL, **batch(3), **steps(200)},
+            "DiLoCo, 4 workers of batch 12": {**POOL, **steps(50)},
+            "AdLoCo, 1 to 4 workers of batch 12": {
+                **POOL,
+                **growing(eta=0.8, first=50, longest=150),
+                "batching.smoothing": 0.5,  # a run of a few rounds has few tests to average
+            },
+        },
+        baseline="one worker",
+        target_losses=(2.2, 2.0, 1.9),
+        seeds=(1, 2, 3),
+    )
