@@ -2,7 +2,7 @@
 # make test   the tests; `make slow` has the long ones
 # make check  lint, format and types
 # make parity  the same numbers as PyTorch's, which this installs
-# make notebook  runs notebooks/
+# make docs   the documentation site in docs/_build/html, with notebooks/ executed
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 # make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
 #
@@ -18,7 +18,7 @@ CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: demo test slow test-core parity notebook check faults mutants clean
+.PHONY: demo test slow test-core parity docs check faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -36,9 +36,9 @@ parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
 	$(RUN) -m pytest -q tests/parity_*_test.py
 
-notebook: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
-	$(RUN) -m pytest -q $(PARALLEL) -W default --nbmake --nbmake-timeout=300 notebooks/
+docs: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build/html
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
@@ -57,4 +57,4 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs docs/_build

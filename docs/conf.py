@@ -25,21 +25,33 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "auto"  # the notebooks are stored without outputs, so every build runs them
 nb_execution_timeout = 300
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 72
 default_role = "literal"  # docstrings have code in single backticks
 
 
-def escape(app, what, name, obj, options, lines):
-    """Escapes what reStructuredText would take for markup outside a docstring's backticks."""
+def readable(app, what, name, obj, options, lines):
+    """Turns a docstring's plain text into reStructuredText: escapes, and blocks kept as they are."""
+    verbatim = None  # the indentation of the line that introduces such a block
     for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if verbatim is not None and (not line or indent > verbatim):
+            continue
+        verbatim = None
         parts = re.split(r"(`+[^`]*`+)", line)
-        parts[::2] = [re.sub(r"(?<!^)([|*])|(?<=\w)(_)(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+        parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
         lines[number] = "".join(parts)
+        after = lines[number + 1 : number + 3] if line.endswith(":") else []
+        if len(after) == 2 and not after[0] and after[1].startswith(" " * (indent + 1)):
+            lines[number] += ":"
+            verbatim = indent
 
 
 def tables(app, docname, source):
@@ -58,5 +70,5 @@ def tables(app, docname, source):
 
 def setup(app):
     """Registers the two functions above."""
-    app.connect("autodoc-process-docstring", escape, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", readable, priority=100)  # before napoleon
     app.connect("source-read", tables)
