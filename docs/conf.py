@@ -38,7 +38,7 @@ default_role = "literal"  # docstrings have code in single backticks
 
 
 def readable(app, what, name, obj, options, lines):
-    """Turns a docstring's plain text into reStructuredText: escapes, and blocks kept as they are."""
+    """Escapes a docstring's plain text for reStructuredText; indented blocks stay verbatim."""
     verbatim = None  # the indentation of the line that introduces such a block
     for number, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())

@@ -413,8 +413,9 @@ plt.show()
 #
 # Per-example gradients by `vmap` take memory for the batch times the parameters. The models of this
 # package form each example's squared gradient norm inside the backward pass ("taps"): the same
-# numbers from one plain gradient. `chunks` works for any loss function with the memory of one
-# gradient, but it sees means of several examples only: unbiased too, with more spread.
+# numbers from one plain gradient. (A third estimator, `chunks`, works for any loss function with
+# the memory of one gradient, but it sees means of several examples only: unbiased too, with more
+# spread.)
 
 # %%
 from adloco_jax.models.llama import Llama, next_token_loss
@@ -433,13 +434,12 @@ params = model.init(jax.random.key(1), tokens_BL[:, :-1])["params"]
 llama_loss = next_token_loss(model)
 
 by_estimator = {}
-for estimator, chunk_size in (("vmap", None), ("taps", None), ("chunks", 4)):
+for estimator in ("vmap", "taps"):
     measure = jax.jit(
         functools.partial(
             al.gradient_stats,
             llama_loss,
             estimator=estimator,
-            chunk_size=chunk_size,
             inner_products=False,
         )
     )

@@ -28,7 +28,7 @@ if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %% tags=["parameters"]
-num_rounds = 12
+num_rounds = 8
 steps_per_round = 20
 
 # %%
@@ -161,10 +161,10 @@ def one_round(ensemble, m, batch_size, tests):
 # %% [markdown]
 # ## The run
 #
-# Every four rounds the trainers that ask for the smallest batches become one (`choose_merge`,
-# `merge`), first three of the four, then the last two, and the workers are divided again by demand
-# (`allocate_workers`, `reassign`). What we report is the model that merging all trainers now would
-# give. A communication is a round of a trainer with more than one worker; a merge counts as one too.
+# After four rounds the trainers become one (`choose_merge`, `merge`), and the workers are divided
+# again by demand (`allocate_workers`, `reassign`); with a smaller `width` they would merge in
+# several steps, as in the paper. What we report is the model that merging all trainers now would
+# give. A communication is a round of a trainer with several workers; a merge counts as one too.
 
 # %%
 batch_sizes = [8] * 4
@@ -177,8 +177,7 @@ for round_index in range(num_rounds):
         samples += used
     communications += int(np.sum(np.bincount(ensemble.owner_R) > 1))
     if (round_index + 1) % 4 == 0 and ensemble.num_trainers > 1:
-        width = min(3, ensemble.num_trainers)
-        members = al.choose_merge(batch_sizes, policy="worst_with_worst", width=width)
+        members = al.choose_merge(batch_sizes, policy="worst_with_worst", width=4)
         ensemble = al.merge(ensemble, members, weights=[batch_sizes[m] for m in members])
         communications += 1
         for gone in sorted(members[1:], reverse=True):
@@ -272,9 +271,9 @@ def place(tree, *axes):
 
 start = al.init(params, num_trainers=1, num_workers=8, inner_tx=inner_tx, outer_tx=outer_tx)
 spread = place(start).replace(inner_state_R=place(start.inner_state_R, "worker"))
-*batch, _ = draw((steps_per_round, 8, 8))
-there, _ = step(spread, place(tuple(batch), None, "worker"), 1)
-here, _ = step(start, tuple(batch), 1)
+*batch, _ = draw((steps_per_round, 8, 64))
+there, _ = step(spread, place(tuple(batch), None, "worker"), 2)
+here, _ = step(start, tuple(batch), 2)
 difference = jax.tree.map(
     lambda a, b: np.abs(a - np.asarray(b)).max(), here.params_M, there.params_M
 )
