@@ -43,7 +43,8 @@ config.num_rounds = num_rounds
 config.inner.steps_per_round = 30
 config.inner.learning_rate, config.inner.weight_decay = 1e-3, 0.0
 config.model.width, config.model.mlp_width, config.model.num_layers = 64, 176, 2
-config.model.max_length = config.data.sequence_length = 64  # bytes
+config.model.max_length = 256  # bytes that it can read, and write
+config.data.sequence_length = 64
 config.data.num_sequences = 40_000
 config.ensemble.num_trainers = config.ensemble.num_workers = 3
 config.batching.eta = 0.3  # the allowed ratio of gradient noise to signal
@@ -91,7 +92,7 @@ texts_BL = generate(
     network,
     params,
     np.tile(np.array(prompt, np.int32), (3, 1)),  # three samples
-    num_tokens=60,
+    num_tokens=100,
     temperature=0.7,
     key=jax.random.key(0),
 )
