@@ -16,7 +16,7 @@
 # AdLoCo asks at every round how large the next batch should be, from a handful of per-example
 # gradients. Here the tests meet a problem whose answers are known in closed form. We see which
 # estimates are unbiased, how much they scatter, and why the plug-in form that the paper uses stops
-# growing too early. About twenty seconds on two CPU cores.
+# growing too early. Less than a minute on two CPU cores.
 #
 # Sources: Byrd et al. 2012 (norm test, eq. 3.9); Bollapragada et al. 2017 (inner-product tests, eq.
 # 2.6 and 3.3); McCandlish et al. 2018 (arXiv 1812.06162: noise scale and its unbiased estimates);

@@ -16,7 +16,7 @@
 # The algorithm is a handful of pure functions on pytrees. Here they train a small classifier with a
 # loss of our own, without the package's models, configs or runner: four trainers, eight workers,
 # batches that grow with the measured noise, merges. Then the same samples train it data-parallel,
-# and we compare. About twenty seconds on two CPU cores.
+# and we compare. Less than a minute on two CPU cores.
 
 # %%
 import sys
