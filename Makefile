@@ -5,7 +5,7 @@
 # make parity  the same numbers as PyTorch's, which this installs
 # make gpu    measures this engine on one GPU, with the jax and torch for it, which this installs
 # make conformance  the lines of docs/conformance.md: others' numbers beside ours
-# make notebook  runs notebooks/
+# make docs   the documentation site in docs/_build/html, with notebooks/ executed
 # make faults  kills, starves and corrupts runs for hours, and prints what came of it
 # make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
 #
@@ -23,7 +23,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core parity gpu conformance notebook check dist faults mutants clean
+.PHONY: demo test slow test-core parity gpu conformance docs check dist faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -49,9 +49,9 @@ conformance: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[conformance]'
 	$(RUN) -m pytest -q tests/conformance_test.py
 
-notebook: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[notebooks]'
-	$(RUN) -m pytest -q $(PARALLEL) -W default --nbmake --nbmake-timeout=300 notebooks/
+docs: $(INSTALLED)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build/html
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check
@@ -82,4 +82,4 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) build dist runs docs/_build

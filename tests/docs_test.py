@@ -1,8 +1,10 @@
-"""The README's Python runs as printed, every file it names is there; notebooks match scripts."""
+"""What the README and the documentation show runs as printed, and nothing public is missing."""
 
+import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,40 +12,88 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PREPARE = re.search(r"^### Prepare data once\n.*?^```bash\n(.*?)^```$", README, re.M | re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))  # not what is built, nor the notebooks
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(language):
+    """Of every page, the blocks of a language that a test here is to run, with an id each."""
+    found = []
+    for page in PAGES:
+        pattern = rf"(?:<!-- not run: .+ -->\n)?^```{language}\n(.*?)^```$"
+        for match in re.finditer(pattern, page.read_text(encoding="utf-8"), re.M | re.S):
+            if match[0].startswith("```") and page.name != "extend.md":  # that is extend_test.py's
+                line = match[1].lstrip().splitlines()[0][:40]
+                found.append(pytest.param(match[1], id=f"{page.stem}: {line}"))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["notebook", "pure"])
-def test_readme_snippet_runs(snippet, tmp_path):
+@pytest.mark.parametrize("snippet", blocks("python"))
+def test_a_python_block_runs(snippet, tmp_path):
     run = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", snippet]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
 @pytest.mark.slow
-def test_the_commands_that_prepare_data_run(tmp_path):
-    assert PREPARE is not None
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    script = 'set -e; python() { "$PYTHON" "$@"; }\n' + PREPARE[1]
+@pytest.mark.parametrize("commands", blocks("bash"))
+def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
+    for name in ("scripts", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = 'set -e; python() { "$PYTHON" "$@"; }\n' + commands
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    run = ["bash", "-c", script]
     done = subprocess.run(
-        run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "as they were written" in done.stdout
-    assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
+    if "--check" in commands:
+        assert "as they were written" in done.stdout
+        assert (tmp_path / "prepared" / "stdlib" / "prepared.json").exists()
 
 
-def test_files_the_readme_names_exist():
-    named = re.findall(r"`((?:configs|scripts|docs|notebooks)/[\w./]+\.\w+)`", README)
-    assert named and len(SNIPPETS) == 2
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_the_readme_is_short_and_files_that_the_pages_name_exist():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 130
+    pattern = r"`((?:configs|scripts|docs|notebooks|tests)/[\w./]+\.\w+)`"
+    named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)", pages, flags=re.M))
+    top = importlib.import_module("adloco_jax")
+    assert {f"adloco_jax.{name}" for name in top.__all__} <= shown
+    for package in ("models", "data", "study.report"):
+        module = importlib.import_module(f"adloco_jax.{package}")
+        for name in module.__all__:
+            home = getattr(getattr(module, name), "__module__", None)
+            assert f"adloco_jax.{name}" in shown or home in shown, f"{package}: {name}"
+    package = ROOT / "adloco_jax"
+    files = [*package.glob("[!_]*.py"), *package.glob("core/[!_]*.py")]
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    assert modules - shown == {"adloco_jax.main", "adloco_jax.training"}  # flags; `train` and `fit`
+
+
+def test_the_drawings_are_what_their_script_draws():
+    script = runpy.run_path(str(ROOT / "scripts" / "drawings.py"))
+    for name, drawing in script["DRAWINGS"].items():
+        for theme in script["THEMES"]:
+            file = script["OUT"] / f"{name}-{theme}.svg"
+            assert file.read_text(encoding="utf-8") == script["page"](*drawing(), theme), (
+                "run: python scripts/drawings.py"
+            )
 
 
 def cells_of_script(text):

@@ -1,0 +1,74 @@
+"""Sphinx settings of the documentation; `make docs` builds it."""
+
+import re
+
+import adloco_jax
+from adloco_jax.run.config import KNOBS, allowed
+
+project = "adloco_jax"
+author = "the authors of adloco_jax"
+release = adloco_jax.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions += ["sphinx.ext.viewcode", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"adloco_jax {release}"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0072b2", "color-brand-content": "#0072b2"},
+    "dark_css_variables": {"color-brand-primary": "#56b4e9", "color-brand-content": "#56b4e9"},
+}
+html_static_path = ["static"]
+html_css_files = ["page.css"]
+
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "auto"  # the notebooks are stored without outputs, so every build runs them
+nb_execution_timeout = 300
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 72
+default_role = "literal"  # docstrings have code in single backticks
+
+
+def readable(app, what, name, obj, options, lines):
+    """Escapes a docstring's plain text for reStructuredText; indented blocks stay verbatim."""
+    verbatim = None  # the indentation of the line that introduces such a block
+    for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if verbatim is not None and (not line or indent > verbatim):
+            continue
+        verbatim = None
+        parts = re.split(r"(`+[^`]*`+)", line)
+        parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+        lines[number] = "".join(parts)
+        after = lines[number + 1 : number + 3] if line.endswith(":") else []
+        if len(after) == 2 and not after[0] and after[1].startswith(" " * (indent + 1)):
+            lines[number] += ":"
+            verbatim = indent
+
+
+def tables(app, docname, source):
+    """Fills in the table of every key of a config, by group, where a page asks for it."""
+    if "KNOBS" not in source[0]:
+        return
+    rows = []
+    group = None
+    for key in sorted(KNOBS, key=lambda key: "." in key):
+        if key.rpartition(".")[0] != group:
+            group = key.rpartition(".")[0]
+            rows += ["", f"## {group or 'The run'}", "", "| key | values |", "|---|---|"]
+        rows.append(f"| `{key}` | {allowed(key).replace('|', chr(92) + '|')} |")
+    source[0] = source[0].replace("KNOBS", "\n".join(rows))
+
+
+def setup(app):
+    """Registers the two functions above."""
+    app.connect("autodoc-process-docstring", readable, priority=100)  # before napoleon
+    app.connect("source-read", tables)

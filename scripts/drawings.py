@@ -1,0 +1,288 @@
+"""Draws the documentation's pictures as SVG files, each for a light and for a dark page.
+
+python scripts/drawings.py [--out FOLDER]
+
+`method` is the algorithm over time, `architecture` the library's parts, `front` the comparison of
+docs/RESULTS.md: communications against time at equal loss.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "images"
+RESULTS = ROOT / "docs" / "RESULTS.md"
+# Colours by Okabe and Ito, brighter on dark.
+THEMES = {
+    "light": {
+        "ink": "#1f2328",
+        "soft": "#59636e",
+        "rule": "#c8d1da",
+        "box": "#f3f6f9",
+        "A": "#0072b2",
+        "B": "#c05000",
+        "C": "#007f5c",
+    },
+    "dark": {
+        "ink": "#e6edf3",
+        "soft": "#a5b0bb",
+        "rule": "#4a535d",
+        "box": "#20262d",
+        "A": "#56b4e9",
+        "B": "#f0883e",
+        "C": "#3fc79a",
+    },
+}
+# Of the table of docs/RESULTS.md, where each label stands beside its point: (x, y, anchor).
+TARGET = "1.66 nats/token"
+SHOWN = {
+    "data parallel": (-12, 5, "end"),
+    "DiLoCo, 50 steps": (28, 5, "start"),
+    "DiLoCo": (-12, 5, "end"),
+    "DiLoCo, ramp": (-6, -14, "start"),
+    "DiLoCo, tuned": (-12, 5, "end"),
+    "AdLoCo, one trainer": (-6, -14, "start"),
+    "AdLoCo": (13, 5, "start"),
+}
+
+
+def text(x: float, y: float, words: str, style: str = "ink", anchor: str = "start") -> str:
+    """One line of text; `style` is a colour's name, and `big` or `bold` beside it."""
+    return f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">{words}</text>'
+
+
+def line(points: Sequence[tuple[float, float]], style: str, arrow: bool = False) -> str:
+    """A line through points, with an arrow's head at its end if wanted."""
+    path = " ".join(f"{x:g},{y:g}" for x, y in points)
+    head = ' marker-end="url(#head)"' if arrow else ""
+    return f'<polyline points="{path}" class="line {style}"{head}/>'
+
+
+def box(x: float, y: float, width: float, height: float, style: str, round_by: float = 6) -> str:
+    """A rectangle with rounded corners."""
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_by:g}"'
+        f' class="{style}"/>'
+    )
+
+
+def dot(x: float, y: float, radius: float, style: str) -> str:
+    """A filled circle."""
+    return f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" class="fill {style}"/>'
+
+
+def page(width: int, height: int, title: str, parts: list[str], theme: str) -> str:
+    """A whole SVG file in one theme's colours."""
+    colours = THEMES[theme]
+    rules = "".join(
+        f"text.{name}{{fill:{value}}}.fill.{name}{{fill:{value}}}.line.{name}{{stroke:{value}}}"
+        for name, value in colours.items()
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
+        f"<title>{title}</title>\n"
+        "<style>text{font:15px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+        ".bold{font-weight:600}.big{font-size:17px;font-weight:600}"
+        f".line{{fill:none;stroke-width:1.6}}.thick{{stroke-width:2.6}}"
+        ".line.rule{stroke-width:1}.dashed{stroke-dasharray:5 5}"
+        f".card{{fill:{colours['box']};stroke:{colours['rule']}}}{rules}</style>\n"
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
+        f' markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="{colours["soft"]}"/>'
+        "</marker></defs>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def trainer_round(x: float, y: float, workers: int, batch: int, micro: int, style: str) -> str:
+    """A trainer's round: a bar for each worker, as high as its batch, then the outer update."""
+    width, gap, step = 112, 6, batch + 6
+    top, end = y - (workers * step - gap) / 2, x + 112 + 22
+    parts = []
+    for worker in range(workers):
+        middle = top + worker * step + batch / 2
+        parts.append(box(x, middle - batch / 2, width, batch, f"fill {style}", 3))
+        parts += [
+            line([(x, middle - batch / 2 + cut), (x + width, middle - batch / 2 + cut)], "box")
+            for cut in range(micro, batch, micro)
+        ]
+        parts.append(line([(x + width, middle), (end, y)], style))
+    return "".join([*parts, dot(end, y, 6, style)])
+
+
+def method() -> tuple[int, int, str, list[str]]:
+    """Trainers, workers, growing batches and merges; time to the right."""
+    left, pitch, base = 96, 160, 404
+    parts = [text(left - 80, 30, "trainers", "soft")]
+    # Of each round: (trainer's height, workers, batch, micro-batch, colour) for every trainer.
+    rounds = [
+        [(92, 2, 8, 99, "A"), (202, 2, 8, 99, "B"), (312, 2, 8, 99, "C")],
+        [(92, 2, 14, 99, "A"), (202, 2, 10, 99, "B"), (312, 2, 16, 99, "C")],
+        [(92, 2, 16, 99, "A"), (257, 4, 16, 99, "C")],
+        [(92, 2, 18, 99, "A"), (257, 4, 18, 99, "C")],
+        [(202, 6, 36, 18, "C")],
+    ]
+    for number, trainers in enumerate(rounds):
+        x = left + number * pitch
+        parts.append(line([(x - 8, 48), (x - 8, base - 18)], "rule dashed"))
+        parts.append(text(x + 56, base, f"round {number + 1}", "soft", "middle"))
+        parts += [trainer_round(x, *trainer) for trainer in trainers]
+    for y, name, style in ((92, "1", "A"), (202, "2", "B"), (312, "3", "C")):
+        parts.append(text(left - 24, y + 6, name, f"{style} big", "end"))
+    for number, joined in (
+        (1, ((202, 257, "B"), (312, 257, "C"))),
+        (3, ((92, 202, "A"), (257, 202, "C"))),
+    ):
+        x = left + number * pitch + 134
+        parts += [
+            line([(x, start), (x + 26, end)], f"{style} thick") for start, end, style in joined
+        ]
+    end = left + 5 * pitch
+    parts.append(line([(left - 8, base + 16), (end, base + 16)], "soft", arrow=True))
+    parts.append(text(end + 8, base + 21, "time", "soft"))
+    notes = (
+        (left, 52, "bar: one worker&#8217;s inner updates; its height: the batch"),
+        (left + 460, 52, "dot: outer update, the workers synchronise"),
+        (left, 78, "lines across a bar: accumulation over micro-batches"),
+        (left + 460, 78, "merge: batch-weighted mean of trainers"),
+    )
+    parts += [text(x, base + below, words, "ink") for x, below, words in notes]
+    parts.append(text(left + pitch + 128, 262, "merge", "ink bold", "end"))
+    parts.append(text(left + 3 * pitch + 128, 182, "merge", "ink bold", "end"))
+    return 980, 496, "AdLoCo over time", parts
+
+
+# Of the architecture: left edge, top edge, colour of the title, title, lines.
+CARDS = (
+    (20, 20, "ink", "Command line, notebook", "main.py, scripts/, train, fit"),
+    (350, 20, "ink", "One run", "training.py, run/attempt.py", "puts its parts together"),
+    (680, 20, "ink", "Finished runs", "study/: compare, report,", "simulated clusters, theory"),
+    (20, 170, "C", "Data", "data/: sources, tokenizers, rows", "hf.py: weights in and out"),
+    (350, 170, "B", "Observers", "run/observers.py: ledger,", "evaluation, checkpoints"),
+    (680, 170, "A", "Engine", "run/engine.py, programs.py,", "sharding.py: core under jit"),
+    (20, 340, "ink", "settings.py", "every knob, checked, frozen"),
+    (
+        350,
+        340,
+        "A",
+        "adloco.py: the loop",
+        "adloco(state, settings, engine,",
+        "observers) &#8594; state",
+    ),
+    (
+        680,
+        340,
+        "A",
+        "core/",
+        "inner and outer updates, gradient",
+        "statistics, batch tests, merges",
+    ),
+    (20, 450, "C", "models/", "Llama, BERT, gradient taps"),
+)
+ARROWS = (
+    ((300, 55), (346, 55)),
+    ((676, 55), (634, 55)),
+    ((370, 109), (370, 142), (325, 142), (325, 400), (346, 400)),
+    ((300, 366), (346, 366)),
+    ((450, 340), (450, 263)),
+    ((600, 340), (676, 240)),
+    ((820, 259), (820, 336)),
+    ((300, 486), (720, 486), (720, 433)),
+)
+
+
+def architecture() -> tuple[int, int, str, list[str]]:
+    """What runs the loop, what the loop asks for, and the line between host and pure functions."""
+    parts = [line([(20, 290), (960, 290)], "rule dashed")]
+    parts.append(text(20, 280, "above: files, clocks, devices", "soft"))
+    parts.append(text(20, 312, "below: pure functions on arrays", "soft"))
+    for x, y, style, title, *rows in CARDS:
+        parts.append(box(x, y, 280, 47 + 21 * len(rows), "card"))
+        parts.append(text(x + 14, y + 29, title, f"{style} big"))
+        parts += [text(x + 14, y + 50 + 21 * n, row, "soft") for n, row in enumerate(rows)]
+    parts += [line(points, "soft", arrow=True) for points in ARROWS]
+    parts.append(text(462, 328, "after each round", "soft"))
+    parts.append(text(624, 328, "asks", "soft"))
+    parts.append(text(832, 328, "compiles", "soft"))
+    parts.append(text(510, 478, "loss functions", "soft", "middle"))
+    return 980, 530, "The parts of adloco_jax", parts
+
+
+def read_table(page_text: str, target: str) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """Of each variant, median, least and most of its communications and simulated seconds.
+
+    Args:
+      page_text: Text of docs/RESULTS.md.
+      target: The loss whose last table is read.
+    """
+    table = page_text.rsplit(f"What it took to reach {target}.", 1)[1].split("\n\n")[1]
+    header, _, *rows = (
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in table.split("\n")
+    )
+    scale = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+    def numbers(cell: str) -> tuple[float, float, float]:
+        found = re.findall(r"([\d.]+) ?([kMG]?)", cell)
+        median, least, most = (float(value) * scale[unit] for value, unit in found)
+        return median, least, most
+
+    columns = {name: header.index(name) for name in ("communications", "simulated seconds")}
+    return {
+        row[0]: {name: numbers(row[column]) for name, column in columns.items()}
+        for row in rows
+        if row[0] in SHOWN
+    }
+
+
+def front() -> tuple[int, int, str, list[str]]:
+    """Communications against simulated time to the same loss, both logarithmic."""
+    rows = read_table(RESULTS.read_text(encoding="utf-8"), TARGET)
+    left, top, width, height = 90, 40, 820, 330
+
+    def across(value: float) -> float:
+        return left + width * math.log(value / 150) / math.log(5000 / 150)
+
+    def down(value: float) -> float:
+        return top + height * (1 - math.log(value / 2) / math.log(4000 / 2))
+
+    parts = []
+    for value in (200, 500, 1000, 2000, 5000):
+        parts.append(line([(across(value), top), (across(value), top + height)], "rule"))
+        parts.append(text(across(value), top + height + 22, f"{value:,}", "soft", "middle"))
+    for value in (3, 10, 30, 100, 300, 1000, 3000):
+        parts.append(line([(left, down(value)), (left + width, down(value))], "rule"))
+        parts.append(text(left - 10, down(value) + 5, f"{value:,}", "soft", "end"))
+    parts.append(text(left, 24, f"communications to reach {TARGET}", "ink bold"))
+    parts.append(
+        text(left + width, top + height + 48, "seconds on a simulated cluster", "ink bold", "end")
+    )
+    for name, row in rows.items():
+        (syncs, *sync_range), (seconds, *seconds_range) = row.values()
+        style = "A" if name.startswith("AdLoCo") else "B" if "parallel" in name else "soft"
+        x, y = across(seconds), down(syncs)
+        parts.append(line([(across(end), y) for end in seconds_range], f"{style} thick"))
+        parts.append(line([(x, down(end)) for end in sync_range], f"{style} thick"))
+        parts.append(dot(x, y, 7 if style == "A" else 6, style))
+        dx, dy, anchor = SHOWN[name]
+        parts.append(
+            text(x + dx, y + dy, name, f"{style if style != 'soft' else 'ink'} bold", anchor)
+        )
+    return 940, 430, "Communications against time at equal loss", parts
+
+
+DRAWINGS = {"method": method, "architecture": architecture, "front": front}
+
+
+def main() -> None:
+    """Writes every drawing in both themes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder that is there")
+    out = parser.parse_args().out
+    for name, drawing in DRAWINGS.items():
+        for theme in THEMES:
+            (out / f"{name}-{theme}.svg").write_text(page(*drawing(), theme), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
