@@ -151,7 +151,7 @@ def train(
 def fit(
     settings: Settings,
     *,
-    corpus: Rows | ArrayRows,
+    corpus: Rows,
     init_fn: InitFn,
     loss_fn: LossFn,
     workdir: str | Path,

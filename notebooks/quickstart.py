@@ -58,19 +58,14 @@ config.merge.width = 3  # all trainers become one
 result = train(config, workdir)
 
 # %% [markdown]
-# The run's folder holds a ledger, one event per line, from which the table and the report are made.
-
-# %%
-from adloco_jax.study import report
-
-print(report.closing_table(result.workdir))
-page = report.write([result.workdir], result.workdir / "report")
+# The run's folder holds a ledger, one event per line, and the report made of it.
 
 # %%
 from html import escape
 
 from IPython.display import HTML
 
+page = result.workdir / "report" / "index.html"
 frame = f'<iframe srcdoc="{escape(page.read_text())}" width="100%" height="900"></iframe>'
 HTML(f"<div>{frame}</div>")
 

@@ -1,0 +1,115 @@
+"""Rows from an array: how they are cut, held out, dealt and refused; docs/guide_own_loss.md."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from toy import LENGTH, bigram_loss, init_fn, settings_of
+
+from adloco_jax import ArrayRows, fit, hf
+from adloco_jax.errors import ConfigError, DataError, UserError
+from adloco_jax.run.build import build_model, build_network
+from adloco_jax.run.export import write_consensus
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide_own_loss.md"
+(SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are the same
+
+
+def dealt(rows, count, trainer=0, **groups):
+    """The first tokens of what each worker stream gives first."""
+    settings = settings_of(ensemble={"num_workers": 4, "num_trainers": 2}, **groups)
+    ordered = rows.ordered(settings)
+    return [ordered.batch(trainer, stream, 0, count)[:, 0].tolist() for stream in range(4)]
+
+
+def test_worker_streams_share_out_all_rows_and_trainers_and_seeds_order_them_anew():
+    rows = ArrayRows(NUMBERED, heldout=0.1)
+    first = dealt(rows, 9)
+    assert sorted(sum(first, [])) == rows.rows[:, 0].tolist()  # each row once, of one worker
+    assert dealt(rows, 9) == first
+    assert dealt(rows, 9, trainer=1) != first != dealt(rows, 9, seed=1)
+    subsets = [sum(dealt(rows, 4, m, data={"subset_frac": 0.5}), []) for m in (0, 1)]
+    assert [len(set(subset)) for subset in subsets] == [16, 16]
+    assert set(subsets[0]) != set(subsets[1])
+    batch = rows.ordered(settings_of()).batch(1, 2, 5, 3)
+    assert batch.dtype == np.int32 and batch.shape == (3, LENGTH + 1)
+
+
+def test_a_sequence_is_cut_and_its_end_held_out():
+    cut = ArrayRows(np.arange(40 * 9 + 5), sequence_length=8, heldout=0.1)
+    np.testing.assert_array_equal(np.concatenate([cut.rows, cut.heldout_rows]), NUMBERED)
+    assert len(cut.heldout_rows) == 4
+    own = ArrayRows(NUMBERED, heldout=NUMBERED[:3] + 1)
+    assert len(own.rows) == 40 and own.heldout_rows[0, 0] == 1
+
+
+def test_the_fingerprint_is_of_the_content():
+    rows = ArrayRows(NUMBERED)
+    assert ArrayRows(NUMBERED.astype(np.uint16)).fingerprint == rows.fingerprint
+    assert ArrayRows(NUMBERED.ravel(), sequence_length=LENGTH).fingerprint == rows.fingerprint
+    changed = NUMBERED.copy()
+    changed[7, 3] += 1
+    others = [ArrayRows(changed), ArrayRows(NUMBERED, heldout=0.2)]
+    assert rows.fingerprint not in {other.fingerprint for other in others}
+
+
+REFUSED = {
+    "tokens: float64 of shape": lambda: ArrayRows(NUMBERED * 1.0),
+    "tokens: int64 of shape (2, 2, 2)": lambda: ArrayRows(np.zeros((2, 2, 2), np.int64)),
+    "tokens: setting an array element": lambda: ArrayRows([[1, 2], [3]]),
+    "tokens: ids from 0 to 4294967296": lambda: ArrayRows([[0, 2**32]] * 9),
+    "sequence_length: have None": lambda: ArrayRows(np.arange(90)),
+    "sequence_length=5; give": lambda: ArrayRows(NUMBERED, sequence_length=5),
+    "heldout: have 1.5": lambda: ArrayRows(NUMBERED, heldout=1.5),
+    "heldout: rows of 4 integers": lambda: ArrayRows(NUMBERED, heldout=NUMBERED[:, :4]),
+    "tokens: no row to train on": lambda: ArrayRows(NUMBERED[:2]),
+    "data.sequence_length = 8": lambda: ArrayRows(NUMBERED[:, :5]).ordered(settings_of()),
+    "corpus: have 3 rows": lambda: ArrayRows(NUMBERED[:5]).ordered(settings_of()),
+}
+
+
+@pytest.mark.parametrize("start", REFUSED)
+def test_what_cannot_be_dealt_is_refused_in_a_line_that_names_it(start):
+    with pytest.raises((ConfigError, DataError)) as refusal:
+        REFUSED[start]()
+    (line,) = str(refusal.value).splitlines()
+    assert start in line
+
+
+def test_fit_refuses_rows_of_another_length_before_it_makes_a_folder(tmp_path):
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss}
+    with pytest.raises(UserError, match="data.sequence_length = 8: .* have 4; set it to 4"):
+        fit(settings_of(), corpus=ArrayRows(NUMBERED[:, :5]), workdir=tmp_path / "r", **functions)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_guides_program_trains_and_leaves_report_table_and_parameters(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(SNIPPET, str(PAGE), "exec"), names)
+    printed, loss = capsys.readouterr().out, names["result"].loss
+    assert loss < 2.0 and f"held-out loss   {loss:.4f} nats/token" in printed
+    assert "export: runs/own/export/params.safetensors" in printed
+    assert "report: runs/own/report/index.html" in printed
+    assert "Held-out loss" in Path("runs/own/report/index.html").read_text(encoding="utf-8")
+    exported = load_file("runs/own/export/params.safetensors")
+    np.testing.assert_array_equal(exported["next/logits"], names["result"].params["next"]["logits"])
+
+
+def test_the_configured_model_is_exported_for_transformers_whatever_its_loss(tmp_path):
+    sizes = {"width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 8}
+    settings = settings_of(model=sizes)
+    init, _ = build_model(settings)
+    params = jax.tree.map(np.asarray, init(jax.random.key(0)))
+    write_consensus(params, tmp_path / "export", settings, None)
+    loaded = hf.load(tmp_path / "export")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    assert type(loaded.network) is type(build_network(settings))
