@@ -227,10 +227,10 @@ def round_steps(control: Control, trainer: int, settings: Settings) -> int:
         "share_done": share_done(control.round, control.tokens_total, settings),
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
-    # What rounding errors have taken away does not cost a base round.
-    length = its.round_length * max(wanted / inner.steps_per_round + 1e-9, 1.0)
     left = np.ceil(_base_rounds_left(control, settings))
-    steps = inner.steps_per_round * max(math.floor(min(length, left)), 1)
+    # What rounding errors have taken away does not cost a base round.
+    length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
+    steps = inner.steps_per_round * max(int(min(its.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
 
 

@@ -81,8 +81,9 @@ class Ensemble:
     num_trainers: int = _knob(4, _COUNT)  # M at the start; merges lower it (AdLoCo table A.2)
     num_workers: int = _knob(4, _COUNT)  # R, the whole pool, not per trainer
     # Workers that begin; the others join a trainer when its gradient noise asks for them (see
-    # batching.growth), or all at once after the fraction spawn_frac of the run. Unset: all begin.
+    # batching.growth). Unset: all begin.
     initial_workers: int | None = _knob(None, _COUNT)
+    # Share of the run after which all others join at once, in place of the noise; unset: by noise.
     spawn_frac: float | None = _knob(None, "(0, 1)")
     # Parameters at the start. independent: each trainer draws its own, as a negative control:
     # averaging two such networks raised the loss of a character model from 2.43 to 2.67
@@ -201,9 +202,9 @@ class Batching:
     buckets: tuple[int, ...] = _knob((), _COUNT)
     # Pairs (from round, batch), for test=ramp only; --config.batching.ramp="((0, 4), (10, 8))".
     ramp: tuple[tuple[int, int], ...] = _knob((), _COUNT_OR_0)
-    # With test=branch: which rounds train branches of batch B, 2B and 4B, and how many nats/token
-    # a larger batch may lose (arXiv 2505.23971: 0.01).
+    # With test=branch: of so many rounds the last trains branches of batch B, 2B and 4B.
     branch_every_rounds: int = _knob(4, _COUNT)
+    # Nats/token that a larger batch of the branches may lose (arXiv 2505.23971: 0.01).
     branch_epsilon: float = _knob(0.01, "[0, 1e9]")
     # Folder of a run whose batches are used again, trainer by trainer, or of a run with another
     # number of trainers their mean over workers, rounded up; for test=replay only.

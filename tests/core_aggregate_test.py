@@ -135,7 +135,8 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
         outer_tx=spec.outer_tx,
     ).replace(inner_state_R=None)
     workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(8)))
-    after, _ = program(*reshard((ensemble, workers), program.input_shardings[0]))
+    arguments = (ensemble, workers, np.ones(1, np.float32))
+    after, _ = program(*reshard(arguments, program.input_shardings[0]))
     expected, _ = update_of(rule)(draw(8), np.ones(8, np.float32), (0,) * 8)
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(-np.asarray(a), e, rtol=1e-4, atol=1e-5),

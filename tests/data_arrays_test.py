@@ -1,4 +1,4 @@
-"""Rows from an array: how they are cut, held out, dealt and refused; docs/guide_own_loss.md."""
+"""Rows from an array: how they are cut, held out, dealt and refused; docs/guides/own_loss.md."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from adloco_jax.run.export import write_consensus
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide_own_loss.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "own_loss.md"
 (SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
 NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are the same
 

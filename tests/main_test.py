@@ -79,19 +79,21 @@ def test_overrides_reach_the_config():
 
 def test_every_key_can_be_overridden_by_its_own_value():
     before = configured()
-    values = {key: value_of(before, key) for key in KNOBS} | dict.fromkeys(OPTIONAL, 60)
+    values = {key: value_of(before, key) for key in KNOBS} | OPTIONAL
     after = configured(*(f"--config.{key}={value}" for key, value in values.items()))
     assert {key: value_of(after, key) for key in KNOBS} == values
 
 
-OPTIONAL = [key for key, knob in KNOBS.items() if knob.metadata["default"] is None]
+OPTIONAL = {key: 60 for key, knob in KNOBS.items() if knob.metadata["default"] is None}
+OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5}
 
 
 def test_none_unsets_an_optional_key():
-    values = [f"--config.{key}=60" for key in OPTIONAL]
+    values = [f"--config.{key}={value}" for key, value in OPTIONAL.items()]
     unset = [f"--config.{key}=none" for key in OPTIONAL]
-    for words, expected in ((values + unset, None), (unset + values, 60)):
-        assert {value_of(configured(*words), key) for key in OPTIONAL} == {expected}
+    for words, expected in ((values + unset, dict.fromkeys(OPTIONAL)), (unset + values, OPTIONAL)):
+        config = configured(*words)
+        assert {key: value_of(config, key) for key in OPTIONAL} == expected
 
 
 def test_a_config_is_found_from_any_folder_and_beside_the_command_first(elsewhere):

@@ -42,7 +42,7 @@ def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps()
         assert steps(settings, updates=9, tokens=int(64_000 * done)) == length
     assert steps(settings, updates=8, tokens=int(64_000 * 0.6)) == 4
     assert steps(settings, updates=9, tokens=int(64_000 * 0.4), round_length=3) == 24
-    assert steps(settings, updates=9, tokens=int(64_000 * 0.95), round_length=3) == 60
+    assert steps(settings, updates=9, tokens=int(64_000 * 0.95), round_length=3) == 52
     capped = settings_of(inner=inner | rule | {"max_steps_per_round": 12}, **ending)
     assert steps(capped, updates=9, tokens=int(64_000 * 0.6)) == 12
 
