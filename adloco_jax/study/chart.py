@@ -225,7 +225,11 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
     points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
     area = ""
     if curve.band:
-        low, high = (_placed(curve.x, edge, x, y) for edge in curve.band)
+        pairs = [
+            pair if all(map(math.isfinite, pair)) else (math.nan,) * 2
+            for pair in zip(*curve.band, strict=True)
+        ]
+        low, high = (_placed(curve.x, edge, x, y) for edge in zip(*pairs, strict=True))
         area = "".join(
             _drawn([*_thinned(a, num_bins), *reversed(_thinned(b, num_bins))]) + "Z"
             for a, b in zip(low, high, strict=True)
