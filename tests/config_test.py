@@ -10,6 +10,7 @@ import pytest
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import config as run_config
+from adloco_jax.run import config_rules
 from adloco_jax.run.config import KNOBS, default_config, validate
 
 DEFAULTS = default_config().to_dict()
@@ -250,7 +251,7 @@ def test_a_contradiction_is_one_line_that_names_its_keys_and_every_rule_has_one(
         lines.append(line)
         keys = {key.replace("__", ".") for key in values}
         assert any(f"{key} = " in line for key in keys) and ";" in line
-    assert all(any(line.endswith(need) for line in lines) for need in run_config._RULES)
+    assert all(any(line.endswith(need) for line in lines) for need in config_rules.RULES)
 
 
 def test_what_is_no_contradiction_passes():

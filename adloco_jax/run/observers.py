@@ -19,7 +19,6 @@ from jaxtyping import PyTree
 from adloco_jax.adloco import (
     Boundary,
     Control,
-    Decision,
     Observer,
     State,
     after_merge,
@@ -33,7 +32,7 @@ from adloco_jax.adloco import (
 )
 from adloco_jax.batch_sizes import measures_gradients, with_growth
 from adloco_jax.errors import CheckpointError, Preempted, ResourceError
-from adloco_jax.run import checkpoint, evaluate, processes
+from adloco_jax.run import checkpoint, evaluate, notes, processes
 from adloco_jax.run.batches import classes, round_keys
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.crashpoints import hit
@@ -97,7 +96,7 @@ class Recorder:
         share = share_done(control.round, control.tokens_total, self.watch.settings)
         self._pending = boundary, share
         for line, decision in zip(boundary.metrics.lines, boundary.decisions, strict=True):
-            if note := _growth_note(line, decision, self.watch.settings):
+            if note := notes.growth(line, decision, self.watch.settings):
                 self.watch.progress.note(note)
         hit("round.decided")
         if self.watch.engine.events or boundary.changes:
@@ -110,7 +109,7 @@ class Recorder:
         self.write_events()
         for change in pending[0].changes if pending is not None else []:
             watch.ledger.write(**change)
-            watch.progress.note(_NOTES[change["event"]](change, watch.settings))
+            watch.progress.note(notes.OF_CHANGES[change["event"]](change, watch.settings))
 
     def write_events(self) -> None:
         """Records the engine's events between rounds."""
@@ -143,7 +142,7 @@ class Recorder:
             watch.ledger.write(
                 "round",
                 **line,
-                **_decided(decision, watch.settings),
+                **notes.decided(decision, watch.settings),
                 train_loss=outcome.mean_loss,
                 pseudo_grad_norm=outcome.pseudo_grad_norm,
                 **counts,
@@ -387,74 +386,3 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
     plans = {m: round_plan(control, m, settings) for m in range(len(control.trainers))}
     return round_keys(control, plans, settings, spec)
-
-
-def _decided(decision: Decision, settings: Settings) -> dict:
-    """A decision's fields of the ledger."""
-    fields = decision._asdict()
-    del fields["next_round_length"]
-    return fields | {"next_steps_per_round": _next_steps(decision, settings)}
-
-
-def _next_steps(decision: Decision, settings: Settings) -> int | None:
-    """Steps of the trainer's next round; None if a rule for them decides when it begins."""
-    inner = settings.inner
-    is_known = inner.round_length == "fixed"
-    return decision.next_round_length * inner.steps_per_round if is_known else None
-
-
-def _growth_note(line: dict, decision: Decision, settings: Settings) -> str:
-    """What changes after a round and why; empty if nothing does. Workers join with a note."""
-    requested = f"the test requests {decision.test_value or 0.0:.1f}"
-    why = {
-        "capped": f"{requested}, held by a cap or by max_growth",
-        "signal": "no signal above the noise yet, one step of growth",
-        "held": "no signal above the noise, held by batching.max_blind_growth",
-        "schedule": "as declared",
-    }.get(decision.reason, requested)
-    changes = {
-        "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
-        "steps per round": (line["steps_per_round"], _next_steps(decision, settings)),
-    }
-    shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
-    if decision.reason == "held":
-        shown = ["its size stays"]
-    where = f"round {line['round']}: trainer {line['trainer']}"
-    return f"{where} {', '.join(shown)} ({why})" if shown else ""
-
-
-def _spawn_note(event: dict, settings: Settings) -> str:
-    reason = "the test requests a larger batch than the present workers have"
-    if event["reason"] == "spawn_frac":
-        reason = f"{settings.ensemble.spawn_frac:g} of the run is done"
-    return (
-        f"round {event['round']}: trainer {event['trainer']} has {event['workers_after']} workers"
-        f" from here on (was {event['workers_before']}): {reason}"
-    )
-
-
-def _branch_note(event: dict, settings: Settings) -> str:
-    losses = ", ".join(f"{loss:.4f}" for loss in event["losses"])
-    return (
-        f"round {event['round']}: branches with batches {event['batch_sizes']} per worker end at"
-        f" held-out losses {losses}; {event['chosen']} goes on"
-    )
-
-
-def _merge_note(event: dict, settings: Settings) -> str:
-    if "action" in event:
-        merge = settings.merge
-        return (
-            f"round {event['round']}: merging trainers {event['members']} would raise the loss by"
-            f" {event['barrier']:.4f} nats/token over their mean and {event['harm']:.4f} over the"
-            f" best, more than merge.max_barrier={merge.max_barrier} or"
-            f" merge.max_harm={merge.max_harm} allows: {event['action']}"
-        )
-    losses = ", ".join(f"{loss:.4f}" for loss in event["loss_before"])
-    return (
-        f"round {event['round']}: trainers {event['members']} merge into {event['into']}, held-out"
-        f" loss {losses} -> {event['loss_after']:.4f}; workers {event['workers']}"
-    )
-
-
-_NOTES = dict(branch=_branch_note, spawn=_spawn_note, merge=_merge_note, refusal=_merge_note)

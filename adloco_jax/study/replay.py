@@ -163,11 +163,7 @@ def replay(
     num_params = start["num_params"] if num_params is None else num_params
     outer = start["config"]["outer"]
     bits_per_param = BITS_PER_PARAM[outer["precision"]]
-    joined = {index: {} for index in rounds}
-    for event in events:
-        if event["event"] == "spawn" and event["round"] in joined:
-            count = event["workers_after"] - event["workers_before"]
-            joined[event["round"]][event["trainer"]] = count
+    joined = _joined(events, rounds)
     simulation = _Simulation(
         cluster,
         max(sum(own.values()) for own in workers.values()),
@@ -207,6 +203,16 @@ def replay(
     busy_s = sum(time.devices * (time.end_s - time.start_s) for time in times)
     parts["idle_s"] += cluster.num_devices * wall_s - busy_s - tail_s
     return Replay(tuple(times), end_s, cluster.num_devices, wall_s, **parts)
+
+
+def _joined(events: Iterable[dict], rounds: Iterable[int]) -> dict[int, dict[int, int]]:
+    """By round, how many workers of the pool have joined which trainer at its end."""
+    joined: dict[int, dict[int, int]] = {index: {} for index in rounds}
+    for event in events:
+        if event["event"] == "spawn" and event["round"] in joined:
+            count = event["workers_after"] - event["workers_before"]
+            joined[event["round"]][event["trainer"]] = count
+    return joined
 
 
 def _branch_lines(line: dict, branch: dict | None) -> list[dict]:

@@ -1,0 +1,76 @@
+"""What the terminal says of growth, branches, workers that join, and merges."""
+
+from adloco_jax.batch_sizes import Decision
+from adloco_jax.settings import Settings
+
+
+def decided(decision: Decision, settings: Settings) -> dict:
+    """A decision's fields of the ledger."""
+    fields = decision._asdict()
+    del fields["next_round_length"]
+    return fields | {"next_steps_per_round": _next_steps(decision, settings)}
+
+
+def _next_steps(decision: Decision, settings: Settings) -> int | None:
+    """Steps of the trainer's next round; None if a rule for them decides when it begins."""
+    inner = settings.inner
+    is_known = inner.round_length == "fixed"
+    return decision.next_round_length * inner.steps_per_round if is_known else None
+
+
+def growth(line: dict, decision: Decision, settings: Settings) -> str:
+    """What changes after a round and why; empty if nothing does. Workers join with a note."""
+    requested = f"the test requests {decision.test_value or 0.0:.1f}"
+    why = {
+        "capped": f"{requested}, held by a cap or by max_growth",
+        "signal": "no signal above the noise yet, one step of growth",
+        "held": "no signal above the noise, held by batching.max_blind_growth",
+        "schedule": "as declared",
+    }.get(decision.reason, requested)
+    changes = {
+        "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
+        "steps per round": (line["steps_per_round"], _next_steps(decision, settings)),
+    }
+    shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
+    if decision.reason == "held":
+        shown = ["its size stays"]
+    where = f"round {line['round']}: trainer {line['trainer']}"
+    return f"{where} {', '.join(shown)} ({why})" if shown else ""
+
+
+def _spawn(event: dict, settings: Settings) -> str:
+    reason = "the test requests a larger batch than the present workers have"
+    if event["reason"] == "spawn_frac":
+        reason = f"{settings.ensemble.spawn_frac:g} of the run is done"
+    return (
+        f"round {event['round']}: trainer {event['trainer']} has {event['workers_after']} workers"
+        f" from here on (was {event['workers_before']}): {reason}"
+    )
+
+
+def _branch(event: dict, settings: Settings) -> str:
+    losses = ", ".join(f"{loss:.4f}" for loss in event["losses"])
+    return (
+        f"round {event['round']}: branches with batches {event['batch_sizes']} per worker end at"
+        f" held-out losses {losses}; {event['chosen']} goes on"
+    )
+
+
+def _merge(event: dict, settings: Settings) -> str:
+    if "action" in event:
+        merge = settings.merge
+        return (
+            f"round {event['round']}: merging trainers {event['members']} would raise the loss by"
+            f" {event['barrier']:.4f} nats/token over their mean and {event['harm']:.4f} over the"
+            f" best, more than merge.max_barrier={merge.max_barrier} or"
+            f" merge.max_harm={merge.max_harm} allows: {event['action']}"
+        )
+    losses = ", ".join(f"{loss:.4f}" for loss in event["loss_before"])
+    return (
+        f"round {event['round']}: trainers {event['members']} merge into {event['into']}, held-out"
+        f" loss {losses} -> {event['loss_after']:.4f}; workers {event['workers']}"
+    )
+
+
+OF_CHANGES = dict(branch=_branch, spawn=_spawn, merge=_merge, refusal=_merge)
+"""By event, the line for the terminal: `note(fields of the ledger's line, settings)`."""

@@ -1,0 +1,43 @@
+"""How long may trainers stay apart before they are averaged, from random weights and from a trunk?
+
+Command:   the trunk as in configs/compare_trunk.py, then
+           python scripts/compare.py --config configs/compare_barrier.py
+             --results docs/study/barrier.jsonl
+Hardware:  two CPU cores, about half an hour
+Model:     that of configs/compare_trunk.py; four trainers with a worker each, who try to become one
+           after so many updates apart; the guard refuses what would raise the loss
+"""
+
+from adloco_jax.configs.compare_trunk import AVERAGE, get_base
+from adloco_jax.study.compare import Comparison
+
+STEPS = 110  # of a round
+APART = (1, 2, 4, 8, 16, 32)  # rounds
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    base = get_base()
+    base.ensemble.num_trainers = 4
+    base.inner.steps_per_round = STEPS
+    base.merge.policy = "worst_with_worst"
+    base.merge.width = 4
+    base.merge.max_barrier = 0.0
+    base.update_from_flattened_dict(AVERAGE)
+    starts = {"random weights": {}, "a trunk": {"model.init_from": "runs/trunk/model"}}
+    variants = {
+        f"{name}, {STEPS * rounds} updates apart": {
+            **start,
+            "merge.every_rounds": rounds,
+            "num_rounds": rounds,
+        }
+        for name, start in starts.items()
+        for rounds in APART
+    }
+    return Comparison(
+        base=base,
+        variants=variants,
+        baseline=next(iter(variants)),
+        target_losses=(1.7,),
+        seeds=(1, 2, 3),
+    )
