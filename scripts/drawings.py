@@ -155,7 +155,7 @@ def method() -> tuple[int, int, str, list[str]]:
 
 # Of the architecture: left edge, top edge, colour of the title, title, lines.
 CARDS = (
-    (20, 20, "ink", "Command line, notebook", "main.py, scripts/, train, fit"),
+    (20, 20, "ink", "Command line, notebook", "main.py, commands/, train, fit"),
     (350, 20, "ink", "One run", "training.py, run/attempt.py", "puts its parts together"),
     (680, 20, "ink", "Finished runs", "study/: compare, report,", "simulated clusters, theory"),
     (20, 170, "C", "Data", "data/: sources, tokenizers, rows", "hf.py: weights in and out"),
