@@ -1,0 +1,99 @@
+"""The study of configs/compare_study.py at 35 M and 150 M parameters, for whoever has GPUs.
+
+Command:   SIZE=35m adloco compare --config compare_gpu --results docs/study/gpu_35m.jsonl
+           (SIZE=150m for the larger model; C4=/path/to/c4-train.*.json.gz reads shards in place of
+           the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
+Before:    adloco plan --config compare_gpu says what a run of ours would hold and take
+Hardware:  one GPU or more; not run yet
+Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 workers of batch 16
+"""
+
+import os
+
+from ml_collections import ConfigDict
+
+from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing
+from adloco_jax.run.config import default_config
+from adloco_jax.study.cluster import Simulated
+from adloco_jax.study.compare import Comparison
+
+WORKERS, BATCH, LENGTH = 8, 16, 512
+STEPS = 50  # of a round that all others are a multiple of
+WIDTH = {"35m": 384, "150m": 768}
+LAYERS = {"35m": 6, "150m": 14}
+PARAMS = {"35m": 35_200_000, "150m": 148_000_000}
+SIZE = os.environ.get("SIZE", "35m")
+
+
+def get_base() -> ConfigDict:
+    """DiLoCo: what every method changes."""
+    config = default_config()
+    config.num_rounds = 1_000_000  # tokens end the runs
+    config.num_tokens = 20 * PARAMS[SIZE]
+    config.model.vocab_size = 32_000
+    config.model.width = WIDTH[SIZE]
+    config.model.num_layers = LAYERS[SIZE]
+    config.model.num_heads = config.model.num_kv_heads = WIDTH[SIZE] // 64
+    config.model.mlp_width = WIDTH[SIZE] * 8 // 3
+    config.model.max_length = config.data.sequence_length = LENGTH
+    config.model.dtype = "bfloat16"
+    config.data.tokenizer = os.environ.get("TOKENIZER", "keeeeenw/MicroLlama")
+    if shards := os.environ.get("C4"):
+        config.data.source, config.data.path = "jsonl", shards
+    else:
+        config.data.source, config.data.path, config.data.name = "hf", "allenai/c4", "en"
+    config.ensemble.num_trainers = 1
+    config.ensemble.num_workers = WORKERS
+    config.inner.learning_rate = 1e-3
+    config.inner.warmup_updates = 200
+    config.inner.beta2 = 0.95
+    config.inner.clip_norm = 1.0
+    config.inner.steps_per_round = STEPS
+    config.batching.test = "constant"
+    config.batching.initial_batch_size = config.batching.max_batch_size = BATCH
+    config.batching.batch_cap = BATCH
+    config.batching.buckets = (BATCH,)
+    config.batching.smoothing = 0.5
+    config.merge.policy = "none"
+    config.eval.num_sequences = 512
+    config.checkpoint.keep = 1
+    config.update_from_flattened_dict(LINEAR)
+    return config
+
+
+def _variants() -> dict[str, dict[str, object]]:
+    one = {**AVERAGE, "ensemble.num_workers": 1}
+    ours = growing(eta=0.8, first=4 * STEPS, longest=12 * STEPS)
+    return {
+        "one worker": one,
+        "data parallel": {**one, **batch(WORKERS * BATCH)},
+        "DiLoCo, Nesterov, 50 steps": NESTEROV,
+        "DiLoCo, average, 500 steps": {**AVERAGE, "inner.steps_per_round": 10 * STEPS},
+        "trunk of 0.2": {
+            **AVERAGE,
+            "inner.steps_per_round": 10 * STEPS,
+            "ensemble.initial_workers": 1,
+            "ensemble.spawn_frac": 0.2,
+        },
+        "QSR": {**AVERAGE, "inner.round_length": "qsr", "inner.qsr_alpha": 0.01},
+        "ours": {**AVERAGE, **ours},
+    }
+
+
+def get_config() -> ConfigDict:
+    """Ours, for `adloco plan`."""
+    config = get_base()
+    config.update_from_flattened_dict(_variants()["ours"])
+    return config
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    return Comparison(
+        base=get_base(),
+        variants=_variants(),
+        baseline="DiLoCo, Nesterov, 50 steps",
+        target_losses=(4.0, 3.8, 3.6),
+        seeds=(1, 2, 3),
+        simulated=Simulated(num_devices=WORKERS, num_params=PARAMS[SIZE], sequence_length=LENGTH),
+    )
