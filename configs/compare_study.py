@@ -117,12 +117,12 @@ def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, A
 
 
 def trials(size: str) -> dict[str, dict[str, Any]]:
-    """What is tried on seed 0, at most 12 of each method (four at 0.5 M); by method and setting."""
+    """What is tried on seed 0, at most 12 of a method (four at 0.5 M), as "method: setting"."""
     found: dict[str, dict[str, Any]] = {}
     rates = (2e-3, 4e-3) if size == "small" else (1e-3, 2e-3)
     for rate in rates:
         for updates in (6600, 13200):
-            found[f"one worker, rate {rate:g}, {updates} updates"] = {
+            found[f"one worker: rate {rate:g}, {updates} updates"] = {
                 **ONE,
                 **LINEAR,
                 **steps(4 * STEPS),
@@ -130,7 +130,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 "inner.learning_rate": rate,
             }
         for updates in (2640, 5280):
-            found[f"data parallel, rate {2 * rate:g}, {updates} updates"] = {
+            found[f"data parallel: rate {2 * rate:g}, {updates} updates"] = {
                 **ONE,
                 **LINEAR,
                 **steps(2 * STEPS),
@@ -142,14 +142,14 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
     for schedule, decay in (("constant", {}), ("decay", LINEAR)):
         for outer, tx in OUTER.items():
             for count in lengths:
-                found[f"DiLoCo, {outer}, {count} steps, {schedule}"] = {
+                found[f"DiLoCo: {outer}, {count} steps, {schedule}"] = {
                     **tx,
                     **decay,
                     **steps(count),
                     **budget(size, 5280),
                 }
             for share in (0.1, 0.25) if size == "small" else (0.2,):
-                found[f"trunk of {share:g}, {outer}, {schedule}"] = {
+                found[f"trunk: {share:g} of the tokens, {outer}, {schedule}"] = {
                     **tx,
                     **decay,
                     **steps(4 * STEPS if outer == "Nesterov" else 8 * STEPS),
@@ -159,14 +159,14 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 }
         for outer, tx in (OUTER | {"by interval": BY_INTERVAL}).items():
             for eta in (0.8, 1.6) if size == "small" or outer == "average" else ():
-                found[f"ours, eta {eta:g}, {outer}, {schedule}"] = {
+                found[f"ours: eta {eta:g}, {outer}, {schedule}"] = {
                     **tx,
                     **decay,
                     **growing(eta=eta, first=4 * STEPS, longest=12 * STEPS),
                     **budget(size, 5280),
                 }
         for count in (STEPS, 4 * STEPS) if size == "small" else ():
-            found[f"linear ramp from {count}, {schedule}"] = {
+            found[f"linear ramp: from {count}, {schedule}"] = {
                 **AVERAGE,
                 **decay,
                 **steps(count),
@@ -176,7 +176,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
             }
     for count in (STEPS, 4 * STEPS):
         for alpha in (10, 20) if size == "small" else (20,):  # square roots of steps at the peak
-            found[f"QSR from {count}, {alpha} times the rate"] = {
+            found[f"QSR: from {count}, {alpha} times the rate"] = {
                 **AVERAGE,
                 **LINEAR,
                 **steps(count),
@@ -186,7 +186,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 "inner.max_steps_per_round": 24 * STEPS,
             }
     for eta in (0.15, 0.4):
-        found[f"AdLoCo as published, eta {eta:g}"] = {
+        found[f"AdLoCo as published: eta {eta:g}"] = {
             **PUBLISHED,
             **budget(size, 5280),
             "batching.eta": eta,

@@ -18,7 +18,10 @@ from adloco_jax.study import compare, curves, replay, results, summary
 from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
 
-SCRIPT = str(Path(__file__).parents[1] / "scripts" / "compare.py")
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "scripts" / "compare.py")
+sys.path.insert(0, str(ROOT / "scripts"))
+import choose_trials  # noqa: E402
 
 
 def tiny() -> ConfigDict:
@@ -381,3 +384,24 @@ def test_a_command_that_cannot_run_is_one_line(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "needs a get_comparison()" in err and len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()
+
+
+def test_the_chosen_trial_has_the_fewest_updates_and_of_near_ones_the_fewest_communications():
+    def trial(variant, *points):
+        names = ("loss", "updates", "syncs", "tokens")
+        return {"variant": variant, "curve": [dict(zip(names, p, strict=True)) for p in points]}
+
+    lines = [
+        trial("a: slow", (2.0, 10, 1, 5), (1.0, 200, 2, 9)),
+        trial("a: near", (1.5, 104, 3, 9)),
+        trial("a: first", (1.4, 100, 7, 9)),
+        trial("a: never", (1.7, 50, 0, 9)),
+        trial("data parallel: whole batch", (1.5, 60, 0, 8)),
+        trial("b: never", (1.9, 60, 0, 8)),
+    ]
+    rows = choose_trials.chosen(lines, 1.6)
+    assert rows == [
+        ("a", "near", "104", "3", "9", "3 of 4"),
+        ("data parallel", "whole batch", "60", "60", "8", "1 of 1"),
+        ("b", "-", "-", "-", "-", "0 of 1"),
+    ]
