@@ -12,10 +12,10 @@ Answers:   docs/RESULTS.md
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.configs import compare_quick
+from adloco_jax.configs.compare_quick import AVERAGE
 from adloco_jax.study.compare import Comparison
 
-AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
 TRUNK = {**AVERAGE, "model.init_from": "runs/trunk/model"}  # 8 rounds of one worker
 SHORT_TRUNK = {**AVERAGE, "model.init_from": "runs/short-trunk/model"}  # 4 rounds of one worker
 LINEAR = {"inner.schedule": "linear"}
@@ -27,29 +27,9 @@ def _rounds(count: int, steps: int) -> dict[str, object]:
 
 
 def get_base() -> ConfigDict:
-    """Four workers from random weights, at the settings of configs/compare_quick.py."""
-    config = default_config()
-    config.model.width = 48
-    config.model.num_layers = 2
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
-    config.model.mlp_width = 128
-    config.model.max_length = 64  # tokens
-
-    config.data.source = "stdlib"
-    config.data.sequence_length = 64  # bytes
-
-    config.ensemble.num_trainers = 1
-    config.ensemble.num_workers = 4
-    config.inner.learning_rate = 2e-3
-    config.inner.weight_decay = 0.0
-    config.batching.test = "constant"
-    config.batching.initial_batch_size = 4
-    config.batching.max_batch_size = 4
-    config.batching.buckets = (4,)
-    config.merge.policy = "none"
-    config.eval.num_sequences = 256
-    config.checkpoint.keep = 1
+    """Four workers from random weights; rounds end the runs."""
+    config = compare_quick.get_base()
+    config.num_tokens = None
     return config
 
 
