@@ -35,7 +35,7 @@ slow: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) -m slow
 
 test-core: $(INSTALLED)
-	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py tests/models_llama_test.py
+	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
 
 parity: $(INSTALLED)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
