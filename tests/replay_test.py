@@ -239,10 +239,10 @@ def test_resuming_changes_no_time_and_only_the_seed_decides_jitter():
 
 
 def test_jitter_has_mean_one_and_the_given_variation():
-    events = [start(), *(line(index, 0, 1, 1, updates=1) for index in range(1, 1001))]
+    events = [start(), *(line(index, 0, 1, 1, updates=1) for index in range(1, 4001))]
     result = replay(events, cluster(1, compute_jitter=0.3))
     seconds = np.array([time.compute_s for time in result.rounds]) / 0.1
-    assert np.mean(seconds) == pytest.approx(1, abs=3 * 0.3 / math.sqrt(1000))
+    assert np.mean(seconds) == pytest.approx(1, abs=3 * 0.3 / math.sqrt(4000))
     assert np.std(seconds) == pytest.approx(0.3, rel=0.1)
 
 
