@@ -9,6 +9,7 @@ Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 wor
 """
 
 import os
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
@@ -61,7 +62,7 @@ def get_base() -> ConfigDict:
     return config
 
 
-def _variants() -> dict[str, dict[str, object]]:
+def _variants() -> Mapping[str, Mapping[str, object]]:
     one = {**AVERAGE, "ensemble.num_workers": 1}
     ours = growing(eta=0.8, first=4 * STEPS, longest=12 * STEPS)
     return {
