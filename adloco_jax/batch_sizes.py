@@ -57,13 +57,18 @@ def with_batch_sizes(
     """
     control = copy.deepcopy(control)
     needs = BATCH_TESTS[settings.batching.test].needs
-    decide = {"nothing": _scheduled, "branches": _observed}.get(needs, _tested)
     decisions, free = [], _unused_workers(control, settings)
     with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
         tested = _by_trainer(stats)
         for position, trainer in enumerate(control.trainers):
             request, now = _request(control, position, settings), control.size(position)
-            decision = decide(trainer, tested.get(position), request, now, free, settings)
+            if needs == "nothing":
+                decision = _scheduled(request, now)
+            else:
+                decision = _tested(trainer, tested.get(position), request, now, free, settings)
+            if needs == "branches":  # which decide in its place: what was measured is recorded
+                measured = (decision.noise, decision.signal, decision.test_value)
+                decision = _decision(now, "kept", *measured)
             trainer.requested_batch_size = decision.next_batch_size
             trainer.round_length = decision.next_round_length
             trainer.requested_workers = decision.next_workers
@@ -166,16 +171,9 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
     return with_knobs(BATCH_TESTS[batching.test].request, available)
 
 
-def _scheduled(
-    trainer: Trainer,
-    stats: GradientStats | None,
-    request: Callable,
-    now: Size,
-    free_workers: int,
-    settings: Settings,
-) -> Decision:
-    size = int(request(stats))  # without any
-    reason = "kept" if size == trainer.requested_batch_size else "schedule"
+def _scheduled(request: Callable, now: Size) -> Decision:
+    size = int(request(None))  # without statistics
+    reason = "kept" if size == now.batch_size else "schedule"
     return _decision(now._replace(batch_size=size), reason)
 
 
@@ -222,19 +220,6 @@ def _tested(
     else:
         reason = "kept" if size == now else "grew" if size.total > now.total else "shrank"
     return _decision(size, reason, noise, signal, value)
-
-
-def _observed(
-    trainer: Trainer,
-    stats: GradientStats | None,
-    request: Callable,
-    now: Size,
-    free_workers: int,
-    settings: Settings,
-) -> Decision:
-    """The test's answer for the record: branches have decided."""
-    tested = _tested(trainer, stats, request, now, free_workers, settings)
-    return _decision(now, "kept", tested.noise, tested.signal, tested.test_value)
 
 
 def _decision(

@@ -5,17 +5,8 @@ Hardware:  two CPU cores, under two hours; stopped, the same command goes on
 Model:     that of configs/compare_quick.py, whose variants are here too
 """
 
-from adloco_jax.configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, get_base
+from adloco_jax.configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, batch, get_base
 from adloco_jax.study.compare import Comparison
-
-
-def _batch(size: int) -> dict[str, object]:
-    return {
-        "batching.initial_batch_size": size,
-        "batching.max_batch_size": size,
-        "batching.buckets": (size,),
-        "batching.batch_cap": size,
-    }
 
 
 def get_comparison() -> Comparison:
@@ -37,8 +28,8 @@ def get_comparison() -> Comparison:
             },
             "LocalSGD": {"inner.tx": "sgd", "inner.learning_rate": 0.5, **AVERAGE},
             "DiLoCo": {},
-            "DiLoCo, batch 8": _batch(8),
-            "DiLoCo, batch 16": _batch(16),
+            "DiLoCo, batch 8": batch(8),
+            "DiLoCo, batch 16": batch(16),
             "DiLoCo, 50 steps": {"inner.steps_per_round": 50},
             "DiLoCo, tuned": TUNED,
             "DiLoCo, averages, 800 steps": TUNED | {"inner.steps_per_round": 800},

@@ -47,6 +47,16 @@ RAMP = {
 }
 
 
+def batch(size: int) -> dict[str, object]:
+    """A fixed batch per worker."""
+    return {
+        "batching.initial_batch_size": size,
+        "batching.max_batch_size": size,
+        "batching.buckets": (size,),
+        "batching.batch_cap": size,
+    }
+
+
 def get_base() -> ConfigDict:
     """DiLoCo with the batch, workers and steps that AdLoCo begins with."""
     config = default_config()

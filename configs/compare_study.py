@@ -23,12 +23,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from adloco_jax.configs.compare_quick import AVERAGE, batch
 from adloco_jax.run.config import default_config
 from adloco_jax.study.compare import Comparison
 
 Changes = Mapping[str, Any]
 
-AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
 NESTEROV = {"outer.tx": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.9}
 BY_INTERVAL = NESTEROV | {"outer.tx": "nesterov_by_interval"}
 OUTER = {"average": AVERAGE, "Nesterov": NESTEROV}
@@ -91,16 +91,6 @@ def budget(size: str, updates: int, *, workers: int = WORKERS) -> dict[str, int]
 def steps(count: int) -> dict[str, int]:
     """A round of so many updates."""
     return {"inner.steps_per_round": count}
-
-
-def batch(size: int) -> dict[str, Any]:
-    """A fixed batch per worker."""
-    return {
-        "batching.initial_batch_size": size,
-        "batching.max_batch_size": size,
-        "batching.buckets": (size,),
-        "batching.batch_cap": size,
-    }
 
 
 def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, Any]:

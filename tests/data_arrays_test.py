@@ -1,4 +1,4 @@
-"""Rows from an array: how they are cut, held out, dealt and refused; docs/guides/own_loss.md."""
+"""Rows from an array: how they are cut, held out, sampled and refused; docs/guides/own_loss.md."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "guides" / "own_loss.md"
 NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are the same
 
 
-def dealt(rows, count, trainer=0, **groups):
+def sampled(rows, count, trainer=0, **groups):
     """The first tokens of what each worker stream gives first."""
     settings = settings_of(ensemble={"num_workers": 4, "num_trainers": 2}, **groups)
     ordered = rows.ordered(settings)
@@ -30,11 +30,11 @@ def dealt(rows, count, trainer=0, **groups):
 
 def test_worker_streams_share_out_all_rows_and_trainers_and_seeds_order_them_anew():
     rows = ArrayRows(NUMBERED, heldout=0.1)
-    first = dealt(rows, 9)
+    first = sampled(rows, 9)
     assert sorted(sum(first, [])) == rows.rows[:, 0].tolist()  # each row once, of one worker
-    assert dealt(rows, 9) == first
-    assert dealt(rows, 9, trainer=1) != first != dealt(rows, 9, seed=1)
-    subsets = [sum(dealt(rows, 4, m, data={"subset_frac": 0.5}), []) for m in (0, 1)]
+    assert sampled(rows, 9) == first
+    assert sampled(rows, 9, trainer=1) != first != sampled(rows, 9, seed=1)
+    subsets = [sum(sampled(rows, 4, m, data={"subset_frac": 0.5}), []) for m in (0, 1)]
     assert [len(set(subset)) for subset in subsets] == [16, 16]
     assert set(subsets[0]) != set(subsets[1])
     batch = rows.ordered(settings_of()).batch(1, 2, 5, 3)
@@ -75,7 +75,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("start", REFUSED)
-def test_what_cannot_be_dealt_is_refused_in_a_line_that_names_it(start):
+def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(start):
     with pytest.raises((ConfigError, DataError)) as refusal:
         REFUSED[start]()
     (line,) = str(refusal.value).splitlines()

@@ -192,7 +192,7 @@ class Alike(type(corpus())):
         return super().batch(0, stream % 2, start, count)
 
 
-def test_two_trainers_that_are_dealt_identical_rows_are_noticed(tmp_path):
+def test_two_trainers_that_read_identical_rows_are_noticed(tmp_path):
     rows = Alike(corpus().rows)
     with pytest.raises(DataError, match="trainer 0, stream 0 and trainer 1, stream 2 the same 6 r"):
         run(tmp_path / "r", settings_of(), corpus=rows)

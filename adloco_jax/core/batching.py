@@ -185,7 +185,7 @@ def noise_scale(stats: GradientStats, *, num_workers: int = 1) -> Scalar:
       num_workers: Over which it is divided.
 
     Returns:
-      Sequences per worker, float; the signal is floored as in `norm_test`.
+      Sequences per worker, float; the signal is floored, see `norm_test`.
 
     Source: McCandlish et al. 2018, B_simple: the norm test's request at eta = 1.
     """

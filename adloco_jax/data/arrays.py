@@ -19,9 +19,9 @@ _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a seq
 
 
 class ArrayRows:
-    """Token ids as rows to train on and rows held out, which `fit` deals to the workers.
+    """Token ids as rows to train on and rows held out, which `fit` divides among the workers.
 
-    The rows are dealt as those of text are (`data.sampling`): each trainer draws a subset of
+    The rows are sampled like those of text (`data.sampling`): each trainer draws a subset of
     `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
     `seed` decides the order. Ids are not checked against a vocabulary, which only the caller's
     model knows.

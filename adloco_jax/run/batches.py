@@ -203,7 +203,7 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, intervals_M, lines, firsts, dealt = [], [], {}, {}, {}
+    parts, intervals_M, lines, firsts, beginnings = [], [], {}, {}, {}
     for group in groups:
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
@@ -211,7 +211,7 @@ def make_batch(
         for place, worker in enumerate(group.workers):
             flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
             firsts[worker] = flat[: count_R[worker]]
-            dealt[worker] = flat[:_COMPARED]
+            beginnings[worker] = flat[:_COMPARED]
         rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
         flag_T = update_flags(group.plan)
         intervals_M.append(intervals(group, rate_TR, settings))
@@ -228,7 +228,7 @@ def make_batch(
         )
         lines |= {m: _planned(control, m, group, rate_TR, settings) for m in group.trainers}
     if control.round == 0:
-        _require_different_rows(control, dealt)
+        _require_different_rows(control, beginnings)
     tests = []
     for group, at, test_RBL in tested:
         for place, worker in enumerate(group.workers):
@@ -258,10 +258,10 @@ def _planned(
     }
 
 
-def _require_different_rows(control: Control, dealt: Mapping[int, np.ndarray]) -> None:
+def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
     """DataError if two workers read the same rows: they would compute the same update."""
     first_with = {}
-    for worker, rows_BL in dealt.items():
+    for worker, rows_BL in beginnings.items():
         place = (control.trainers[control.owners[worker]].id, control.streams[worker])
         before = first_with.setdefault(rows_BL.tobytes(), place)
         # Few different rows may coincide by chance, and of another process all are zero.
