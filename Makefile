@@ -15,15 +15,18 @@ PYTHON ?= python3
 VENV ?= .venv
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 INSTALLED := $(VENV)/installed-$(VERSION)
+WITH := $(VENV)/installed-$(VERSION)-with
 RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so 3.11 has versions of its own.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
+# Modules that nothing imports are not compiled: a third of the time.
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core parity gpu conformance docs check dist faults mutants clean
+.PHONY: demo test slow test-core parity gpu conformance docs check dist extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -37,20 +40,16 @@ slow: $(INSTALLED)
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
 
-parity: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[parity]'
+parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py
 
-gpu: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[cuda12,parity]'
+gpu: $(WITH)-gpu
 	$(RUN) scripts/gpu.py
 
-conformance: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[conformance]'
+conformance: $(WITH)-conformance
 	$(RUN) -m pytest -q tests/conformance_test.py
 
-docs: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[docs]'
+docs: $(WITH)-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build/html
 
 check: $(INSTALLED)
@@ -63,8 +62,7 @@ check: $(INSTALLED)
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.citation-file-format CITATION.cff
 
-dist: $(INSTALLED)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dist]'
+dist: $(WITH)-dist
 	rm -rf build dist
 	$(RUN) -m build
 	$(RUN) -m twine check --strict dist/*
@@ -78,7 +76,16 @@ mutants: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test]'
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+# Those of the targets above at once, so that none installs while another runs.
+extras: $(INSTALLED)
+	$(INSTALL) -e '.[parity,conformance,dist,docs]'
+	touch $(foreach extra,parity conformance dist docs,$(WITH)-$(extra))
+
+$(WITH)-%: $(INSTALLED)
+	$(INSTALL) -e '.[$*]'
 	touch $@
 
 clean:

@@ -9,7 +9,8 @@ constraints=$(realpath "$1")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "${PYTHON:-python3}" -m venv "$scratch/venv"
-"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check -c "$constraints" "$wheel"
+"$scratch/venv/bin/pip" install --quiet --disable-pip-version-check --no-compile \
+  -c "$constraints" "$wheel"
 mkdir "$scratch/empty"
 cd "$scratch/empty"
 unset PYTHONPATH
