@@ -10,6 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from adloco_jax import main as cli
+from adloco_jax.commands import compare as compare_command
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config
@@ -376,6 +377,29 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     assert own["to_baseline"]["tokens"]["reached"] == 3
     assert own["to_baseline"]["tokens"]["median"] <= own["final"]["tokens"]["median"]
     assert (folder / "comparison.md").read_text() == markdown(table)
+
+
+def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp_path, monkeypatch):
+    again = {"batching.test": "replay", "batching.replay": "DiLoCo"}
+    both = comparison(variants={"DiLoCo": {}, "again": again}, seeds=(3,))
+    made, file = [], tmp_path / "results.jsonl"
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    def execute():
+        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
+        return compare_command.execute(both, tmp_path, on_end=note, results_file=file)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(results, "append", killed)
+        execute()
+    assert made == [] and results.read(file) == {}
+    assert execute()
+    assert made == [("DiLoCo", False), ("again", True)]
+    assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
+    replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
+    assert replayed.exists() and not replaying.exists()
 
 
 def test_a_command_that_cannot_run_is_one_line(tmp_path, capsys):

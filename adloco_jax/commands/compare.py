@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+
+from filelock import FileLock
 
 from adloco_jax.commands.parser import Parser
 from adloco_jax.errors import ConfigError
@@ -119,11 +121,15 @@ def execute(
       UserError: From `train`; calling again resumes the comparison.
     """
     whole = True
-    for run in compare.runs_of(comparison, folder):
+    runs = compare.runs_of(comparison, folder)
+    replayed = {Path(run.config.batching.replay) for run in runs if run.config.batching.replay}
+    keep = functools.partial(_keep, comparison, Path(folder), results_file, replayed)
+    for run in runs:
         if results_file is not None and results.key(run) in results.read(results_file):
             on_end(run, False)
             continue
         if finished(run.workdir, run.config, config_file=config_file) is not None:
+            keep(run)
             on_end(run, False)
             continue
         replays = "batching.replay" in comparison.variants[run.variant]
@@ -142,16 +148,29 @@ def execute(
                     raise
                 whole = False
                 continue
-        if results_file is not None:
-            _keep(run, comparison, results_file)
+        keep(run)
         on_end(run, True)
     return whole
 
 
-def _keep(run: Run, comparison: compare.Comparison, results_file: Path) -> None:
-    """Write the run's line, and delete its folder."""
-    events = read_run(run.workdir).events
-    points = compare.curve(events, comparison.simulated)
-    changes = comparison.variants[run.variant]
-    results.append(results_file, run, changes=changes, curve=points, events=events)
-    shutil.rmtree(run.workdir)
+def _keep(
+    comparison: compare.Comparison,
+    folder: Path,
+    results_file: Path | None,
+    replayed: Collection[Path],
+    run: Run,
+) -> None:
+    """Write the line of a finished run, and delete its folder unless other runs replay it.
+
+    A process killed between the two leaves them to the next, or to one that runs beside it.
+    """
+    if results_file is None:
+        return
+    with FileLock(folder / "results.lock"):
+        if results.key(run) not in results.read(results_file):
+            events = read_run(run.workdir).events
+            points = compare.curve(events, comparison.simulated)
+            changes = comparison.variants[run.variant]
+            results.append(results_file, run, changes=changes, curve=points, events=events)
+        if run.workdir not in replayed:
+            shutil.rmtree(run.workdir, ignore_errors=True)
