@@ -92,7 +92,7 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["compare_quick", "compare_full", "compare_microllama", "compare_shakespeare"]
+    "name", ["compare_quick", "compare_full", "compare_microllama", "compare_order"]
 )
 def test_the_comparisons_of_this_project_can_run(name, tmp_path):
     path = config_file.find(f"configs/{name}.py")

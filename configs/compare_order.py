@@ -1,0 +1,87 @@
+"""The order of DiLoCo's workers that Scaling Laws found at 35 M parameters, at 0.39 M: trials.
+
+The paper's (arXiv 2503.09799) losses at a fixed batch and tokens, 30 inner updates in a round:
+M = 1 worker 3.482, data parallel 3.485, M = 2 3.508, M = 4 3.554, M = 8 3.621. Here as there AdamW
+with beta2 0.99, decay 1 / updates, gradients clipped to 1, a cosine to a twentieth, Nesterov
+momentum 0.9 outside at the paper's best rate for each M, and a batch divided among the workers.
+Other than there: the model's size, bytes for tokens, a batch of 32 rows of 64, a warm-up of 5 % of
+the updates, text of which 20 tokens per parameter are less than an epoch. The inner rate is tuned
+for each M on seed 0, with the three below; the best one runs with seeds 1, 2 and 3.
+
+Command:   python scripts/compare.py --config configs/compare_order.py
+             --results docs/study/order_tuning.jsonl
+Hardware:  two CPU cores, some ten minutes for each of 15 runs; stopped, the same command goes on
+Answers:   docs/conformance.md
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from adloco_jax.configs.compare_study import AVERAGE, batch
+from adloco_jax.run.config import default_config
+from adloco_jax.study.compare import Comparison
+
+ROUNDS, STEPS = 129, 30
+BATCH, LENGTH = 32, 64  # rows, and bytes of a row
+RATES = (1e-3, 2e-3, 4e-3)
+OUTER_RATES = {1: 0.6, 2: 0.6, 4: 0.6, 8: 1.0}  # the paper's best at 35 M, by M
+
+
+def get_base() -> ConfigDict:
+    """What all share: 7.9 M tokens, 20 for each of 394,112 parameters."""
+    config = default_config()
+    config.num_rounds = ROUNDS
+    config.model.width = 128
+    config.model.num_layers = 2
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 4
+    config.model.mlp_width = 256
+    config.model.max_length = LENGTH
+    config.data.sequence_length = LENGTH
+    config.ensemble.num_trainers = 1
+    config.inner.steps_per_round = STEPS
+    config.inner.beta2 = 0.99
+    config.inner.weight_decay = 1 / (ROUNDS * STEPS)
+    config.inner.clip_norm = 1.0
+    config.inner.warmup_updates = ROUNDS * STEPS // 20
+    config.inner.schedule = "cosine"
+    config.inner.final_lr_frac = 0.05
+    config.batching.test = "constant"
+    config.batching.max_batch_size = BATCH  # which each method changes
+    config.merge.policy = "none"
+    config.eval.every_rounds = 43
+    config.eval.num_sequences = 2000
+    config.checkpoint.keep = 1
+    config.checkpoint.every_s = 1e6
+    config.log.every_rounds = 10
+    return config
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Data parallelism, which is one worker with the whole batch, and DiLoCo with M workers."""
+    found = {"data parallel": {"ensemble.num_workers": 1, **AVERAGE, **batch(BATCH)}}
+    for workers, rate in OUTER_RATES.items():
+        found[f"M = {workers}"] = {
+            "ensemble.num_workers": workers,
+            "outer.tx": "nesterov",
+            "outer.learning_rate": rate,
+            "outer.momentum": 0.9,
+            **batch(BATCH // workers),
+        }
+    return found
+
+
+def get_comparison() -> Comparison:
+    """The trials of each method's inner rate on seed 0."""
+    return Comparison(
+        base=get_base(),
+        variants={
+            f"{name}: rate {rate:g}": {**changes, "inner.learning_rate": rate}
+            for name, changes in methods().items()
+            for rate in RATES
+        },
+        baseline="data parallel: rate 0.002",
+        target_losses=(1.7, 1.6, 1.5),
+        seeds=(0,),
+    )
