@@ -22,7 +22,7 @@ from adloco_jax.study.compare_figure import figure, front
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "scripts" / "compare.py")
 sys.path.insert(0, str(ROOT / "scripts"))
-import choose_trials  # noqa: E402
+import study_tables  # noqa: E402
 
 
 def tiny() -> ConfigDict:
@@ -423,7 +423,7 @@ def test_the_chosen_trial_has_the_fewest_updates_and_of_near_ones_the_fewest_com
         trial("data parallel: whole batch", (1.5, 60, 0, 8)),
         trial("b: never", (1.9, 60, 0, 8)),
     ]
-    rows = choose_trials.chosen(lines, 1.6)
+    rows = study_tables.chosen(lines, 1.6)
     assert rows == [
         ("a", "near", "104", "3", "9", "3 of 4"),
         ("data parallel", "whole batch", "60", "60", "8", "1 of 1"),

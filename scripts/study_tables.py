@@ -1,0 +1,137 @@
+"""Tables of the study in docs/RESULTS.md, from the lines of a comparison's results.
+
+python scripts/study_tables.py choose docs/study/small_tuning.jsonl --target 1.6
+python scripts/study_tables.py claims docs/study/small.jsonl --target 1.6
+
+Runs are variants named "method: setting". `choose` gives the trial of each method that reaches a
+loss first: the fewest serial updates win; of those within 5 % the fewest communications, then the
+fewest tokens. `claims` gives what each method spent, over seeds, and its ratios to DiLoCo and to
+the trunk of the same seed. A method named "data parallel" is one worker with the pool's batch,
+which communicates once per update (configs/compare_study.py).
+"""
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from adloco_jax.errors import UserError
+from adloco_jax.study import results
+
+CHOICE = ("method", "setting", "updates", "communications", "tokens", "trials that did")
+SPENT = ("method", "serial updates", "communications", "tokens", "seeds that did")
+RATIOS = ("method", "seed", "serial updates", "communications", "tokens")
+TIE = 1.05
+
+
+class Cost(NamedTuple):
+    """What a run had spent when it first had a loss."""
+
+    updates: int
+    communications: int
+    tokens: int
+
+
+def cost(line: dict, target: float) -> Cost | None:
+    """What the run of a line had spent when it first had the loss; None if it never had."""
+    for point in line["curve"]:
+        if point["loss"] <= target:
+            updates = int(point["updates"])
+            is_parallel = line["variant"].startswith("data parallel:")
+            syncs = updates if is_parallel else int(point["syncs"])
+            return Cost(updates, syncs, int(point["tokens"]))
+    return None
+
+
+def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
+    """A row for each method, as `CHOICE` has it."""
+    methods: dict[str, dict[str, Cost | None]] = defaultdict(dict)
+    for line in lines:
+        method, _, setting = line["variant"].partition(": ")
+        methods[method][setting] = cost(line, target)
+    rows = []
+    for method, trials in methods.items():
+        reached = {setting: spent for setting, spent in trials.items() if spent is not None}
+        share = f"{len(reached)} of {len(trials)}"
+        if not reached:
+            rows.append((method, "-", "-", "-", "-", share))
+            continue
+        fewest = min(spent.updates for spent in reached.values())
+        near = {s: spent for s, spent in reached.items() if spent.updates <= TIE * fewest}
+        setting = min(near, key=lambda s: (near[s][1:], near[s].updates))
+        rows.append((method, setting, *(f"{number:,}" for number in near[setting]), share))
+    return rows
+
+
+def by_method(lines: Iterable[dict], target: float) -> dict[str, dict[int, Cost | None]]:
+    """Of each method and seed the cost; a method has one setting here."""
+    found: dict[str, dict[int, Cost | None]] = defaultdict(dict)
+    for line in lines:
+        found[line["variant"].partition(": ")[0]][line["seed"]] = cost(line, target)
+    return found
+
+
+def spent(costs: dict[str, dict[int, Cost | None]]) -> list[tuple[str, ...]]:
+    """A row for each method, median (range) of the seeds that reached the loss."""
+    rows = []
+    for method, seeds in costs.items():
+        reached = [found for found in seeds.values() if found is not None]
+        cells = [
+            f"{statistics.median_low(column):,} ({min(column):,} to {max(column):,})"
+            for column in zip(*reached, strict=True)
+        ]
+        rows.append((method, *(cells or "---"), f"{len(reached)} of {len(seeds)}"))
+    return rows
+
+
+def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tuple[str, ...]]:
+    """A row for each other method and seed: its cost over the baseline's of the same seed."""
+    rows = []
+    for method, seeds in costs.items():
+        for seed, own in sorted(seeds.items()) if method != baseline else ():
+            other = costs[baseline].get(seed)
+            cells = ["-"] * 3
+            if own is not None and other is not None:
+                pairs = zip(own, other, strict=True)
+                cells = [f"{mine / its:.2f}" if its else "-" for mine, its in pairs]
+            rows.append((method, str(seed), *cells))
+    return rows
+
+
+def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a Markdown table."""
+    print(f"{title}\n")
+    for row in (header, ("---",) * len(header), *rows):
+        print(f"| {' | '.join(row)} |")
+    print()
+
+
+def main() -> int:
+    """Prints the tables of each target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("table", choices=("choose", "claims"))
+    parser.add_argument("results", type=Path, help="of adloco compare --results")
+    parser.add_argument("--target", type=float, nargs="+", required=True, help="nats per token")
+    parser.add_argument("--over", nargs="*", default=("DiLoCo", "trunk"), help="whose ratios")
+    options = parser.parse_args()
+    try:
+        lines = list(results.read(options.results).values())
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    for target in options.target:
+        if options.table == "choose":
+            show(f"to {target:g} nats/token, {len(lines)} trials", CHOICE, chosen(lines, target))
+            continue
+        costs = by_method(lines, target)
+        show(f"to {target:g} nats/token, {len(lines)} runs", SPENT, spent(costs))
+        for baseline in (name for name in options.over if name in costs):
+            show(f"over {baseline}'s, to {target:g} nats/token", RATIOS, ratios(costs, baseline))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
