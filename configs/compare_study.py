@@ -10,8 +10,6 @@ DiLoCo needs at least eight communications: the highest such loss, and the lowes
 Changed after the first 26 trials, before those that it concerns: at a constant rate Nesterov lost
 to averages behind every trunk, so trunk and ours spend their trials with decay on averages alone,
 at two budgets of tokens: a decay ends with the tokens, and they spend fewer per serial update.
-Changed again after 33: with decay DiLoCo and the first trunk had lost too, so of the six trials of
-ours that were left four try other etas and first rounds at a constant rate.
 
 Data parallelism with AdamW is one worker with the whole pool's batch (docs/conformance.md); its
 communications are counted as one per update.
@@ -173,7 +171,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                     "ensemble.initial_workers": 1,
                     "ensemble.spawn_frac": share,
                 }
-            for eta in (1.6, 3.2) if updates == 3960 else (1.6,) * (size == "half"):
+            for eta in (0.8, 1.6, 3.2) if size == "small" else (1.6,):
                 found[f"ours: eta {eta:g}, tokens of {updates} updates, {schedule}"] = {
                     **falling,
                     **growing(eta=eta, first=4 * STEPS, longest=12 * STEPS),
@@ -187,12 +185,6 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 "inner.round_length": "linear",
                 "inner.max_steps_per_round": 12 * STEPS,
             }
-    for eta, first in ((2.4, 4), (3.2, 4), (1.6, 8), (2.4, 8)) if size == "small" else ():
-        found[f"ours: eta {eta:g}, from {first * STEPS} steps, constant"] = {
-            **AVERAGE,
-            **growing(eta=eta, first=first * STEPS, longest=12 * STEPS),
-            **budget(size, 5280),
-        }
     for count in (STEPS, 4 * STEPS):
         for alpha in (10, 20) if size == "small" else (20,):  # square roots of steps at the peak
             found[f"QSR: from {count}, {alpha} times the rate"] = {
