@@ -225,6 +225,43 @@ def tuning(size: str, text: str) -> Comparison:
     )
 
 
+PARTS_OFF = {
+    "all workers from the start": {"ensemble.initial_workers": None},
+    "rounds that do not grow": {"inner.max_steps_per_round": None},
+    "a constant rate": {"inner.schedule": "constant"},
+    "growth without a bound where no signal was measured": {"batching.max_blind_growth": None},
+}
+
+
+def over_seeds(
+    size: str, text: str, settings: Mapping[str, str], *, seeds: tuple[int, ...]
+) -> Comparison:
+    """The main runs: the chosen setting of each method, and ours with each part off in turn.
+
+    Args:
+      size: "small" or "half".
+      text: "stdlib", or the folder of prepared rows.
+      settings: By method, the setting of one of `trials`.
+      seeds: Other than the one that chose.
+    """
+    tried = trials(size)
+    found = {
+        f"{method}: {s}": tried[f"{method.split(',')[0]}: {s}"] for method, s in settings.items()
+    }
+    for part, changes in PARTS_OFF.items():
+        found[f"ours with {part}: the rest the same"] = {
+            **tried[f"ours: {settings['ours']}"],
+            **changes,
+        }
+    return Comparison(
+        base=get_base(size, text),
+        variants=found,
+        baseline=f"DiLoCo: {settings['DiLoCo']}",
+        target_losses=(1.7, 1.65, 1.6),
+        seeds=seeds,
+    )
+
+
 def get_comparison() -> Comparison:
     """The trials at 0.08 M parameters on the standard library."""
     return tuning("small", "stdlib")

@@ -2,19 +2,23 @@
 
 python scripts/drawings.py [--out FOLDER]
 
-`method` is the algorithm over time, `architecture` the library's parts, `front` the comparison of
-docs/RESULTS.md: communications against time at equal loss.
+`method` is the algorithm over time, `architecture` the library's parts, `front` the study of
+docs/RESULTS.md: communications against serial updates at equal loss.
 """
 
 import argparse
 import math
-import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from study_tables import by_method
+
+from adloco_jax.study import results
+
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
-RESULTS = ROOT / "docs" / "RESULTS.md"
+RESULTS = ROOT / "docs" / "study" / "small.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
 THEMES = {
     "light": {
@@ -36,16 +40,15 @@ THEMES = {
         "C": "#3fc79a",
     },
 }
-# Of the table of docs/RESULTS.md, where each label stands beside its point: (x, y, anchor).
-TARGET = "1.66 nats/token"
+TARGET = 1.6
+# What the picture calls each method, its colour, and where its label stands: (x, y, anchor).
 SHOWN = {
-    "data parallel": (-12, 5, "end"),
-    "DiLoCo, 50 steps": (28, 5, "start"),
-    "DiLoCo": (-12, 5, "end"),
-    "DiLoCo, ramp": (-6, -14, "start"),
-    "DiLoCo, tuned": (-12, 5, "end"),
-    "AdLoCo, one trainer": (-6, -14, "start"),
-    "AdLoCo": (13, 5, "start"),
+    "one worker": ("one worker", "B", 0, -14, "middle"),
+    "data parallel": ("data parallel", "B", 12, 5, "start"),
+    "DiLoCo": ("DiLoCo, tuned", "soft", 12, -10, "start"),
+    "DiLoCo, fewest communications": ("DiLoCo, fewer communications", "soft", 12, -10, "start"),
+    "trunk": ("hand-tuned start with one worker", "soft", 14, 16, "start"),
+    "ours": ("recommended: the pool grows", "A", -14, 5, "end"),
 }
 
 
@@ -209,66 +212,41 @@ def architecture() -> tuple[int, int, str, list[str]]:
     return 980, 530, "The parts of adloco_jax", parts
 
 
-def read_table(page_text: str, target: str) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """Of each variant, median, least and most of its communications and simulated seconds.
-
-    Args:
-      page_text: Text of docs/RESULTS.md.
-      target: The loss whose last table is read.
-    """
-    table = page_text.rsplit(f"What it took to reach {target}.", 1)[1].split("\n\n")[1]
-    header, _, *rows = (
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in table.split("\n")
-    )
-    scale = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
-
-    def numbers(cell: str) -> tuple[float, float, float]:
-        found = re.findall(r"([\d.]+) ?([kMG]?)", cell)
-        median, least, most = (float(value) * scale[unit] for value, unit in found)
-        return median, least, most
-
-    columns = {name: header.index(name) for name in ("communications", "simulated seconds")}
-    return {
-        row[0]: {name: numbers(row[column]) for name, column in columns.items()}
-        for row in rows
-        if row[0] in SHOWN
-    }
-
-
 def front() -> tuple[int, int, str, list[str]]:
-    """Communications against simulated time to the same loss, both logarithmic."""
-    rows = read_table(RESULTS.read_text(encoding="utf-8"), TARGET)
+    """Communications, logarithmic, against serial updates to the same loss."""
+    costs = by_method(results.read(RESULTS).values(), TARGET)
     left, top, width, height = 90, 40, 820, 330
+    most_updates, most = 10_000, 4_000
 
     def across(value: float) -> float:
-        return left + width * math.log(value / 150) / math.log(5000 / 150)
+        return left + width * value / most_updates
 
-    def down(value: float) -> float:
-        return top + height * (1 - math.log(value / 2) / math.log(4000 / 2))
+    def down(value: float) -> float:  # none is below one
+        return top + height * (1 - math.log(max(value, 0.5) / 0.4) / math.log(most / 0.4))
 
     parts = []
-    for value in (200, 500, 1000, 2000, 5000):
+    for value in range(0, most_updates + 1, 2_000):
         parts.append(line([(across(value), top), (across(value), top + height)], "rule"))
         parts.append(text(across(value), top + height + 22, f"{value:,}", "soft", "middle"))
-    for value in (3, 10, 30, 100, 300, 1000, 3000):
+    for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000):
         parts.append(line([(left, down(value)), (left + width, down(value))], "rule"))
         parts.append(text(left - 10, down(value) + 5, f"{value:,}", "soft", "end"))
-    parts.append(text(left, 24, f"communications to reach {TARGET}", "ink bold"))
+    parts.append(text(left, 24, f"communications to reach {TARGET:g} nats per byte", "ink bold"))
+    below = top + height + 48
     parts.append(
-        text(left + width, top + height + 48, "seconds on a simulated cluster", "ink bold", "end")
+        text(left + width, below, "optimizer updates one after the other", "ink bold", "end")
     )
-    for name, row in rows.items():
-        (syncs, *sync_range), (seconds, *seconds_range) = row.values()
-        style = "A" if name.startswith("AdLoCo") else "B" if "parallel" in name else "soft"
-        x, y = across(seconds), down(syncs)
-        parts.append(line([(across(end), y) for end in seconds_range], f"{style} thick"))
-        parts.append(line([(x, down(end)) for end in sync_range], f"{style} thick"))
-        parts.append(dot(x, y, 7 if style == "A" else 6, style))
-        dx, dy, anchor = SHOWN[name]
-        parts.append(
-            text(x + dx, y + dy, name, f"{style if style != 'soft' else 'ink'} bold", anchor)
-        )
-    return 940, 430, "Communications against time at equal loss", parts
+    for method, (name, style, dx, dy, anchor) in SHOWN.items():
+        reached = [cost for cost in costs[method].values() if cost is not None]
+        updates = [cost.updates for cost in reached]
+        syncs = [cost.communications for cost in reached]
+        x, y = across(statistics.median_low(updates)), down(statistics.median_low(syncs))
+        parts.append(line([(across(min(updates)), y), (across(max(updates)), y)], f"{style} thick"))
+        parts.append(line([(x, down(min(syncs))), (x, down(max(syncs)))], f"{style} thick"))
+        parts.append(dot(x, y, 8 if style == "A" else 6, style))
+        colour = style if style != "soft" else "ink"
+        parts.append(text(x + dx, y + dy, name, f"{colour} bold", anchor))
+    return 940, 430, "Communications against serial updates at equal loss", parts
 
 
 DRAWINGS = {"method": method, "architecture": architecture, "front": front}

@@ -86,7 +86,8 @@ def test_every_public_name_is_in_the_reference():
     assert modules - shown == {"adloco_jax.main", "adloco_jax.training"}  # flags; `train` and `fit`
 
 
-def test_the_drawings_are_what_their_script_draws():
+def test_the_drawings_are_what_their_script_draws(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as when the script itself is run
     script = runpy.run_path(str(ROOT / "scripts" / "drawings.py"))
     for name, drawing in script["DRAWINGS"].items():
         for theme in script["THEMES"]:

@@ -1,0 +1,40 @@
+"""The recommended settings on the quickstart's model and text: the pool grows with the noise.
+
+Command:   python -m adloco_jax.main --config configs/recommended_quick.py
+Hardware:  two CPU cores; no download, no accelerator
+Model:     a Llama of 125,000 parameters that reads bytes
+Shows:     one worker that begins, three that join it as the gradient noise asks for them, rounds
+           that grow after that, and a learning rate that falls to zero with the tokens
+Expected:  about a minute, half of it compilation
+Answers:   docs/choosing.md, from the study in docs/RESULTS.md
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    """The quickstart's model and text with one trainer whose pool grows."""
+    config = quickstart.get_config()
+    config.num_rounds = 1_000_000  # tokens end the run
+    config.num_tokens = 1_000_000
+
+    config.ensemble.num_trainers = 1
+    config.ensemble.num_workers = 4
+    config.ensemble.initial_workers = 1
+
+    config.inner.steps_per_round = 60
+    config.inner.max_steps_per_round = 180  # once all workers take part
+    config.inner.schedule = "linear"  # to zero when the tokens are spent
+    config.outer.tx = "sgd"  # at rate 1: the average of the workers
+    config.outer.learning_rate = 1.0
+
+    config.batching.eta = 3.2  # a worker joins when the noise asks for its sequences
+    config.batching.smoothing = 0.5  # a short run has few tests to average
+    config.batching.max_blind_growth = 4  # times the last batch that was measured, and no more
+    config.batching.max_batch_size = 4  # the batch stays: workers, then rounds, grow in its place
+    config.batching.buckets = (4,)
+    config.batching.batch_cap = 4
+    config.merge.policy = "none"  # one trainer has none to merge with
+    return config
