@@ -3,11 +3,12 @@
 The settings are those that configs/compare_study.py's trials on seed 0 chose for 1.6 nats per byte:
 python scripts/study_tables.py choose docs/study/small_tuning.jsonl --target 1.6. DiLoCo runs with
 two more of its settings: the one that got furthest, and the one that reached 1.6 with the fewest
-communications. No linear ramp and no run as published reached 1.6; their lowest losses run.
+communications. No run with QSR or a linear ramp and none as published reached 1.6: of these the
+trial with the lowest loss runs.
 
 Command:   python scripts/compare.py --config configs/compare_study_small.py
              --results docs/study/small.jsonl
-Hardware:  two CPU cores, about a minute for each of 75 runs; stopped, the same command goes on
+Hardware:  two CPU cores, about a minute for each of 70 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
@@ -22,6 +23,9 @@ CHOSEN = {
     "DiLoCo, fewest communications": "Nesterov, 440 steps, constant",
     "trunk": "0.1 of the tokens, average, constant",
     "ours": "eta 3.2, tokens of 3960 updates, decay",
+    "QSR": "from 110, 10 times the rate",
+    "linear ramp": "from 110, constant",
+    "AdLoCo as published": "eta 0.4",
 }
 
 

@@ -46,3 +46,24 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
     assert summary["num_merges"] == 1
     assert (tmp_path / "run" / "report" / "index.html").stat().st_size > 40_000
     assert "nats per byte" in done.stdout and "merge into" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_recommended_settings_show_a_growing_pool_and_longer_rounds(tmp_path):
+    command = [sys.executable, "-m", "adloco_jax.main", "--config", "recommended_quick"]
+    done = subprocess.run(
+        [*command, "--workdir", str(tmp_path / "run")],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    events = read(tmp_path / "run" / "ledger.jsonl")
+    joined = [(e["workers_before"], e["workers_after"]) for e in events if e["event"] == "spawn"]
+    assert joined == [(1, 2), (2, 4)]
+    updates = [e["updates"] for e in events if e["event"] == "round"]
+    assert updates[0] == 60 and max(updates) > 60
+    losses = [e["loss"] for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
+    assert losses[-1] < 1.8  # nats per byte; the quickstart ends at about 2.05

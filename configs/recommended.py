@@ -1,0 +1,61 @@
+"""What to run on text of your own: one worker begins, others join as the gradient noise asks.
+
+Command:   python -m adloco_jax.main --config configs/recommended.py
+           --config.data.path='texts/*.jsonl.gz' --config.data.tokenizer=TOKENIZER
+Hardware:  one GPU or more; add --plan to see time and memory first. configs/recommended_quick.py
+           shows the same on a CPU
+Model:     a Llama of 35.2 M parameters with 32,000 tokens; one of yours, with its own rate, is what
+           you will want to set
+Expected:  not run at this size; docs/RESULTS.md has the method's settings at 0.08 M parameters
+Answers:   docs/choosing.md says when another method is the better choice
+"""
+
+from ml_collections import ConfigDict
+
+from adloco_jax.run.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """One trainer whose pool of eight workers grows; data.path is left to the command line."""
+    config = default_config()
+    config.num_rounds = 1_000_000  # tokens end the run
+    config.num_tokens = 704_000_000  # 20 for each parameter
+
+    config.model.vocab_size = 32_000
+    config.model.width = 384
+    config.model.num_layers = 6
+    config.model.num_heads = 6
+    config.model.num_kv_heads = 6
+    config.model.mlp_width = 1024
+    config.model.max_length = 512  # tokens
+    config.model.dtype = "bfloat16"
+
+    config.data.source = "jsonl"
+    config.data.path = ""  # to be given: JSON lines with a "text", or see docs/guides/data.md
+    config.data.tokenizer = ""  # to be given: a tokenizer.json, a *.model, or a hub name
+    config.data.sequence_length = 512  # tokens
+
+    config.ensemble.num_trainers = 1
+    config.ensemble.num_workers = 8  # the pool, once all of them take part
+    config.ensemble.initial_workers = 1  # the noise of the gradient decides when others join
+
+    config.inner.steps_per_round = 440  # as measured; fewer where links are fast
+    config.inner.max_steps_per_round = 1320  # rounds grow when the whole pool takes part
+    config.inner.learning_rate = 1e-3
+    config.inner.warmup_updates = 200
+    config.inner.schedule = "linear"  # to zero when the tokens are spent
+    config.inner.clip_norm = 1.0
+    config.outer.tx = "sgd"  # at rate 1: the average of the workers
+    config.outer.learning_rate = 1.0
+
+    config.batching.test = "norm"
+    config.batching.eta = 3.2  # larger: workers join later, fewer tokens and more updates in a row
+    config.batching.smoothing = 0.5  # a run of a few dozen rounds has few tests to average
+    config.batching.max_blind_growth = 4  # times the last total batch at which a signal was seen
+    config.batching.initial_batch_size = 16  # sequences per worker; they stay as they are
+    config.batching.max_batch_size = 16
+    config.batching.buckets = (16,)
+    config.batching.batch_cap = 16
+    config.merge.policy = "none"  # one trainer has none to merge with
+    config.merge.max_harm = 0.01  # nats; where trainers merge, never into something worse
+    return config
