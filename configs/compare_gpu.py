@@ -64,7 +64,7 @@ def get_base() -> ConfigDict:
 
 def _variants() -> Mapping[str, Mapping[str, object]]:
     one = {**AVERAGE, "ensemble.num_workers": 1}
-    ours = growing(eta=0.8, first=4 * STEPS, longest=12 * STEPS)
+    ours = growing(eta=3.2, first=4 * STEPS, longest=12 * STEPS)
     return {
         "one worker": one,
         "data parallel": {**one, **batch(WORKERS * BATCH)},

@@ -4,7 +4,7 @@ Command:   python scripts/compare.py --config configs/compare_quick.py --process
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
 Text:      this Python's own standard library
-Answers:   docs/RESULTS.md
+Answers:   docs/published.md
 """
 
 from ml_collections import ConfigDict

@@ -17,13 +17,11 @@ communications are counted as one per update.
 
 Command:   python scripts/compare.py --config configs/compare_study.py
              --results docs/study/small_tuning.jsonl
-           for prose (`tuning("small", "runs/prose")`) first python scripts/prepare_data.py PROSE
-             --output runs/prose --sequence_length 64, PROSE a folder of C4 shards and film reviews
-             as JSON lines, 9.8 MB
-Hardware:  two CPU cores, some hours each; stopped, the same command goes on
+Hardware:  two CPU cores, about an hour; stopped, the same command goes on
+Then:      configs/compare_study_small.py, compare_study_prose.py and compare_study_half.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -112,8 +110,8 @@ def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, A
 
 
 def trials(size: str) -> dict[str, dict[str, Any]]:
-    """What is tried on seed 0, at most 12 of a method (four at 0.5 M), as "method: setting"."""
-    found: dict[str, dict[str, Any]] = {}
+    """Twelve trials of a method at most, as "method: setting"; other texts and sizes run some."""
+    full, found = budget(size, 5280), {}
     rates = (2e-3, 4e-3) if size == "small" else (1e-3, 2e-3)
     for rate in rates:
         for updates in (6600, 13200):
@@ -133,93 +131,65 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 **budget(size, updates),
                 "inner.learning_rate": 2 * rate,
             }
-    lengths = (STEPS, 4 * STEPS, 12 * STEPS) if size == "small" else (4 * STEPS,)
     for schedule, decay in (("constant", {}), ("decay", LINEAR)):
         for outer, tx in OUTER.items():
-            for count in lengths:
-                found[f"DiLoCo: {outer}, {count} steps, {schedule}"] = {
-                    **tx,
-                    **decay,
-                    **steps(count),
-                    **budget(size, 5280),
-                }
-            for share in (
-                (0.1, 0.25) if size == "small" and not decay else (0.2,) * (size == "half")
-            ):
-                found[f"trunk: {share:g} of the tokens, {outer}, {schedule}"] = {
-                    **tx,
-                    **decay,
-                    **steps(4 * STEPS if outer == "Nesterov" else 8 * STEPS),
-                    **budget(size, 5280),
-                    "ensemble.initial_workers": 1,
-                    "ensemble.spawn_frac": share,
-                }
+            for count in (STEPS, 4 * STEPS, 12 * STEPS):
+                name = f"DiLoCo: {outer}, {count} steps, {schedule}"
+                found[name] = {**tx, **decay, **steps(count), **full}
+        for count in (STEPS, 4 * STEPS):
+            name = f"linear ramp: from {count}, {schedule}"
+            ramp = {"inner.round_length": "linear", "inner.max_steps_per_round": 12 * STEPS}
+            found[name] = {**AVERAGE, **decay, **steps(count), **full, **ramp}
+    for share in (0.1, 0.25):
+        trunk = {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
+        for outer, count in (("average", 8 * STEPS), ("Nesterov", 4 * STEPS)):
+            name = f"trunk: {share:g} of the tokens, {outer}, constant"
+            found[name] = {**OUTER[outer], **steps(count), **full, **trunk}
+        # A decay ends with the tokens, and a trunk spends fewer per serial update.
+        for updates in (2640, 3960):
+            name = f"trunk: {share:g} of {updates} updates' tokens, decay"
+            falling = {**AVERAGE, **LINEAR, **budget(size, updates)}
+            found[name] = {**falling, **steps(8 * STEPS), **trunk}
+    for eta in (0.8, 1.6):
+        grown = growing(eta=eta, first=4 * STEPS, longest=12 * STEPS)
         for outer, tx in (OUTER | {"by interval": BY_INTERVAL}).items():
-            for eta in (0.8, 1.6) if not decay and (size == "small" or outer == "average") else ():
-                found[f"ours: eta {eta:g}, {outer}, {schedule}"] = {
-                    **tx,
-                    **decay,
-                    **growing(eta=eta, first=4 * STEPS, longest=12 * STEPS),
-                    **budget(size, 5280),
-                }
-        # A decay ends with the tokens, and these spend fewer per serial update.
-        for updates in (2640, 3960) if decay else ():
-            falling = {**AVERAGE, **decay, **budget(size, updates)}
-            for share in (0.1, 0.25) if size == "small" else ():
-                found[f"trunk: {share:g} of {updates} updates' tokens, {schedule}"] = {
-                    **falling,
-                    **steps(8 * STEPS),
-                    "ensemble.initial_workers": 1,
-                    "ensemble.spawn_frac": share,
-                }
-            for eta in (
-                ((0.8, 1.6, 3.2) if updates == 2640 else (1.6, 3.2)) if size == "small" else (1.6,)
-            ):
-                found[f"ours: eta {eta:g}, tokens of {updates} updates, {schedule}"] = {
-                    **falling,
-                    **growing(eta=eta, first=4 * STEPS, longest=12 * STEPS),
-                }
-            if size == "small" and updates == 2640:
-                found[f"ours: eta 3.2 from 880, tokens of {updates} updates, {schedule}"] = {
-                    **falling,
-                    **growing(eta=3.2, first=8 * STEPS, longest=16 * STEPS),
-                }
-        for count in (STEPS, 4 * STEPS) if size == "small" else ():
-            found[f"linear ramp: from {count}, {schedule}"] = {
-                **AVERAGE,
-                **decay,
-                **steps(count),
-                **budget(size, 5280),
-                "inner.round_length": "linear",
-                "inner.max_steps_per_round": 12 * STEPS,
-            }
+            found[f"ours: eta {eta:g}, {outer}, constant"] = {**tx, **grown, **full}
+    for updates, eta, first, longest in (
+        *((2640, eta, 4, 12) for eta in (0.8, 1.6, 3.2)),
+        (2640, 3.2, 8, 16),
+        *((3960, eta, 4, 12) for eta in (1.6, 3.2)),
+    ):
+        start = "" if first == 4 else f" from {first * STEPS}"
+        found[f"ours: eta {eta:g}{start}, tokens of {updates} updates, decay"] = {
+            **AVERAGE,
+            **LINEAR,
+            **budget(size, updates),
+            **growing(eta=eta, first=first * STEPS, longest=longest * STEPS),
+        }
     for count in (STEPS, 4 * STEPS):
-        for alpha in (10, 20) if size == "small" else (20,):  # square roots of steps at the peak
+        for alpha in (10, 20):  # square roots of steps at the peak
             found[f"QSR: from {count}, {alpha} times the rate"] = {
                 **AVERAGE,
                 **LINEAR,
                 **steps(count),
-                **budget(size, 5280),
+                **full,
                 "inner.round_length": "qsr",
                 "inner.qsr_alpha": alpha * rates[0],
                 "inner.max_steps_per_round": 24 * STEPS,
             }
     for eta in (0.15, 0.4):
-        found[f"AdLoCo as published: eta {eta:g}"] = {
-            **PUBLISHED,
-            **budget(size, 5280),
-            "batching.eta": eta,
-        }
+        name = f"AdLoCo as published: eta {eta:g}"
+        found[name] = {**PUBLISHED, **full, "batching.eta": eta}
     return found
 
 
-def tuning(size: str, text: str) -> Comparison:
-    """The trials on seed 0."""
-    found = trials(size)
+def tuning(size: str, text: str, names: Iterable[str]) -> Comparison:
+    """Trials on seed 0, some of those of `trials`, DiLoCo's among them."""
+    tried = {name: trials(size)[name] for name in names}
     return Comparison(
         base=get_base(size, text),
-        variants=found,
-        baseline=next(name for name in found if name.startswith("DiLoCo")),
+        variants=tried,
+        baseline=next(name for name in tried if name.startswith("DiLoCo")),
         target_losses=(1.7, 1.65, 1.6),
         seeds=(0,),
     )
@@ -264,4 +234,4 @@ def over_seeds(
 
 def get_comparison() -> Comparison:
     """The trials at 0.08 M parameters on the standard library."""
-    return tuning("small", "stdlib")
+    return tuning("small", "stdlib", trials("small"))

@@ -11,7 +11,7 @@ Hardware:  two CPU cores, about a minute for each run; stopped, the same command
 Answers:   docs/RESULTS.md
 """
 
-from adloco_jax.configs.compare_study import get_base, trials
+from adloco_jax.configs.compare_study import tuning
 from adloco_jax.configs.compare_study_small import CHOSEN
 from adloco_jax.study.compare import Comparison
 
@@ -33,17 +33,14 @@ TRIED = (
     "trunk: 0.25 of the tokens, average, constant",
     "trunk: 0.1 of 3960 updates' tokens, decay",
     "trunk: 0.25 of 3960 updates' tokens, decay",
+    "QSR: from 110, 10 times the rate",
+    "QSR: from 110, 20 times the rate",
+    "QSR: from 440, 10 times the rate",
+    "QSR: from 440, 20 times the rate",
     f"ours: {CHOSEN['ours']}",
 )
 
 
 def get_comparison() -> Comparison:
     """The trials on seed 0."""
-    tried = trials("small")
-    return Comparison(
-        base=get_base("small", TEXT),
-        variants={name: tried[name] for name in TRIED},
-        baseline="DiLoCo: average, 110 steps, decay",
-        target_losses=(1.9, 1.8, 1.7),
-        seeds=(0,),
-    )
+    return tuning("small", TEXT, TRIED)
