@@ -44,7 +44,7 @@ TARGET = 1.6
 # What the picture calls each method, its colour, and where its label stands: (x, y, anchor).
 SHOWN = {
     "one worker": ("one worker", "B", 0, -14, "middle"),
-    "data parallel": ("data parallel", "B", 12, 5, "start"),
+    "data parallel": ("data parallel", "B", 26, 5, "start"),
     "DiLoCo": ("DiLoCo, tuned", "soft", 12, -10, "start"),
     "DiLoCo, fewest communications": ("DiLoCo, fewer communications", "soft", 12, -10, "start"),
     "trunk": ("hand-tuned start with one worker", "soft", 14, 16, "start"),
