@@ -4,10 +4,10 @@ python scripts/study_tables.py choose docs/study/small_tuning.jsonl --target 1.6
 python scripts/study_tables.py claims docs/study/small.jsonl --target 1.6
 
 Runs are variants named "method: setting". `choose` gives the trial of each method that reaches a
-loss first: the fewest serial updates win; of those within 5 % the fewest communications, then the
-fewest tokens. `claims` gives what each method spent, over seeds, and its ratios to DiLoCo and to
-the trunk of the same seed. A method named "data parallel" is one worker with the pool's batch,
-which communicates once per update (configs/compare_study.py).
+loss first, by its median seed: the fewest serial updates win; of those within 5 % the fewest
+communications, then the fewest tokens. `claims` gives what each method spent, over seeds, and its
+ratios to DiLoCo and to the trunk of the same seed. A method named "data parallel" is one worker
+with the pool's batch, which communicates once per update (configs/compare_study.py).
 """
 
 import argparse
@@ -46,15 +46,22 @@ def cost(line: dict, target: float) -> Cost | None:
     return None
 
 
+def middle(costs: Sequence[Cost | None]) -> Cost | None:
+    """That of the median seed by serial updates, a run that never had the loss being the last."""
+    ranked = sorted(costs, key=lambda spent: (spent is None, spent or ()))
+    return ranked[len(ranked) // 2]
+
+
 def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
     """A row for each method, as `CHOICE` has it."""
-    methods: dict[str, dict[str, Cost | None]] = defaultdict(dict)
+    methods: dict[str, dict[str, list[Cost | None]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         method, _, setting = line["variant"].partition(": ")
-        methods[method][setting] = cost(line, target)
+        methods[method][setting].append(cost(line, target))
     rows = []
     for method, trials in methods.items():
-        reached = {setting: spent for setting, spent in trials.items() if spent is not None}
+        middles = {setting: middle(costs) for setting, costs in trials.items()}
+        reached = {setting: spent for setting, spent in middles.items() if spent is not None}
         share = f"{len(reached)} of {len(trials)}"
         if not reached:
             rows.append((method, "-", "-", "-", "-", share))

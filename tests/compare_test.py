@@ -420,12 +420,14 @@ def test_the_chosen_trial_has_the_fewest_updates_and_of_near_ones_the_fewest_com
         trial("a: near", (1.5, 104, 3, 9)),
         trial("a: first", (1.4, 100, 7, 9)),
         trial("a: never", (1.7, 50, 0, 9)),
+        *(trial("a: first on one seed", (1.5, updates, 1, 1)) for updates in (10, 300)),
+        trial("a: first on one seed", (1.7, 10, 1, 1)),
         trial("data parallel: whole batch", (1.5, 60, 0, 8)),
         trial("b: never", (1.9, 60, 0, 8)),
     ]
     rows = study_tables.chosen(lines, 1.6)
     assert rows == [
-        ("a", "near", "104", "3", "9", "3 of 4"),
+        ("a", "near", "104", "3", "9", "4 of 5"),
         ("data parallel", "whole batch", "60", "60", "8", "1 of 1"),
         ("b", "-", "-", "-", "-", "0 of 1"),
     ]
