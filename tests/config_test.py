@@ -285,7 +285,8 @@ SHIPPED = sorted(p for p in CONFIGS.glob("[!_]*.py") if not p.stem.startswith("c
 def test_every_shipped_config_is_valid_and_locked(path, monkeypatch):
     config = load(path.stem, monkeypatch)
     assert config.is_locked
-    to_be_given = {"microllama": {"data.tokenizer", "data.source"}, "bert_imdb": {"data.source"}}
+    both = {"data.tokenizer", "data.source"}
+    to_be_given = {"microllama": both, "recommended": both, "bert_imdb": {"data.source"}}
     if path.stem in to_be_given:
         assert {line.split(" = ")[0] for line in faults(config)} == to_be_given[path.stem]
         config.data.path, config.data.tokenizer = "c4/*.json.gz", "tokenizer.json"
