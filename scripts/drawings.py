@@ -3,11 +3,12 @@
 python scripts/drawings.py [--out FOLDER]
 
 `method` is the algorithm over time, `architecture` the library's parts, `front` the study of
-docs/RESULTS.md: communications against serial updates at equal loss.
+docs/RESULTS.md: communications against serial updates at equal loss, `barrier` what merging costs.
 """
 
 import argparse
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from adloco_jax.study import results
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
 RESULTS = ROOT / "docs" / "study" / "small.jsonl"
+BARRIER = ROOT / "docs" / "study" / "barrier.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
 THEMES = {
     "light": {
@@ -249,7 +251,49 @@ def front() -> tuple[int, int, str, list[str]]:
     return 940, 430, "Communications against serial updates at equal loss", parts
 
 
-DRAWINGS = {"method": method, "architecture": architecture, "front": front}
+def barrier() -> tuple[int, int, str, list[str]]:
+    """What averaging four trainers costs, by how long they were apart and where they began."""
+    apart_of = re.compile(r"(.+), (\d+) updates apart")
+    found: dict[str, dict[int, list[float]]] = {"random weights": {}, "a trunk": {}}
+    for run in results.read(BARRIER).values():
+        start, apart = apart_of.fullmatch(run["variant"]).groups()
+        (tried,) = (e for e in run["events"] if e["event"] in ("merge", "refusal"))
+        found[start].setdefault(int(apart), []).append(tried["barrier"])
+    left, top, width, height = 90, 40, 680, 300
+    least, most = 100, 4_000
+    values = [v for by_apart in found.values() for seeds in by_apart.values() for v in seeds]
+    low, high = min(*values, 0.0), max(values)
+
+    def across(value: float) -> float:
+        return left + width * math.log(value / least) / math.log(most / least)
+
+    def down(value: float) -> float:
+        return top + height * (high - value) / (high - low)
+
+    parts = []
+    for apart in found["a trunk"]:
+        parts.append(line([(across(apart), top), (across(apart), top + height)], "rule"))
+        parts.append(text(across(apart), top + height + 22, f"{apart:,}", "soft", "middle"))
+    step = 10 ** math.floor(math.log10(high - low)) / 2
+    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+        y = down(number * step)
+        parts.append(line([(left, y), (left + width, y)], "rule"))
+        parts.append(text(left - 10, y + 5, f"{number * step:g}", "soft", "end"))
+    parts.append(
+        text(left, 24, "loss of the average over its members' mean, nats per byte", "ink bold")
+    )
+    below = top + height + 48
+    parts.append(text(left + width, below, "updates apart", "ink bold", "end"))
+    for (start, by_apart), style in zip(found.items(), ("B", "A"), strict=True):
+        middle = [(across(n), down(statistics.median(seeds))) for n, seeds in by_apart.items()]
+        parts.append(line(middle, f"{style} thick"))
+        parts += [dot(across(n), down(v), 4, style) for n, seeds in by_apart.items() for v in seeds]
+        x, y = middle[-1]
+        parts.append(text(x + 12, y + 5, f"from {start}", f"{style} bold"))
+    return 960, 400, "What averaging four trainers costs, by how long they were apart", parts
+
+
+DRAWINGS = {"method": method, "architecture": architecture, "front": front, "barrier": barrier}
 
 
 def main() -> None:
