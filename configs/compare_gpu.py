@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing
+from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, trunk
 from adloco_jax.run.config import default_config
 from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.compare import Comparison
@@ -73,8 +73,7 @@ def _variants() -> Mapping[str, Mapping[str, object]]:
         "trunk of 0.2": {
             **AVERAGE,
             "inner.steps_per_round": 10 * STEPS,
-            "ensemble.initial_workers": 1,
-            "ensemble.spawn_frac": 0.2,
+            **trunk(0.2),
         },
         "QSR": {**AVERAGE, "inner.round_length": "qsr", "inner.qsr_alpha": 0.01},
         "ours": {**AVERAGE, **ours},

@@ -18,7 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from adloco_jax.configs.compare_study import AVERAGE, batch
+from adloco_jax.configs.compare_quick import AVERAGE, batch
 from adloco_jax.run.config import default_config
 from adloco_jax.study.compare import Comparison
 

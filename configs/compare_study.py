@@ -96,6 +96,11 @@ def steps(count: int) -> dict[str, int]:
     return {"inner.steps_per_round": count}
 
 
+def trunk(share: float) -> dict[str, Any]:
+    """One worker for a share of the tokens, then the whole pool."""
+    return {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
+
+
 def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, Any]:
     """Ours: one worker; the pool grows when the noise asks for it, then the rounds do."""
     return {
@@ -141,15 +146,14 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
             ramp = {"inner.round_length": "linear", "inner.max_steps_per_round": 12 * STEPS}
             found[name] = {**AVERAGE, **decay, **steps(count), **full, **ramp}
     for share in (0.1, 0.25):
-        trunk = {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
         for outer, count in (("average", 8 * STEPS), ("Nesterov", 4 * STEPS)):
             name = f"trunk: {share:g} of the tokens, {outer}, constant"
-            found[name] = {**OUTER[outer], **steps(count), **full, **trunk}
+            found[name] = {**OUTER[outer], **steps(count), **full, **trunk(share)}
         # A decay ends with the tokens, and a trunk spends fewer per serial update.
         for updates in (2640, 3960):
             name = f"trunk: {share:g} of {updates} updates' tokens, decay"
             falling = {**AVERAGE, **LINEAR, **budget(size, updates)}
-            found[name] = {**falling, **steps(8 * STEPS), **trunk}
+            found[name] = {**falling, **steps(8 * STEPS), **trunk(share)}
     for eta in (0.8, 1.6):
         grown = growing(eta=eta, first=4 * STEPS, longest=12 * STEPS)
         for outer, tx in (OUTER | {"by interval": BY_INTERVAL}).items():
@@ -185,7 +189,8 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
 
 def tuning(size: str, text: str, names: Iterable[str]) -> Comparison:
     """Trials on seed 0, some of those of `trials`, DiLoCo's among them."""
-    tried = {name: trials(size)[name] for name in names}
+    defined = trials(size)
+    tried = {name: defined[name] for name in names}
     return Comparison(
         base=get_base(size, text),
         variants=tried,

@@ -16,15 +16,16 @@ Answers:   docs/RESULTS.md
 from collections.abc import Mapping
 from typing import Any
 
+from adloco_jax.configs.compare_quick import AVERAGE
 from adloco_jax.configs.compare_study import (
-    AVERAGE,
     LINEAR,
-    NESTEROV,
     STEPS,
     budget,
     get_base,
     growing,
     steps,
+    trials,
+    trunk,
 )
 from adloco_jax.study.compare import Comparison
 
@@ -33,20 +34,22 @@ FALLING = {**LINEAR, **budget("small", 3960)}
 
 
 def _trunk(share: float, count: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    spawn = {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
-    return {**AVERAGE, **steps(count), **spawn, **rest}
+    return {**AVERAGE, **steps(count), **trunk(share), **rest}
 
 
 def _ours(eta: float, longest: int, rest: Mapping[str, Any]) -> dict[str, Any]:
     return {**AVERAGE, **growing(eta=eta, first=2 * STEPS, longest=longest), **rest}
 
 
+DILOCO = (
+    "DiLoCo: average, 110 steps, constant",
+    "DiLoCo: average, 110 steps, decay",
+    "DiLoCo: Nesterov, 110 steps, constant",
+    "DiLoCo: Nesterov, 440 steps, constant",
+)
 TRIALS: Mapping[str, Mapping[str, Any]] = {
-    "DiLoCo: average, 110 steps, constant": {**AVERAGE, **steps(STEPS), **FULL},
-    "DiLoCo: average, 110 steps, decay": {**AVERAGE, **LINEAR, **steps(STEPS), **FULL},
+    **{name: trials("small")[name] for name in DILOCO},
     "DiLoCo: average, 220 steps, constant": {**AVERAGE, **steps(2 * STEPS), **FULL},
-    "DiLoCo: Nesterov, 110 steps, constant": {**NESTEROV, **steps(STEPS), **FULL},
-    "DiLoCo: Nesterov, 440 steps, constant": {**NESTEROV, **steps(4 * STEPS), **FULL},
     "trunk: 0.05, 220 steps, constant": _trunk(0.05, 2 * STEPS, FULL),
     "trunk: 0.1, 220 steps, constant": _trunk(0.1, 2 * STEPS, FULL),
     "trunk: 0.1, 440 steps, constant": _trunk(0.1, 4 * STEPS, FULL),

@@ -214,6 +214,27 @@ def architecture() -> tuple[int, int, str, list[str]]:
     return 980, 530, "The parts of adloco_jax", parts
 
 
+def plot(
+    area: tuple[float, float, float, float],
+    columns: Sequence[tuple[float, str]],
+    rows: Sequence[tuple[float, str]],
+    y_name: str,
+    x_name: str,
+) -> list[str]:
+    """Rules, labels and names of the axes of a plot in an area: left, top, width, height."""
+    left, top, width, height = area
+    parts = []
+    for x, label in columns:
+        parts.append(line([(x, top), (x, top + height)], "rule"))
+        parts.append(text(x, top + height + 22, label, "soft", "middle"))
+    for y, label in rows:
+        parts.append(line([(left, y), (left + width, y)], "rule"))
+        parts.append(text(left - 10, y + 5, label, "soft", "end"))
+    parts.append(text(left, 24, y_name, "ink bold"))
+    parts.append(text(left + width, top + height + 48, x_name, "ink bold", "end"))
+    return parts
+
+
 def front() -> tuple[int, int, str, list[str]]:
     """Communications, logarithmic, against serial updates to the same loss."""
     costs = by_method(results.read(RESULTS).values(), TARGET)
@@ -226,17 +247,12 @@ def front() -> tuple[int, int, str, list[str]]:
     def down(value: float) -> float:  # none is below one
         return top + height * (1 - math.log(max(value, 0.5) / 0.4) / math.log(most / 0.4))
 
-    parts = []
-    for value in range(0, most_updates + 1, 2_000):
-        parts.append(line([(across(value), top), (across(value), top + height)], "rule"))
-        parts.append(text(across(value), top + height + 22, f"{value:,}", "soft", "middle"))
-    for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000):
-        parts.append(line([(left, down(value)), (left + width, down(value))], "rule"))
-        parts.append(text(left - 10, down(value) + 5, f"{value:,}", "soft", "end"))
-    parts.append(text(left, 24, f"communications to reach {TARGET:g} nats per byte", "ink bold"))
-    below = top + height + 48
-    parts.append(
-        text(left + width, below, "optimizer updates one after the other", "ink bold", "end")
+    parts = plot(
+        (left, top, width, height),
+        [(across(value), f"{value:,}") for value in range(0, most_updates + 1, 2_000)],
+        [(down(value), f"{value:,}") for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000)],
+        f"communications to reach {TARGET:g} nats per byte",
+        "optimizer updates one after the other",
     )
     for method, (name, style, dx, dy, anchor) in SHOWN.items():
         reached = [cost for cost in costs[method].values() if cost is not None]
@@ -270,20 +286,15 @@ def barrier() -> tuple[int, int, str, list[str]]:
     def down(value: float) -> float:
         return top + height * (high - value) / (high - low)
 
-    parts = []
-    for apart in found["a trunk"]:
-        parts.append(line([(across(apart), top), (across(apart), top + height)], "rule"))
-        parts.append(text(across(apart), top + height + 22, f"{apart:,}", "soft", "middle"))
     step = 10 ** math.floor(math.log10(high - low)) / 2
-    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
-        y = down(number * step)
-        parts.append(line([(left, y), (left + width, y)], "rule"))
-        parts.append(text(left - 10, y + 5, f"{number * step:g}", "soft", "end"))
-    parts.append(
-        text(left, 24, "loss of the average over its members' mean, nats per byte", "ink bold")
+    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
+    parts = plot(
+        (left, top, width, height),
+        [(across(apart), f"{apart:,}") for apart in found["a trunk"]],
+        [(down(number * step), f"{number * step:g}") for number in numbers],
+        "loss of the average over its members' mean, nats per byte",
+        "updates apart",
     )
-    below = top + height + 48
-    parts.append(text(left + width, below, "updates apart", "ink bold", "end"))
     for (start, by_apart), style in zip(found.items(), ("B", "A"), strict=True):
         middle = [(across(n), down(statistics.median(seeds))) for n, seeds in by_apart.items()]
         parts.append(line(middle, f"{style} thick"))

@@ -172,5 +172,5 @@ def _keep(
             points = compare.curve(events, comparison.simulated)
             changes = comparison.variants[run.variant]
             results.append(results_file, run, changes=changes, curve=points, events=events)
-        if run.workdir not in replayed:
-            shutil.rmtree(run.workdir, ignore_errors=True)
+        if run.workdir not in replayed and run.workdir.exists():
+            shutil.rmtree(run.workdir)
