@@ -1,7 +1,7 @@
 """The study's third choice, among learning rates, shorter first rounds and a pool of two to begin.
 
-The second (configs/compare_study_again.py) left ours at 4,180 serial updates to 1.6 against DiLoCo's
-3,740, and neither of them had been tried with another inner rate. The rule is the same: the fewest
+The second (configs/compare_study_again.py) left ours at 4,180 serial updates to 1.6 against
+DiLoCo's 3,740, and neither had been tried with another inner rate. The rule is the same: the fewest
 serial updates to 1.6 by the median of seeds 0, 6 and 7, ties within 5 % by communications. The
 winners, if they are better than those before, run with seeds 21 to 25, which no choice has seen.
 
