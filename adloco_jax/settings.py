@@ -141,6 +141,8 @@ class Outer:
     learning_rate: float = _knob(0.7, "(0, 100]")  # of a round's pseudo-gradient (DiLoCo)
     momentum: float = _knob(0.9, "[0, 1)")  # decay of earlier pseudo-gradients; both nesterovs
     weight_decay: float = _knob(0.0, "[0, 100]")  # decoupled, times the rate; adamw only
+    # A trainer with one worker takes its parameters as they are; tx begins with the second worker.
+    skip_single: bool = _knob(False)
     # How a trainer's workers' differences become its pseudo-gradient (docs/algorithm.md, 1).
     aggregator: str = _knob("mean", table=AGGREGATORS)
     # Numbers in which outer gradients are sent; sums and averages are float32 (arXiv 2501.18512).

@@ -340,7 +340,9 @@ def play_round(s, trainer, workers, batch, free):
 
     # Outer update: the only time the workers meet.
     pseudo_grad = trainer.params - sum(ends) / len(ends)
-    if s.outer.tx == "nesterov":
+    if s.outer.skip_single and len(workers) == 1:
+        trainer.params = ends[0]
+    elif s.outer.tx == "nesterov":
         trainer.params, trainer.outer_state = nesterov(
             trainer.params,
             pseudo_grad,

@@ -59,6 +59,7 @@ def outer_step(
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
     interval_M: Float[Array, " M"] | Sequence[float] | None = None,
+    skip_single: bool = False,
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
@@ -105,6 +106,8 @@ def outer_step(
       interval_M: Each trainer's round in rounds of a base length, above 0: the extra argument
         `interval` of an `outer_tx` that takes some, such as the table's `nesterov_by_interval`;
         None gives none.
+      skip_single: Whether a trainer with one worker takes its parameters as they are, without
+        `outer_tx`, whose state waits until it has more.
 
     Returns:
       The ensemble after the round, and its metrics.
@@ -144,6 +147,7 @@ def outer_step(
         aggregate=aggregate,
         precision=precision,
         interval_M=interval_M,
+        skip_single=skip_single,
     )
     loss_SAR, skipped_SAR, *aux_SAR = jax.tree.map(
         lambda leaf: leaf.reshape(num_updates, num_accum_steps, *leaf.shape[1:]), measured_TR
@@ -211,6 +215,7 @@ def outer_update(
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
     interval_M: Float[Array, " M"] | Sequence[float] | None = None,
+    skip_single: bool = False,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
@@ -236,6 +241,8 @@ def outer_update(
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
       interval_M: Each trainer's round in rounds of a base length, as `outer_step` says.
+      skip_single: Whether a trainer with one worker takes its parameters as they are, without
+        `outer_tx`, whose state waits until it has more.
       reduce_scatter: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
         differences, packed, and whether they are usable. Where workers are spread over devices, a
         sharding constraint by which each device holds its shard of the parameters for all workers.
@@ -283,6 +290,10 @@ def outer_update(
         pseudo_grad_M, ensemble.outer_state_M, start_M, **extra_M
     )
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
+    if skip_single:
+        as_is_M = jax.tree.map(jnp.negative, pseudo_grad_M)
+        updates_M = where_leading(single_M, as_is_M, updates_M)
+        outer_state_M = where_leading(single_M, ensemble.outer_state_M, outer_state_M)
     if precision != "float32":
         updates_M = _send(updates_M, single_M, precision, all_gather)
     end_M = jax.vmap(optax.apply_updates)(start_M, updates_M)

@@ -268,6 +268,7 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         precision=settings.outer.precision,
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
+        skip_single=settings.outer.skip_single,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         worker_parallelism=worker_parallelism(settings),
         examples_per_pass=examples_per_pass(settings),

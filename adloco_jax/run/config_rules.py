@@ -112,6 +112,9 @@ RULES: dict[str, Callable[..., bool]] = {
             or (c.outer.fragments, c.outer.delay_updates) == (1, 0)
         )
     ),
+    "a fragment goes through outer.tx whoever it is from; set outer.skip_single=False": (
+        lambda c: not c.outer.skip_single or (c.outer.fragments, c.outer.delay_updates) == (1, 0)
+    ),
     "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
         lambda c: (
             c.inner.schedule != "linear_after_merge"

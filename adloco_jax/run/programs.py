@@ -81,6 +81,7 @@ class Spec:
     model_shards: int = 1  # devices that share one worker's parameters
     precision: Precision = "float32"  # in which outer gradients travel
     aggregate: Aggregator = mean  # of a trainer's workers' differences
+    skip_single: bool = False  # whether outer_tx leaves trainers of one worker alone
     key_seed: int | None = None  # of a loss that takes `key`
     worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
     examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
@@ -272,7 +273,11 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     num_trainers = (max(key.owners) + 1,)
     interval_M = jax.ShapeDtypeStruct(num_trainers, jnp.float32, sharding=at.replicated)
     end = functools.partial(
-        outer_update, outer_tx=spec.outer_tx, aggregate=spec.aggregate, **_collectives(spec, at)
+        outer_update,
+        outer_tx=spec.outer_tx,
+        aggregate=spec.aggregate,
+        skip_single=spec.skip_single,
+        **_collectives(spec, at),
     )
 
     def update(ensemble, workers, interval_M):
