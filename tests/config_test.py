@@ -197,6 +197,7 @@ CONTRADICTIONS = {
     "a ramp to nowhere": dict(inner__round_length="linear"),
     "intervals of fragments": dict(outer__tx="nesterov_by_interval", outer__fragments=2),
     "intervals of what is late": dict(outer__tx="nesterov_by_interval", outer__delay_updates=1),
+    "fragments of the few": dict(outer__skip_single=True, outer__fragments=2),
     "nesterov's decay": dict(outer__tx="nesterov_by_interval", outer__weight_decay=0.1),
     "not a multiple": dict(inner__max_steps_per_round=300),
     "more than the pool": dict(ensemble__initial_workers=5),

@@ -523,6 +523,26 @@ def test_each_trainers_interval_reaches_an_outer_optimizer_that_takes_it():
             np.testing.assert_allclose(went_M, expected_M, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
+    """They end where they are, and their trainer's momentum waits; the others' rounds stay."""
+    batch, owner_R = batch_of(2, 3, 4), [0, 0, 1]
+    start = different_trainers(2, owner_R, SGD)
+    start, _ = step_of(SGD, NESTEROV)(start, batch)  # now there is a momentum
+
+    @functools.partial(jax.jit, static_argnames="skip_single")
+    def step(start, skip_single):
+        how = {"precision": precision, "skip_single": skip_single}
+        return outer_step(start, batch, loss_fn, inner_tx=SGD, outer_tx=NESTEROV, **how)[0]
+
+    usual, after = step(start, skip_single=False), step(start, skip_single=True)
+    for tree in ("params_M", "outer_state_M"):
+        assert_equal(at(getattr(after, tree), 0), at(getattr(usual, tree), 0))
+    end, _ = plain_updates(SGD, at(start.params_M, 1), [at(batch, s, 2) for s in range(2)])
+    assert_close(at(after.params_M, 1), end)
+    assert_equal(at(after.outer_state_M, 1), at(start.outer_state_M, 1))
+
+
 KEEPS = "{} holds parameters of its own"
 TO_REFUSE = [
     ("inner_tx", optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),
