@@ -1,15 +1,17 @@
-"""The study's second choice for DiLoCo, the trunk and ours: five trials each, on three seeds.
+"""The study's choice among settings of DiLoCo, the trunk and ours, on three seeds.
 
 The first choice was made on seed 0 alone (configs/compare_study.py). Seeds 1 to 5 then showed that
 seed 0 is far from the others: one worker reached 1.6 after 8,360 updates on it and DiLoCo after
-4,730, against medians of 7,920 and 4,180. What was chosen for a pool that grows, or for a trunk,
-needed more updates in a row than DiLoCo on every seed. The trials here have shorter rounds, which
-is what DiLoCo's best have; the fewest serial updates to 1.6 win by the median of seeds 0, 6 and 7,
-ties within 5 % by communications. The winners run with seeds 11 to 15, which no choice has seen.
+4,730, against medians of 7,920 and 4,180. So the trials here run on seeds 0, 6 and 7; the fewest
+serial updates to 1.6 win by the median, ties within 5 % by communications. They were declared in
+three steps, each before its runs: shorter rounds, which is what DiLoCo's best have; other inner
+rates and shorter first rounds; then outer momentum that begins with a trainer's second worker
+(outer.skip_single), and one between none and DiLoCo's. docs/LOG.md has what each step taught. The
+winners run with seeds that no choice has seen, configs/compare_study_small.py.
 
 Command:   python scripts/compare.py --config configs/compare_study_again.py
              --results docs/study/again.jsonl
-Hardware:  two CPU cores, about half an hour; stopped, the same command goes on
+Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 from adloco_jax.configs.compare_quick import AVERAGE
 from adloco_jax.configs.compare_study import (
     LINEAR,
+    NESTEROV,
     STEPS,
     budget,
     get_base,
@@ -29,37 +32,77 @@ from adloco_jax.configs.compare_study import (
 )
 from adloco_jax.study.compare import Comparison
 
+Changes = Mapping[str, Any]
+
 FULL = budget("small", 5280)
 FALLING = {**LINEAR, **budget("small", 3960)}
+MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
+SKIP = {"outer.skip_single": True}
 
 
-def _trunk(share: float, count: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    return {**AVERAGE, **steps(count), **trunk(share), **rest}
+def _diloco(count: int, *rest: Changes) -> dict[str, Any]:
+    return _together(AVERAGE, steps(count), FULL, *rest)
 
 
-def _ours(eta: float, longest: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    return {**AVERAGE, **growing(eta=eta, first=2 * STEPS, longest=longest), **rest}
+def _trunk(share: float, count: int, *rest: Changes) -> dict[str, Any]:
+    return _together(AVERAGE, steps(count), trunk(share), *rest)
 
 
-DILOCO = (
+def _ours(eta: float, first: int, longest: int, *rest: Changes) -> dict[str, Any]:
+    return _together(AVERAGE, growing(eta=eta, first=first, longest=longest), *rest)
+
+
+def _together(*changes: Changes) -> dict[str, Any]:
+    return {key: value for some in changes for key, value in some.items()}
+
+
+def _rate(rate: float) -> dict[str, float]:
+    return {"inner.learning_rate": rate}
+
+
+FROM_THE_START = (
     "DiLoCo: average, 110 steps, constant",
     "DiLoCo: average, 110 steps, decay",
     "DiLoCo: Nesterov, 110 steps, constant",
     "DiLoCo: Nesterov, 440 steps, constant",
 )
-TRIALS: Mapping[str, Mapping[str, Any]] = {
-    **{name: trials("small")[name] for name in DILOCO},
-    "DiLoCo: average, 220 steps, constant": {**AVERAGE, **steps(2 * STEPS), **FULL},
+TRIALS: Mapping[str, Changes] = {
+    **{name: trials("small")[name] for name in FROM_THE_START},
+    "DiLoCo: average, 220 steps, constant": _diloco(2 * STEPS),
     "trunk: 0.05, 220 steps, constant": _trunk(0.05, 2 * STEPS, FULL),
     "trunk: 0.1, 220 steps, constant": _trunk(0.1, 2 * STEPS, FULL),
     "trunk: 0.1, 440 steps, constant": _trunk(0.1, 4 * STEPS, FULL),
     "trunk: 0.1, 440 steps, decay": _trunk(0.1, 4 * STEPS, FALLING),
     "trunk: 0.25, 440 steps, decay": _trunk(0.25, 4 * STEPS, FALLING),
-    "ours: eta 0.8, rounds to 440, constant": _ours(0.8, 4 * STEPS, FULL),
-    "ours: eta 1.6, rounds to 440, constant": _ours(1.6, 4 * STEPS, FULL),
-    "ours: eta 1.6, rounds of 220, constant": _ours(1.6, 2 * STEPS, FULL),
-    "ours: eta 1.6, rounds to 440, decay": _ours(1.6, 4 * STEPS, FALLING),
-    "ours: eta 3.2, rounds to 440, decay": _ours(3.2, 4 * STEPS, FALLING),
+    "ours: eta 0.8, rounds to 440, constant": _ours(0.8, 220, 440, FULL),
+    "ours: eta 1.6, rounds to 440, constant": _ours(1.6, 220, 440, FULL),
+    "ours: eta 1.6, rounds of 220, constant": _ours(1.6, 220, 220, FULL),
+    "ours: eta 1.6, rounds to 440, decay": _ours(1.6, 220, 440, FALLING),
+    "ours: eta 3.2, rounds to 440, decay": _ours(3.2, 220, 440, FALLING),
+    # The second step.
+    "DiLoCo: 110 steps, decay, rate 0.001": _diloco(STEPS, LINEAR, _rate(1e-3)),
+    "DiLoCo: 110 steps, decay, rate 0.003": _diloco(STEPS, LINEAR, _rate(3e-3)),
+    "ours: eta 1.6, rounds 110 to 440, decay": _ours(1.6, 110, 440, FALLING),
+    "ours: eta 3.2, rounds 110 to 440, decay": _ours(3.2, 110, 440, FALLING),
+    "ours: eta 3.2, rounds 220 to 440, decay, rate 0.003": _ours(
+        *(3.2, 220, 440, FALLING, _rate(3e-3))
+    ),
+    "ours: eta 1.6, rounds 110 to 440, decay, from two workers": _ours(
+        *(1.6, 110, 440, FALLING, {"ensemble.initial_workers": 2})
+    ),
+    # The third.
+    "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, FULL, NESTEROV, SKIP),
+    "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, FULL, NESTEROV, SKIP),
+    "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, FULL, MILD, SKIP),
+    "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, FULL, NESTEROV, SKIP),
+    "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(
+        *(3.2, 220, 440, FALLING, NESTEROV, SKIP)
+    ),
+    "DiLoCo: 110 steps, momentum 0.6, decay": _diloco(STEPS, LINEAR, MILD),
+    "DiLoCo: 110 steps, momentum 0.6": _diloco(STEPS, MILD),
+    "DiLoCo: 220 steps, momentum 0.6": _diloco(2 * STEPS, MILD),
+    "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, FULL, NESTEROV, SKIP),
+    "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, FULL, NESTEROV, SKIP),
 }
 
 

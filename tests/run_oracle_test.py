@@ -54,20 +54,14 @@ CASES = {
         merge={"every_rounds": 2},
         ensemble={"allocation": "retire"},
     ),
-    # Workers join while the noise asks for more of them, then rounds and batches grow.
+    # Workers join while the noise asks for more of them, then rounds and batches grow; a trainer's
+    # momentum begins with its second worker.
     "growing pool": settings_of(
         num_rounds=7,
+        outer={"skip_single": True},
         inner={"max_steps_per_round": 6},
         batching={"eta": 0.3, "initial_batch_size": 1, "buckets": (1, 2, 4), "batch_cap": 4},
         merge={"every_rounds": 5},
-        ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},
-    ),
-    # One worker goes on by itself; the trainers' momentum begins with the second.
-    "momentum for several": settings_of(
-        num_rounds=5,
-        outer={"skip_single": True},
-        batching={"eta": 0.3, "initial_batch_size": 1, "buckets": (1, 2, 4), "batch_cap": 4},
-        merge={"every_rounds": 4},
         ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},
     ),
 }
