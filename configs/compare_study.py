@@ -203,35 +203,29 @@ def tuning(size: str, text: str, names: Iterable[str]) -> Comparison:
 PARTS_OFF = {
     "all workers from the start": {"ensemble.initial_workers": None},
     "rounds that do not grow": {"inner.max_steps_per_round": None},
-    "a constant rate": {"inner.schedule": "constant"},
+    "averages in place of momentum": AVERAGE,
+    "momentum for a single worker, too": {"outer.skip_single": False},
     "growth without a bound where no signal was measured": {"batching.max_blind_growth": None},
 }
 
 
 def over_seeds(
-    size: str, text: str, settings: Mapping[str, str], *, seeds: tuple[int, ...]
+    size: str, text: str, methods: Mapping[str, Changes], *, seeds: tuple[int, ...]
 ) -> Comparison:
     """The main runs: the chosen setting of each method, and ours with each part off in turn.
 
     Args:
       size: "small" or "half".
       text: "stdlib", or the folder of prepared rows.
-      settings: By method, the setting of one of `trials`.
-      seeds: Other than the one that chose.
+      methods: By "method: setting" what it changes; DiLoCo and ours are among them.
+      seeds: Others than those that chose.
     """
-    tried = trials(size)
-    found = {
-        f"{method}: {s}": tried[f"{method.split(',')[0]}: {s}"] for method, s in settings.items()
-    }
-    for part, changes in PARTS_OFF.items():
-        found[f"ours with {part}: the rest the same"] = {
-            **tried[f"ours: {settings['ours']}"],
-            **changes,
-        }
+    ours = next(name for name in methods if name.startswith("ours: "))
+    parts = {f"ours with {part}: the rest the same": off for part, off in PARTS_OFF.items()}
     return Comparison(
         base=get_base(size, text),
-        variants=found,
-        baseline=f"DiLoCo: {settings['DiLoCo']}",
+        variants={**methods, **{name: {**methods[ours], **off} for name, off in parts.items()}},
+        baseline=next(name for name in methods if name.startswith("DiLoCo: ")),
         target_losses=(1.7, 1.65, 1.6),
         seeds=seeds,
     )
