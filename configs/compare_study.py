@@ -21,7 +21,7 @@ Hardware:  two CPU cores, about an hour; stopped, the same command goes on
 Then:      configs/compare_study_small.py, compare_study_prose.py and compare_study_half.py
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -187,16 +187,16 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tuning(size: str, text: str, names: Iterable[str]) -> Comparison:
-    """Trials on seed 0, some of those of `trials`, DiLoCo's among them."""
-    defined = trials(size)
-    tried = {name: defined[name] for name in names}
+def tuning(
+    size: str, text: str, tried: Mapping[str, Changes], *, seeds: tuple[int, ...] = (0,)
+) -> Comparison:
+    """Trials, by "method: setting" what each changes; the first of DiLoCo's is the baseline."""
     return Comparison(
         base=get_base(size, text),
         variants=tried,
         baseline=next(name for name in tried if name.startswith("DiLoCo")),
         target_losses=(1.7, 1.65, 1.6),
-        seeds=(0,),
+        seeds=seeds,
     )
 
 
@@ -220,15 +220,11 @@ def over_seeds(
       methods: By "method: setting" what it changes; DiLoCo and ours are among them.
       seeds: Others than those that chose.
     """
-    ours = next(name for name in methods if name.startswith("ours: "))
-    parts = {f"ours with {part}: the rest the same": off for part, off in PARTS_OFF.items()}
-    return Comparison(
-        base=get_base(size, text),
-        variants={**methods, **{name: {**methods[ours], **off} for name, off in parts.items()}},
-        baseline=next(name for name in methods if name.startswith("DiLoCo: ")),
-        target_losses=(1.7, 1.65, 1.6),
-        seeds=seeds,
-    )
+    ours = next(changes for name, changes in methods.items() if name.startswith("ours: "))
+    parts = {
+        f"ours with {part}: the rest the same": {**ours, **off} for part, off in PARTS_OFF.items()
+    }
+    return tuning(size, text, {**methods, **parts}, seeds=seeds)
 
 
 def get_comparison() -> Comparison:

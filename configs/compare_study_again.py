@@ -16,7 +16,8 @@ Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from adloco_jax.configs.compare_quick import AVERAGE
@@ -25,24 +26,22 @@ from adloco_jax.configs.compare_study import (
     NESTEROV,
     STEPS,
     budget,
-    get_base,
     growing,
     steps,
     trials,
     trunk,
+    tuning,
 )
 from adloco_jax.study.compare import Comparison
 
 Changes = Mapping[str, Any]
 
-FULL = budget("small", 5280)
-FALLING = {**LINEAR, **budget("small", 3960)}
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 SKIP = {"outer.skip_single": True}
 
 
 def _diloco(count: int, *rest: Changes) -> dict[str, Any]:
-    return _together(AVERAGE, steps(count), FULL, *rest)
+    return _together(AVERAGE, steps(count), *rest)
 
 
 def _trunk(share: float, count: int, *rest: Changes) -> dict[str, Any]:
@@ -67,64 +66,75 @@ FROM_THE_START = (
     "DiLoCo: Nesterov, 110 steps, constant",
     "DiLoCo: Nesterov, 440 steps, constant",
 )
-TRIALS: Mapping[str, Changes] = {
-    **{name: trials("small")[name] for name in FROM_THE_START},
-    "DiLoCo: average, 220 steps, constant": _diloco(2 * STEPS),
-    "trunk: 0.05, 220 steps, constant": _trunk(0.05, 2 * STEPS, FULL),
-    "trunk: 0.1, 220 steps, constant": _trunk(0.1, 2 * STEPS, FULL),
-    "trunk: 0.1, 440 steps, constant": _trunk(0.1, 4 * STEPS, FULL),
-    "trunk: 0.1, 440 steps, decay": _trunk(0.1, 4 * STEPS, FALLING),
-    "trunk: 0.25, 440 steps, decay": _trunk(0.25, 4 * STEPS, FALLING),
-    "ours: eta 0.8, rounds to 440, constant": _ours(0.8, 220, 440, FULL),
-    "ours: eta 1.6, rounds to 440, constant": _ours(1.6, 220, 440, FULL),
-    "ours: eta 1.6, rounds of 220, constant": _ours(1.6, 220, 220, FULL),
-    "ours: eta 1.6, rounds to 440, decay": _ours(1.6, 220, 440, FALLING),
-    "ours: eta 3.2, rounds to 440, decay": _ours(3.2, 220, 440, FALLING),
-    # The second step.
-    "DiLoCo: 110 steps, decay, rate 0.001": _diloco(STEPS, LINEAR, _rate(1e-3)),
-    "DiLoCo: 110 steps, decay, rate 0.003": _diloco(STEPS, LINEAR, _rate(3e-3)),
-    "ours: eta 1.6, rounds 110 to 440, decay": _ours(1.6, 110, 440, FALLING),
-    "ours: eta 3.2, rounds 110 to 440, decay": _ours(3.2, 110, 440, FALLING),
-    "ours: eta 3.2, rounds 220 to 440, decay, rate 0.003": _ours(
-        *(3.2, 220, 440, FALLING, _rate(3e-3))
-    ),
-    "ours: eta 1.6, rounds 110 to 440, decay, from two workers": _ours(
-        *(1.6, 110, 440, FALLING, {"ensemble.initial_workers": 2})
-    ),
-    # The third.
-    "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, FULL, NESTEROV, SKIP),
-    "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, FULL, NESTEROV, SKIP),
-    "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, FULL, MILD, SKIP),
-    "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, FULL, NESTEROV, SKIP),
-    "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(
-        *(3.2, 220, 440, FALLING, NESTEROV, SKIP)
-    ),
-    "DiLoCo: 110 steps, momentum 0.6, decay": _diloco(STEPS, LINEAR, MILD),
-    "DiLoCo: 110 steps, momentum 0.6": _diloco(STEPS, MILD),
-    "DiLoCo: 220 steps, momentum 0.6": _diloco(2 * STEPS, MILD),
-    "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, FULL, NESTEROV, SKIP),
-    "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, FULL, NESTEROV, SKIP),
-    # The fourth.
-    "ours: eta 1.6, rounds of 220, Nesterov, decay": _ours(1.6, 220, 220, FALLING, NESTEROV, SKIP),
-    "ours: eta 2.3, rounds of 220, Nesterov, decay": _ours(2.3, 220, 220, FALLING, NESTEROV, SKIP),
-    "ours: eta 1.6, rounds of 220, Nesterov, decay over 3300 updates' tokens": _ours(
-        *(1.6, 220, 220, LINEAR, budget("small", 3300), NESTEROV, SKIP)
-    ),
-    "ours: eta 2.3, rounds of 220, Nesterov, decay over 2640 updates' tokens": _ours(
-        *(2.3, 220, 220, LINEAR, budget("small", 2640), NESTEROV, SKIP)
-    ),
-    "DiLoCo: 110 steps, momentum 0.6, decay over 3960 updates": _diloco(STEPS, FALLING, MILD),
-    "DiLoCo: 110 steps, momentum 0.8, decay": _diloco(STEPS, LINEAR, MILD, {"outer.momentum": 0.8}),
-    "trunk: 0.1, 220 steps, Nesterov, decay": _trunk(0.1, 2 * STEPS, FALLING, NESTEROV, SKIP),
-}
+
+
+def settings(size: str) -> dict[str, dict[str, Any]]:
+    """The trials, as "method: setting", with a size's tokens."""
+    full, falling = budget(size, 5280), {**LINEAR, **budget(size, 3960)}
+    return {
+        **{name: trials(size)[name] for name in FROM_THE_START},
+        "DiLoCo: average, 220 steps, constant": _diloco(2 * STEPS, full),
+        "trunk: 0.05, 220 steps, constant": _trunk(0.05, 2 * STEPS, full),
+        "trunk: 0.1, 220 steps, constant": _trunk(0.1, 2 * STEPS, full),
+        "trunk: 0.1, 440 steps, constant": _trunk(0.1, 4 * STEPS, full),
+        "trunk: 0.1, 440 steps, decay": _trunk(0.1, 4 * STEPS, falling),
+        "trunk: 0.25, 440 steps, decay": _trunk(0.25, 4 * STEPS, falling),
+        "ours: eta 0.8, rounds to 440, constant": _ours(0.8, 220, 440, full),
+        "ours: eta 1.6, rounds to 440, constant": _ours(1.6, 220, 440, full),
+        "ours: eta 1.6, rounds of 220, constant": _ours(1.6, 220, 220, full),
+        "ours: eta 1.6, rounds to 440, decay": _ours(1.6, 220, 440, falling),
+        "ours: eta 3.2, rounds to 440, decay": _ours(3.2, 220, 440, falling),
+        # The second step.
+        "DiLoCo: 110 steps, decay, rate 0.001": _diloco(STEPS, full, LINEAR, _rate(1e-3)),
+        "DiLoCo: 110 steps, decay, rate 0.003": _diloco(STEPS, full, LINEAR, _rate(3e-3)),
+        "ours: eta 1.6, rounds 110 to 440, decay": _ours(1.6, 110, 440, falling),
+        "ours: eta 3.2, rounds 110 to 440, decay": _ours(3.2, 110, 440, falling),
+        "ours: eta 3.2, rounds 220 to 440, decay, rate 0.003": _ours(
+            *(3.2, 220, 440, falling, _rate(3e-3))
+        ),
+        "ours: eta 1.6, rounds 110 to 440, decay, from two workers": _ours(
+            *(1.6, 110, 440, falling, {"ensemble.initial_workers": 2})
+        ),
+        # The third.
+        "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, full, NESTEROV, SKIP),
+        "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, full, NESTEROV, SKIP),
+        "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, full, MILD, SKIP),
+        "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, full, NESTEROV, SKIP),
+        "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(
+            *(3.2, 220, 440, falling, NESTEROV, SKIP)
+        ),
+        "DiLoCo: 110 steps, momentum 0.6, decay": _diloco(STEPS, full, LINEAR, MILD),
+        "DiLoCo: 110 steps, momentum 0.6": _diloco(STEPS, full, MILD),
+        "DiLoCo: 220 steps, momentum 0.6": _diloco(2 * STEPS, full, MILD),
+        "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, full, NESTEROV, SKIP),
+        "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, full, NESTEROV, SKIP),
+        # The fourth.
+        "ours: eta 1.6, rounds of 220, Nesterov, decay": _ours(
+            1.6, 220, 220, falling, NESTEROV, SKIP
+        ),
+        "ours: eta 2.3, rounds of 220, Nesterov, decay": _ours(
+            2.3, 220, 220, falling, NESTEROV, SKIP
+        ),
+        "ours: eta 1.6, rounds of 220, Nesterov, decay over 3300 updates' tokens": _ours(
+            *(1.6, 220, 220, LINEAR, budget(size, 3300), NESTEROV, SKIP)
+        ),
+        "ours: eta 2.3, rounds of 220, Nesterov, decay over 2640 updates' tokens": _ours(
+            *(2.3, 220, 220, LINEAR, budget(size, 2640), NESTEROV, SKIP)
+        ),
+        "DiLoCo: 110 steps, momentum 0.6, decay over 3960 updates": _diloco(STEPS, falling, MILD),
+        "DiLoCo: 110 steps, momentum 0.8, decay": _diloco(
+            STEPS, full, LINEAR, MILD, {"outer.momentum": 0.8}
+        ),
+        "trunk: 0.1, 220 steps, Nesterov, decay": _trunk(0.1, 2 * STEPS, falling, NESTEROV, SKIP),
+    }
+
+
+def named(size: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Trials of this file and of configs/compare_study.py; "method, also: setting" is one, too."""
+    tried = {**trials(size), **settings(size)}
+    return {name: tried[re.sub(", [^:]*:", ":", name, count=1)] for name in names}
 
 
 def get_comparison() -> Comparison:
     """The trials."""
-    return Comparison(
-        base=get_base("small", "stdlib"),
-        variants=TRIALS,
-        baseline=next(iter(TRIALS)),
-        target_losses=(1.7, 1.65, 1.6),
-        seeds=(0, 6, 7),
-    )
+    return tuning("small", "stdlib", settings("small"), seeds=(0, 6, 7))

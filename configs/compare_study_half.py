@@ -1,7 +1,7 @@
 """The study's trials at 0.55 M parameters on the standard library: two of each baseline on seed 0.
 
-They are those of configs/compare_study.py that did best at 0.08 M, at half of its learning rates;
-ours runs with the setting chosen there, since one setting is to do for both sizes.
+They are trials of 0.08 M parameters that did best there, at half of their learning rates; ours runs
+with the setting chosen there, since one setting is to do for both sizes.
 
 Command:   python scripts/compare.py --config configs/compare_study_half.py
              --results docs/study/half_tuning.jsonl
@@ -10,7 +10,8 @@ Answers:   docs/RESULTS.md
 """
 
 from adloco_jax.configs.compare_study import tuning
-from adloco_jax.configs.compare_study_small import CHOSEN
+from adloco_jax.configs.compare_study_again import named
+from adloco_jax.configs.compare_study_small import OURS
 from adloco_jax.study.compare import Comparison
 
 TRIED = (
@@ -18,16 +19,16 @@ TRIED = (
     "one worker: rate 0.002, 13200 updates",
     "data parallel: rate 0.002, 2640 updates",
     "data parallel: rate 0.004, 2640 updates",
-    "DiLoCo: average, 110 steps, constant",
     "DiLoCo: average, 110 steps, decay",
-    "trunk: 0.1 of the tokens, average, constant",
-    "trunk: 0.25 of 3960 updates' tokens, decay",
+    "DiLoCo: 110 steps, momentum 0.6, decay",
+    "trunk: 0.1, 220 steps, Nesterov",
+    "trunk: 0.25, 440 steps, decay",
     "QSR: from 110, 10 times the rate",
     "QSR: from 110, 20 times the rate",
-    f"ours: {CHOSEN['ours']}",
+    OURS,
 )
 
 
 def get_comparison() -> Comparison:
     """The trials on seed 0."""
-    return tuning("half", "stdlib", TRIED)
+    return tuning("half", "stdlib", named("half", TRIED))

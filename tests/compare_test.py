@@ -96,14 +96,14 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
     [
         *("compare_quick", "compare_full", "compare_microllama", "compare_shakespeare"),
         *("compare_order", "compare_study", "compare_study_small", "compare_study_again"),
-        *("compare_study_confirm", "compare_study_prose"),
+        *("compare_study_half", "compare_study_prose"),
     ],
 )
 def test_the_comparisons_of_this_project_can_run(name, tmp_path):
     path = config_file.find(f"configs/{name}.py")
     declared = config_file.load(path, "get_comparison", Comparison)
     runs = runs_of(declared, tmp_path)
-    assert len(runs) == len(declared.seeds) * len(declared.variants) >= 12
+    assert len(runs) == len(declared.seeds) * len(declared.variants) > 10
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
