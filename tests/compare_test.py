@@ -1,5 +1,6 @@
 """Comparisons: what runs, what its ledgers come to, and the tables."""
 
+import functools
 import itertools
 import json
 import subprocess
@@ -11,7 +12,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax import main as cli
 from adloco_jax.commands import compare as compare_command
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import Ledger
@@ -405,6 +406,37 @@ def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp
     assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
     replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
     assert replayed.exists() and not replaying.exists()
+
+
+@pytest.mark.parametrize("error", [CheckpointError("none is whole"), FileNotFoundError("gone")])
+def test_a_run_that_another_process_ends_and_deletes_meanwhile_is_no_error(
+    error, tmp_path, monkeypatch
+):
+    one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
+    run, file, made = runs_of(one, tmp_path)[0], tmp_path / "results.jsonl", []
+    monkeypatch.setattr(compare_command, "finished", raising(error))
+
+    def execute():
+        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
+        return compare_command.execute(one, tmp_path, on_end=note, results_file=file)
+
+    with pytest.raises(type(error)):
+        execute()
+    events = [*ledger(rounds=[(1, 0, 1, 5)]), {"event": "end", "wall_s": 1.0}]
+    write = functools.partial(results.append, file, run, changes={}, curve=[], events=events)
+    monkeypatch.setattr(compare_command, "finished", raising(error, first=write))
+    assert execute()
+    assert made == [("DiLoCo", False)]
+
+
+def raising(error, *, first=lambda: None):
+    """A function that calls another, and raises."""
+
+    def fail(*_, **__):
+        first()
+        raise error
+
+    return fail
 
 
 def test_a_command_that_cannot_run_is_one_line(tmp_path, capsys):

@@ -16,11 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from adloco_jax.commands.parser import Parser
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import UserError
 from adloco_jax.run import config_file
 from adloco_jax.run.resume import finished
 from adloco_jax.study import compare, report, results
@@ -124,33 +125,42 @@ def execute(
     runs = compare.runs_of(comparison, folder)
     replayed = {Path(run.config.batching.replay) for run in runs if run.config.batching.replay}
     keep = functools.partial(_keep, comparison, Path(folder), results_file, replayed)
+
+    def has_line(run: Run) -> bool:
+        return results_file is not None and results.key(run) in results.read(results_file)
+
     for run in runs:
-        if results_file is not None and results.key(run) in results.read(results_file):
+        if has_line(run):
             on_end(run, False)
             continue
-        if finished(run.workdir, run.config, config_file=config_file) is not None:
-            keep(run)
-            on_end(run, False)
-            continue
-        replays = "batching.replay" in comparison.variants[run.variant]
-        if replays and not compare.is_finished(Path(run.config.batching.replay)):
-            whole = False  # another process is making the run that is replayed
-            continue
-        run.workdir.mkdir(parents=True, exist_ok=True)
-        with (
-            open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
-            contextlib.redirect_stdout(output),
-        ):
-            try:
-                train(run.config, run.workdir, command=command, config_file=config_file)
-            except ConfigError as error:
-                if "another process runs there" not in str(error):
-                    raise
+        source = run.config.batching.replay
+        try:
+            made = finished(run.workdir, run.config, config_file=config_file) is None
+            if made and source and not compare.is_finished(Path(source)):
+                whole = False  # another process is making the run that is replayed
+                continue
+            if made:
+                _train(run, command=command, config_file=config_file)
+        except (UserError, OSError) as error:
+            if "another process runs there" in str(error):
                 whole = False
                 continue
+            if not has_line(run):
+                raise
+            made = False  # another process has just finished it, and deleted its folder
         keep(run)
-        on_end(run, True)
+        on_end(run, made)
     return whole
+
+
+def _train(run: Run, **how: Any) -> None:
+    """Makes a run, whose output goes to `output.txt` in its folder."""
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    with (
+        open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
+        contextlib.redirect_stdout(output),
+    ):
+        train(run.config, run.workdir, **how)
 
 
 def _keep(
