@@ -202,7 +202,7 @@ def tuning(
 
 PARTS_OFF = {
     "all workers from the start": {"ensemble.initial_workers": None},
-    "rounds that do not grow": {"inner.max_steps_per_round": None},
+    "rounds that grow, too": {"inner.max_steps_per_round": 4 * STEPS},
     "averages in place of momentum": AVERAGE,
     "momentum for a single worker, too": {"outer.skip_single": False},
     "growth without a bound where no signal was measured": {"batching.max_blind_growth": None},

@@ -21,7 +21,7 @@ TRIED = (
     "data parallel: rate 0.004, 2640 updates",
     "DiLoCo: average, 110 steps, decay",
     "DiLoCo: 110 steps, momentum 0.6, decay",
-    "trunk: 0.1, 220 steps, Nesterov",
+    "trunk: 0.1, 220 steps, Nesterov, decay",
     "trunk: 0.25, 440 steps, decay",
     "QSR: from 110, 10 times the rate",
     "QSR: from 110, 20 times the rate",

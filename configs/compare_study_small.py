@@ -19,7 +19,7 @@ OURS = "ours: eta 1.6, rounds of 220, Nesterov"
 CHOSEN = (
     OURS,
     "DiLoCo: 110 steps, momentum 0.6, decay",
-    "trunk: 0.1, 220 steps, Nesterov",
+    "trunk: 0.1, 220 steps, Nesterov, decay",
     "DiLoCo, fewest communications: Nesterov, 440 steps, constant",
     "one worker: rate 0.002, 13200 updates",
     "data parallel: rate 0.004, 2640 updates",

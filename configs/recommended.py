@@ -39,17 +39,16 @@ def get_config() -> ConfigDict:
     config.ensemble.num_workers = 8  # the pool, once all of them take part
     config.ensemble.initial_workers = 1  # the noise of the gradient decides when others join
 
-    config.inner.steps_per_round = 440  # as measured; fewer where links are fast
-    config.inner.max_steps_per_round = 1320  # rounds grow when the whole pool takes part
+    config.inner.steps_per_round = 220  # as measured; fewer where links are fast
     config.inner.learning_rate = 1e-3
     config.inner.warmup_updates = 200
-    config.inner.schedule = "linear"  # to zero when the tokens are spent
+    config.inner.schedule = "constant"  # to let it fall, also take outer.tx="nesterov_by_interval"
     config.inner.clip_norm = 1.0
-    config.outer.tx = "sgd"  # at rate 1: the average of the workers
-    config.outer.learning_rate = 1.0
+    config.outer.tx = "nesterov"  # at 0.7 with momentum 0.9, DiLoCo's
+    config.outer.skip_single = True  # which begins with the second worker
 
     config.batching.test = "norm"
-    config.batching.eta = 3.2  # larger: workers join later, fewer tokens and more updates in a row
+    config.batching.eta = 1.6  # larger: workers join later, fewer tokens and more updates in a row
     config.batching.smoothing = 0.5  # a run of a few dozen rounds has few tests to average
     config.batching.max_blind_growth = 4  # times the last total batch at which a signal was seen
     config.batching.initial_batch_size = 16  # sequences per worker; they stay as they are

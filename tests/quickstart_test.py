@@ -49,7 +49,7 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
 
 
 @pytest.mark.slow
-def test_the_recommended_settings_show_a_growing_pool_and_longer_rounds(tmp_path):
+def test_the_recommended_settings_show_a_growing_pool(tmp_path):
     command = [sys.executable, "-m", "adloco_jax.main", "--config", "recommended_quick"]
     done = subprocess.run(
         [*command, "--workdir", str(tmp_path / "run")],
@@ -63,7 +63,5 @@ def test_the_recommended_settings_show_a_growing_pool_and_longer_rounds(tmp_path
     events = read(tmp_path / "run" / "ledger.jsonl")
     joined = [(e["workers_before"], e["workers_after"]) for e in events if e["event"] == "spawn"]
     assert joined == [(1, 2), (2, 4)]
-    updates = [e["updates"] for e in events if e["event"] == "round"]
-    assert updates[0] == 60 and max(updates) > 60
     losses = [e["loss"] for e in events if e["event"] == "eval" and e["trainer"] == "consensus"]
     assert losses[-1] < 1.8  # nats per byte; the quickstart ends at about 2.05
