@@ -2,7 +2,7 @@
 
 Command:   python -m adloco_jax.main --config configs/faults.py
 Hardware:  two CPU cores
-Shows:     growth, accumulation, a merge, evaluation at every second round, a
+Shows:     workers that join, growth, accumulation, a merge, evaluation at every second round, a
            checkpoint after every round
 Expected:  four seconds of training with a warm compilation cache, six in all
 """
@@ -29,7 +29,8 @@ def get_config() -> ConfigDict:
     config.data.num_sequences = 500
 
     config.ensemble.num_trainers = 2
-    config.ensemble.num_workers = 2
+    config.ensemble.num_workers = 4
+    config.ensemble.initial_workers = 2  # the others join after the first round
 
     config.inner.steps_per_round = 2
     config.inner.learning_rate = 1e-3
