@@ -19,7 +19,8 @@ from adloco_jax.study import results
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
-RESULTS = ROOT / "docs" / "study" / "small.jsonl"
+# A method of which a later file has runs is shown by these.
+RESULTS = [ROOT / "docs" / "study" / f"{name}.jsonl" for name in ("first", "small")]
 BARRIER = ROOT / "docs" / "study" / "barrier.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
 THEMES = {
@@ -237,7 +238,9 @@ def plot(
 
 def front() -> tuple[int, int, str, list[str]]:
     """Communications, logarithmic, against serial updates to the same loss."""
-    costs = by_method(results.read(RESULTS).values(), TARGET)
+    costs = {}
+    for path in RESULTS:
+        costs |= by_method(results.read(path).values(), TARGET)
     left, top, width, height = 90, 40, 820, 330
     most_updates, most = 10_000, 4_000
 
