@@ -51,7 +51,7 @@ SHOWN = {
     "DiLoCo": ("DiLoCo, tuned", "soft", 12, -10, "start"),
     "DiLoCo, fewest communications": ("DiLoCo, fewer communications", "soft", 12, -10, "start"),
     "trunk": ("hand-tuned start with one worker", "soft", 14, 16, "start"),
-    "ours": ("recommended: the pool grows", "A", -14, 5, "end"),
+    "ours": ("recommended: the pool grows", "A", -62, 5, "end"),
 }
 
 
