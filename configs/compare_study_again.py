@@ -7,8 +7,8 @@ serial updates to 1.6 win by the median, ties within 5 % by communications. They
 four steps, each before its runs: shorter rounds, which is what DiLoCo's best have; other inner
 rates and shorter first rounds; outer momentum that begins with a trainer's second worker
 (outer.skip_single), and one between none and DiLoCo's; that momentum with short rounds and a
-falling rate. docs/LOG.md has what each step taught. The
-winners run with seeds that no choice has seen, configs/compare_study_small.py.
+falling rate. docs/LOG.md has what each step taught. The winners run with seeds that no choice has
+seen, configs/compare_study_small.py.
 
 Command:   python scripts/compare.py --config configs/compare_study_again.py
              --results docs/study/again.jsonl
@@ -17,7 +17,7 @@ Answers:   docs/RESULTS.md
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from adloco_jax.configs.compare_quick import AVERAGE
@@ -25,6 +25,7 @@ from adloco_jax.configs.compare_study import (
     LINEAR,
     NESTEROV,
     STEPS,
+    Changes,
     budget,
     growing,
     steps,
@@ -33,8 +34,6 @@ from adloco_jax.configs.compare_study import (
     tuning,
 )
 from adloco_jax.study.compare import Comparison
-
-Changes = Mapping[str, Any]
 
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 SKIP = {"outer.skip_single": True}
@@ -90,10 +89,10 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
         "ours: eta 1.6, rounds 110 to 440, decay": _ours(1.6, 110, 440, falling),
         "ours: eta 3.2, rounds 110 to 440, decay": _ours(3.2, 110, 440, falling),
         "ours: eta 3.2, rounds 220 to 440, decay, rate 0.003": _ours(
-            *(3.2, 220, 440, falling, _rate(3e-3))
+            3.2, 220, 440, falling, _rate(3e-3)
         ),
         "ours: eta 1.6, rounds 110 to 440, decay, from two workers": _ours(
-            *(1.6, 110, 440, falling, {"ensemble.initial_workers": 2})
+            1.6, 110, 440, falling, {"ensemble.initial_workers": 2}
         ),
         # The third.
         "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, full, NESTEROV, SKIP),
@@ -101,7 +100,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
         "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, full, MILD, SKIP),
         "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, full, NESTEROV, SKIP),
         "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(
-            *(3.2, 220, 440, falling, NESTEROV, SKIP)
+            3.2, 220, 440, falling, NESTEROV, SKIP
         ),
         "DiLoCo: 110 steps, momentum 0.6, decay": _diloco(STEPS, full, LINEAR, MILD),
         "DiLoCo: 110 steps, momentum 0.6": _diloco(STEPS, full, MILD),
@@ -116,10 +115,10 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
             2.3, 220, 220, falling, NESTEROV, SKIP
         ),
         "ours: eta 1.6, rounds of 220, Nesterov, decay over 3300 updates' tokens": _ours(
-            *(1.6, 220, 220, LINEAR, budget(size, 3300), NESTEROV, SKIP)
+            1.6, 220, 220, LINEAR, budget(size, 3300), NESTEROV, SKIP
         ),
         "ours: eta 2.3, rounds of 220, Nesterov, decay over 2640 updates' tokens": _ours(
-            *(2.3, 220, 220, LINEAR, budget(size, 2640), NESTEROV, SKIP)
+            2.3, 220, 220, LINEAR, budget(size, 2640), NESTEROV, SKIP
         ),
         "DiLoCo: 110 steps, momentum 0.6, decay over 3960 updates": _diloco(STEPS, falling, MILD),
         "DiLoCo: 110 steps, momentum 0.8, decay": _diloco(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -406,6 +407,15 @@ def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp
     assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
     replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
     assert replayed.exists() and not replaying.exists()
+    # With the file on another machine, where the folder that is replayed is not.
+    ended = replayed.rename(tmp_path / "ended")
+    make = lambda run, **_: shutil.copytree(ended, run.workdir)  # noqa: E731
+    monkeypatch.setattr(compare_command, "_train", make)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text(lines[0])
+    assert execute()
+    assert made[2:] == [("DiLoCo", True), ("again", True)]
+    assert len(file.read_text().splitlines()) == len(lines)
 
 
 @pytest.mark.parametrize("error", [CheckpointError("none is whole"), FileNotFoundError("gone")])

@@ -15,8 +15,9 @@ from adloco_jax import AGGREGATORS, init, outer_update, start_round
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.programs import Key, lower
+from adloco_jax.run.programs import lower
 from adloco_jax.run.sharding import reshard
+from adloco_jax.run.spec import Key
 
 PLAIN = optax.sgd(1.0)
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}

@@ -37,7 +37,8 @@ from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.run.programs import Key, Programs, lower
+from adloco_jax.run.programs import Programs, lower
+from adloco_jax.run.spec import Key
 from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.replay import Traffic, replay

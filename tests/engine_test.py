@@ -18,7 +18,8 @@ from adloco_jax.run.config import validate
 from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import read
-from adloco_jax.run.programs import Key, Programs, lower
+from adloco_jax.run.programs import Programs, lower
+from adloco_jax.run.spec import Key
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")

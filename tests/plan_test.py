@@ -15,8 +15,9 @@ from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.memory import peak_bytes
-from adloco_jax.run.programs import Key, Programs, needed_bytes
+from adloco_jax.run.programs import Programs, needed_bytes
 from adloco_jax.run.resume import write_config
+from adloco_jax.run.spec import Key
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

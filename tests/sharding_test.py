@@ -17,8 +17,9 @@ from adloco_jax.run.batches import classes
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.memory import fewest_model_shards
-from adloco_jax.run.programs import Key, lower, needed_bytes, placement
+from adloco_jax.run.programs import lower, needed_bytes, placement
 from adloco_jax.run.sharding import fetch, place, reshard
+from adloco_jax.run.spec import Key
 
 SCALARS = 1024  # bytes: losses, norms, flags
 

@@ -28,8 +28,9 @@ from adloco_jax.run.config import default_config
 from adloco_jax.run.engine import Metrics
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, read
-from adloco_jax.run.programs import Key, Programs
+from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import check_workdir
+from adloco_jax.run.spec import Key
 from adloco_jax.training import fit, train
 
 pytestmark = pytest.mark.usefixtures("one_device")

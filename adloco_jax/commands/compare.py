@@ -113,7 +113,7 @@ def execute(
       command: Recorded in the ledgers.
       config_file: The file that the comparison is from, recorded in the run's folder, see `train`.
       results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
-        one already is not made again.
+        one already is not made again, unless a run to be made replays it and its folder is gone.
 
     Returns:
       Whether all are finished.
@@ -129,8 +129,12 @@ def execute(
     def has_line(run: Run) -> bool:
         return results_file is not None and results.key(run) in results.read(results_file)
 
+    to_replay = {
+        Path(source) for run in runs if (source := run.config.batching.replay) and not has_line(run)
+    }
     for run in runs:
-        if has_line(run):
+        is_there = run.workdir not in to_replay or compare.is_finished(run.workdir)
+        if has_line(run) and is_there:
             on_end(run, False)
             continue
         source = run.config.batching.replay

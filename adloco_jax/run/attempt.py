@@ -42,8 +42,9 @@ from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import Diverged
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
 from adloco_jax.run.plan import devices, max_batch_size, run_header
-from adloco_jax.run.programs import Compiled, Key, Programs, Spec, placement
+from adloco_jax.run.programs import Compiled, Programs, placement
 from adloco_jax.run.progress import Progress
+from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings

@@ -19,16 +19,9 @@ from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
 from adloco_jax.errors import DataError
 from adloco_jax.learning_rates import learning_rate
-from adloco_jax.run.programs import (
-    AUTO_TEST_MAX,
-    AUTO_TEST_MIN,
-    CHUNK_SIZE,
-    Key,
-    Kind,
-    Spec,
-    placement,
-)
+from adloco_jax.run.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE, placement
 from adloco_jax.run.sharding import reshard
+from adloco_jax.run.spec import Key, Kind, Spec
 from adloco_jax.settings import Settings
 
 _COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them must differ

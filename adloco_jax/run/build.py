@@ -28,7 +28,8 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.weight_maps import WeightMap
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.memory import fewest_model_shards
-from adloco_jax.run.programs import AUTO_TEST_MAX, Spec
+from adloco_jax.run.programs import AUTO_TEST_MAX
+from adloco_jax.run.spec import Spec
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]

@@ -43,8 +43,9 @@ from adloco_jax.run.health import (
     with_outcomes,
     without_trainers,
 )
-from adloco_jax.run.programs import Key, Programs, Spec, placement
+from adloco_jax.run.programs import Programs, placement
 from adloco_jax.run.sharding import reshard
+from adloco_jax.run.spec import Key, Spec
 from adloco_jax.settings import Settings
 
 

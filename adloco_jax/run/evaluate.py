@@ -15,8 +15,9 @@ from adloco_jax.data.labelled import balanced
 from adloco_jax.data.packing import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import permute
 from adloco_jax.errors import DataError
-from adloco_jax.run.programs import Key, Programs
+from adloco_jax.run.programs import Programs
 from adloco_jax.run.sharding import reshard
+from adloco_jax.run.spec import Key
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import consensus_weights
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.memory import measured_peaks
-from adloco_jax.run.programs import Key, Spec
 from adloco_jax.run.progress import Progress
+from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.settings import Settings
 

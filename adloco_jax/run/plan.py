@@ -31,8 +31,9 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import validate
 from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
-from adloco_jax.run.programs import Key, Programs, Spec, ensemble_spec, placement
+from adloco_jax.run.programs import Programs, ensemble_spec, placement
 from adloco_jax.run.resume import check_config, check_workdir
+from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings

@@ -26,7 +26,8 @@ from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.config_file import changes, load_recorded
 from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finish, read, rebuild, write_errors
-from adloco_jax.run.programs import Key, Spec, ensemble_spec, placement
+from adloco_jax.run.programs import ensemble_spec, placement
+from adloco_jax.run.spec import Key, Spec
 from adloco_jax.settings import Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -1,0 +1,110 @@
+"""What programs are compiled for: what they all share in a run, and the key of each."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from adloco_jax.adloco import StateBytes
+from adloco_jax.core.aggregate import Aggregator, mean
+from adloco_jax.core.compress import Precision, packed_bytes
+from adloco_jax.core.gradstats import Estimator
+from adloco_jax.core.streaming import take_fragment
+from adloco_jax.core.types import LossFn, block_size
+
+Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
+
+
+class Key(NamedTuple):
+    """What a program is compiled for."""
+
+    kind: Kind
+    owners: tuple[int, ...] = (0,)  # trainer position of each worker; all 0 where it is no matter
+    micro_batch_size: int = 0
+    accumulates: bool = False
+    devices: tuple[int, int] | None = None  # the first and the number of those used; None: all
+
+    def __str__(self):
+        num_trainers, num_workers = max(self.owners) + 1, len(self.owners)
+        shape = f"{self.kind} M={num_trainers} R={num_workers} B={self.micro_batch_size}"
+        if num_workers % num_trainers or block_size(self.owners) is None:
+            shape += f" workers={','.join(map(str, np.bincount(self.owners)))}"
+        if self.accumulates:
+            shape += " accumulating"
+        if self.devices is not None:
+            first, count = self.devices
+            shape += f" devices={first}-{first + count - 1}"
+        return shape
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What every program of one run shares."""
+
+    loss_fn: LossFn
+    params: PyTree  # one model's shapes and dtypes
+    inner_tx: optax.GradientTransformation
+    outer_tx: optax.GradientTransformation
+    num_micro_batches: int  # per dispatch: S, or with fragments S / F
+    row_length: int  # integers of a row: L + 1, the last target's; or 2 + L, class and length first
+    sequence_length: int  # L
+    max_test_sequences: int  # per worker
+    estimator: Estimator  # resolved: not auto
+    inner_products: bool
+    reset_inner_state: bool
+    model_shards: int = 1  # devices that share one worker's parameters
+    precision: Precision = "float32"  # in which outer gradients travel
+    aggregate: Aggregator = mean  # of a trainer's workers' differences
+    skip_single: bool = False  # whether outer_tx leaves trainers of one worker alone
+    key_seed: int | None = None  # of a loss that takes `key`
+    worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
+    examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
+    num_fragments: int = 1  # F, synchronised in turn
+    delay: int = 0  # micro-batches from the sending of a fragment to its arrival
+    mixing: float = 0.0  # share of its own that a worker keeps then
+    own_params: bool = False  # which workers keep from one synchronisation to the next
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of one trainer's parameters."""
+        return _num_bytes(jax.tree.leaves(self.params))
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of one trainer's outer gradient, or of the updates sent back.
+
+        Of one fragment, padding included, where there are several.
+        """
+
+        def take(params):
+            stacked = jax.tree.map(lambda leaf: leaf[None], params)
+            part = take_fragment(stacked, 0, num_fragments=self.num_fragments)
+            return jax.tree.map(lambda leaf: leaf[0], part)
+
+        return packed_bytes(jax.eval_shape(take, self.params), self.precision)
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """What trainers and workers send one another when they merge or move."""
+        inner_bytes = 0 if self.reset_inner_state else _float_bytes(self.inner_tx, self.params)
+        return StateBytes(self.param_bytes, _float_bytes(self.outer_tx, self.params), inner_bytes)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of one trainer."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def _num_bytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
+    """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
+    leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    return _num_bytes(leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
