@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
     config.outer.skip_single = True  # which begins with the second worker
 
     config.batching.test = "norm"
-    config.batching.eta = 1.6  # larger: workers join later, fewer tokens and more updates in a row
+    config.batching.eta = 1.6  # larger: workers join later, fewer tokens and more serial updates
     config.batching.smoothing = 0.5  # a run of a few dozen rounds has few tests to average
     config.batching.max_blind_growth = 4  # times the last total batch at which a signal was seen
     config.batching.initial_batch_size = 16  # sequences per worker; they stay as they are

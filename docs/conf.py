@@ -4,6 +4,7 @@ import re
 
 import adloco_jax
 from adloco_jax.run.config import KNOBS, allowed
+from adloco_jax.run.config_help import meanings
 
 project = "adloco_jax"
 author = "the authors of adloco_jax"
@@ -56,16 +57,22 @@ def readable(app, what, name, obj, options, lines):
 
 def tables(app, docname, source):
     """Fills in the table of every key of a config, by group, where a page asks for it."""
-    if "KNOBS" not in source[0]:
+    if "<!-- KNOBS -->" not in source[0]:
         return
-    rows = []
-    group = None
+    rows, group, meaning = [], None, meanings()
     for key in sorted(KNOBS, key=lambda key: "." in key):
         if key.rpartition(".")[0] != group:
             group = key.rpartition(".")[0]
-            rows += ["", f"## {group or 'The run'}", "", "| key | values |", "|---|---|"]
-        rows.append(f"| `{key}` | {allowed(key).replace('|', chr(92) + '|')} |")
-    source[0] = source[0].replace("KNOBS", "\n".join(rows))
+            rows += [
+                "",
+                f"## {group or 'The run'}",
+                "",
+                "| key | meaning | values |",
+                "|---|---|---|",
+            ]
+        cells = [f"`{key}`", meaning[key], allowed(key)]
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    source[0] = source[0].replace("<!-- KNOBS -->", "\n".join(rows))
 
 
 def setup(app):

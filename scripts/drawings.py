@@ -255,7 +255,7 @@ def front() -> tuple[int, int, str, list[str]]:
         [(across(value), f"{value:,}") for value in range(0, most_updates + 1, 2_000)],
         [(down(value), f"{value:,}") for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000)],
         f"communications to reach {TARGET:g} nats per byte",
-        "optimizer updates one after the other",
+        "serial updates (optimizer updates one after the other)",
     )
     for method, (name, style, dx, dy, anchor) in SHOWN.items():
         reached = [cost for cost in costs[method].values() if cost is not None]

@@ -29,7 +29,7 @@ MEASURES = {
     "tokens": "tokens",
     "syncs": "communications",
     "bytes": "bytes moved",
-    "updates": "updates in a row",
+    "updates": "serial updates",
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
