@@ -86,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
+        return ConfigError.exit_code
     except (OSError, MemoryError, RuntimeError) as error:
         # Limits of the machine; of JAX's errors only exhausted memory is one.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

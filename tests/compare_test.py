@@ -82,15 +82,27 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         "a": {"batching.batchcap": 3},
         "b": {"inner.learning_rate": -1.0},
         "c": {"batching.test": "replay", "batching.replay": "z"},
+        "d": {"merge.every_rounds": "x"},
     }
     with pytest.raises(ConfigError) as error:
         simulated = Simulated(preset="mars")
-        runs_of(comparison(variants=wrong, seeds=(1, 1), simulated=simulated), tmp_path)
+        rest = {"simulated": simulated, "target_losses": ()}
+        runs_of(comparison(variants=wrong, seeds=(1, 1), **rest), tmp_path)
     lines = str(error.value).splitlines()
-    assert len(lines) == 6
-    parts = ("seeds", "baseline", "simulated: preset", "a: batching.batchcap")
-    for part in (*parts, "b: inner.learning_rate", "c: batch"):
+    assert len(lines) == 8
+    parts = ("seeds", "target_losses", "baseline", "simulated: preset", "a: batching.batchcap")
+    for part in (*parts, "b: inner.learning_rate", "c: batch", "d: Could not override"):
         assert sum(part in line for line in lines) == 1
+    with pytest.raises(ConfigError, match="^seeds"):
+        runs_of(comparison(seeds=()), tmp_path)
+
+
+def test_a_variant_may_set_what_is_found_by_itself_otherwise(tmp_path):
+    automatic = ("batching.max_batch_size", "ensemble.worker_parallelism", "ensemble.model_shards")
+    one = comparison(base=default_config(), variants={"DiLoCo": dict.fromkeys(automatic, 1)})
+    (config, *_) = (run.config for run in runs_of(one, tmp_path))
+    assert config.batching.max_batch_size == config.ensemble.model_shards == 1
+    assert default_config().batching.max_batch_size == one.base.batching.max_batch_size
 
 
 @pytest.mark.parametrize(

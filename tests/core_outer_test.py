@@ -457,6 +457,12 @@ def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
         step(different_trainers(2, [0, 1, 1]), batch_of(2, 3, 4), **wrong)
 
 
+def test_a_precision_is_checked_where_nothing_is_sent_too(unchecked):
+    step = step_of(ADAMW, NESTEROV, jit=False)
+    with pytest.raises(ValueError, match="precision='int5': expected one of"):
+        step(different_trainers(2, [0, 1]), batch_of(2, 2, 4), precision="int5")
+
+
 # --- Parameters and transformations of other kinds
 
 

@@ -285,6 +285,13 @@ def test_simulated_time_ends_where_the_replay_ends(tmp_path):
     assert reasons == [] and clock.cluster == "two_sites, 2 × a100_80gb"
     end_s = clock.end_s[tmp_path]
     assert list(end_s) == [1, 2, 3] and sorted(end_s.values()) == list(end_s.values())
+    growing = [(1, 0, 2, 2, 2, 1, 5.5, 4, "grew"), (2, 0, 4, 2, 2, 1, 5.0, 4, "kept")]
+    pool = read(tmp_path / "pool", rounds=growing, merge=False)
+    joined = {"round": 1, "trainer": 0, "workers_before": 2, "workers_after": 4, "bytes": 1e6}
+    second = next(i for i, e in enumerate(pool.events) if e["event"] == "round" and e["round"] == 2)
+    pool.events.insert(second, {"event": "spawn", "syncs": 1, **joined})
+    clock, reasons = predictions.simulate([pool])
+    assert reasons == [] and clock.cluster == "two_sites, 4 × a100_80gb"
     alone = read(tmp_path / "alone", rounds=[(1, 2, 1, 2, 2, 1, 5.0, 2, "kept")], merge=False)
     clock, [reason] = predictions.simulate([alone])
     assert clock is None and "1 devices in 2 sites" in reason

@@ -53,6 +53,12 @@ class _Blocks(NamedTuple):
         return self.places * self.width + self.places * self.width % 2
 
 
+def check_precision(precision: str) -> None:
+    """ValueError, with the known names, if a precision is unknown."""
+    if precision not in BITS:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
+
+
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     """Quantise arrays for communication.
 
@@ -72,8 +78,7 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     bits an entry as a float of 3 exponent bits; here whole numbers with block scales, rounded to
     nearest.
     """
-    if precision not in BITS:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
+    check_precision(precision)
     if precision == "float32":
         return tree_X
     if precision == "bfloat16":

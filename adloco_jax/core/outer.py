@@ -26,7 +26,7 @@ from adloco_jax.core.arguments import (
     fold_in_each,
     on_any_mesh,
 )
-from adloco_jax.core.compress import Precision, pack, unpack
+from adloco_jax.core.compress import Precision, check_precision, pack, unpack
 from adloco_jax.core.inner import inner_steps
 from adloco_jax.core.types import (
     Ensemble,
@@ -266,6 +266,7 @@ def outer_update(
     transform = checked_update(
         "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
     )
+    check_precision(precision)
     if ensemble.num_workers == ensemble.num_trainers:
         precision = "float32"  # each has one worker: nothing is sent
     single_M = np.bincount(owners) == 1

@@ -4,6 +4,7 @@ Every number is read from the runs' ledgers, at the points where a consensus was
 communications and bytes as the report counts them (`curves.heldout_points`).
 """
 
+import copy
 import json
 import math
 import re
@@ -76,6 +77,8 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     faults, runs = [], []
     if not seeds or len(set(seeds)) != len(seeds):
         faults.append(f"seeds = {tuple(seeds)}: need one seed at least, each once")
+    if not comparison.target_losses:
+        faults.append("target_losses = (): need one at least")
     if comparison.baseline not in variants:
         faults.append(f"baseline = {comparison.baseline!r}: none of {', '.join(variants)}")
     try:
@@ -91,15 +94,19 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
         if unknown := [key for key in changes if key not in KNOBS]:
             faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
             continue
-        for seed in seeds:
-            replay = {"batching.replay": str(_workdir(folder, str(source), seed))} if source else {}
-            config = ConfigDict(comparison.base.to_dict())
-            config.update_from_flattened_dict({**changes, "seed": seed, **replay})
-            runs.append(Run(name, seed, config, _workdir(folder, name, seed)))
+        made = []
         try:
-            validate(runs[-1].config)
-        except ConfigError as error:
+            for seed in seeds:
+                config = copy.deepcopy(comparison.base)
+                config.update_from_flattened_dict({**changes, "seed": seed})
+                if source:
+                    config.batching.replay = str(_workdir(folder, str(source), seed))
+                made.append(Run(name, seed, config, _workdir(folder, name, seed)))
+            for run in made[-1:]:
+                validate(run.config)
+        except (ConfigError, TypeError) as error:  # TypeError: a value of another type
             faults += [f"{name}: {line}" for line in str(error).splitlines()]
+        runs += made
     if faults:
         raise ConfigError("\n".join(faults))
     return sorted(runs, key=lambda run: "batching.replay" in variants[run.variant])

@@ -1,5 +1,6 @@
 """Predictions for recorded runs: their time on simulated clusters."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from adloco_jax.errors import ConfigError, DataError
@@ -40,10 +41,11 @@ def simulate(runs: Sequence[Run]) -> tuple[Clock | None, list[str]]:
     Returns:
       The clock, None where no run can be simulated; and for each run that cannot be, the reason.
     """
-    num_devices = max(
-        sum(e["workers"] for e in rounds if e["round"] == rounds[0]["round"])
-        for rounds in (curves.lines(run.events, "round") for run in runs)
-    )
+    workers = Counter()  # by run and round: pools grow
+    for number, run in enumerate(runs):
+        for event in curves.lines(run.events, "round"):
+            workers[number, event["round"]] += event["workers"]
+    num_devices = max(workers.values())
     end_s, reasons = {}, []
     for run in runs:
         try:

@@ -206,7 +206,7 @@ def _totals_of(run: Run) -> str:
     result = number(own["loss"]) if own["loss_round"] else "-"
     accuracy = own["accuracy"]
     shown: Mapping[str, Cell] = {
-        "held-out loss": (result, f"accuracy {number(accuracy)}" if accuracy else "nats"),
+        "held-out loss": (result, "nats" if accuracy is None else f"accuracy {number(accuracy)}"),
         "tokens": (short(own["tokens_total"]), f"{own['updates_total']:,} updates"),
         "communications": (_count(own["syncs_total"]), "blocking, all trainers"),
         "moved": (in_bytes(own["bytes_total"]), f"merges: {own['num_merges']}"),
