@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from adloco_jax.accounting import Control, RoundPlan, Trainer, single_since
 from adloco_jax.batch_sizes import has_branches
-from adloco_jax.core.types import Ensemble, positions
+from adloco_jax.core.types import Ensemble, take
 from adloco_jax.settings import Settings
 
 FACTORS = (1, 2, 4)  # of the batch
@@ -43,21 +42,12 @@ def branch(ensemble: Ensemble, trainer: int, count: int) -> Ensemble:
     Raises:
       ValueError: If the trainer is not there.
     """
-    positions("trainer", [trainer], ensemble.num_trainers)
-    own = [w for w, owner in enumerate(ensemble.owners) if owner == trainer]
-    own_R = np.array(own * count)
-
-    def pick(tree: PyTree, index: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[index], tree)
-
-    return Ensemble(
-        params_M=pick(ensemble.params_M, np.full(count, trainer)),
-        outer_state_M=pick(ensemble.outer_state_M, np.full(count, trainer)),
-        inner_state_R=pick(ensemble.inner_state_R, own_R),
-        owners=tuple(m for m in range(count) for _ in own),
-        round=ensemble.round,
-        params_R=pick(ensemble.params_R, own_R),
+    one = take(ensemble, [trainer])
+    copies = jax.tree.map(
+        lambda leaf: leaf[np.tile(np.arange(len(leaf)), count)], one.replace(round=None)
     )
+    owners = tuple(m for m in range(count) for _ in one.owners)
+    return copies.replace(owners=owners, round=ensemble.round)
 
 
 def choose_branch(losses: Sequence[float], *, epsilon: float) -> int:

@@ -25,7 +25,10 @@ def run(words: Sequence[str]) -> int:
         "--num-sequences", type=int, default=512, help="of the training data; default: 512"
     )
     parser.add_argument(
-        "--batch-sizes", default="4,16,64", help="sequences, separated by commas; default: 4,16,64"
+        "--batch-sizes",
+        type=_integers,
+        default="4,16,64",
+        help="sequences, separated by commas; default: 4,16,64",
     )
     parser.add_argument(
         "--draws", type=int, default=200, help="random batches of each size; default: 200"
@@ -34,18 +37,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--pass-size", type=int, help="sequences on the device; default: the run's")
     parser.add_argument("--out", type=Path, help="a folder; default: report in the run's")
     options = parser.parse(words)
-    result = analyse_run(
-        options.workdir,
-        round=options.round,
-        trainer=options.trainer,
-        num_sequences=options.num_sequences,
-        batch_sizes=_integers(options.batch_sizes),
-        draws=options.draws,
-        seed=options.seed,
-        pass_size=options.pass_size,
-        out=options.out,
-        command=shlex.join(["adloco", "gradients", *words]),
-    )
+    result = analyse_run(**vars(options), command=shlex.join(["adloco", "gradients", *words]))
     print("\n".join(describe(result)))
     print(f"report: {(options.out or options.workdir / 'report') / 'gradient_analysis.png'}")
     return 0

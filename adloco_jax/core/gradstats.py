@@ -19,7 +19,13 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.arguments import on_any_mesh, trainable_loss, with_fixed_key
-from adloco_jax.core.types import GradientStats, LossFn, squared_norms, trainable
+from adloco_jax.core.types import (
+    GradientStats,
+    LossFn,
+    squared_norms,
+    trainable,
+    where_leading,
+)
 
 Estimator: TypeAlias = Literal["vmap", "taps", "chunks", "jvp", "auto"]
 
@@ -252,7 +258,7 @@ def _sum_gradients(
 
     def add_pass(part, index_C, valid_C, units_C, carry):
         sums_P, norms_U = carry
-        grad_sum, norms_C = _GRADIENTS[estimator](loss_of, params, units_C, valid_C)
+        grad_sum, norms_C = _ESTIMATORS[estimator][0](loss_of, params, units_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
         return sums_P, norms_U.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
 
@@ -281,7 +287,7 @@ def _multiply(
         directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
 
         def multiply_pass(_, index_C, valid_C, units_C, products_3U):
-            products = _PRODUCTS[estimator](loss_of, params, units_C, directions)
+            products = _ESTIMATORS[estimator][1](loss_of, params, units_C, directions)
             products = products.astype(jnp.float32) / root
             return products_3U.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
 
@@ -305,8 +311,8 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: 
     Raises:
       ValueError: If it is unknown, or does not serve `loss_fn` or the request.
     """
-    if estimator not in (*_GRADIENTS, "auto"):
-        raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_GRADIENTS)}, auto")
+    if estimator not in (*_ESTIMATORS, "auto"):
+        raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_ESTIMATORS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
     if estimator == "auto":
         # One that takes any keyword may drop this one.
@@ -384,10 +390,8 @@ def _unit_losses(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> Array:
 
 
 def _gradients_by_vmap(loss_fn, params, units_C, valid_C):
-    def select(leaf_C):
-        return jnp.where(valid_C.reshape((-1,) + (1,) * (leaf_C.ndim - 1)), leaf_C, 0.0)
-
-    grads_C = jax.tree.map(select, _unit_grads(loss_fn, params, units_C))
+    grads_C = _unit_grads(loss_fn, params, units_C)
+    grads_C = where_leading(valid_C, grads_C, jax.tree.map(jnp.zeros_like, grads_C))
     return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), squared_norms(grads_C)
 
 
@@ -451,15 +455,10 @@ def _products_by_jvp(loss_fn, params, units_C, directions_E):
     return jax.vmap(slopes)(directions_E)
 
 
-_GRADIENTS: dict[str, Callable[..., tuple[PyTree, Array]]] = {
-    "vmap": _gradients_by_vmap,
-    "taps": _gradients_by_taps,
-    "chunks": _gradients_by_vmap,
-    "jvp": _gradients_by_losses,
-}
-_PRODUCTS: dict[str, Callable[..., Array]] = {
-    "vmap": _products_by_vmap,
-    "taps": _products_by_jvp,
-    "chunks": _products_by_vmap,
-    "jvp": _products_by_jvp,
+# By estimator: the sum of gradients and each one's squared norm; inner products.
+_ESTIMATORS: dict[str, tuple[Callable[..., tuple[PyTree, Array]], Callable[..., Array]]] = {
+    "vmap": (_gradients_by_vmap, _products_by_vmap),
+    "taps": (_gradients_by_taps, _products_by_jvp),
+    "chunks": (_gradients_by_vmap, _products_by_vmap),
+    "jvp": (_gradients_by_losses, _products_by_jvp),
 }

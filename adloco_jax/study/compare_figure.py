@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from adloco_jax.study import chart
+from adloco_jax.study.compare import MEASURES
 from adloco_jax.study.figures import finish, legend, look, small_letters
 from adloco_jax.study.summary import short
 
@@ -18,12 +19,6 @@ _QUESTIONS = {
     "What do fewer communications cost in tokens?": ("syncs", "tokens"),
     "What do fewer bytes cost in tokens?": ("bytes", "tokens"),
     "What do fewer communications cost in time?": ("syncs", "time_s"),
-}
-_LABELS = {
-    "syncs": "blocking communications",
-    "bytes": "bytes moved",
-    "tokens": "tokens",
-    "time_s": "simulated seconds",
 }
 
 
@@ -58,7 +53,7 @@ def figure(table: dict, *, command: str) -> Figure:
             ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0)
             for name, key in (("x", x), ("y", y)):
                 _span(ax, name, [cost[key] for cost in costs.values()], is_whole=key != "time_s")
-            ax.set(title=question, xlabel=_LABELS[x], ylabel=_LABELS[y])
+            ax.set(title=question, xlabel=MEASURES[x], ylabel=MEASURES[y])
             finish(ax)
     legend(page)
     text = _caption(table, losses[best], costs) if costs else f"{_nobody(table)}."

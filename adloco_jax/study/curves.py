@@ -4,8 +4,8 @@ import json
 import math
 import os
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -153,6 +153,37 @@ def by_trainer(own: Sequence[dict]) -> dict[int, list[dict]]:
     """Lines by the trainer's id, ids ascending; lines on the consensus are left out."""
     trainers = sorted({e["trainer"] for e in own if e["trainer"] != "consensus"})
     return {trainer: [e for e in own if e["trainer"] == trainer] for trainer in trainers}
+
+
+def read_rounds(events: Iterable[dict]) -> dict[int, list[dict]]:
+    """Group a ledger's `round` lines by round.
+
+    Args:
+      events: A ledger's lines, also of a resumed or unfinished run.
+
+    Returns:
+      Copies of the lines by round, in order, each with the `start` line before it in field `start`.
+
+    Raises:
+      DataError: If the ledger has no start or no round, or if its rounds are not 1, 2, 3, ...
+    """
+    start, rounds = None, defaultdict(list)
+    for event in events:
+        if event["event"] == "start":
+            start = event
+        elif event["event"] == "round" and start is not None:
+            rounds[event["round"]].append(event | {"start": start})
+    if not rounds:
+        raise DataError(
+            "the ledger has no start line, or no round after it; let the run reach the end of"
+            " round 1"
+        )
+    if list(rounds) != list(range(1, len(rounds) + 1)):
+        shown = ", ".join(map(str, list(rounds)[:8]))
+        raise DataError(
+            f"the ledger's rounds begin {shown}; expected every one from 1 on, in order"
+        )
+    return dict(rounds)
 
 
 def is_evaluated(run: Run) -> bool:

@@ -55,8 +55,7 @@ from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.core.merge import divide_workers
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link
-from adloco_jax.study.curves import state_bytes
-from adloco_jax.study.rounds import read_rounds
+from adloco_jax.study.curves import read_rounds, state_bytes
 
 BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never finish

@@ -17,7 +17,7 @@ import numpy as np
 
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves
-from adloco_jax.study.rounds import read_rounds
+from adloco_jax.study.curves import read_rounds
 
 ASSUMPTIONS: tuple[str, ...] = (
     "The inner optimizer is SGD with the constant step size 1/(L(1 + eta^2)): no AdamW, weight"
