@@ -7,7 +7,7 @@ the setting with the fewest communications runs, too.
 
 Command:   python scripts/compare.py --config configs/compare_study_small.py
              --results docs/study/small.jsonl
-Hardware:  two CPU cores, about a minute for each of 75 runs; stopped, the same command goes on
+Hardware:  two CPU cores, about a minute for each of 70 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
