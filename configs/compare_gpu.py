@@ -1,4 +1,4 @@
-"""The study of configs/compare_study.py at 35 M and 150 M parameters, for whoever has GPUs.
+"""The study of docs/RESULTS.md at 35 M and 150 M parameters, for whoever has GPUs.
 
 Command:   SIZE=35m adloco compare --config compare_gpu --results docs/study/gpu_35m.jsonl
            (SIZE=150m for the larger model; C4=/path/to/c4-train.*.json.gz reads shards in place of
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, trunk
+from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, steps, trunk
+from adloco_jax.configs.compare_study_again import MILD, SKIP
 from adloco_jax.run.config import default_config
 from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.compare import Comparison
@@ -64,19 +65,15 @@ def get_base() -> ConfigDict:
 
 def _variants() -> Mapping[str, Mapping[str, object]]:
     one = {**AVERAGE, "ensemble.num_workers": 1}
-    ours = growing(eta=3.2, first=4 * STEPS, longest=12 * STEPS)
+    ours = growing(eta=1.6, first=2 * STEPS, longest=2 * STEPS)
     return {
         "one worker": one,
         "data parallel": {**one, **batch(WORKERS * BATCH)},
-        "DiLoCo, Nesterov, 50 steps": NESTEROV,
-        "DiLoCo, average, 500 steps": {**AVERAGE, "inner.steps_per_round": 10 * STEPS},
-        "trunk of 0.2": {
-            **AVERAGE,
-            "inner.steps_per_round": 10 * STEPS,
-            **trunk(0.2),
-        },
+        "DiLoCo, momentum 0.6, 50 steps": MILD,
+        "DiLoCo, Nesterov, 200 steps": {**NESTEROV, **steps(4 * STEPS)},
+        "trunk of 0.1": {**NESTEROV, **SKIP, **steps(2 * STEPS), **trunk(0.1)},
         "QSR": {**AVERAGE, "inner.round_length": "qsr", "inner.qsr_alpha": 0.01},
-        "ours": {**AVERAGE, **ours},
+        "ours": {**NESTEROV, **SKIP, **ours, "inner.schedule": "constant"},
     }
 
 
@@ -92,7 +89,7 @@ def get_comparison() -> Comparison:
     return Comparison(
         base=get_base(),
         variants=_variants(),
-        baseline="DiLoCo, Nesterov, 50 steps",
+        baseline="DiLoCo, momentum 0.6, 50 steps",
         target_losses=(4.0, 3.8, 3.6),
         seeds=(1, 2, 3),
         simulated=Simulated(num_devices=WORKERS, num_params=PARAMS[SIZE], sequence_length=LENGTH),

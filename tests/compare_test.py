@@ -110,7 +110,7 @@ def test_a_variant_may_set_what_is_found_by_itself_otherwise(tmp_path):
     [
         *("compare_quick", "compare_full", "compare_microllama", "compare_shakespeare"),
         *("compare_order", "compare_study", "compare_study_small", "compare_study_again"),
-        *("compare_study_half", "compare_study_prose", "compare_study_prose_seeds"),
+        *("compare_study_half", "compare_study_prose", "compare_study_prose_seeds", "compare_gpu"),
     ],
 )
 def test_the_comparisons_of_this_project_can_run(name, tmp_path):
