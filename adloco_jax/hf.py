@@ -7,7 +7,6 @@ are checked, before memory is taken for it. The names are those of `models.weigh
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax.data.snapshot import HUB_NAME, snapshot
+from adloco_jax.data.sources import sync
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -196,9 +196,8 @@ def replaced(folder: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    for file in partial.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

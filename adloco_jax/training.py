@@ -41,7 +41,7 @@ from adloco_jax.run.config_file import record
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
-from adloco_jax.run.resume import check_config, check_workdir, exclusive, flat_settings
+from adloco_jax.run.resume import check_config, exclusive, flat_settings
 from adloco_jax.run.sharding import fetch
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -122,7 +122,6 @@ def train(
     workdir = Path(workdir)
 
     def load() -> tuple[PyTree | None, Corpus | Streaming]:
-        check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         params = None
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
@@ -214,7 +213,6 @@ def fit(
             )
 
     def check() -> evaluate.HeldOut:
-        check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         if isinstance(corpus, SequentialRows) and has_branches(settings):
             raise ConfigError(

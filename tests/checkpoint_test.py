@@ -215,13 +215,20 @@ def test_a_forged_manifest_opens_nothing_outside_its_folder(path, files):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, "{}" + " " * 2**22, "{", "[]", "\xff"],
+    ["[" * 100_000, "{}" + " " * 100_000, "{", "[]", "\xff"],
     ids=["deep", "long", "cut", "list", "latin"],
 )
-def test_invalid_json_is_damage(tmp_path, text):
+def test_invalid_json_is_damage(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_MAX_JSON_BYTES", 100_000)
     (tmp_path / "host.json").write_text(text, encoding="latin-1")
     with pytest.raises(Damaged, match="host.json"):
         checkpoint.read_host(tmp_path)
+
+
+def test_the_records_of_a_hundred_thousand_files_can_be_read_back(tmp_path):
+    record = {"name": "0123456789_7.txt", "bytes": 1000, "sha256": "0" * 64, "rows": 1}
+    (tmp_path / "host.json").write_text(json.dumps({"shards": [record] * 100_000}, indent=1))
+    assert len(checkpoint.read_host(tmp_path)["shards"]) == 100_000
 
 
 def test_arrays_of_another_shape_are_refused_before_they_are_read(good):

@@ -21,7 +21,7 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.commands import train
 from adloco_jax.data import check as check_module
-from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare
+from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare, sources
 from adloco_jax.data.check import check, check_tokens, guess_source
 from adloco_jax.data.prepare import Request
 from adloco_jax.errors import ConfigError, DataError, ResourceError
@@ -190,7 +190,7 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch):
     (source / "part-9.jsonl").write_text(json.dumps({"text": "other"}) + "\n" + copy)
     wanted = request_for(source)
     prepare.prepare(wanted, tmp_path / "whole")
-    steps = [(prepare, "_sync"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync")]
+    steps = [(sources, "sync"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync")]
     calls, number = [], 0
 
     def stopping(real):

@@ -96,6 +96,16 @@ def refused(path, kind=DataError) -> str:
 # --- Sound checkpoints ------------------------------------------------------------------------
 
 
+def test_an_export_may_hold_folders(tmp_path):
+    """As those of tokenizers with several chat templates do."""
+    for text in ("first", "second"):
+        with hf.replaced(tmp_path / "export") as partial:
+            (partial / "additional_chat_templates").mkdir()
+            (partial / "additional_chat_templates" / "tool.jinja").write_text(text)
+        (file,) = (tmp_path / "export").rglob("*.jinja")
+        assert file.read_text() == text
+
+
 def test_what_is_saved_comes_back_bit_for_bit(folder, params):
     loaded = hf.load(folder)
     assert_same(loaded.params, params)

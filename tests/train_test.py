@@ -506,6 +506,15 @@ def test_a_history_that_does_not_fit_the_config_is_refused(growing):
             replayed_batches(settings_of(batching=replay | change))
 
 
+def test_a_history_with_a_gap_is_refused(tmp_path, growing):
+    lines = (growing.workdir / "ledger.jsonl").read_text().splitlines(keepends=True)
+    rest = [line for line in lines if '"event": "round", "round": 2,' not in line]
+    assert len(rest) < len(lines)
+    (tmp_path / "ledger.jsonl").write_text("".join(rest))
+    with pytest.raises(DataError, match="rounds are missing from that run's ledger"):
+        replayed_batches(settings_of(batching={"test": "replay", "replay": str(tmp_path)}))
+
+
 def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
     """As a context, which the thread that compiles ahead does not inherit."""
     settings = settings_of(

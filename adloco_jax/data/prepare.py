@@ -223,7 +223,7 @@ def prepare(
             _tokenise(job, processes, on_progress)
             sidecar = _write_folder(job)
             os.rename(partial / _WHOLE, folder)
-            _sync(folder.parent)
+            sources.sync(folder.parent)
         shutil.rmtree(partial)
     return sidecar
 
@@ -367,9 +367,9 @@ def _save_done(job: _Job, number: int, records: list[dict]) -> None:
     new = job.folder / _NEW
     with open(new, "wb") as file:
         np.savez(file, documents=job.documents[number], about=np.array(about))
-    _sync(new)
+    sources.sync(new)
     os.replace(new, job.folder / f"{number}.npz")
-    _sync(job.folder)
+    sources.sync(job.folder)
 
 
 def _write_folder(job: _Job) -> Sidecar:
@@ -399,7 +399,7 @@ def _write_folder(job: _Job) -> Sidecar:
     )
     (whole / SIDECAR).write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
     for path in (whole / SIDECAR, whole):
-        _sync(path)
+        sources.sync(path)
     return sidecar
 
 
@@ -425,8 +425,8 @@ def _write_rows(job: _Job, name: str, documents: np.ndarray, mask: np.ndarray) -
         for start, end in offsets[runs]:
             file.write(tokens[start:end].data)
         file.truncate(size)
-    _sync(path)
-    sha256 = prepared.file_sha256(path)
+    sources.sync(path)
+    sha256 = sources.file_sha256(path)
     return Side(rows, int(mask.sum()), num_tokens, num_bytes, size, sha256)
 
 
@@ -480,15 +480,6 @@ def _lock(partial: Path) -> Iterator[None]:
 
 def _damaged(path: Path) -> DataError:
     return DataError(f"{path}: damaged; delete {path.parent} and start again")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _two_parts(request: Request, files: Sequence[Path], intake: Intake) -> Iterator[str]:

@@ -5,7 +5,6 @@ compares sizes and takes the hashes from the sidecar; `damaged_arrays` reads and
 """
 
 import dataclasses
-import hashlib
 import json
 import typing
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.sources import open_tokens
+from adloco_jax.data.sources import file_sha256, open_tokens
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
@@ -152,12 +151,6 @@ def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
     """Names of the arrays whose SHA-256 is not the sidecar's; reads both whole."""
     sides = {f"{name}.npy": getattr(sidecar, name) for name in SIDES}
     return [name for name, side in sides.items() if file_sha256(folder / name) != side.sha256]
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:

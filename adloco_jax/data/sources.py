@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import sysconfig
 import zlib
@@ -74,9 +75,7 @@ class Intake:
         try:
             if check is not None:
                 check(file)
-            with open(file, "rb") as raw:
-                digest = hashlib.file_digest(raw, "sha256").hexdigest()
-            size = file.stat().st_size
+            digest, size = file_sha256(file), file.stat().st_size
         except DataError as error:
             if not self.skip_bad_shards:
                 raise
@@ -120,6 +119,21 @@ class Intake:
                 raise DataError(f"{row}{budget}") from row
             self.num_bad_rows += 1
             record["bad_rows"] += 1
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:

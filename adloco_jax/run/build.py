@@ -23,7 +23,7 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.data.streaming import Streaming
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.weight_maps import WeightMap
 from adloco_jax.run.ledger import batch_history, read
@@ -159,12 +159,18 @@ def replayed_batches(settings: Settings) -> dict[str, list[int]]:
 
     Raises:
       ConfigError: If they do not fit the config.
-      DataError: If the run's ledger cannot be read.
+      DataError: If the run's ledger cannot be read, or rounds are missing from it.
     """
     batching = settings.batching
     if batching.test != "replay":
         return {}
     events = read(Path(batching.replay) / "ledger.jsonl")
+    rounds = sorted({event["round"] for event in events if event["event"] == "round"})
+    if rounds != list(range(1, len(rounds) + 1)):
+        raise DataError(
+            f"batching.replay = {batching.replay!r}: rounds are missing from that run's ledger, as"
+            " after --rebuild-ledger; name another run"
+        )
     history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
     firsts = {batches[0] for batches in history.values()}
     largest = max((max(batches) for batches in history.values()), default=0)

@@ -25,12 +25,13 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from adloco_jax.data.sources import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
 from adloco_jax.run.crashpoints import hit
 
 FORMAT = 2  # raised when an older reader could not understand a newer checkpoint
-_MAX_JSON_BYTES = 2**22  # a page for each of thousands of workers; read whole into memory
+_MAX_JSON_BYTES = 2**28  # a record for each of a million source files; read whole into memory
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 
@@ -160,16 +161,16 @@ class Saver:
         hit("save.host")
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
-            _sync(path)
+            sync(path)
         hit("save.synced")
         manifest = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
         (staging / _MANIFEST).write_bytes(_seal(manifest))
-        _sync(staging / _MANIFEST)
-        _sync(staging)
+        sync(staging / _MANIFEST)
+        sync(staging)
         hit("save.manifest")
         os.rename(staging, target)
         hit("save.renamed")
-        _sync(self._folder)
+        sync(self._folder)
         hit("save.committed")
         verify(target)
         hit("save.verified")
@@ -373,9 +374,7 @@ def _describe_files(folder: Path) -> dict[str, dict]:
             raise Damaged(f"{path}: not a regular file")
         if path.is_file() and path != folder / _MANIFEST:
             try:
-                with open(path, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    size = file.tell()
+                digest, size = file_sha256(path), path.stat().st_size
             except OSError as error:
                 raise Damaged(f"{path}: unreadable ({error.strerror})") from error
             found[path.relative_to(folder).as_posix()] = {"size": size, "sha256": digest}
@@ -390,15 +389,6 @@ def _seal(manifest: dict) -> bytes:
 
 def _encode(content: dict) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
-
-
-def _sync(path: Path) -> None:
-    """Forces a file, or a folder's entries, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:

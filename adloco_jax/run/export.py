@@ -107,7 +107,8 @@ def read_trained(
     rounds = checkpoint.list_rounds(workdir / "checkpoints")
     if not rounds or (round is not None and round not in rounds):
         have = ", ".join(map(str, reversed(rounds))) or "none"
-        raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint of round {round}, have {have}")
+        which = "" if round is None else f" of round {round}"
+        raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
     classes = class_count(settings)
     spec = program_spec(settings, *build_model(settings), row_length(settings), num_classes=classes)

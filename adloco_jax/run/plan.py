@@ -32,7 +32,7 @@ from adloco_jax.run.config import validate
 from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.run.programs import Programs, ensemble_spec, placement
-from adloco_jax.run.resume import check_config, check_workdir
+from adloco_jax.run.resume import check_config
 from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
@@ -102,7 +102,6 @@ def check_inputs(
     check_installed(settings.log)
     rounds = []
     if workdir is not None:
-        check_workdir(workdir)
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         rounds = list_rounds(workdir / "checkpoints")
     if rounds:

@@ -152,7 +152,6 @@ def finished(
       DataError: If its ledger cannot be read.
     """
     folder, settings = Path(workdir), validate(config)
-    check_workdir(folder)
     check_config(folder, settings, accept=accept_config_change, config_file=config_file)
     ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None
@@ -238,6 +237,8 @@ def check_config(
 ) -> None:
     """Compares the settings of a run to be resumed with those recorded in its folder.
 
+    A folder that cannot hold a run is refused first (`check_workdir`).
+
     Args:
       workdir: The run's folder; nothing is compared if it holds no run.
       settings: Of the run to be resumed.
@@ -249,6 +250,7 @@ def check_config(
       ConfigError: Listing the changes that are refused, or that need `accept`.
       CheckpointError: If the recorded config cannot be read.
     """
+    check_workdir(workdir)
     path = workdir / "config.json"
     if not path.exists():
         if (workdir / "checkpoints").exists() or (workdir / "ledger.jsonl").exists():
