@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import VOCAB, bigram_loss, corpus, init_fn, settings_of
+from trees import same
 
 from adloco_jax.adloco import start
 from adloco_jax.errors import DivergedError
@@ -80,15 +81,10 @@ def test_one_broken_sequence_costs_one_update_and_nothing_else(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.ensemble))
 
 
-DECISIONS = ("round", "trainer", "requested_batch_size", "micro_batch_size", "num_accum_steps")
-DECISIONS += ("next_batch_size", "reason", "tokens", "workers", "learning_rate")
-
-
-@pytest.mark.parametrize("test", ["constant", "norm"])
 def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_without_it(
-    tmp_path, monkeypatch, test
+    tmp_path, monkeypatch
 ):
-    groups = RUN | {"batching": {"eta": 0.5, "test": test, "batch_cap": 4}}
+    groups = RUN | {"batching": {"eta": 0.5, "test": "constant", "batch_cap": 4}}
     saved = groups | {"checkpoint": {"every_rounds": 1}}
     broken = run(tmp_path / "broken", Marked((1,), first=8), saved)
     (fault,) = events(broken.workdir, "fault", kind="quarantine")
@@ -109,14 +105,8 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     masked = run(tmp_path / "masked", corpus(), groups)
     both = [deterministic_lines(read(w / "ledger.jsonl")) for w in (broken.workdir, masked.workdir)]
     lines = [[e for e in own if e["event"] == "round" and e["trainer"] != 1] for own in both]
-    if test == "constant":  # bit for bit
-        assert lines[0] == lines[1]
-        pairs = zip(jax.tree.leaves(broken.ensemble), jax.tree.leaves(masked.ensemble), strict=True)
-        assert all(np.array_equal(one, other) for one, other in pairs)
-    # Until the slot is gone, another batch in it may put the others into other groups.
-    first, second = ([[e[d] for d in DECISIONS] for e in own] for own in lines)
-    assert first == second
-    np.testing.assert_allclose(*([e["train_loss"] for e in own] for own in lines), rtol=1e-5)
+    assert lines[0] == lines[1]
+    assert same(broken.ensemble, masked.ensemble)
     merged = [[e for e in own if e["event"] == "merge"] for own in both]
     first, second = ([(e["members"], e["weights"]) for e in own] for own in merged)
     assert first == second

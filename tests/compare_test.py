@@ -26,6 +26,8 @@ SCRIPT = str(ROOT / "scripts" / "compare.py")
 sys.path.insert(0, str(ROOT / "scripts"))
 import study_tables  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def tiny() -> ConfigDict:
     """A run of seconds on the standard library's text."""

@@ -124,14 +124,12 @@ def test_one_fragment_is_the_whole_update_bit_for_bit():
 def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
     ensemble = drifted([0, 1, 0], num_trainers=2)
     workers = start_round(ensemble)
-    whole, _ = outer_update(ensemble, workers, outer_tx=NESTEROV)
+    whole, _ = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(ensemble, workers)
+    how = {"num_fragments": 3, "outer_tx": NESTEROV}
+    update = jax.jit(functools.partial(outer_update_fragment, **how))
     for fragment in range(3):
         sent_R = take_fragment(workers.params_R, fragment, num_fragments=3)
-        after, _ = jax.jit(
-            lambda ensemble, sent_R, fragment: outer_update_fragment(
-                ensemble, sent_R, fragment, num_fragments=3, outer_tx=NESTEROV
-            )
-        )(ensemble, sent_R, fragment)
+        after, _ = update(ensemble, sent_R, fragment)
         assert int(after.round) == int(fragment == 2)
         for name in ("params_M", "outer_state_M"):
             old, new, all_new = (getattr(e, name) for e in (ensemble, after, whole))
@@ -379,6 +377,8 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
         ]
     )
     assert [line["bytes"] for line in syncs] == [2 * all_of_it, 2 * 2 * all_of_it]
+    # Whole parameters and momentum; to a worker that joins, parameters and AdamW's moments.
+    assert merges[0]["bytes"] == 2 * 144 + (144 + 2 * 144)
     (end,) = events(whole.workdir, "end")
     everything = [*rounds, *syncs, *merges]
     assert end["syncs_total"] == sum(line.get("syncs", 0) for line in everything)

@@ -26,7 +26,7 @@ def tiny(**model):
     """A config of one short round; `model` overrides its sizes."""
     config = default_config()
     config.num_rounds = 1
-    sizes = dict(width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=24, max_length=32)
+    sizes = dict(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=24, max_length=32)
     config.model.update(sizes | model)
     config.data.sequence_length = 16
     config.data.num_sequences = 200

@@ -25,6 +25,8 @@ from adloco_jax.run.config import validate
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
 # Those with a model or data of their own are run by architectures_test.py and own_source_test.py.

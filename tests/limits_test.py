@@ -53,7 +53,6 @@ CONTINUES = {
     "no temporary folder": dict(environment={"TMPDIR": NOWHERE}),
     "plain locale": dict(environment={"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0"}),
     "no network": dict(environment={"HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"}),
-    "no core files": dict(limits=[(resource.RLIMIT_CORE, 0)]),
 }
 
 

@@ -16,8 +16,6 @@ from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 (SNIPPET,) = re.findall(
     r"```python\n((?:(?!```).)*DATA_SOURCES.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import shutil
 import signal
@@ -141,7 +140,8 @@ def uninterrupted(tmp_path_factory):
     return functools.cache(lambda *flags: run(folder / str(flags), one_merge(0, *flags)))
 
 
-@pytest.mark.parametrize("saves, evaluates, switches", [*itertools.product([0, 1], repeat=3)])
+# Every pair of events.
+@pytest.mark.parametrize("saves, evaluates, switches", [(0, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1)])
 def test_the_last_merge_may_fall_on_any_other_event(
     tmp_path, monkeypatch, uninterrupted, saves, evaluates, switches
 ):

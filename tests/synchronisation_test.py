@@ -11,17 +11,16 @@ import optax
 import oracle
 import pytest
 from hlo import collectives
-from toy import LENGTH, bigram_loss, corpus, init_fn, settings_of
+from toy import LENGTH, bigram_loss, settings_of
+from trees import assert_close, same
 
-from adloco_jax import init, outer_step, outer_update, start_round
+from adloco_jax import init, outer_update, start_round
 from adloco_jax.accounting import sync_cost
 from adloco_jax.adloco import start
 from adloco_jax.run.batches import classes
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import lower
 from adloco_jax.run.sharding import place, reshard
-from adloco_jax.training import fit
 
 LOW = ["bfloat16", "int8", "int4"]
 LARGEST = {"int8": 127, "int4": 7}
@@ -61,16 +60,6 @@ def drifted(*owner_R):
 @functools.cache
 def update_of(precision):
     return jax.jit(functools.partial(outer_update, outer_tx=NESTEROV, precision=precision))
-
-
-def assert_close(actual, expected, *, rtol=1e-6, atol=1e-6):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
-
-
-def same(left, right):
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
 
 
 def assert_close_but_for_ties(params, expected):
@@ -138,9 +127,7 @@ def test_order_of_workers_and_a_round_without_updates_change_nothing(precision):
     assert same(after.params_M, ensemble.params_M) and norm_M.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("precision", "broken"), [("bfloat16", np.nan), ("int8", np.inf), ("int4", np.nan)]
-)
+@pytest.mark.parametrize(("precision", "broken"), [("bfloat16", np.nan), ("int8", np.inf)])
 def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
     ensemble, workers = drifted(*EVEN)
     bad = dict(workers.params_R, embed=workers.params_R["embed"].at[1, 5, 5].set(broken))
@@ -155,21 +142,6 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
     assert np.isnan(norm_M).tolist() == [False, True]
     for name in SHAPES:
         assert same(after.params_M[name][1], ensemble.params_M[name][1])
-
-
-def test_a_whole_round_takes_a_precision_and_keeps_every_dtype():
-    params = {"w": jnp.zeros((6, 6), jnp.bfloat16)}
-    txs = {"inner_tx": optax.sgd(0.1), "outer_tx": NESTEROV}
-    ensemble = init(params, num_trainers=2, num_workers=3, **txs)
-    tokens = corpus().rows[:24].reshape(2, 3, 4, -1)
-    after = {}
-    for precision in ["float32", "bfloat16", "int4"]:
-        step = functools.partial(outer_step, loss_fn=bigram_loss, precision=precision, **txs)
-        after[precision], _ = jax.jit(step)(ensemble, tokens)
-        assert shapes_of(after[precision]) == shapes_of(ensemble)
-        w_M, exact_M = after[precision].params_M["w"], after["float32"].params_M["w"]
-        assert same(w_M[0], exact_M[0]) == (precision in ("float32", "bfloat16"))
-        assert same(w_M[1], exact_M[1])  # of a single worker
 
 
 # --- What moves
@@ -248,7 +220,6 @@ def moved_and_charged(shapes, sizes, precision):
     [
         (DIVIDES, (5, 2, 1), "float32", 10),
         (DIVIDES, (5, 2, 1), "bfloat16", 10),
-        (DIVIDES, (5, 2, 1), "int8", 10),
         (DIVIDES, (2, 3, 3), "int4", 10),
         # Nothing divides over five: codes go to each of them, 5 x 4, and 2 for the two.
         (POWERS, (5, 2, 1), "float32", 10),
@@ -262,30 +233,3 @@ def test_unequal_trainers_move_the_bytes_that_are_accounted(shapes, sizes, preci
 
 
 # --- A run
-
-
-def test_a_run_rounds_what_several_workers_send_and_nothing_else(tmp_path, monkeypatch):
-    """Trainer 0 has two workers, the others one each; the last round ends with a merge."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: first)
-    common = {"num_rounds": 2, "merge": {"every_rounds": 2}, "batching": {"test": "constant"}}
-
-    def run(precision):
-        settings = settings_of(**common, outer={"precision": precision})
-        parts = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()}
-        fit(settings, workdir=tmp_path / precision, **parts)
-        return read(tmp_path / precision / "ledger.jsonl")
-
-    exact, rounded = run("float32"), run("int4")
-    for events, one_way in ((exact, 144), (rounded, 18 + 4)):
-        rounds = [event["bytes"] for event in events if event["event"] == "round"]
-        assert rounds == [2 * one_way, 0, 0] * 2
-        (merge,) = [event for event in events if event["event"] == "merge"]
-        # Whole parameters and momentum; to the worker that joins, parameters and AdamW's moments.
-        assert merge["bytes"] == 2 * 144 + (144 + 2 * 144)
-    losses = [
-        [e["train_loss"] for e in events if e["event"] == "round"] for events in (exact, rounded)
-    ]
-    assert losses[0][:3] == losses[1][:3] and losses[0][4:] == losses[1][4:]
-    assert losses[0][3] != losses[1][3]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=0.01)

@@ -14,12 +14,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
-from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.build import replayed_batches
@@ -61,22 +59,6 @@ GROWING = {
 def growing(tmp_path_factory):
     """A run that grows, accumulates and merges until one trainer is left."""
     return run(tmp_path_factory.mktemp("growing") / "r", settings_of(**GROWING))
-
-
-@pytest.mark.slow
-def test_eight_devices_take_the_decisions_of_one(tmp_path, monkeypatch, one_device, growing):
-    """In which a merge leaves trainers of equal size, which were of unequal size before."""
-    assert len(one_device) == 8
-    monkeypatch.setattr(jax, "devices", lambda: one_device)
-    run(tmp_path / "r", settings_of(**GROWING | {"num_rounds": 4, "eval": {"every_rounds": 100}}))
-    eight = events(tmp_path / "r", "round")
-    one = events(growing.workdir, "round")[: len(eight)]
-    decisions = ("trainer", "workers", "requested_batch_size", "micro_batch_size")
-    decisions += ("num_accum_steps", "next_batch_size", "reason", "tokens", "bytes")
-    assert [[e[k] for k in decisions] for e in eight] == [[e[k] for k in decisions] for e in one]
-    np.testing.assert_allclose(
-        [e["train_loss"] for e in eight], [e["train_loss"] for e in one], rtol=1e-5
-    )
 
 
 def test_the_ledger_records_growth_accumulation_and_merge(growing):
@@ -532,53 +514,9 @@ def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(t
     assert result.loss < np.log(6)
 
 
-def test_a_lengthened_round_is_a_round_of_more_steps(tmp_path, monkeypatch):
-    """Three times as many in the second round, as in a run whose config changes in between."""
-    monkeypatch.setitem(BATCH_TESTS, "twelve", BatchTest(lambda stats: 12.0))
-    asking = {"test": "twelve", "growth": ("rounds",), "initial_batch_size": 4}
-    settings = settings_of(num_rounds=2, batching=asking, inner={"max_steps_per_round": 12})
-    lengthened = run(tmp_path / "r", settings)
-    lines = events(tmp_path / "r", "round")
-    shapes = {
-        (e["round"], e["micro_batch_size"], e["num_accum_steps"], e["updates"]) for e in lines
-    }
-    assert shapes == {(1, 4, 1, 3), (2, 4, 1, 9)}
-    plain = {"batching": {"test": "constant", "initial_batch_size": 4}}
-    run(tmp_path / "p", settings_of(num_rounds=1, **plain))
-    longer = settings_of(num_rounds=2, inner={"steps_per_round": 9}, **plain)
-    expected = run(tmp_path / "p", longer, accept_config_change=True)
-    for total in ("tokens_total", "syncs_total"):
-        assert getattr(lengthened.controller, total) == getattr(expected.controller, total)
-    np.testing.assert_allclose(lengthened.params["w"], expected.params["w"], rtol=1e-6, atol=1e-7)
-
-
 def test_adloco_with_one_trainer_and_a_constant_batch_is_diloco_bit_for_bit(tmp_path):
     alone = {"ensemble": FOUR, "batching": {"test": "constant"}}
     adloco = run(tmp_path / "adloco", settings_of(**alone))
     diloco = run(tmp_path / "diloco", settings_of(**alone | {"merge": APART}))
     assert adloco.controller == diloco.controller
     jax.tree.map(np.testing.assert_array_equal, adloco.ensemble, diloco.ensemble)
-
-
-@pytest.mark.slow  # core_outer_test.py has the law
-def test_data_parallel_is_adamw_on_the_union_batch(tmp_path):
-    """Four workers and rounds of a single step, against optax and the same sequences."""
-    rate, steps = 0.05, 5
-    settings = settings_of(
-        num_rounds=steps,
-        ensemble=FOUR,
-        inner={"steps_per_round": 1, "tx": "sgd", "learning_rate": 1.0, "weight_decay": 0.0},
-        outer={"tx": "adamw", "learning_rate": rate},
-        batching={"test": "constant"},
-        merge=APART,
-    )
-    # Not from zero: gradients that cancel there are rounding, of which AdamW makes whole steps.
-    params = {"w": jax.random.normal(jax.random.key(7), (6, 6))}
-    result = run(tmp_path / "r", settings, init_fn=lambda key: params)
-    tx = optax.adamw(rate, b1=settings.inner.beta1, b2=settings.inner.beta2, weight_decay=0.0)
-    rows, state = corpus(), tx.init(params)
-    for step in range(steps):
-        union = np.concatenate([rows.batch(0, stream, 2 * step, 2) for stream in range(4)])
-        updates, state = tx.update(jax.grad(bigram_loss)(params, jnp.asarray(union)), state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(result.params["w"], params["w"], rtol=1e-6, atol=1e-6)
