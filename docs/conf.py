@@ -2,15 +2,19 @@
 
 import re
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import adloco_jax
 from adloco_jax.run.config import KNOBS, allowed
 from adloco_jax.run.config_help import meanings
 
 project = "adloco_jax"
 author = "the authors of adloco_jax"
+copyright = f"2026, {author}"
 release = adloco_jax.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-extensions += ["sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions += ["sphinx_copybutton"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -21,6 +25,7 @@ html_theme_options = {
 }
 html_static_path = ["static"]
 html_css_files = ["page.css"]
+html_math_renderer = "mathml"  # needs no script and no network
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
@@ -75,7 +80,20 @@ def tables(app, docname, source):
     source[0] = source[0].replace("<!-- KNOBS -->", "\n".join(rows))
 
 
+def inline_math(translator, node):
+    """Writes a formula within a line as MathML."""
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def displayed_math(translator, node):
+    """Writes a formula on a line of its own as MathML."""
+    translator.body.append(convert(node.astext(), display="block"))
+    raise nodes.SkipNode
+
+
 def setup(app):
-    """Registers the two functions above."""
+    """Registers the functions above."""
+    app.add_html_math_renderer("mathml", (inline_math, None), (displayed_math, None))
     app.connect("autodoc-process-docstring", readable, priority=100)  # before napoleon
     app.connect("source-read", tables)
