@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
+from ledgers import round_line, start_line
+from toy import config_of
 
 from adloco_jax import main as cli
 from adloco_jax.commands import compare as compare_command
@@ -29,19 +30,16 @@ import study_tables  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def tiny() -> ConfigDict:
-    """A run of seconds on the standard library's text."""
-    config = default_config()
-    config.num_rounds = 3
-    config.model.width, config.model.mlp_width, config.model.num_layers = 16, 32, 1
-    config.data.sequence_length, config.data.num_sequences = 16, 400
-    config.ensemble.num_trainers, config.ensemble.num_workers = 1, 2
-    config.inner.steps_per_round = 2
-    config.batching.test, config.merge.policy = "constant", "none"
-    config.batching.initial_batch_size, config.batching.max_batch_size = 2, 4
-    config.batching.buckets, config.batching.batch_cap = (2, 4), 8
-    config.eval.num_sequences = 8
-    return config
+TINY = config_of(
+    num_rounds=3,
+    model={"width": 16, "mlp_width": 32, "num_layers": 1},
+    data={"sequence_length": 16, "num_sequences": 400},
+    ensemble={"num_trainers": 1, "num_workers": 2},
+    inner={"steps_per_round": 2},
+    merge={"policy": "none"},
+    batching={"test": "constant", "batch_cap": 8},
+    eval={"every_rounds": 1, "num_sequences": 8},
+)
 
 
 ADAPTIVE = {
@@ -60,7 +58,7 @@ VARIANTS = {
 
 def comparison(**changes) -> Comparison:
     fields = {
-        "base": tiny(),
+        "base": TINY,
         "variants": VARIANTS,
         "baseline": "DiLoCo",
         "target_losses": (5.5, 1.0),
@@ -124,31 +122,12 @@ def test_the_comparisons_of_this_project_can_run(name, tmp_path):
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
     """Events of rounds [(index, trainer, workers, updates)] of batches of 4 sequences."""
-    events: list[dict] = [
-        {
-            "event": "start",
-            "time": "2026-11-23T10:00:00+00:00",
-            "devices": "1 x cpu",
-            "jax": "0.10.2",
-            "num_params": num_params,
-            "state_bytes": {"params": 4 * num_params, "outer_state": 0, "inner_state": 0},
-            "config": {
-                "inner": {"unit": "updates", "steps_per_round": 5},
-                "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
-            },
-            "run": "r",
-            "command": "",
-            "max_batch_size": 4,
-        }
-    ]
+    events = [start_line(num_params=num_params, time="2026-11-23T10:00:00+00:00", jax="0.10.2")]
     for index, own in itertools.groupby(rounds, key=lambda row: row[0]):
         for _, trainer, workers, updates in own:
-            line = {"event": "round", "round": index, "trainer": trainer, "workers": workers}
-            line |= {"requested_batch_size": 4, "micro_batch_size": 4, "num_accum_steps": 1}
-            line |= {"updates": updates, "tokens": updates * 4 * 8 * workers, "step_s": 1.0}
-            line |= {"syncs": int(workers > 1), "bytes": 2 * (workers - 1) * 4 * num_params}
-            rest = ("noise", "signal", "test_value", "next_batch_size", "train_loss", "stall_s")
-            events.append(line | dict.fromkeys(rest, 0))
+            line = round_line(index, trainer, workers, updates=updates, next_batch_size=4)
+            line |= {"tokens": updates * 4 * 8 * workers, "syncs": int(workers > 1)}
+            events.append(line | {"bytes": 2 * (workers - 1) * 4 * num_params, "train_loss": 0})
         for _, m in (merge for merge in merges if merge[0] == index):
             line = {"event": "merge", "round": index, "members": list(m), "into": m[0]}
             events.append(line | {"syncs": 1, "bytes": 80})

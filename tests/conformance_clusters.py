@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from ledgers import one_round
+from ledgers import round_line, start_line
 from published import MEASURED_PARAMS, MEASURED_STEP_S, MEASURED_SYNC_S, SCALING_LAWS, Row
 
 from adloco_jax.study import bandwidth
@@ -106,8 +106,8 @@ def _measured_row(name: str) -> Row:
     place = Cluster(4, 4, lambda num_sequences: step_s * num_sequences, link, link)
     theirs, ours = [], []
     for num_steps in (1, 8, 32, 128):
-        lines = one_round(num_params=MEASURED_PARAMS, num_workers=4, num_updates=num_steps)
-        result = replay(lines, place)
+        line = round_line(1, workers=4, batch=1, updates=num_steps)
+        result = replay([start_line(num_params=MEASURED_PARAMS), line], place)
         theirs.append(num_steps * step_s / (num_steps * step_s + sync_s))
         ours.append(result.frac("compute_s"))
     our_sync_s = result.rounds[0].communication_s
@@ -162,10 +162,8 @@ def _simulated(num_models: int) -> RoundTime:
         within=link(NEAR if workers > 1 else FAR, each),
         between=link(FAR, max(2, workers)),
     )
-    lines = one_round(
-        num_params=PARAMS_A, num_workers=workers, num_updates=STEPS_A, batch_size=each
-    )
-    return replay(lines, place).rounds[0]
+    line = round_line(1, workers=workers, batch=each, updates=STEPS_A)
+    return replay([start_line(num_params=PARAMS_A), line], place).rounds[0]
 
 
 def wall_clock() -> list[Row]:
