@@ -56,7 +56,7 @@ from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.core.merge import divide_workers
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link
-from adloco_jax.study.curves import read_rounds, state_bytes
+from adloco_jax.study.curves import lines, read_rounds, state_bytes
 
 BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never finish
@@ -155,24 +155,21 @@ def replay(
     """
     events = list(events)
     rounds = read_rounds(events)
-    merges = {e["round"]: e for e in events if e["event"] in ("merge", "refusal")}
-    branches = {e["round"]: e for e in events if e["event"] == "branch"}
-    flushed = {(e["round"], t) for e in events if e["event"] == "sync" for t in e["trainers"]}
+    merges = {e["round"]: e for e in lines(events, "merge", "refusal")}
+    branches = {e["round"]: e for e in lines(events, "branch")}
+    flushed = {(e["round"], t) for e in lines(events, "sync") for t in e["trainers"]}
     start = rounds[len(rounds)][0]["start"]
     workers = {index: {e["trainer"]: e["workers"] for e in own} for index, own in rounds.items()}
     num_params = start["num_params"] if num_params is None else num_params
     outer = start["config"]["outer"]
-    recorded = Traffic(
-        BITS_PER_PARAM[outer["precision"]], outer["fragments"], outer["delay_updates"]
-    )
+    bits, *how = BITS_PER_PARAM[outer["precision"]], outer["fragments"], outer["delay_updates"]
     joined: dict[int, dict[int, int]] = defaultdict(dict)  # workers of the pool, by round
-    for e in events:
-        if e["event"] == "spawn":
-            joined[e["round"]][e["trainer"]] = e["workers_after"] - e["workers_before"]
+    for e in lines(events, "spawn"):
+        joined[e["round"]][e["trainer"]] = e["workers_after"] - e["workers_before"]
     simulation = _Simulation(
         cluster,
         max(sum(own.values()) for own in workers.values()),
-        traffic or recorded,
+        traffic or Traffic(bits, *how),
         num_params,
         StateBytes(*(round(num_params / start["num_params"] * n) for n in state_bytes(events))),
         np.random.default_rng(seed),
@@ -182,9 +179,9 @@ def replay(
     times: list[RoundTime] = []
     ready_s = dict.fromkeys(replicas, 0.0)
     end_s: dict[int, float] = {}
-    for index, lines in rounds.items():
+    for index, own_lines in rounds.items():
         ended = {}
-        for line in lines:
+        for line in own_lines:
             each = _branch_lines(line, branches.get(index))
             own = [simulation.round(one, replicas, ready_s, flushed) for one in each]
             ended[line["trainer"]] = _in_turn(own)
@@ -213,12 +210,12 @@ def _branch_lines(line: dict, branch: dict | None) -> list[dict]:
     """The line of each branch of a round; of a plain round its own."""
     if branch is None:
         return [line]
-    lines = []
+    each = []
     for size in branch["batch_sizes"]:
         micro = math.gcd(size, line["micro_batch_size"])
         plan = {"micro_batch_size": micro, "num_accum_steps": size // micro}
-        lines.append(line | plan | {"updates": line["updates"] * branch["chosen"] // size})
-    return lines
+        each.append(line | plan | {"updates": line["updates"] * branch["chosen"] // size})
+    return each
 
 
 def _in_turn(times: Sequence[RoundTime]) -> RoundTime:
