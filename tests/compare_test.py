@@ -206,20 +206,18 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     table = compare.write(what, tmp_path)
     assert table["budgets"]["tokens"] == 640 and table["budgets"]["syncs"] == 2
 
-    def spread(row, *path):
-        found = table["rows"][row]
-        for key in path:
-            found = found[key]
+    def spread(found):
         return [found["low"], found["high"], found["reached"]]
 
-    assert spread("DiLoCo", "final", "loss") == [3, 4, 2]
-    assert spread("DiLoCo", "at_equal", "tokens") == [4, 4, 2]
-    assert spread("AdLoCo", "at_equal", "bytes") == [2, 3, 2]
-    assert table["rows"]["AdLoCo"]["at_equal"].keys() == compare.MEASURES.keys()
-    assert spread("AdLoCo", "to_target", 0, "tokens") == [320, 640, 2]
-    assert spread("DiLoCo", "to_target", 0, "updates") == [15, None, 1]
-    assert spread("AdLoCo", "to_target", 1, "tokens") == [None, None, 0]
-    assert spread("AdLoCo", "to_baseline", "syncs") == [1, 2, 2]  # 3 and 4, seed by seed
+    theirs, ours = (table["rows"][name] for name in losses)
+    assert spread(theirs["final"]["loss"]) == [3, 4, 2]
+    assert spread(theirs["at_equal"]["tokens"]) == [4, 4, 2]
+    assert spread(ours["at_equal"]["bytes"]) == [2, 3, 2]
+    assert ours["at_equal"].keys() == compare.MEASURES.keys()
+    assert spread(ours["to_target"][0]["tokens"]) == [320, 640, 2]
+    assert spread(theirs["to_target"][0]["updates"]) == [15, None, 1]
+    assert spread(ours["to_target"][1]["tokens"]) == [None, None, 0]
+    assert spread(ours["to_baseline"]["syncs"]) == [1, 2, 2]  # 3 and 4, seed by seed
     assert json.loads((tmp_path / "comparison.json").read_text()) == table
     text = (tmp_path / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
@@ -379,24 +377,26 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     assert (folder / "comparison.md").read_text() == markdown(table)
 
 
+def execute(what, folder):
+    """Whether all runs are finished, and of each that was reached, whether it was made now."""
+    made = []
+
+    def note(run, by_this):
+        made.append((run.variant, by_this))
+
+    file = folder / "results.jsonl"
+    return compare_command.execute(what, folder, on_end=note, results_file=file), made
+
+
 def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp_path, monkeypatch):
     again = {"batching.test": "replay", "batching.replay": "DiLoCo"}
     both = comparison(variants={"DiLoCo": {}, "again": again}, seeds=(3,))
-    made, file = [], tmp_path / "results.jsonl"
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    def execute():
-        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
-        return compare_command.execute(both, tmp_path, on_end=note, results_file=file)
-
+    file = tmp_path / "results.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(results, "append", killed)
-        execute()
-    assert made == [] and results.read(file) == {}
-    assert execute()
-    assert made == [("DiLoCo", False), ("again", True)]
+        patch.setattr(results, "append", raising(KeyboardInterrupt))
+        execute(both, tmp_path)
+    assert results.read(file) == {}
+    assert execute(both, tmp_path) == (True, [("DiLoCo", False), ("again", True)])
     assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
     replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
     assert replayed.exists() and not replaying.exists()
@@ -406,8 +406,7 @@ def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp
     monkeypatch.setattr(compare_command, "_train", make)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(lines[0])
-    assert execute()
-    assert made[2:] == [("DiLoCo", True), ("again", True)]
+    assert execute(both, tmp_path) == (True, [("DiLoCo", True), ("again", True)])
     assert len(file.read_text().splitlines()) == len(lines)
 
 
@@ -416,20 +415,14 @@ def test_a_run_that_another_process_ends_and_deletes_meanwhile_is_no_error(
     error, tmp_path, monkeypatch
 ):
     one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
-    run, file, made = runs_of(one, tmp_path)[0], tmp_path / "results.jsonl", []
+    run, file = runs_of(one, tmp_path)[0], tmp_path / "results.jsonl"
     monkeypatch.setattr(compare_command, "finished", raising(error))
-
-    def execute():
-        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
-        return compare_command.execute(one, tmp_path, on_end=note, results_file=file)
-
     with pytest.raises(type(error)):
-        execute()
+        execute(one, tmp_path)
     events = [*ledger(rounds=[(1, 0, 1, 5)]), {"event": "end", "wall_s": 1.0}]
     write = functools.partial(results.append, file, run, changes={}, curve=[], events=events)
     monkeypatch.setattr(compare_command, "finished", raising(error, first=write))
-    assert execute()
-    assert made == [("DiLoCo", False)]
+    assert execute(one, tmp_path) == (True, [("DiLoCo", False)])
 
 
 def raising(error, *, first=lambda: None):
