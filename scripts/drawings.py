@@ -23,25 +23,12 @@ OUT = ROOT / "docs" / "images"
 RESULTS = [ROOT / "docs" / "study" / f"{name}.jsonl" for name in ("first", "small")]
 BARRIER = ROOT / "docs" / "study" / "barrier.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
+NAMES = ("ink", "soft", "rule", "box", "A", "B", "C")
+LIGHT = ("#1f2328", "#59636e", "#c8d1da", "#f3f6f9", "#0072b2", "#c05000", "#007f5c")
+DARK = ("#e6edf3", "#a5b0bb", "#4a535d", "#20262d", "#56b4e9", "#f0883e", "#3fc79a")
 THEMES = {
-    "light": {
-        "ink": "#1f2328",
-        "soft": "#59636e",
-        "rule": "#c8d1da",
-        "box": "#f3f6f9",
-        "A": "#0072b2",
-        "B": "#c05000",
-        "C": "#007f5c",
-    },
-    "dark": {
-        "ink": "#e6edf3",
-        "soft": "#a5b0bb",
-        "rule": "#4a535d",
-        "box": "#20262d",
-        "A": "#56b4e9",
-        "B": "#f0883e",
-        "C": "#3fc79a",
-    },
+    theme: dict(zip(NAMES, colours, strict=True))
+    for theme, colours in (("light", LIGHT), ("dark", DARK))
 }
 TARGET = 1.6
 # What the picture calls each method, its colour, and where its label stands: (x, y, anchor).
@@ -109,10 +96,9 @@ def trainer_round(x: float, y: float, workers: int, batch: int, micro: int, styl
     for worker in range(workers):
         middle = top + worker * step + batch / 2
         parts.append(box(x, middle - batch / 2, width, batch, f"fill {style}", 3))
-        parts += [
-            line([(x, middle - batch / 2 + cut), (x + width, middle - batch / 2 + cut)], "box")
-            for cut in range(micro, batch, micro)
-        ]
+        for cut in range(micro, batch, micro):
+            y_cut = middle - batch / 2 + cut
+            parts.append(line([(x, y_cut), (x + width, y_cut)], "box"))
         parts.append(line([(x + width, middle), (end, y)], style))
     return "".join([*parts, dot(end, y, 6, style)])
 
@@ -136,14 +122,10 @@ def method() -> tuple[int, int, str, list[str]]:
         parts += [trainer_round(x, *trainer) for trainer in trainers]
     for y, name, style in ((92, "1", "A"), (202, "2", "B"), (312, "3", "C")):
         parts.append(text(left - 24, y + 6, name, f"{style} big", "end"))
-    for number, joined in (
-        (1, ((202, 257, "B"), (312, 257, "C"))),
-        (3, ((92, 202, "A"), (257, 202, "C"))),
-    ):
+    joined = ((1, 202, 257, "B"), (1, 312, 257, "C"), (3, 92, 202, "A"), (3, 257, 202, "C"))
+    for number, start, end, style in joined:
         x = left + number * pitch + 134
-        parts += [
-            line([(x, start), (x + 26, end)], f"{style} thick") for start, end, style in joined
-        ]
+        parts.append(line([(x, start), (x + 26, end)], f"{style} thick"))
     end = left + 5 * pitch
     parts.append(line([(left - 8, base + 16), (end, base + 16)], "soft", arrow=True))
     parts.append(text(end + 8, base + 21, "time", "soft"))
@@ -159,6 +141,8 @@ def method() -> tuple[int, int, str, list[str]]:
     return 980, 496, "AdLoCo over time", parts
 
 
+LOOP = ("adloco(state, settings, engine,", "observers) &#8594; state")
+CORE = ("inner and outer updates, gradient", "statistics, batch tests, merges")
 # Of the architecture: left edge, top edge, colour of the title, title, lines.
 CARDS = (
     (20, 20, "ink", "Command line, notebook", "main.py, commands/, train, fit"),
@@ -168,22 +152,8 @@ CARDS = (
     (350, 170, "B", "Observers", "run/observers.py: ledger,", "evaluation, checkpoints"),
     (680, 170, "A", "Engine", "run/engine.py, programs.py,", "sharding.py: core under jit"),
     (20, 340, "ink", "settings.py", "every knob, checked, frozen"),
-    (
-        350,
-        340,
-        "A",
-        "adloco.py: the loop",
-        "adloco(state, settings, engine,",
-        "observers) &#8594; state",
-    ),
-    (
-        680,
-        340,
-        "A",
-        "core/",
-        "inner and outer updates, gradient",
-        "statistics, batch tests, merges",
-    ),
+    (350, 340, "A", "adloco.py: the loop", *LOOP),
+    (680, 340, "A", "core/", *CORE),
     (20, 450, "C", "models/", "Llama, BERT, gradient taps"),
 )
 ARROWS = (
@@ -259,8 +229,7 @@ def front() -> tuple[int, int, str, list[str]]:
     )
     for method, (name, style, dx, dy, anchor) in SHOWN.items():
         reached = [cost for cost in costs[method].values() if cost is not None]
-        updates = [cost.updates for cost in reached]
-        syncs = [cost.communications for cost in reached]
+        updates, syncs, _ = zip(*reached, strict=True)
         x, y = across(statistics.median_low(updates)), down(statistics.median_low(syncs))
         parts.append(line([(across(min(updates)), y), (across(max(updates)), y)], f"{style} thick"))
         parts.append(line([(x, down(min(syncs))), (x, down(max(syncs)))], f"{style} thick"))

@@ -9,8 +9,8 @@ better of the two libraries'.
 """
 
 import dataclasses
-import functools
 import importlib.util
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -114,21 +114,19 @@ class InnerSteps:
 def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], repeats: int) -> dict:
     """Tokens per second of each library, and their share of a matrix product's rate."""
     result: dict = {"case": "pytorch", "speed_over_eager": {}, "share_of_matmul": {}}
-    for name in shapes:
-        for batch in batches:
-            for num_trainers in trainers:
-                label = f"{name} b={batch} M={num_trainers}"
-                measured = measure(SHAPES[name], batch, num_trainers, repeats)
-                ours, eager = measured["adloco_jax"], measured["eager"]
-                result["speed_over_eager"][label] = round(eager["seconds"] / ours["seconds"], 3)
-                result["share_of_matmul"][label] = ours["share"]
-                print(label)
-                for library, figures in measured.items():
-                    low, middle, high = figures["tokens_per_s"]
-                    print(
-                        f"  {library:12} {middle:9,.0f} tokens/s ({low:,.0f} to {high:,.0f}),"
-                        f" {figures['share']:.1%} of {figures['machine'] / 1e9:,.0f} GFLOP/s"
-                    )
+    for name, batch, num_trainers in itertools.product(shapes, batches, trainers):
+        label = f"{name} b={batch} M={num_trainers}"
+        measured = measure(SHAPES[name], batch, num_trainers, repeats)
+        ours, eager = measured["adloco_jax"], measured["eager"]
+        result["speed_over_eager"][label] = round(eager["seconds"] / ours["seconds"], 3)
+        result["share_of_matmul"][label] = ours["share"]
+        print(label)
+        for library, figures in measured.items():
+            low, middle, high = figures["tokens_per_s"]
+            print(
+                f"  {library:12} {middle:9,.0f} tokens/s ({low:,.0f} to {high:,.0f}),"
+                f" {figures['share']:.1%} of {figures['machine'] / 1e9:,.0f} GFLOP/s"
+            )
     return result
 
 
@@ -237,19 +235,12 @@ def torch_steps(
     torch.compiler.reset()  # lest a second shape be compiled for shapes of any size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner, low_precision = settings.inner, settings.model.dtype == "bfloat16"
-    load = functools.partial(
-        transformers.LlamaForCausalLM.from_pretrained,
-        dtype=torch.float32,
-        attn_implementation="sdpa_unmasked",
-    )
-    models = [load(folder).to(device).train() for _ in range(tokens_SRBL.shape[1])]
-    adamw = functools.partial(
-        torch.optim.AdamW,
-        lr=inner.learning_rate,
-        weight_decay=inner.weight_decay,
-        fused=True,  # as transformers' Trainer has it; the default is slower on a CPU
-    )
-    optimizers = [adamw(model.parameters()) for model in models]
+    load = transformers.LlamaForCausalLM.from_pretrained
+    how = {"dtype": torch.float32, "attn_implementation": "sdpa_unmasked"}
+    models = [load(folder, **how).to(device).train() for _ in range(tokens_SRBL.shape[1])]
+    # Fused, as transformers' Trainer has it; the default is slower on a CPU.
+    how = {"lr": inner.learning_rate, "weight_decay": inner.weight_decay, "fused": True}
+    optimizers = [torch.optim.AdamW(model.parameters(), **how) for model in models]
     rows_SRBL = torch.from_numpy(tokens_SRBL).long().to(device)
 
     def loss_of(model):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from adloco_jax.errors import UserError
 from adloco_jax.study import results
+from adloco_jax.study.summary import markdown_table
 
 CHOICE = ("method", "setting", "updates", "communications", "tokens", "trials that did")
 SPENT = ("method", "serial updates", "communications", "tokens", "seeds that did")
@@ -37,12 +38,10 @@ class Cost(NamedTuple):
 
 def cost(line: dict, target: float) -> Cost | None:
     """What the run of a line had spent when it first had the loss; None if it never had."""
+    syncs = "updates" if line["variant"].startswith("data parallel:") else "syncs"
     for point in line["curve"]:
         if point["loss"] <= target:
-            updates = int(point["updates"])
-            is_parallel = line["variant"].startswith("data parallel:")
-            syncs = updates if is_parallel else int(point["syncs"])
-            return Cost(updates, syncs, int(point["tokens"]))
+            return Cost(*(int(point[name]) for name in ("updates", syncs, "tokens")))
     return None
 
 
@@ -110,10 +109,7 @@ def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tupl
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a Markdown table."""
-    print(f"{title}\n")
-    for row in (header, ("---",) * len(header), *rows):
-        print(f"| {' | '.join(row)} |")
-    print()
+    print(f"{title}\n\n{markdown_table([header, *rows])}\n")
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ledgers import one_round
+from ledgers import round_line, start_line
 
 from adloco_jax.study import bandwidth
 from adloco_jax.study.bandwidth import METHODS, PAPER, UTILISATIONS, needed_by
@@ -15,7 +15,8 @@ from adloco_jax.study.replay import Traffic, replay
 @pytest.mark.parametrize("method", METHODS)
 def test_the_simulator_reaches_the_utilisation_at_the_needed_bandwidth(method):
     num_steps, traffic = METHODS[method]
-    lines = one_round(num_params=bandwidth.NUM_PARAMS, num_workers=2, num_updates=num_steps)
+    start = start_line(num_params=bandwidth.NUM_PARAMS)
+    lines = [start, round_line(1, batch=1, updates=num_steps)]
     link = Link(needed_by(method, 0.95, step_s=0.11) * 1e9 / 8, 0.0)
     place = Cluster(2, 2, lambda num_sequences: 0.11 * num_sequences, link, link)
     result = replay(lines, place, traffic=traffic)

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
+from ledgers import round_line, start_line
+from toy import config_of
 
 from adloco_jax import main as cli
 from adloco_jax.commands import compare as compare_command
@@ -29,19 +30,16 @@ import study_tables  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def tiny() -> ConfigDict:
-    """A run of seconds on the standard library's text."""
-    config = default_config()
-    config.num_rounds = 3
-    config.model.width, config.model.mlp_width, config.model.num_layers = 16, 32, 1
-    config.data.sequence_length, config.data.num_sequences = 16, 400
-    config.ensemble.num_trainers, config.ensemble.num_workers = 1, 2
-    config.inner.steps_per_round = 2
-    config.batching.test, config.merge.policy = "constant", "none"
-    config.batching.initial_batch_size, config.batching.max_batch_size = 2, 4
-    config.batching.buckets, config.batching.batch_cap = (2, 4), 8
-    config.eval.num_sequences = 8
-    return config
+TINY = config_of(
+    num_rounds=3,
+    model={"width": 16, "mlp_width": 32, "num_layers": 1},
+    data={"sequence_length": 16, "num_sequences": 400},
+    ensemble={"num_trainers": 1, "num_workers": 2},
+    inner={"steps_per_round": 2},
+    merge={"policy": "none"},
+    batching={"test": "constant", "batch_cap": 8},
+    eval={"every_rounds": 1, "num_sequences": 8},
+)
 
 
 ADAPTIVE = {
@@ -60,7 +58,7 @@ VARIANTS = {
 
 def comparison(**changes) -> Comparison:
     fields = {
-        "base": tiny(),
+        "base": TINY,
         "variants": VARIANTS,
         "baseline": "DiLoCo",
         "target_losses": (5.5, 1.0),
@@ -124,31 +122,12 @@ def test_the_comparisons_of_this_project_can_run(name, tmp_path):
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
     """Events of rounds [(index, trainer, workers, updates)] of batches of 4 sequences."""
-    events: list[dict] = [
-        {
-            "event": "start",
-            "time": "2026-11-23T10:00:00+00:00",
-            "devices": "1 x cpu",
-            "jax": "0.10.2",
-            "num_params": num_params,
-            "state_bytes": {"params": 4 * num_params, "outer_state": 0, "inner_state": 0},
-            "config": {
-                "inner": {"unit": "updates", "steps_per_round": 5},
-                "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
-            },
-            "run": "r",
-            "command": "",
-            "max_batch_size": 4,
-        }
-    ]
+    events = [start_line(num_params=num_params, time="2026-11-23T10:00:00+00:00", jax="0.10.2")]
     for index, own in itertools.groupby(rounds, key=lambda row: row[0]):
         for _, trainer, workers, updates in own:
-            line = {"event": "round", "round": index, "trainer": trainer, "workers": workers}
-            line |= {"requested_batch_size": 4, "micro_batch_size": 4, "num_accum_steps": 1}
-            line |= {"updates": updates, "tokens": updates * 4 * 8 * workers, "step_s": 1.0}
-            line |= {"syncs": int(workers > 1), "bytes": 2 * (workers - 1) * 4 * num_params}
-            rest = ("noise", "signal", "test_value", "next_batch_size", "train_loss", "stall_s")
-            events.append(line | dict.fromkeys(rest, 0))
+            line = round_line(index, trainer, workers, updates=updates, next_batch_size=4)
+            line |= {"tokens": updates * 4 * 8 * workers, "syncs": int(workers > 1)}
+            events.append(line | {"bytes": 2 * (workers - 1) * 4 * num_params, "train_loss": 0})
         for _, m in (merge for merge in merges if merge[0] == index):
             line = {"event": "merge", "round": index, "members": list(m), "into": m[0]}
             events.append(line | {"syncs": 1, "bytes": 80})
@@ -227,20 +206,18 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     table = compare.write(what, tmp_path)
     assert table["budgets"]["tokens"] == 640 and table["budgets"]["syncs"] == 2
 
-    def spread(row, *path):
-        found = table["rows"][row]
-        for key in path:
-            found = found[key]
+    def spread(found):
         return [found["low"], found["high"], found["reached"]]
 
-    assert spread("DiLoCo", "final", "loss") == [3, 4, 2]
-    assert spread("DiLoCo", "at_equal", "tokens") == [4, 4, 2]
-    assert spread("AdLoCo", "at_equal", "bytes") == [2, 3, 2]
-    assert table["rows"]["AdLoCo"]["at_equal"].keys() == compare.MEASURES.keys()
-    assert spread("AdLoCo", "to_target", 0, "tokens") == [320, 640, 2]
-    assert spread("DiLoCo", "to_target", 0, "updates") == [15, None, 1]
-    assert spread("AdLoCo", "to_target", 1, "tokens") == [None, None, 0]
-    assert spread("AdLoCo", "to_baseline", "syncs") == [1, 2, 2]  # 3 and 4, seed by seed
+    theirs, ours = (table["rows"][name] for name in losses)
+    assert spread(theirs["final"]["loss"]) == [3, 4, 2]
+    assert spread(theirs["at_equal"]["tokens"]) == [4, 4, 2]
+    assert spread(ours["at_equal"]["bytes"]) == [2, 3, 2]
+    assert ours["at_equal"].keys() == compare.MEASURES.keys()
+    assert spread(ours["to_target"][0]["tokens"]) == [320, 640, 2]
+    assert spread(theirs["to_target"][0]["updates"]) == [15, None, 1]
+    assert spread(ours["to_target"][1]["tokens"]) == [None, None, 0]
+    assert spread(ours["to_baseline"]["syncs"]) == [1, 2, 2]  # 3 and 4, seed by seed
     assert json.loads((tmp_path / "comparison.json").read_text()) == table
     text = (tmp_path / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
@@ -400,24 +377,26 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     assert (folder / "comparison.md").read_text() == markdown(table)
 
 
+def execute(what, folder):
+    """Whether all runs are finished, and of each that was reached, whether it was made now."""
+    made = []
+
+    def note(run, by_this):
+        made.append((run.variant, by_this))
+
+    file = folder / "results.jsonl"
+    return compare_command.execute(what, folder, on_end=note, results_file=file), made
+
+
 def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp_path, monkeypatch):
     again = {"batching.test": "replay", "batching.replay": "DiLoCo"}
     both = comparison(variants={"DiLoCo": {}, "again": again}, seeds=(3,))
-    made, file = [], tmp_path / "results.jsonl"
-
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    def execute():
-        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
-        return compare_command.execute(both, tmp_path, on_end=note, results_file=file)
-
+    file = tmp_path / "results.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(results, "append", killed)
-        execute()
-    assert made == [] and results.read(file) == {}
-    assert execute()
-    assert made == [("DiLoCo", False), ("again", True)]
+        patch.setattr(results, "append", raising(KeyboardInterrupt))
+        execute(both, tmp_path)
+    assert results.read(file) == {}
+    assert execute(both, tmp_path) == (True, [("DiLoCo", False), ("again", True)])
     assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
     replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
     assert replayed.exists() and not replaying.exists()
@@ -427,8 +406,7 @@ def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp
     monkeypatch.setattr(compare_command, "_train", make)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(lines[0])
-    assert execute()
-    assert made[2:] == [("DiLoCo", True), ("again", True)]
+    assert execute(both, tmp_path) == (True, [("DiLoCo", True), ("again", True)])
     assert len(file.read_text().splitlines()) == len(lines)
 
 
@@ -437,20 +415,14 @@ def test_a_run_that_another_process_ends_and_deletes_meanwhile_is_no_error(
     error, tmp_path, monkeypatch
 ):
     one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
-    run, file, made = runs_of(one, tmp_path)[0], tmp_path / "results.jsonl", []
+    run, file = runs_of(one, tmp_path)[0], tmp_path / "results.jsonl"
     monkeypatch.setattr(compare_command, "finished", raising(error))
-
-    def execute():
-        note = lambda run, by_this: made.append((run.variant, by_this))  # noqa: E731
-        return compare_command.execute(one, tmp_path, on_end=note, results_file=file)
-
     with pytest.raises(type(error)):
-        execute()
+        execute(one, tmp_path)
     events = [*ledger(rounds=[(1, 0, 1, 5)]), {"event": "end", "wall_s": 1.0}]
     write = functools.partial(results.append, file, run, changes={}, curve=[], events=events)
     monkeypatch.setattr(compare_command, "finished", raising(error, first=write))
-    assert execute()
-    assert made == [("DiLoCo", False)]
+    assert execute(one, tmp_path) == (True, [("DiLoCo", False)])
 
 
 def raising(error, *, first=lambda: None):

@@ -1,23 +1,31 @@
 """The lines of docs/conformance.md on simulated clusters: tables, formulas, and measured times."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pytest
-from ledgers import one_round
+from ledgers import round_line, start_line
 from published import MEASURED_PARAMS, MEASURED_STEP_S, MEASURED_SYNC_S, SCALING_LAWS, Row
 
 from adloco_jax.study import bandwidth
 from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.replay import RoundTime, Traffic, replay
 
+AT_95 = bandwidth.UTILISATIONS.index(0.95)
 
-def _agreement(cells: dict[str, tuple[float, float]]) -> str:
-    """How far (ours, theirs) are apart, in points of the papers' grid of bandwidths."""
+
+def _agreement(needed: Callable, tables: Mapping[str, tuple[float, ...]]) -> str:
+    """How far ours, `needed(row, utilisation)`, and theirs are apart, in points of their grid."""
     printed = [float(f"{gbits:.1f}") for gbits in bandwidth.GRID] + [math.inf]
+    cells = {
+        f"{row} at {100 * utilisation:g} %": (needed(row, utilisation), figure)
+        for row, figures in tables.items()
+        for utilisation, figure in zip(bandwidth.UTILISATIONS, figures, strict=True)
+    }
 
     def apart(ours, theirs):
         place = np.searchsorted(bandwidth.GRID, ours)
@@ -35,23 +43,14 @@ def _gbits(figures: Iterable[float]) -> str:
 
 
 def streaming_table() -> list[Row]:
-    step_s, at_95 = bandwidth.GRID_STEP_S, bandwidth.UTILISATIONS.index(0.95)
-    cells = {
-        f"{method} at {100 * utilisation:g} %": (
-            bandwidth.needed_by(method, utilisation, step_s=step_s),
-            figure,
-        )
-        for method, figures in bandwidth.PAPER.items()
-        for utilisation, figure in zip(bandwidth.UTILISATIONS, figures, strict=True)
-    }
-    ours = (bandwidth.needed_by(name, 0.95, step_s=step_s) for name in bandwidth.METHODS)
+    needed = functools.partial(bandwidth.needed_by, step_s=bandwidth.GRID_STEP_S)
     return [
         Row(
             "Streaming DiLoCo (arXiv 2501.18512), Table 4, 1 B parameters",
             "bandwidth for 5 utilisations of 5 methods; 16 bits, a step of 0.12 s",
-            _gbits(figures[at_95] for figures in bandwidth.PAPER.values()),
-            _gbits(map(bandwidth.on_grid, ours)),
-            _agreement(cells),
+            _gbits(figures[AT_95] for figures in bandwidth.PAPER.values()),
+            _gbits(bandwidth.on_grid(needed(name, 0.95)) for name in bandwidth.METHODS),
+            _agreement(needed, bandwidth.PAPER),
         )
     ]
 
@@ -68,30 +67,25 @@ def scaling_table() -> list[Row]:
 
 
 def _scaling_row(how: str, traffic: Traffic) -> Row:
-    def needed(model, num_steps, utilisation):
+    def needed(row, utilisation):
+        model, _, num_steps = row.partition(", H = ")
         (num_params, step_s), _ = SCALING_LAWS[model]
-        return bandwidth.needed_gbits(
-            traffic, utilisation, num_params=num_params, num_steps=num_steps, step_s=step_s
-        )
+        how = {"num_params": num_params, "num_steps": int(num_steps), "step_s": step_s}
+        return bandwidth.needed_gbits(traffic, utilisation, **how)
 
-    cells = {
-        f"{model}, H = {num_steps} at {100 * utilisation:g} %": (
-            needed(model, num_steps, utilisation),
-            figure,
-        )
+    tables = {
+        f"{model}, H = {num_steps}": figures
         for model, (_, table) in SCALING_LAWS.items()
         for num_steps, figures in table.items()
-        for utilisation, figure in zip(bandwidth.UTILISATIONS, figures, strict=True)
     }
-    shown = SCALING_LAWS["405B"][1]
-    at_95 = bandwidth.UTILISATIONS.index(0.95)
+    shown = {row: figures for row, figures in tables.items() if row.startswith("405B")}
     bits, early = traffic.bits_per_param, traffic.early_frac
     return Row(
         "Scaling Laws (arXiv 2503.09799), Table 6",
         f"bandwidth, 3 models; {how}: {bits:.3g} bits, sending begins {early:.2f} step early",
-        "405B: " + _gbits(figures[at_95] for figures in shown.values()),
-        "405B: " + _gbits(bandwidth.on_grid(needed("405B", steps, 0.95)) for steps in shown),
-        _agreement(cells),
+        "405B: " + _gbits(figures[AT_95] for figures in shown.values()),
+        "405B: " + _gbits(bandwidth.on_grid(needed(row, 0.95)) for row in shown),
+        _agreement(needed, tables),
     )
 
 
@@ -106,8 +100,8 @@ def _measured_row(name: str) -> Row:
     place = Cluster(4, 4, lambda num_sequences: step_s * num_sequences, link, link)
     theirs, ours = [], []
     for num_steps in (1, 8, 32, 128):
-        lines = one_round(num_params=MEASURED_PARAMS, num_workers=4, num_updates=num_steps)
-        result = replay(lines, place)
+        line = round_line(1, workers=4, batch=1, updates=num_steps)
+        result = replay([start_line(num_params=MEASURED_PARAMS), line], place)
         theirs.append(num_steps * step_s / (num_steps * step_s + sync_s))
         ours.append(result.frac("compute_s"))
     our_sync_s = result.rounds[0].communication_s
@@ -162,10 +156,8 @@ def _simulated(num_models: int) -> RoundTime:
         within=link(NEAR if workers > 1 else FAR, each),
         between=link(FAR, max(2, workers)),
     )
-    lines = one_round(
-        num_params=PARAMS_A, num_workers=workers, num_updates=STEPS_A, batch_size=each
-    )
-    return replay(lines, place).rounds[0]
+    line = round_line(1, workers=workers, batch=each, updates=STEPS_A)
+    return replay([start_line(num_params=PARAMS_A), line], place).rounds[0]
 
 
 def wall_clock() -> list[Row]:

@@ -90,20 +90,6 @@ def test_a_ledger_of_an_older_version_is_named_with_the_field(tmp_path):
         curves.read_run(tmp_path)
 
 
-def test_held_out_points_carry_the_costs_of_their_evaluation(tmp_path):
-    events = curves.read_run(write_run(tmp_path, no_loss=(2,))).events
-    points = curves.heldout_points(events)
-    assert [p["tokens"] for p in points] == [512, 1408, 2816, 7680, 12800, 17920]
-    assert [p["syncs"] for p in points] == [1, 2, 4, 5, 6, 7]  # a merge in round 3
-    # 500,000 bytes for each of two workers a round, from round 4 on of three; and the merge's.
-    moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
-    assert [p["bytes"] for p in points] == moved
-    losses = [p["value"] for p in points]
-    assert math.isnan(losses[1]) and losses[2:4] == pytest.approx([3.35, 2.65])
-    of_trainer = curves.heldout_points(events, trainer=1)
-    assert [p["round"] for p in of_trainer] == [1, 2]  # then it is absorbed
-
-
 def test_training_points_are_means_over_trainers_and_know_the_same_costs(tmp_path):
     events = curves.read_run(write_run(tmp_path)).events
     points = curves.training_points(events)

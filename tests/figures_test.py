@@ -299,4 +299,5 @@ def test_simulated_time_ends_where_the_replay_ends(tmp_path):
 
 def test_of_many_trainers_the_last_ones_stand_out(tmp_path):
     looks = loss.trainer_looks(read(tmp_path, rounds=MANY, merge=False))
-    assert [*looks.values()] == [f"c{t}" for t in range(6)] + ["other"] * 14
+    named = [(f"c{t}", f"trainer {t}") for t in range(6)]
+    assert [*looks.values()] == named + [("other", "")] * 14

@@ -1,4 +1,4 @@
-"""A small run's ledger, whose sums can be added by hand."""
+"""Lines of ledgers, and a small run's whole one, whose sums can be added by hand."""
 
 import itertools
 import math
@@ -28,42 +28,47 @@ ROUNDS = [
 ]
 COLUMNS = ("round", "trainer", "workers", "requested_batch_size", "micro_batch_size")
 COLUMNS += ("num_accum_steps", "train_loss", "next_batch_size", "reason")
-ROUND = {"updates": 4, "noise": 1.0, "signal": 0.1, "test_value": math.inf}
-ROUND |= {"step_s": 0.2, "stall_s": 0.0}
-
-START = {
-    "run": "quickstart",
-    "num_params": 250_000,
-    "state_bytes": {"params": 125_000, "outer_state": 0, "inner_state": 0},
-    "devices": "1 x cpu",
-    "tokens_per_byte": 0.25,
-    "max_batch_size": 8,
-}
 COMMAND = "python -m adloco_jax.main --config configs/quickstart.py --set x='$a_$'"
 JOINED = {"members": [2, 1], "into": 2, "loss_before": [4.0, 4.1], "syncs": 1}
-REFUSAL = JOINED | {"round": 2, "weights": [4, 2], "loss_after": 5.0, "barrier": 0.95}
+REFUSAL = JOINED | {
+    "event": "refusal",
+    "round": 2,
+    "weights": [4, 2],
+    "loss_after": 5.0,
+    "barrier": 0.95,
+}
 REFUSAL |= {"bytes": 125_000, "action": "keep"}
-MERGE = JOINED | {"round": 3, "weights": [0.5, 0.5], "loss_after": 4.05, "barrier": 0.0}
+MERGE = JOINED | {
+    "event": "merge",
+    "round": 3,
+    "weights": [0.5, 0.5],
+    "loss_after": 4.05,
+    "barrier": 0.0,
+}
 MERGE |= {"bytes": 250_000}
 
 
-def config(seed, learning_rate):
-    return {
+def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
+    """The start of a run in float32, without momentum or moments; `config` adds to its config."""
+    config = {
         "seed": seed,
         "data": {"sequence_length": LENGTH},
         "inner": {"unit": "updates", "steps_per_round": 4, "learning_rate": learning_rate},
         "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
         "batching": {"test": "norm", "eta": 0.8, "nu": 1.0},
-    }
+    } | changes.pop("config", {})
+    line = {"event": "start", "run": "quickstart", "command": COMMAND, "num_params": num_params}
+    line |= {"devices": "1 x cpu", "max_batch_size": 8, "config": config}
+    state_bytes = {"params": 4 * num_params, "outer_state": 0, "inner_state": 0}
+    return line | {"state_bytes": state_bytes} | changes
 
 
-def one_round(*, num_params, num_workers, num_updates, batch_size=1):
-    """Lines with what a replay reads: a trainer's only round, without accumulation."""
-    plan = {"micro_batch_size": batch_size, "num_accum_steps": 1, "updates": num_updates}
-    settings = config(0, 0.1) | {"inner": {"unit": "updates", "steps_per_round": num_updates}}
-    start = {"event": "start", "num_params": num_params, "config": settings}
-    start |= {"state_bytes": {"params": 1, "outer_state": 0, "inner_state": 0}}
-    return [start, {"event": "round", "round": 1, "trainer": 0, "workers": num_workers} | plan]
+def round_line(round, trainer=0, workers=2, batch=4, *, accum=1, **changes):
+    """A trainer's line; `batch` is that of a device's pass."""
+    line = {"event": "round", "round": round, "trainer": trainer, "workers": workers}
+    line |= {"requested_batch_size": batch, "micro_batch_size": batch, "num_accum_steps": accum}
+    line |= {"updates": 4, "noise": 1.0, "signal": 0.1, "test_value": math.inf}
+    return line | {"step_s": 0.2, "stall_s": 0.0} | changes
 
 
 def write_run(
@@ -92,13 +97,15 @@ def write_run(
     total = Counter()
     with Ledger(workdir / "ledger.jsonl") as ledger:
 
-        def write(event, fields):
-            ledger.write(event, **fields)
+        def write(fields):
+            ledger.write(**fields)
             costs = ("tokens", "syncs", "bytes", "updates")
             total.update({f"{cost}_total": fields.get(cost, 0) for cost in costs})
 
-        own = {"command": command, "config": config(seed, learning_rate)}
-        ledger.write("start", **START, **own)
+        where = {"seed": seed, "learning_rate": learning_rate, "command": command}
+        state_bytes = {"params": 125_000, "outer_state": 0, "inner_state": 0}
+        start = start_line(num_params=250_000, state_bytes=state_bytes, **where)
+        write(start | {"tokens_per_byte": 0.25})
         for cache, seconds in (("miss", 1.5), ("miss", 2.25), ("hit", 0.25)):
             needed = {"needed_bytes": int(seconds * 2**30) if memory else None}
             timed = {"cache": cache, "seconds": seconds, "where": "foreground"}
@@ -106,19 +113,19 @@ def write_run(
         for number, rows in itertools.groupby(rounds, key=lambda row: row[0]):
             losses = {}
             for row in rows:
-                line = ROUND | dict(zip(COLUMNS, row, strict=True))
+                line = round_line(number, **dict(zip(COLUMNS[1:], row[1:], strict=True)))
                 workers = line["workers"]
                 per_update = workers * line["micro_batch_size"] * line["num_accum_steps"]
                 line["train_loss"] += math.nan if number in no_loss else loss_shift
                 line |= {"tokens": per_update * 4 * LENGTH, "syncs": int(workers > 1)}
-                write("round", line | {"bytes": 500_000 * (workers if workers > 1 else 0)})
+                write(line | {"bytes": 500_000 * (workers if workers > 1 else 0)})
                 losses[line["trainer"]] = line["train_loss"]
             consensus = min(losses.values()) - 0.25  # of all that took part
             if merge and number == 3:
-                write("merge", MERGE)
+                write(MERGE)
                 del losses[1]
             if refusal and number == 2:
-                write("refusal", REFUSAL)
+                write(REFUSAL)
             if evals:
                 held_out = {trainer: loss - 0.2 for trainer, loss in losses.items()}
                 for trainer, loss in (held_out | {"consensus": consensus}).items():

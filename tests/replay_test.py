@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledgers import LENGTH, round_line
+from ledgers import start_line as start
 from toy import settings_of
 
 from adloco_jax.adloco import Control, Trainer, after_merge
@@ -27,19 +29,8 @@ def tenth(num_sequences):
     return 0.1 * num_sequences
 
 
-def start(**changes):
-    inner = {"unit": "updates", "steps_per_round": 10}
-    outer = {"precision": "float32", "fragments": 1, "delay_updates": 0}
-    config = {"inner": inner, "outer": outer}
-    event = {"event": "start", "num_params": 250, "config": config}
-    # 250 parameters are 1000 bytes; no momentum, no moments.
-    state_bytes = {"params": 1000, "outer_state": 0, "inner_state": 0}
-    return event | {"state_bytes": state_bytes} | changes
-
-
 def line(round, trainer, workers, batch, *, accum=1, updates=10):
-    plan = {"micro_batch_size": batch, "num_accum_steps": accum, "updates": updates}
-    return {"event": "round", "round": round, "trainer": trainer, "workers": workers} | plan
+    return round_line(round, trainer, workers, batch, accum=accum, updates=updates)
 
 
 def merge(round, members, **changes):
@@ -152,8 +143,9 @@ def test_micro_batches_run_one_after_the_other():
 
     # The last update of a round counted in micro-batches may be short.
     inner = {"unit": "microbatches", "steps_per_round": 5}
-    short = start(config=start()["config"] | {"inner": inner})
-    result = replay([short, line(1, 0, 1, 2, accum=2, updates=3)], cluster(1))
+    result = replay(
+        [start(config={"inner": inner}), line(1, 0, 1, 2, accum=2, updates=3)], cluster(1)
+    )
     assert result.wall_s == pytest.approx(0.4 + 0.4 + 0.2)
 
 
@@ -285,7 +277,7 @@ def test_a_trainer_blocks_for_what_its_updates_do_not_hide(traffic, blocked_s):
 def test_outer_gradients_travel_as_the_start_line_says():
     outer = {"precision": "int8", "fragments": 2, "delay_updates": 1}
     place, rounds = cluster(2, 2, between=SLOW), [line(1, 0, 2, 4), line(2, 0, 2, 4)]
-    recorded = replay([start(config=start()["config"] | {"outer": outer}), *rounds], place)
+    recorded = replay([start(config={"outer": outer}), *rounds], place)
     traffic = Traffic(BITS_PER_PARAM["int8"], 2, 1)
     assert recorded == replay([start(), *rounds], place, traffic=traffic)
     assert recorded.wall_s < replay([start(), *rounds], place).wall_s
@@ -457,12 +449,11 @@ def test_roofline_by_hand():
 
 
 def test_a_run_is_replayed_on_every_preset():
-    config = start()["config"] | {"data": {"sequence_length": 64}}
-    events = [start(config=config, num_params=10**8), line(1, 0, 4, 64)]
+    events = [start(num_params=10**8), line(1, 0, 4, 64)]
     found = predictions.on_clusters(Run(Path("r"), events))
     assert list(found) == list(predictions.SIZES)
     assert {preset for preset, _ in found} == set(PRESETS)
-    step_time = roofline(predictions.DEVICE, num_params=10**8, sequence_length=64)
+    step_time = roofline(predictions.DEVICE, num_params=10**8, sequence_length=LENGTH)
     for (preset, num_devices), times in found.items():
         place = PRESETS[preset](num_devices=num_devices, step_time=step_time)
         assert times == replay(events, place)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from ledgers import round_line, start_line
 
 from adloco_jax.errors import DataError
 from adloco_jax.study.theory import (
@@ -21,22 +22,12 @@ C = Constants(smoothness=3.0, gap=2.0, noise=50.0, eta=0.5)
 
 def start(**batching):
     batching = {"test": "norm", "eta": 0.5, "nu": 1.0} | batching
-    return {"event": "start", "max_batch_size": 16, "config": {"batching": batching}}
+    return start_line(max_batch_size=16, config={"batching": batching})
 
 
 def line(round, **changes):
-    event = {
-        "event": "round",
-        "round": round,
-        "trainer": 0,
-        "workers": 2,
-        "updates": 10,
-        "requested_batch_size": 4,
-        "noise": 8.0,
-        "signal": 1.0,
-        "train_loss": 3.0 - 0.5 * round,
-    }
-    return event | changes
+    measured = {"updates": 10, "noise": 8.0, "signal": 1.0, "train_loss": 3.0 - 0.5 * round}
+    return round_line(round, **measured | changes)
 
 
 def evaluation(loss):

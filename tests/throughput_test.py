@@ -11,7 +11,6 @@ import toy
 from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama
 from adloco_jax.run.build import attention
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.training import fit
@@ -56,13 +55,8 @@ def a_gpu(capability):
     return types.SimpleNamespace(client=client, compute_capability=capability, device_kind="GPU")
 
 
-def settings_of(**changes):
-    config = default_config()
-    config.model.dtype = "bfloat16"
-    for name, value in changes.items():
-        group, key = name.split("__")
-        config[group][key] = value
-    return validate(config)
+def settings_of(*, batching=(), **model):
+    return toy.settings_of(model={"dtype": "bfloat16"} | model, batching=dict(batching))
 
 
 @pytest.mark.parametrize(
@@ -70,21 +64,21 @@ def settings_of(**changes):
     [
         ("9.0", {}, None),
         ("7.5", {}, "older than compute capability 8.0"),
-        ("9.0", {"model__dtype": "float32"}, "needs model.dtype = bfloat16"),
-        ("9.0", {"model__width": 640}, "heads have 160 features"),
-        ("9.0", {"batching__test": "augmented"}, "needs forward mode"),
+        ("9.0", {"dtype": "float32"}, "needs model.dtype = bfloat16"),
+        ("9.0", {"width": 640}, "heads have 160 features"),
+        ("9.0", {"batching": {"test": "augmented"}}, "needs forward mode"),
     ],
 )
 def test_cudnn_attends_where_all_it_needs_is_there(monkeypatch, capability, changes, lacks):
     monkeypatch.setattr(jax, "local_devices", lambda: [a_gpu(capability)])
     assert attention(settings_of(**changes)) == ("xla" if lacks else "cudnn")
-    assert attention(settings_of(**changes, model__attention="xla")) == "xla"
+    assert attention(settings_of(**changes, attention="xla")) == "xla"
     if lacks:
         with pytest.raises(ConfigError, match=f"model.attention = cudnn: .*{lacks}"):
-            attention(settings_of(**changes, model__attention="cudnn"))
+            attention(settings_of(**changes, attention="cudnn"))
 
 
 def test_cudnn_on_a_cpu_is_refused():
     assert attention(settings_of()) == "xla"
     with pytest.raises(ConfigError, match="model.attention = cudnn: needs an NVIDIA GPU"):
-        attention(settings_of(model__attention="cudnn"))
+        attention(settings_of(attention="cudnn"))

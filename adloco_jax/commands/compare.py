@@ -6,7 +6,6 @@ Stopped, the same command goes on with the same --workdir (by default `runs/<con
 Several processes share the runs among themselves; so do several such commands with one folder.
 """
 
-import argparse
 import contextlib
 import functools
 import shlex
@@ -14,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,7 @@ def run(words: Sequence[str]) -> int:
         "--results", type=Path, help="a JSON line for each finished run, whose folder is deleted"
     )
     parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
-    return _compare(parser.parse(words), shlex.join(["adloco", "compare", *words]))
-
-
-def _compare(options: argparse.Namespace, command: str) -> int:
+    options, command = parser.parse(words), shlex.join(["adloco", "compare", *words])
     path = config_file.find(options.config)
     comparison = config_file.load(path, "get_comparison", compare.Comparison)
     folder = options.workdir or Path("runs") / path.stem
@@ -60,15 +56,10 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     this = [sys.executable, "-m", "adloco_jax", "compare", f"--config={path}", "--only-run"]
     this += [f"--workdir={folder}"] + [f"--results={p}" for p in [options.results] if p]
     others = [subprocess.Popen(this) for _ in range(options.processes - 1)]
-    make_runs = functools.partial(
-        execute,
-        on_end=say,
-        command=command,
-        config_file=path,
-        results_file=options.results,
-    )
+    made_as = {"command": command, "config_file": path, "results_file": options.results}
+    make_runs = functools.partial(execute, comparison, folder, on_end=say, **made_as)
     try:
-        whole = make_runs(comparison, folder)
+        whole = make_runs()
         codes = [other.wait() for other in others]
     finally:
         for other in others:
@@ -76,7 +67,7 @@ def _compare(options: argparse.Namespace, command: str) -> int:
     if options.only_run:
         return 0
     # Another's replay may have waited for the run that this process made.
-    whole = whole or make_runs(comparison, folder)
+    whole = whole or make_runs()
     if not whole:
         print("the other runs are in another process's hands")
         return max(codes, default=0)
@@ -121,23 +112,36 @@ def execute(
     Raises:
       UserError: From `train`; calling again resumes the comparison.
     """
-    whole = True
-    runs = compare.runs_of(comparison, folder)
-    replayed = {Path(run.config.batching.replay) for run in runs if run.config.batching.replay}
-    keep = functools.partial(_keep, comparison, Path(folder), results_file, replayed)
+    whole, runs = True, compare.runs_of(comparison, folder)
+    source_of = {run.workdir: run.config.batching.replay for run in runs}
+    replayed = {Path(source) for source in source_of.values() if source}
 
     def has_line(run: Run) -> bool:
         return results_file is not None and results.key(run) in results.read(results_file)
 
-    to_replay = {
-        Path(source) for run in runs if (source := run.config.batching.replay) and not has_line(run)
-    }
+    def keep(run: Run) -> None:
+        """Write the line of a finished run, and delete its folder unless other runs replay it.
+
+        A process killed between the two leaves them to the next, or to one that runs beside it.
+        """
+        if results_file is None:
+            return
+        with FileLock(Path(folder) / "results.lock"):
+            if not has_line(run):
+                events = read_run(run.workdir).events
+                points = compare.curve(events, comparison.simulated)
+                changes = comparison.variants[run.variant]
+                results.append(results_file, run, changes=changes, curve=points, events=events)
+            if run.workdir not in replayed and run.workdir.exists():
+                shutil.rmtree(run.workdir)
+
+    to_replay = {Path(s) for run in runs if (s := source_of[run.workdir]) and not has_line(run)}
     for run in runs:
         is_there = run.workdir not in to_replay or compare.is_finished(run.workdir)
         if has_line(run) and is_there:
             on_end(run, False)
             continue
-        source = run.config.batching.replay
+        source = source_of[run.workdir]
         try:
             made = finished(run.workdir, run.config, config_file=config_file) is None
             if made and source and not compare.is_finished(Path(source)):
@@ -165,26 +169,3 @@ def _train(run: Run, **how: Any) -> None:
         contextlib.redirect_stdout(output),
     ):
         train(run.config, run.workdir, **how)
-
-
-def _keep(
-    comparison: compare.Comparison,
-    folder: Path,
-    results_file: Path | None,
-    replayed: Collection[Path],
-    run: Run,
-) -> None:
-    """Write the line of a finished run, and delete its folder unless other runs replay it.
-
-    A process killed between the two leaves them to the next, or to one that runs beside it.
-    """
-    if results_file is None:
-        return
-    with FileLock(folder / "results.lock"):
-        if results.key(run) not in results.read(results_file):
-            events = read_run(run.workdir).events
-            points = compare.curve(events, comparison.simulated)
-            changes = comparison.variants[run.variant]
-            results.append(results_file, run, changes=changes, curve=points, events=events)
-        if run.workdir not in replayed and run.workdir.exists():
-            shutil.rmtree(run.workdir)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from adloco_jax.study.replay import Traffic
+from adloco_jax.study.summary import markdown_table
 
 # The paper's 1 B model (its Tables 1 and 4, sections 3.1 and 3.3.1) and our assumptions where it is
 # silent: docs/CLUSTER.md says which is which.
@@ -99,21 +100,17 @@ def on_grid(gbits: float) -> float:
 
 def table() -> str:
     """Markdown table of the paper's figures at 95 % beside ours."""
-    lines = [
-        "| Gbit/s for 95 % | paper | ours, step of 0.11 s | ratio | 0.1 s | 0.12 s, on the grid |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("paper", "ours, step of 0.11 s", "ratio", "0.1 s", "0.12 s, on the grid")
+    rows = [("Gbit/s for 95 %", *head)]
     for method in METHODS:
         paper = PAPER[method][UTILISATIONS.index(0.95)]
         ours, printed, grid = (
             needed_by(method, 0.95, step_s=step_s)
             for step_s in (STEP_S, PRINTED_STEP_S, GRID_STEP_S)
         )
-        lines.append(
-            f"| {method} | {paper} | {ours:.3g} | {ours / paper:.2f} | {printed:.3g} |"
-            f" {on_grid(grid)} |"
-        )
-    return "\n".join(lines)
+        cells = (f"{paper}", f"{ours:.3g}", f"{ours / paper:.2f}", f"{printed:.3g}")
+        rows.append((method, *cells, f"{on_grid(grid)}"))
+    return markdown_table(rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from adloco_jax.study.cluster import Simulated
 from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
 from adloco_jax.study.replay import replay
 from adloco_jax.study.results import Run
-from adloco_jax.study.summary import short
+from adloco_jax.study.summary import markdown_table, short
 
 MEASURES = {
     "tokens": "tokens",
@@ -241,7 +241,7 @@ def markdown(table: dict) -> str:
         f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
         f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
         f" {shown}.",
-        _grid([["variant", *equal, "at its end"], *losses]),
+        markdown_table([["variant", *equal, "at its end"], *losses]),
         f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash"
         f" {dash}.",
         *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
@@ -363,15 +363,9 @@ def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
         for name, cost in reached.items()
     ]
     if rows:
-        yield _grid([["variant", *MEASURES.values(), "seeds that did"], *rows])
+        yield markdown_table([["variant", *MEASURES.values(), "seeds that did"], *rows])
     if others := [name for name in costs if name not in reached]:
         yield f"No seed did: {'; '.join(others)}."
-
-
-def _grid(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, whose first row is its header."""
-    header, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:

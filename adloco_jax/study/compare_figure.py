@@ -33,13 +33,10 @@ def figure(table: dict, *, command: str) -> Figure:
       command: What made the comparison, for the caption.
     """
     rows, losses = table["rows"], table["target_losses"]
+    spent = [{name: row["to_target"][i] for name, row in rows.items()} for i in range(len(losses))]
     reached = [
-        {
-            name: row["to_target"][index]
-            for name, row in rows.items()
-            if row["to_target"][index]["tokens"]["median"] is not None
-        }
-        for index in range(len(losses))
+        {name: cost for name, cost in own.items() if cost["tokens"]["median"] is not None}
+        for own in spent
     ]
     page = Figure(figsize=(11, 5 if any(reached) else 1.6), layout="constrained")
     best = max(range(len(losses)), key=lambda index: (len(reached[index]), -losses[index]))
@@ -55,19 +52,17 @@ def figure(table: dict, *, command: str) -> Figure:
                 _span(ax, name, [cost[key] for cost in costs.values()], is_whole=key != "time_s")
             ax.set(title=question, xlabel=MEASURES[x], ylabel=MEASURES[y])
             finish(ax)
-    legend(page)
-    text = _caption(table, losses[best], costs) if costs else f"{_nobody(table)}."
+        legend(page)
+    text = _caption(table, losses[best], costs)
     text = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 150))
     page.supxlabel(text, fontsize=8, x=0.01, ha="left", parse_math=False)
     return page
 
 
-def _nobody(table: dict) -> str:
-    losses = ", ".join(f"{loss:g}" for loss in table["target_losses"])
-    return f"No variant reached {losses} nats/token in half of its seeds"
-
-
 def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
+    if not costs:
+        losses = ", ".join(f"{loss:g}" for loss in table["target_losses"])
+        return f"No variant reached {losses} nats/token in half of its seeds."
     num_seeds = len(table["seeds"])
     spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
     if num_seeds == 2:

@@ -23,14 +23,8 @@ COSTS = {
     "bytes": "bytes moved, all trainers",
 }
 
-SPENDING = (
-    "round",
-    "branch",
-    "sync",
-    "merge",
-    "refusal",
-    "spawn",
-)  # lines with `syncs` and `bytes` of their own
+# Lines with `syncs` and `bytes` of their own.
+SPENDING = ("round", "branch", "sync", "merge", "refusal", "spawn")
 
 # The fields that reports read, by event.
 _FIELDS = {
@@ -132,11 +126,10 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
             config["batching"] = config["batching"] | {"replay": "a run"}
         group = groups.setdefault(json.dumps(config, sort_keys=True), Variant(label, []))
         group.runs.append(run)
-    found = [*groups.values()]
-    if len({variant.label for variant in found}) < len(found):
-        names = [variant.label for variant in found]
+    names = [variant.label for variant in groups.values()]
+    if len(set(names)) < len(names):
         raise ConfigError(f"labels: {names}: runs of one label must differ in their seed alone")
-    return found
+    return [*groups.values()]
 
 
 def lines(events: Sequence[dict], *names: str) -> list[dict]:
@@ -256,20 +249,15 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     """Training loss by round, of a trainer or averaged over all, and the costs by then."""
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
-    totals = {
-        cost: np.cumsum(np.bincount(rounds, [e.get(cost, 0) for e in spending])).astype(int)
-        for cost in COSTS
-    }
-    losses: dict[int, list[float]] = {}
+    costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
+    totals = [np.cumsum(np.bincount(rounds, own)).astype(int).tolist() for own in costs]
+    losses: dict[int, list[float]] = defaultdict(list)
     for e in lines(events, "round"):
         if trainer in (None, e["trainer"]):
-            losses.setdefault(e["round"], []).append(_nan(e["train_loss"]))
+            losses[e["round"]].append(_nan(e["train_loss"]))
     return [
-        {
-            "round": number,
-            "value": statistics.fmean(own),
-            **{cost: int(total[number]) for cost, total in totals.items()},
-        }
+        {"round": number, "value": statistics.fmean(own)}
+        | {cost: total[number] for cost, total in zip(COSTS, totals, strict=True)}
         for number, own in sorted(losses.items())
     ]
 

@@ -1,7 +1,6 @@
 """The style of the figures that are drawn with Matplotlib, to be kept as files."""
 
 import math
-from typing import TypedDict
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -23,16 +22,8 @@ small_letters = rc_context(
 )
 
 
-class Look(TypedDict, total=False):
-    """How a curve is drawn."""
-
-    color: str
-    marker: str
-    linestyle: str | tuple
-
-
-def look(index: int) -> Look:
-    """How the curve with this number looks, the same in every figure."""
+def look(index: int) -> dict:
+    """Colour, marker and dashes of the curve with this number, the same in every figure."""
     return {
         "color": _COLORS[index % len(_COLORS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -48,18 +39,13 @@ def finish(ax: Axes) -> None:
 
 
 def legend(figure: Figure) -> None:
-    """One legend for all panels, above them, each label once."""
-    handles = {}
-    for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if not handles:
-        return
-    longest = max(map(len, handles))
+    """One legend for all panels, above them; they have the same labels."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    longest = max(map(len, labels))
     ncols = max(1, min(len(handles), int(figure.get_figwidth() * 72 / (4.7 * longest + 42))))
     more_rows = math.ceil(len(handles) / ncols) - 1
     figure.set_figheight(figure.get_figheight() + 0.19 * more_rows)
-    shown = figure.legend(handles.values(), handles, loc="outside upper center", ncols=ncols)
+    shown = figure.legend(handles, labels, loc="outside upper center", ncols=ncols)
     shown.set_frame_on(False)
     for text in shown.get_texts():
         text.set_parse_math(False)

@@ -5,12 +5,11 @@ their gradient covariance, tr(Sigma). A batch of b of them, drawn without replac
 gradient g_b with E|g_b - G|^2 = (1 - b/n) tr(Sigma) / b.
 """
 
-import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -30,6 +29,7 @@ from adloco_jax.run.build import build_model, class_count, load_data
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.settings import Settings
+from adloco_jax.study.curves import last, lines
 from adloco_jax.study.gradients_figure import figure
 
 MAX_COORDINATES = 100_000
@@ -54,11 +54,11 @@ def moments(values: np.ndarray) -> dict[str, float | None]:
     Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2).
     """
     values = np.asarray(values, np.float64).reshape(-1)
-    centred = values - values.mean()
-    std = math.sqrt(np.mean(np.square(centred)))
-    excess = float(np.mean(np.square(np.square(centred / std))) - 3) if std > 0 else None
-    mean, median = float(values.mean()), float(np.median(values))
-    return {"mean": mean, "median": median, "std": std, "excess_kurtosis": excess}
+    mean, std = float(values.mean()), float(values.std())
+    excess = None
+    if std > 0:
+        excess = float(np.mean(np.square(np.square((values - mean) / std))) - 3)
+    return {"mean": mean, "median": float(np.median(values)), "std": std, "excess_kurtosis": excess}
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
@@ -252,10 +252,9 @@ def compare(
     """
     batching, scale, found = settings.batching, ratio(noise, signal), []
     over = {"noise": noise, "signal": signal, "noise_scale": scale, "smoothed_noise_scale": scale}
-    for line in events:
-        if line["event"] != "round" or trainer not in (None, line["trainer"]):
-            continue
-        if not -ROUNDS_BEFORE <= line["round"] - round <= ROUNDS_AFTER:
+    near = range(round - ROUNDS_BEFORE, round + ROUNDS_AFTER + 1)
+    for line in lines(events, "round"):
+        if line["round"] not in near or trainer not in (None, line["trainer"]):
             continue
         own, smoothed = ratio(line["noise"], line["signal"]), None
         if (batching.test, batching.mode) == ("norm", "unbiased") and line["test_value"]:
@@ -314,40 +313,39 @@ def analyse_run(
     check_workdir(workdir)
     trained = read_trained(workdir, round=round, trainer=trainer)
     settings, events = trained.settings, ledger.read(workdir / "ledger.jsonl")
-    starts = [event for event in events if event["event"] == "start"]
-    rows, fingerprint = _training_rows(workdir, settings, starts)
-    if num_sequences > len(rows):
-        raise ConfigError(
-            f"--num-sequences {num_sequences}: the run has {len(rows)} to train on; give fewer"
-        )
+    start = last(events, "start")
+    rows_NL, num_rows = _drawn_rows(workdir, settings, start, num_sequences, seed)
     folder = _made(workdir / "report" if out is None else Path(out))
-    rng = np.random.default_rng([seed, _SEQUENCES])
-    rows_NL = rows[np.sort(rng.choice(len(rows), num_sequences, replace=False))].astype(np.int32)
-    _, loss_fn = build_model(settings)
-    pass_size = min(pass_size or starts[-1]["max_batch_size"], num_sequences)
+    pass_size = min(pass_size or start["max_batch_size"], num_sequences)
     draw_settings = {"batch_sizes": sizes, "draws": draws, "seed": seed, "pass_size": pass_size}
     num_passed = 2 * num_sequences + draws * sum(sizes)
-    with tqdm(total=num_passed, unit=" sequences", disable=None) as bar, _memory_named(pass_size):
-        measured = measure(
-            loss_fn, trained.params, rows_NL, on_sequences=bar.update, **draw_settings
-        )
+    try:
+        with tqdm(total=num_passed, unit=" sequences", disable=None) as bar:
+            inputs = (build_model(settings)[1], trained.params, rows_NL)
+            measured = measure(*inputs, on_sequences=bar.update, **draw_settings)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ResourceError(
+            f"out of memory with {pass_size} sequences in one pass; set --pass-size lower"
+        ) from error
     found = {name: measured[name] for name in ("noise", "signal")}
-    lines = compare(events, settings, round=trained.round, trainer=trainer, **found)
+    tested = compare(events, settings, round=trained.round, trainer=trainer, **found)
     if trained.source in ("best", "average"):  # not a point where one trainer was tested
-        lines = [line | {"at_checkpoint": False} for line in lines]
+        tested = [line | {"at_checkpoint": False} for line in tested]
     result = {
         "command": command,
-        "run": starts[-1]["run"],
+        "run": start["run"],
         "checkpoint": f"checkpoints/{trained.round}",
         "round": trained.round,
         "source": trained.source,
-        "data_fingerprint": fingerprint,
+        "data_fingerprint": start["data_fingerprint"],
         "unit": "nats/token" if class_count(settings) is None else "nats/example",
         "num_sequences": num_sequences,
-        "num_training_sequences": len(rows),
+        "num_training_sequences": num_rows,
         **draw_settings,
         **measured,
-        "ledger": lines,
+        "ledger": tested,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
@@ -366,35 +364,29 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def _memory_named(pass_size: int) -> Iterator[None]:
-    """Turns a lack of device memory into a ResourceError that names the remedy."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ResourceError(
-            f"out of memory with {pass_size} sequences in one pass; set --pass-size lower"
-        ) from error
-
-
-def _training_rows(
-    workdir: Path, settings: Settings, starts: Sequence[dict]
-) -> tuple[np.ndarray, str]:
-    """All rows that the run was trained on, and their fingerprint."""
+def _drawn_rows(
+    workdir: Path, settings: Settings, start: dict, num_sequences: int, seed: int
+) -> tuple[np.ndarray, int]:
+    """Random rows of those that the run was trained on, and how many these are."""
     corpus = load_data(settings)
     if isinstance(corpus, Streaming):
         raise ConfigError(
             f"{workdir}: its data are a stream, of which no random rows can be drawn; prepare them"
             " (`adloco prepare`) and train on that"
         )
-    if not starts or corpus.fingerprint != starts[-1]["data_fingerprint"]:
+    if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(
             f"{workdir}: the data are not those that this run was trained on, as its ledger records"
             " them; restore both"
         )
-    return corpus.rows, corpus.fingerprint
+    num_rows = len(corpus.rows)
+    if num_sequences > num_rows:
+        raise ConfigError(
+            f"--num-sequences {num_sequences}: the run has {num_rows} to train on; give fewer"
+        )
+    rng = np.random.default_rng([seed, _SEQUENCES])
+    places_N = np.sort(rng.choice(num_rows, num_sequences, replace=False))
+    return corpus.rows[places_N].astype(np.int32), num_rows
 
 
 def _check_arguments(

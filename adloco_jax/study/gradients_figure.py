@@ -8,6 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from adloco_jax.study.figures import finish, look, plain_decades
+from adloco_jax.study.summary import columns
+
+_BATCH = ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt.")
+_TEST = ("round", "trainer", "noise", "signal", "noise scale", "smoothed")
 
 
 def describe(result: dict) -> list[str]:
@@ -31,10 +35,7 @@ def describe(result: dict) -> list[str]:
         f"signal |G|^2, unbiased      {_number(result['signal'])} ({unit})^2",
         f"noise scale tr(Sigma)/|G|^2 {_number(result['noise_scale'])} sequences",
         "",
-        *_columns(
-            ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt."),
-            *(_batch_cells(batch) for batch in result["batches"]),
-        ),
+        *columns([_BATCH, *map(_batch_cells, result["batches"])]),
         "",
     ]
     if not result["ledger"]:
@@ -42,10 +43,7 @@ def describe(result: dict) -> list[str]:
     return [
         *lines,
         "the run's own tests, and (ratio to the above)",
-        *_columns(
-            ("round", "trainer", "noise", "signal", "noise scale", "smoothed"),
-            *(_test_cells(line) for line in result["ledger"]),
-        ),
+        *columns([_TEST, *map(_test_cells, result["ledger"])]),
         "* at the checkpoint's own parameters",
     ]
 
@@ -61,10 +59,10 @@ def figure(result: dict) -> Figure:
     """
     shown = Figure(figsize=(12.5, 9.5), layout="constrained")
     pooled, own, norms = shown.subplot_mosaic("AB;CC").values()
-    _draw_histograms(pooled, result, "counts", "num_deviations")
+    _draw_histograms(pooled, result, "")
     pooled.set(xlabel="deviation of a coordinate / standard deviation of all (dimensionless)")
     pooled.set_title("All coordinates on one scale", fontsize=10)
-    _draw_histograms(own, result, "own_counts", "num_own_deviations")
+    _draw_histograms(own, result, "own_")
     own.set(xlabel="deviation of a coordinate / its own root mean square (dimensionless)")
     own.set_title("Each coordinate on its own scale", fontsize=10)
     _draw_norms(norms, result)
@@ -75,17 +73,17 @@ def figure(result: dict) -> Figure:
     return shown
 
 
-def _draw_histograms(ax: Axes, result: dict, counts: str, total: str) -> None:
+def _draw_histograms(ax: Axes, result: dict, scale: str) -> None:
     """Densities by batch size, and the normal density of the same variance: 1, in these units."""
     edges, lowest = np.array(result["bin_edges"]), 1.0
     for place, batch in enumerate(result["batches"]):
-        density = np.array(batch[counts]) / (max(1, batch[total]) * np.diff(edges))
+        total = max(1, batch[f"num_{scale}deviations"])
+        density = np.array(batch[f"{scale}counts"]) / (total * np.diff(edges))
         lowest = min([lowest, *density[density > 0]])
-        style = {"color": look(place)["color"], "linestyle": look(place)["linestyle"], "lw": 1.4}
+        shown, style = np.where(density > 0, density, np.nan), look(place)
+        del style["marker"]
         label = f"b = {batch['batch_size']:,}"
-        ax.stairs(
-            np.where(density > 0, density, np.nan), edges, baseline=None, label=label, **style
-        )
+        ax.stairs(shown, edges, baseline=None, label=label, lw=1.4, **style)
     x = np.linspace(edges[0], edges[-1], 801)
     normal = np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)
     ax.plot(x, normal, color="black", lw=1, label="normal, same variance", zorder=1)
@@ -154,8 +152,3 @@ def _test_cells(line: dict) -> tuple[str, ...]:
 
 def _number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
-
-
-def _columns(*rows: tuple[str, ...]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]

@@ -31,25 +31,21 @@ class Clock:
     end_s: Mapping[Path, Mapping[int, float]]
 
 
-def trainer_looks(run: Run) -> dict[int, str]:
-    """Classes of each trainer's curves.
+def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
+    """Classes of each trainer's curves, and the label of those that stand out to the end.
 
     Up to twelve trainers each have a colour of their own. Of more, those that took part in the
     last round (at most six of them) have, and the others are grey.
     """
     rounds = curves.lines(run.events, "round")
     named = trainers = list(curves.by_trainer(rounds))
-    if len(trainers) > _MAX_NAMED:
-        named = sorted(last_trainers(run))[:6]
-    colors = {t: f"c{place % (chart.NUM_COLORS - 1)}" for place, t in enumerate(named)}
-    return {trainer: colors.get(trainer, "other") for trainer in trainers}
-
-
-def last_trainers(run: Run) -> set[int]:
-    """The trainers that took part in the last round."""
-    rounds = curves.lines(run.events, "round")
     last = max(e["round"] for e in rounds)
-    return {e["trainer"] for e in rounds if e["round"] == last}
+    alive = {e["trainer"] for e in rounds if e["round"] == last}
+    if len(trainers) > _MAX_NAMED:
+        named = sorted(alive)[:6]
+    looks = {t: (f"c{place % (chart.NUM_COLORS - 1)}", "") for place, t in enumerate(named)}
+    looks |= {t: (looks[t][0], f"trainer {t}") for t in named if t in alive}
+    return {trainer: looks.get(trainer, ("other", "")) for trainer in trainers}
 
 
 def charts(
@@ -65,18 +61,36 @@ def charts(
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
-    whole = {run.folder: _points(run, clock, field, heldout) for run in runs}
-    drawn = _of_variants(variants, whole)
-    if len(runs) == 1:
-        drawn = _of_trainers(runs[0], whole[runs[0].folder], clock, field, heldout)
+
+    def points(run: Run, trainer: int | None = None) -> list[dict]:
+        """Of a run or a trainer; also over simulated time, None where it is not known."""
+        if heldout:
+            who = "consensus" if trainer is None else trainer
+            own = curves.heldout_points(run.events, trainer=who, field=field)
+        else:
+            own = curves.training_points(run.events, trainer=trainer)
+        end_s = clock.end_s.get(run.folder, {}) if clock else {}
+        return [point | {"simulated_s": end_s.get(point["round"])} for point in own]
+
+    drawn = [
+        (_short(own.label), str(place + 1), chart.look(place), [points(run) for run in own.runs])
+        for place, own in enumerate(variants)
+    ]
+    whole = [own for *_, seeds in drawn for own in seeds]
+    if len(runs) == 1:  # a thin curve for each trainer, with a label where it is alive
+        drawn = [
+            (label, str(trainer), f"{classes} thin", [points(runs[0], trainer)])
+            for trainer, (classes, label) in trainer_looks(runs[0]).items()
+        ]
+        drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
     made = []
     for cost, (name, unit) in _COSTS.items():
         label = curves.COSTS.get(cost, "simulated time (s)")
-        shown = [_curve(item, cost) for item in drawn]
+        shown = [_curve(cost, *item) for item in drawn]
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":
             continue
-        ends = [own[-1][cost] for own in whole.values() if own and own[-1][cost]]
+        ends = [own[-1][cost] for own in whole if own and own[-1][cost]]
         base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
         x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=unit)
         shown, label_y, top = _without_start(shown, x, _quantity(runs, field, heldout))
@@ -95,47 +109,10 @@ def _short(label: str) -> str:
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
 
-_Drawn = tuple[str, str, str, Sequence[list[dict]]]  # label, key, classes, the seeds' points
-
-
-def _of_variants(variants: Sequence[Variant], whole: Mapping[Path, list[dict]]) -> list[_Drawn]:
-    return [
-        (_short(own.label), str(place + 1), chart.look(place), [whole[r.folder] for r in own.runs])
-        for place, own in enumerate(variants)
-    ]
-
-
-def _of_trainers(
-    run: Run, consensus: list[dict], clock: Clock | None, field: str, heldout: bool
-) -> list[_Drawn]:
-    """A thin curve for each trainer, with a label where it is alive, and the consensus' in bold."""
-    looks, alive = trainer_looks(run), last_trainers(run)
-    drawn: list[_Drawn] = []
-    for trainer, classes in looks.items():
-        label = f"trainer {trainer}" if trainer in alive and classes != "other" else ""
-        points = _points(run, clock, field, heldout, trainer)
-        drawn.append((label, str(trainer), f"{classes} thin", [points]))
-    if heldout:
-        drawn.append(("consensus", "", "c6 bold", [consensus]))
-    return drawn
-
-
-def _points(
-    run: Run, clock: Clock | None, field: str, heldout: bool, trainer: int | None = None
-) -> list[dict]:
-    """A run's or a trainer's curve; also over simulated time, None where it is not known."""
-    if heldout:
-        who = "consensus" if trainer is None else trainer
-        points = curves.heldout_points(run.events, trainer=who, field=field)
-    else:
-        points = curves.training_points(run.events, trainer=trainer)
-    end_s = clock.end_s.get(run.folder, {}) if clock else {}
-    return [point | {"simulated_s": end_s.get(point["round"])} for point in points]
-
-
-def _curve(drawn: _Drawn, cost: str) -> Curve:
+def _curve(
+    cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
+) -> Curve:
     """A line for one seed; for several their median, with a band."""
-    label, key, classes, all_points = drawn
     known = [[p for p in points if p[cost] is not None] for points in all_points]
     seeds = [([p[cost] for p in own], [p["value"] for p in own]) for own in known if own]
     if len(seeds) < 2:

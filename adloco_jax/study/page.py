@@ -4,11 +4,10 @@ Texts may come from a ledger or a path: every function escapes what it is given,
 argument is called `html`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TypeVar
 
 from adloco_jax.study import chart
 
@@ -16,8 +15,6 @@ Cell = str | tuple[str, str]
 """Text of a table's cell; the second of two is smaller and below, such as a range."""
 
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-
-T = TypeVar("T")
 
 
 def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_curves: int) -> str:
@@ -34,15 +31,12 @@ def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_c
     highlights = "\n".join(
         f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
     )
-    figure, under, beside = html
     return _TEMPLATE.substitute(
+        dict(zip(("figure", "under", "beside"), html, strict=True)),
         title=escape(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
         kind="many" if num_curves else "single",
-        figure=figure,
-        under=under,
-        beside=beside,
         details=details_html,
     )
 
@@ -91,39 +85,34 @@ def tabs(name: str, html: Mapping[str, str]) -> str:
 
 
 def table(
-    caption: str,
-    columns: Mapping[str, Callable[[T], Cell]],
-    items: Iterable[T],
-    *,
-    texts: int = 1,
-    is_legend: bool = False,
+    caption: str, rows: Sequence[Mapping[str, Cell]], *, texts: int = 1, is_legend: bool = False
 ) -> str:
-    """A table with a row per item, whose first columns hold text, and the others numbers.
+    """A table whose first columns hold text, and the others numbers.
 
     Args:
       caption: What it shows, in words.
-      columns: By heading, with its unit: the cell of an item. The first is the row's own heading.
-      items: What has a row.
+      rows: Cells by heading (with its unit), the same headings in each row, and one row at least.
+        The first cell is the row's own heading.
       texts: Columns of text, from the left.
       is_legend: Whether each row is a curve of a chart, and shows its number and how it looks.
     """
-    classes = [' class="text"' if i < texts else "" for i in range(len(columns))]
+    classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
         f'<th{kind} scope="col">{escape(name)}</th>'
-        for kind, name in zip(classes, columns, strict=True)
+        for kind, name in zip(classes, rows[0], strict=True)
     ]
-    rows = []
-    for place, item in enumerate(items):
-        first, *rest = map(_cell, (cell(item) for cell in columns.values()))
+    body = []
+    for place, row in enumerate(rows):
+        first, *rest = map(_cell, row.values())
         key = f' data-k="{place + 1}" tabindex="0"' if is_legend else ""
         cells = [f"<td{kind}>{html}</td>" for kind, html in zip(classes[1:], rest, strict=True)]
         named = _in_legend(place, first) if is_legend else first
         heading = f'<th{classes[0]} scope="row">{named}</th>'
-        rows.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
+        body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
     # A caption within the table would be as wide, and scroll away with it.
     return (
         f'<p class="caption">{escape(caption)}</p>\n<div class="wide"><table>\n'
-        f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(rows) + "\n</tbody>\n"
+        f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"
         "</table></div>"
     )
 
@@ -139,4 +128,4 @@ def _in_legend(place: int, html: str) -> str:
 def _cell(content: Cell) -> str:
     if isinstance(content, str):
         return escape(content)
-    return f"{escape(content[0])}<small>{escape(content[1])}</small>"
+    return "{}<small>{}</small>".format(*map(escape, content))

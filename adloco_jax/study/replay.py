@@ -44,6 +44,7 @@ The model, which the tests check against cases computed by hand and against a cl
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +56,7 @@ from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.core.merge import divide_workers
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.study.cluster import Cluster, Link
-from adloco_jax.study.curves import read_rounds, state_bytes
+from adloco_jax.study.curves import lines, read_rounds, state_bytes
 
 BYTES_PER_PARAM = 4  # float32: parameters, and gradients within a replica
 MAX_EXPECTED_FAILURES = 7.0  # of a replica in one round; beyond it a run would never finish
@@ -154,19 +155,21 @@ def replay(
     """
     events = list(events)
     rounds = read_rounds(events)
-    merges = {e["round"]: e for e in events if e["event"] in ("merge", "refusal")}
-    branches = {e["round"]: e for e in events if e["event"] == "branch"}
-    flushed = {(e["round"], t) for e in events if e["event"] == "sync" for t in e["trainers"]}
+    merges = {e["round"]: e for e in lines(events, "merge", "refusal")}
+    branches = {e["round"]: e for e in lines(events, "branch")}
+    flushed = {(e["round"], t) for e in lines(events, "sync") for t in e["trainers"]}
     start = rounds[len(rounds)][0]["start"]
     workers = {index: {e["trainer"]: e["workers"] for e in own} for index, own in rounds.items()}
     num_params = start["num_params"] if num_params is None else num_params
     outer = start["config"]["outer"]
-    bits_per_param = BITS_PER_PARAM[outer["precision"]]
-    joined = _joined(events, rounds)
+    bits, *how = BITS_PER_PARAM[outer["precision"]], outer["fragments"], outer["delay_updates"]
+    joined: dict[int, dict[int, int]] = defaultdict(dict)  # workers of the pool, by round
+    for e in lines(events, "spawn"):
+        joined[e["round"]][e["trainer"]] = e["workers_after"] - e["workers_before"]
     simulation = _Simulation(
         cluster,
         max(sum(own.values()) for own in workers.values()),
-        traffic or Traffic(bits_per_param, outer["fragments"], outer["delay_updates"]),
+        traffic or Traffic(bits, *how),
         num_params,
         StateBytes(*(round(num_params / start["num_params"] * n) for n in state_bytes(events))),
         np.random.default_rng(seed),
@@ -176,20 +179,19 @@ def replay(
     times: list[RoundTime] = []
     ready_s = dict.fromkeys(replicas, 0.0)
     end_s: dict[int, float] = {}
-    for index, lines in rounds.items():
+    for index, own_lines in rounds.items():
         ended = {}
-        for line in lines:
+        for line in own_lines:
             each = _branch_lines(line, branches.get(index))
             own = [simulation.round(one, replicas, ready_s, flushed) for one in each]
             ended[line["trainer"]] = _in_turn(own)
         merge = merges.get(index)
-        counts = workers.get(index + 1)
-        if counts is not None:
-            counts = {t: n - joined[index].get(t, 0) for t, n in counts.items()}
+        counts = workers.get(index + 1, {})  # none after the last round
+        counts = {t: n - joined[index].get(t, 0) for t, n in counts.items()}
         after = _replicas_after(replicas, merge, counts, index)
         free = iter(sorted(set(range(simulation.num_replicas)).difference(*after.values())))
         for trainer, count in joined[index].items():
-            after[trainer] = [*after[trainer], *itertools.islice(free, count)]
+            after[trainer] += itertools.islice(free, count)
         ended = simulation.merge(ended, merge, replicas, after)
         times += ended.values()
         ready_s = {t: time.end_s for t, time in ended.items()}
@@ -204,26 +206,16 @@ def replay(
     return Replay(tuple(times), end_s, cluster.num_devices, wall_s, **parts)
 
 
-def _joined(events: Iterable[dict], rounds: Iterable[int]) -> dict[int, dict[int, int]]:
-    """By round, how many workers of the pool have joined which trainer at its end."""
-    joined: dict[int, dict[int, int]] = {index: {} for index in rounds}
-    for event in events:
-        if event["event"] == "spawn" and event["round"] in joined:
-            count = event["workers_after"] - event["workers_before"]
-            joined[event["round"]][event["trainer"]] = count
-    return joined
-
-
 def _branch_lines(line: dict, branch: dict | None) -> list[dict]:
     """The line of each branch of a round; of a plain round its own."""
     if branch is None:
         return [line]
-    lines = []
+    each = []
     for size in branch["batch_sizes"]:
         micro = math.gcd(size, line["micro_batch_size"])
         plan = {"micro_batch_size": micro, "num_accum_steps": size // micro}
-        lines.append(line | plan | {"updates": line["updates"] * branch["chosen"] // size})
-    return lines
+        each.append(line | plan | {"updates": line["updates"] * branch["chosen"] // size})
+    return each
 
 
 def _in_turn(times: Sequence[RoundTime]) -> RoundTime:
@@ -246,19 +238,19 @@ def _num_micro_batches(line: dict) -> int:
 def _replicas_after(
     replicas: Mapping[int, list[int]],
     merge: dict | None,
-    counts: Mapping[int, int] | None,
+    counts: Mapping[int, int],
     index: int,
 ) -> dict[int, list[int]]:
     """Replicas by trainer after a round: each has as many as its next line's workers.
 
     A trainer in no merge and without a further line was quarantined, and leaves with its workers.
     """
-    members = merge["members"] if merge else []
-    absorbed = members[1:] if merge and merge.get("action") != "keep" else []
-    if counts is None:  # of the last round, what its merge records
-        recorded = merge.get("workers", {}) if merge else {}
-        counts = {int(t): n for t, n in recorded.items()}
-        counts = counts or {t: len(own) for t, own in replicas.items() if t not in absorbed}
+    merge = merge or {"members": [], "action": "keep"}
+    members = merge["members"]
+    absorbed = members[1:] if merge.get("action") != "keep" else []
+    # Of the last round, what its merge records.
+    counts = counts or {int(t): n for t, n in merge.get("workers", {}).items()}
+    counts = counts or {t: len(own) for t, own in replicas.items() if t not in absorbed}
     stack = [t for t in sorted(replicas) if t in counts or t in absorbed]
     survivors = [t for t in stack if t not in absorbed]
     pool = sorted((replica, place) for place, t in enumerate(stack) for replica in replicas[t])
@@ -280,20 +272,19 @@ def _replicas_after(
     return after
 
 
+@dataclass
 class _Simulation:
     """A cluster, divided among the replicas of a run."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        num_replicas: int,
-        traffic: Traffic,
-        num_params: int,
-        state_bytes: StateBytes,
-        rng: np.random.Generator,
-    ):
-        self.cluster, self.num_replicas, self.traffic = cluster, num_replicas, traffic
-        self.num_params, self.state_bytes, self.rng = num_params, state_bytes, rng
+    cluster: Cluster
+    num_replicas: int
+    traffic: Traffic
+    num_params: int
+    state_bytes: StateBytes
+    rng: np.random.Generator
+
+    def __post_init__(self) -> None:
+        cluster, num_replicas = self.cluster, self.num_replicas
         per_site = cluster.num_devices // cluster.num_sites
         num_sites = max(1, cluster.num_sites // num_replicas)  # of each replica
         replicas_per_site = -(-num_replicas // cluster.num_sites)
@@ -395,21 +386,22 @@ class _Simulation:
         after: Mapping[int, Sequence[int]],
     ) -> dict[int, RoundTime]:
         """The trainers' rounds, with the merge and the hand-over of workers after them."""
-        members = merge["members"] if merge else []
+        merge = merge or {"members": [], "event": "none"}
+        members = merge["members"]
         waits = {*members, *(t for t, own in after.items() if set(own) != set(before[t]))}
         if not waits:
             return ended
-        is_refused = merge is not None and merge["event"] == "refusal"
+        is_refused = merge["event"] == "refusal"
         absorbed_bytes = merge_cost(self.state_bytes, num_absorbed=1, refused=is_refused)["bytes"]
         joining_bytes = merge_cost(self.state_bytes, num_joining=1)["bytes"]
-        sending = [
+        merged_s = sum(
             self._transfer_s(absorbed_bytes, before[members[0]], before[t]) for t in members[1:]
-        ]
+        )
         joining = [
             [self._transfer_s(joining_bytes, before[t], [r]) for r in own if r not in before[t]]
             for t, own in after.items()
         ]
-        merged_s, handed_s = sum(sending), max(map(sum, joining))
+        handed_s = max(map(sum, joining))
         end_s = max(ended[t].end_s for t in waits) + merged_s + handed_s
         merged = dict(ended)
         for t in waits:

@@ -13,7 +13,7 @@ from adloco_jax.study import curves, loss, page, predictions, run_figures, theor
 from adloco_jax.study.curves import Run, Variant
 from adloco_jax.study.loss import Clock
 from adloco_jax.study.page import Cell
-from adloco_jax.study.replay import PARTS, Replay
+from adloco_jax.study.replay import PARTS
 from adloco_jax.study.summary import (
     closing_table,
     described,
@@ -54,32 +54,6 @@ _STALLED = (
     "Programs are compiled, or read from the cache, in the background where they can be foreseen;"
     " the time that rounds waited for them is the stall."
 )
-_MERGES: Mapping[str, Callable[[dict], str]] = {
-    "round": lambda e: str(e["round"]),
-    "members": lambda e: " + ".join(map(str, e["members"])),
-    "into": lambda e: "refused" if e["event"] == "refusal" else str(e["into"]),
-    "weights": lambda e: ", ".join(f"{w / (sum(e['weights']) or 1):.3f}" for w in e["weights"]),
-    "before": lambda e: ", ".join(map(number, e["loss_before"])),
-    "after": lambda e: number(e["loss_after"]),
-    "barrier": lambda e: "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
-}
-_CLUSTERS: Mapping[str, Callable[[tuple[tuple[str, int], Replay]], str]] = {
-    "cluster": lambda row: row[0][0],
-    "devices": lambda row: _count(row[0][1]),
-    "time (s)": lambda row: short(row[1].wall_s),
-} | {
-    f"{part.removesuffix('_s')} (%)": lambda row, part=part: f"{100 * row[1].frac(part):z.1f}"
-    for part in PARTS
-}
-_PROGRAMS: Mapping[str, Callable[[dict], str]] = {
-    "program": lambda e: str(e["key"]),
-    "how": lambda e: f"{'from the cache' if e['cache'] == 'hit' else 'compiled'}, {e['where']}",
-    "time": lambda e: seconds(e["seconds"]),
-}
-_FACTS: Mapping[str, Callable[[tuple[str, str]], str]] = {
-    "quantity": lambda fact: fact[0],
-    "value": lambda fact: fact[1],
-}
 
 
 def write(
@@ -212,11 +186,7 @@ def _totals_of(run: Run) -> str:
         "moved": (in_bytes(own["bytes_total"]), f"merges: {own['num_merges']}"),
         "wall time": (seconds(own["wall_s"]), f"{seconds(own['stall_s'])} waiting to compile"),
     }
-    columns: Mapping[str, Callable[[tuple[str, Cell]], Cell]] = {
-        "quantity": lambda fact: fact[0],
-        "value": lambda fact: fact[1],
-    }
-    return page.table("", columns, shown.items())
+    return _facts("", shown)
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
@@ -263,14 +233,20 @@ def _variants_table(
     caption: str, columns: _Columns, variants: Sequence[Variant], *, is_legend: bool = False
 ) -> str:
     """A row per variant; a column that no run has a value for is left out."""
-    rows = [(variant.label, [_measures(run) for run in variant.runs]) for variant in variants]
-    cells: dict[str, Callable[[tuple[str, list[dict]]], Cell]] = {"variant": lambda row: row[0]}
+    measured = {own.label: [_measures(run) for run in own.runs] for own in variants}
+    rows: list[dict[str, Cell]] = [{"variant": label} for label in measured]
     for title, (name, shown) in columns.items():
-        if any(own[name] is not None for _, measured in rows for own in measured):
-            cells[title] = lambda row, name=name, shown=shown: _spread(
-                [own[name] for own in row[1]], shown
-            )
-    return page.table(caption, cells, rows, is_legend=is_legend)
+        values = [[run[name] for run in runs] for runs in measured.values()]
+        if any(value is not None for own in values for value in own):
+            for row, own in zip(rows, values, strict=True):
+                row[title] = _spread(own, shown)
+    return page.table(caption, rows, is_legend=is_legend)
+
+
+def _facts(caption: str, facts: Mapping[str, Cell], *, texts: int = 1) -> str:
+    """A table of single quantities."""
+    rows = [{"quantity": name, "value": value} for name, value in facts.items()]
+    return page.table(caption, rows, texts=texts)
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
@@ -284,16 +260,19 @@ def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
 def _runs_table(
     variants: Sequence[Variant], clock: Clock | None, not_simulated: Sequence[str], command: str
 ) -> str:
-    columns: Mapping[str, Callable[[tuple[Variant, Run]], str]] = {
-        "variant": lambda item: item[0].label,
-        "folder": lambda item: str(item[1].folder),
-        "trained by": lambda item: item[1].start["command"] or "-",
-        "seed": lambda item: str(item[1].seed),
-        "rounds": lambda item: f"{totals(item[1].events)['rounds']:,}",
-        "state": lambda item: _state(item[1]),
-    }
-    items = [(variant, run) for variant in variants for run in variant.runs]
-    parts = [page.table("From these ledgers:", columns, items, texts=3)]
+    rows = [
+        {
+            "variant": variant.label,
+            "folder": str(run.folder),
+            "trained by": run.start["command"] or "-",
+            "seed": str(run.seed),
+            "rounds": f"{totals(run.events)['rounds']:,}",
+            "state": _state(run),
+        }
+        for variant in variants
+        for run in variant.runs
+    ]
+    parts = [page.table("From these ledgers:", rows, texts=3)]
     parts += [page.paragraph("This page was made by"), page.verbatim(command)]
     parts.append(page.paragraph(loss.reading(clock)))
     if clock:
@@ -311,19 +290,38 @@ def _runs_table(
 def _parts_of(run: Run) -> dict[str, str]:
     """What is folded below a single run, by its heading."""
     parts = {"Batches and accumulation": run_figures.batches(run)}
-    if events := curves.lines(run.events, "merge", "refusal"):
+    merges = [
+        {
+            "round": str(e["round"]),
+            "members": " + ".join(map(str, e["members"])),
+            "into": "refused" if e["event"] == "refusal" else str(e["into"]),
+            "weights": ", ".join(f"{w / (sum(e['weights']) or 1):.3f}" for w in e["weights"]),
+            "before": ", ".join(map(number, e["loss_before"])),
+            "after": number(e["loss_after"]),
+            "barrier": "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
+        }
+        for e in curves.lines(run.events, "merge", "refusal")
+    ]
+    if merges:
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
-        parts["Merges"] = page.table(caption, _MERGES, events)
+        parts["Merges"] = page.table(caption, merges)
     if drawn := run_figures.noise(run):
         parts["Batch-size test"] = drawn
     programs = sorted(curves.lines(run.events, "compile"), key=lambda e: -e["seconds"])
-    slowest = programs[:_MAX_PROGRAMS]
+    slowest = [
+        {
+            "program": str(e["key"]),
+            "how": f"{'from the cache' if e['cache'] == 'hit' else 'compiled'}, {e['where']}",
+            "time": seconds(e["seconds"]),
+        }
+        for e in programs[:_MAX_PROGRAMS]
+    ]
     caption = f"The {len(slowest)} slowest of {len(programs)} programs. {_STALLED}"
-    table = page.table(caption, _PROGRAMS, slowest, texts=2) if slowest else ""
+    table = page.table(caption, slowest, texts=2) if slowest else ""
     parts["Time and compilation"] = f"{run_figures.times(run)}\n{table}"
     parts["On other clusters"] = _cluster_table(run)
     parts["Theory"] = _theory(run)
-    parts["All totals"] = page.table("", _FACTS, described(totals(run.events)), texts=2)
+    parts["All totals"] = _facts("", dict(described(totals(run.events))), texts=2)
     return parts
 
 
@@ -350,12 +348,17 @@ def _cluster_table(run: Run) -> str:
         times = predictions.on_clusters(run)
     except DataError as error:
         return page.paragraph(f"Not simulated: {error}")
+    rows = [
+        {"cluster": name, "devices": _count(num_devices), "time (s)": short(own.wall_s)}
+        | {f"{part.removesuffix('_s')} (%)": f"{100 * own.frac(part):z.1f}" for part in PARTS}
+        for (name, num_devices), own in times.items()
+    ]
     caption = (
         f"The simulator's replay of this run on {predictions.DEVICE} devices at the pace of their"
         " data sheet: wall-clock time, and shares of all device-time. The devices are divided"
         " among the run's workers; adloco_jax/study/replay.py states the model."
     )
-    return page.table(caption, _CLUSTERS, times.items())
+    return page.table(caption, rows)
 
 
 def _theory(run: Run) -> str:
@@ -371,11 +374,10 @@ def _theory(run: Run) -> str:
     if found is None:
         return drawn + page.paragraph(f"No constants: {reason}") + assumptions
     constants = {
-        "L, smoothness": found.smoothness,
-        "Δ0, gap to the lowest loss (nats)": found.gap,
-        "σ², gradient noise": found.noise,
-        "η of the norm test": found.eta,
+        "L, smoothness": f"{found.smoothness:.4g}",
+        "Δ0, gap to the lowest loss (nats)": f"{found.gap:.4g}",
+        "σ², gradient noise": f"{found.noise:.4g}",
+        "η of the norm test": f"{found.eta:.4g}",
     }
-    facts = [(name, f"{value:.4g}") for name, value in constants.items()]
     caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
-    return drawn + page.table(caption, _FACTS, facts) + assumptions
+    return drawn + _facts(caption, constants) + assumptions

@@ -37,12 +37,8 @@ def digest(config: ConfigDict) -> str:
 
     New knobs and other folders leave it as it is.
     """
-    changed = {
-        key: value
-        for key, knob in KNOBS.items()
-        if (value := operator.attrgetter(key)(config)) != knob.metadata["default"]
-        and key not in _PATHS
-    }
+    values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
+    changed = {key: v for key, v in values.items() if v != KNOBS[key].metadata["default"]}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 

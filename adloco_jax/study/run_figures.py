@@ -27,29 +27,27 @@ def life(run: Run) -> str:
     Args:
       run: With at least one finished round.
     """
-    by_trainer = curves.by_trainer(curves.lines(run.events, "round"))
+    rounds = curves.lines(run.events, "round")
+    by_trainer = curves.by_trainer(rounds)
     happened = [e for e in curves.lines(run.events, *_MARKS) if _concerned(e)]
     named = (t for event in happened for t in _concerned(event))
     order = _lanes(list(dict.fromkeys([*by_trainer, *named])), curves.lines(run.events, "merge"))
     lanes = {trainer: (lane + 0.5) / len(order) for lane, trainer in enumerate(order)}
     lane_px = max(9, min(32, 320 // len(lanes)))
-    rounds = [e["round"] for own in by_trainer.values() for e in own]
-    x = _across([min(rounds) - 1, *rounds])
-    looks = loss.trainer_looks(run)
-    most = max(_batch(e) for own in by_trainer.values() for e in own)
+    x = _across(e["round"] - past for e in rounds for past in (0, 1))
+    looks, most = loss.trainer_looks(run), max(map(_batch, rounds))
     body = [
-        f'<g class="{looks[t]}">{_lane(own, x, lanes[t], lane_px, len(lanes), most)}</g>'
+        f'<g class="{looks[t][0]}">{_lane(own, x, lanes[t], lane_px, len(lanes), most)}</g>'
         for t, own in by_trainer.items()
     ]
     body += [_event(event, x, lanes) for event in happened]
     every = math.ceil(13 / lane_px)  # ids that would stand in one another are left out
-    left = [(lanes[trainer], str(trainer)) for trainer in order[::every]]
     drawn = chart.frame(
         x,
         "".join(body),
         title="The trainers, round by round",
         height=lane_px * len(lanes),
-        left=left,
+        left=[(lanes[trainer], str(trainer)) for trainer in order[::every]],
         y_label="trainer",
         classes=" life",
     )
@@ -71,8 +69,13 @@ def _concerned(event: dict) -> list[int]:
     return [event["into"], *event["members"]]
 
 
+def _sequences(e: dict) -> int:
+    """Of a worker's update."""
+    return e["micro_batch_size"] * e["num_accum_steps"]
+
+
 def _batch(e: dict) -> int:
-    return e["workers"] * e["micro_batch_size"] * e["num_accum_steps"]
+    return e["workers"] * _sequences(e)
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
@@ -119,75 +122,57 @@ def _lane(
 
 def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
     """The mark of a merge, a refused one, workers that were added, or a trainer that left."""
-    across, name = f"{x.at(event['round']):.2%}", event["event"]
-    rows = {t: f"{lanes[t]:.2%}" for t in _concerned(event)}
+    number, name = event["round"], event["event"]
+    across = f"{x.at(number):.2%}"
+    rows = {t: f"{lanes[t]:.2%}" for t in sorted(_concerned(event), key=lambda t: lanes[t])}
     if name in ("merge", "refusal"):
-        ordered = sorted(rows, key=lambda t: lanes[t])
         members = " + ".join(map(str, event["members"]))
         barrier = "not finite" if event["barrier"] is None else f"{event['barrier']:+.4f}"
         verb = "into" if name == "merge" else "not merged into"
-        title = f"round {event['round']}: {members} {verb} {event['into']}, barrier {barrier} nats"
-        marks = (
-            f'<line x1="{across}" x2="{across}" y1="{rows[ordered[0]]}" y2="{rows[ordered[-1]]}"/>'
-        )
-        for trainer, row in rows.items():
+        title = f"{members} {verb} {event['into']}, barrier {barrier} nats"
+        top, *_, bottom = rows.values()
+        marks = f'<line x1="{across}" x2="{across}" y1="{top}" y2="{bottom}"/>'
+        for trainer in dict.fromkeys(_concerned(event)):
             into = ' class="into"' if trainer == event["into"] else ""
-            marks += f'<circle{into} cx="{across}" cy="{row}" r="4"/>'
+            marks += f'<circle{into} cx="{across}" cy="{rows[trainer]}" r="4"/>'
     else:
         [(trainer, row)] = rows.items()
-        title, sign = f"round {event['round']}: trainer {trainer} left", "✕"
+        title, sign = f"trainer {trainer} left", "✕"
         if name == "spawn":
             before, after = event.get("workers_before"), event.get("workers_after")
-            title = f"round {event['round']}: trainer {trainer} from {before} to {after} workers"
+            title, sign = f"trainer {trainer} from {before} to {after} workers", "+"
             title += f" ({event['reason']})" if event.get("reason") else ""
-            sign = "+"
         marks = (
             f'<circle cx="{across}" cy="{row}" r="7"/><text x="{across}" y="{row}">{sign}</text>'
         )
     kind = "event refused" if name == "refusal" else "event"
-    return f'<g class="{kind}"><title>{escape(title)}</title>{marks}</g>'
+    return f'<g class="{kind}"><title>round {number}: {escape(title)}</title>{marks}</g>'
 
 
 def _over_rounds(
     run: Run, label: str, fields: Mapping[str, str], *, base: int, more: Sequence[Curve] = ()
 ) -> str:
-    """A chart of values by trainer and round, constant within each; by field, more classes."""
-    rounds = curves.lines(run.events, "round")
-    looks, alive, drawn = loss.trainer_looks(run), loss.last_trainers(run), [*more]
+    """A logarithmic chart of values by trainer and round; by field, its curves' own classes."""
+    looks, drawn = loss.trainer_looks(run), [*more]
     for name, classes in fields.items():
-        for trainer, own in curves.by_trainer(rounds).items():
-            values = [_value(e, name) for e in own]
-            if base:
-                values = [value if value > 0 else math.nan for value in values]
+        for trainer, own in curves.by_trainer(curves.lines(run.events, "round")).items():
+            values = [(e | {"effective": _sequences(e)})[name] for e in own]
+            values = [v if v is not None and v > 0 else math.nan for v in values]
             x, y = steps([e["round"] for e in own], values)
-            named = not classes and trainer in alive and looks[trainer] != "other"
-            text = f"trainer {trainer}" if named else ""
-            drawn.append(Curve(x, y, f"{looks[trainer]} {classes}", text, str(trainer)))
+            look, end = looks[trainer]
+            drawn.append(Curve(x, y, f"{look} {classes}", "" if classes else end, str(trainer)))
     across = _across(v for curve in drawn for v in curve.x)
     up = chart.axis(label, [v for curve in drawn for v in curve.y], base=base)
     return chart.chart(across, up, drawn, title=label)
 
 
-def _value(e: dict, name: str) -> float:
-    if name == "effective":
-        return e["micro_batch_size"] * e["num_accum_steps"]
-    return math.nan if e[name] is None else e[name]
-
-
 def batches(run: Run) -> str:
     """Requested and effective batch per worker, and accumulation, round by round."""
     rounds = [e["round"] for e in curves.lines(run.events, "round")]
-    most = run.start["max_batch_size"]
-    limit = Curve(
-        [min(rounds) - 1, max(rounds)], [most, most], "c6 d2 thin", "max_batch_size", "max"
-    )
-    drawn = _over_rounds(
-        run,
-        "batch per worker (sequences)",
-        {"requested_batch_size": "", "effective": "d4"},
-        base=2,
-        more=[limit],
-    )
+    ends, most = [min(rounds) - 1, max(rounds)], run.start["max_batch_size"]
+    limit = [Curve(ends, [most, most], "c6 d2 thin", "max_batch_size", "max")]
+    fields = {"requested_batch_size": "", "effective": "d4"}
+    drawn = _over_rounds(run, "batch per worker (sequences)", fields, base=2, more=limit)
     drawn += _over_rounds(run, "accumulated micro-batches", {"num_accum_steps": ""}, base=2)
     text = (
         "The batch per worker that the test requested (solid) and that updates used (dashed),"
@@ -197,18 +182,20 @@ def batches(run: Run) -> str:
     return figure(drawn, text)
 
 
+# The panels of the batch-size test: their labels, and classes by field.
+_TEST: Mapping[str, Mapping[str, str]] = {
+    "noise tr Σ": {"noise": ""},
+    "signal |G|²": {"signal": ""},
+    "test value (sequences per worker)": {"test_value": "", "next_batch_size": "d4"},
+}
+
+
 def noise(run: Run) -> str:
     """Noise, signal and value of the batch-size test; empty where no test was made."""
     rounds = curves.lines(run.events, "round")
-    labels = {"noise": "noise tr Σ", "signal": "signal |G|²"}
-    labels |= {"test_value": "test value (sequences per worker)"}
-    if all(e[name] is None for e in rounds for name in labels):
+    if all(e[name] is None for e in rounds for name in ("noise", "signal", "test_value")):
         return ""
-    following = {"test_value": {"next_batch_size": "d4"}}
-    drawn = [
-        _over_rounds(run, label, {name: ""} | following.get(name, {}), base=10)
-        for name, label in labels.items()
-    ]
+    drawn = [_over_rounds(run, label, fields, base=10) for label, fields in _TEST.items()]
     text = (
         f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
         " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
@@ -223,11 +210,9 @@ def times(run: Run) -> str:
     """Seconds of each round, and of these waiting for compilation."""
     rounds = curves.stalls(run.events)
     drawn = []
-    for index, (classes, label, key) in enumerate(
-        [("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]
-    ):
+    for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):
         x, y = steps([*rounds], [min(own[0], own[index]) for own in rounds.values()])
-        drawn.append(Curve(x, y, classes, label, key, ([0.0] * len(x), y)))
+        drawn.append(Curve(x, y, *look, ([0.0] * len(x), y)))
     across = _across(drawn[0].x)
     up = chart.axis("wall-clock time (s)", [0.0, *drawn[0].y])
     total_s, stall_s = map(sum, zip(*rounds.values(), strict=True))

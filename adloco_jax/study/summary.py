@@ -30,7 +30,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
         for member in merge["members"]
         if member != merge["into"]
     }
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for trainer, rounds in by_trainer(lines(events, "round")).items():
         first, last = rounds[0], rounds[-1]
         rows.append(
@@ -40,13 +40,11 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
                 str(absorbed_by.get(trainer, "-")),
                 f"{first['requested_batch_size']} -> {last['requested_batch_size']}",
                 str(last["num_accum_steps"]),
-                f"{sum(e['tokens'] for e in rounds):,}",
-                f"{sum(e['updates'] for e in rounds):,}",
+                *(f"{sum(e[name] for e in rounds):,}" for name in ("tokens", "updates")),
                 number(last["train_loss"]),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *table = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    header, *table = columns(rows)
     facts = [f"{name:<16}{value}" for name, value in described(totals(events))]
     return "\n".join([header, "-" * len(header), *table, "", *facts])
 
@@ -101,22 +99,19 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "compiling": seconds(totals["compile_s"]),
         "wall": seconds(totals["wall_s"]),
     }
-    memory = {
-        "host {} peak": t["host_peak_bytes"],
-        "device {} peak": t["device_peak_bytes"],
-        "largest program {}": t["program_bytes"],
-    }
-    known = [text.format(in_bytes(value)) for text, value in memory.items() if value is not None]
-    accumulating = ", accumulating from round {first_accumulating_round}"
+    peaks = {"host {} peak": "host_peak_bytes", "device {} peak": "device_peak_bytes"}
+    peaks |= {"largest program {}": "program_bytes"}
+    known = [s.format(in_bytes(t[name])) for s, name in peaks.items() if t[name] is not None]
+    refused = ", {num_refusals} refused" if t["num_refusals"] else ""
+    since = ", accumulating from round {first_accumulating_round}"
     facts = {
         "rounds": "{rounds:,}",
         "tokens": "{tokens_total:,}",
         "updates": "{updates_total:,}",
         "communications": "{syncs_total:,} blocking, summed over trainers; {moved} moved",
         "": "and {consensus_syncs} with {gathered}, to average the consensus",
-        "merges": "{num_merges}" + (", {num_refusals} refused" if t["num_refusals"] else ""),
-        "batch growths": "{num_batch_growths}"
-        + (accumulating if t["first_accumulating_round"] else ""),
+        "merges": "{num_merges}" + refused,
+        "batch growths": "{num_batch_growths}" + (since if t["first_accumulating_round"] else ""),
         "programs": "{num_programs} compiled in {compiling}, {num_programs_cached} of them from the"
         " cache",
         "memory": ", ".join(known) or "-",
@@ -137,18 +132,29 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
     measured = f"consensus ({t['loss_source']}) after round {t['loss_round']}"
     if t["loss"] is None:
         return [("held-out loss", f"not finite, {measured}")]
-    unit = "token" if t["classes"] is None else "example"
-    facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}, {measured}")]
-    if t["classes"] is not None:
-        facts.append(("accuracy", number(t["accuracy"])))
-    else:
+    unit, scores = "example", ["accuracy"]
+    if t["classes"] is None:
         per_byte = [name for name in ("nats_per_byte", "bits_per_byte") if t[name] is not None]
-        facts += [(n.replace("_", " "), number(t[n])) for n in ("perplexity", *per_byte)]
-    for label, scores in enumerate(t["classes"] or []):
-        named = {name: scores[name] for name in ("precision", "recall", "f1")}
+        unit, scores = "token", ["perplexity", *per_byte]
+    facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}, {measured}")]
+    facts += [(name.replace("_", " "), number(t[name])) for name in scores]
+    for label, own in enumerate(t["classes"] or []):
+        named = {name: own[name] for name in ("precision", "recall", "f1")}
         shown = [f"{k} -" if v is None else f"{k} {v:.3f}" for k, v in named.items()]
-        facts.append((f"class {label}", f"{', '.join(shown)}, of {scores['support']}"))
+        facts.append((f"class {label}", f"{', '.join(shown)}, of {own['support']}"))
     return facts
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of text, whose columns are flush on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, whose first row is its header."""
+    header, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 
 
 def number(value: float | None) -> str:
