@@ -166,12 +166,12 @@ def round_keys(
         control, plans = branched(control, branches), dict(enumerate(branches))
     for group in group_trainers(control, plans, spec.model_shards):
         steps = group.steps_key()
-        if not spec.own_params or steps.accumulates or spec.reset_inner_state:
+        if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             keys.append(group.key("start", accumulates=steps.accumulates))
-        if not spec.own_params:
+        if not spec.outer.own_params:
             keys += [steps, group.key("outer")]
             continue
-        if group.plan.num_micro_batches > spec.num_micro_batches * spec.num_fragments:
+        if group.plan.num_micro_batches > spec.num_micro_batches * spec.outer.fragments:
             keys.append(steps)
         keys.append(steps._replace(kind="fragment", owners=group.owners))
     return list(dict.fromkeys(keys))

@@ -264,6 +264,7 @@ def program_spec(
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx),
         outer_tx=outer_transform(settings, outer_tx),
+        outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
@@ -273,16 +274,10 @@ def program_spec(
         ),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
-        precision=settings.outer.precision,
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
-        skip_single=settings.outer.skip_single,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         worker_parallelism=worker_parallelism(settings),
         examples_per_pass=examples_per_pass(settings),
-        num_fragments=settings.outer.fragments,
-        delay=settings.outer.delay_updates,
-        mixing=settings.outer.mixing,
-        own_params=settings.outer.own_params,
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards

@@ -225,7 +225,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     keys = _planned_keys(settings, spec, max_batch, groups)
     peaks = {key: peak_bytes(programs, key, owners) for key in keys}
     costs = [
-        sync_cost(count, spec.sync_bytes, spec.num_fragments)
+        sync_cost(count, spec.sync_bytes, spec.outer.fragments)
         for count in np.bincount(start(settings, max_batch).owners).tolist()
     ]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
@@ -233,7 +233,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     for group in groups:
         at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
         drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
-        sent = spec.sync_bytes * spec.num_fragments
+        sent = spec.sync_bytes * spec.outer.fragments
         moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
     inner, first = settings.inner, batching.initial_batch_size
     initial_workers = ensemble.initial_workers or num_workers
