@@ -74,6 +74,11 @@ class Control:
         """Positions of the workers of the trainer at a position."""
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
+    def reads(self, worker: int) -> tuple[int, int, int]:
+        """What a worker reads next: its trainer's id, its stream, and the place of the sequence."""
+        trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
+        return trainer.id, stream, trainer.cursors.get(str(stream), 0)
+
     def size(self, trainer: int) -> Size:
         """What the trainer at a position runs with."""
         its = self.trainers[trainer]
@@ -123,8 +128,8 @@ def count_round(
         trainer.rounds += 1
         trainer.updates += plan.num_updates
         for worker in workers:
-            stream = str(control.streams[worker])
-            trainer.cursors[stream] = trainer.cursors.get(stream, 0) + sequences
+            _, stream, cursor = control.reads(worker)
+            trainer.cursors[str(stream)] = cursor + sequences
         tokens = sequences * len(workers) * sequence_length
         cost = sync_cost(len(workers), sync_bytes, num_syncs)
         spent.append({"updates": plan.num_updates, "tokens": tokens, **cost})
