@@ -66,15 +66,14 @@ def test_overrides_reach_the_config():
         --config.batching.test_batch_size 16 --config.batching.test=ramp
         --config.batching.ramp='((0, 4), (3, 8))' --config.batching.buckets=(2,4)
         --config.batching.buckets=8 --config.inner.tx=sgd --config.inner.tx=adamw"""
-    config = configured(*shlex.split(words))
-    settings = validate(config)
-    assert settings.num_rounds == 3 and settings.inner.learning_rate == 1e-4
-    assert settings.inner.clip_norm == 1.0 and settings.data.num_sequences == 100
+    settings = validate(configured(*shlex.split(words)))
+    given = (settings.num_rounds, settings.data.num_sequences, settings.batching.test_batch_size)
+    assert given == (3, 100, 16)
+    assert (settings.inner.learning_rate, settings.inner.clip_norm) == (1e-4, 1.0)
     assert settings.model.remat is True and settings.batching.monotone is False
-    assert settings.batching.test_batch_size == 16
     assert settings.batching.ramp == ((0, 4), (3, 8))
-    assert settings.batching.buckets == (8,)  # the last one wins
-    assert settings.inner.tx == "adamw"
+    # The last one wins.
+    assert (settings.batching.buckets, settings.inner.tx) == ((8,), "adamw")
 
 
 def test_every_key_can_be_overridden_by_its_own_value():

@@ -1,6 +1,7 @@
 """A toy for tests of the runner: a bigram model on rows of a random Markov chain."""
 
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,9 @@ import optax
 from ml_collections import ConfigDict
 
 from adloco_jax.run.config import default_config, validate
+from adloco_jax.run.ledger import read
 from adloco_jax.settings import Settings
+from adloco_jax.training import Result, fit
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
 
@@ -95,3 +98,14 @@ def config_of(**groups) -> ConfigDict:
 def settings_of(**groups) -> Settings:
     """The same, checked."""
     return validate(config_of(**groups))
+
+
+def run(workdir, settings: Settings, **others) -> Result:
+    """Trains the toy, with other functions or rows where they are given."""
+    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
+    return fit(settings, workdir=workdir, **functions)
+
+
+def events(workdir, name: str) -> list[dict]:
+    """A run's ledger lines of one kind."""
+    return [event for event in read(Path(workdir) / "ledger.jsonl") if event["event"] == name]
