@@ -42,6 +42,10 @@ class Trainer:
         """Sequences per worker that its gradient noise has asked for, as updates or in them."""
         return self.requested_batch_size * self.round_length
 
+    def grow_to(self, size: Size) -> None:
+        """Sets what it requests for the rounds to come."""
+        self.requested_workers, self.round_length, self.requested_batch_size = size
+
 
 @dataclass
 class Control:

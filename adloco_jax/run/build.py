@@ -200,9 +200,8 @@ def inner_transform(
     """
     inner = settings.inner
     # A state of one structure with and without clipping, so that a run may change it.
-    clip = optax.identity()
-    if inner.clip_norm is not None:
-        clip = optax.clip_by_global_norm(inner.clip_norm)
+    norm = inner.clip_norm
+    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
         labels = {"label_params": ARCHITECTURES[settings.model.arch].label_params}
         tx = with_knobs(INNER_OPTIMIZERS[inner.tx], labels)(inner)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
@@ -33,7 +32,7 @@ from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.run.programs import Programs, ensemble_spec, placement
 from adloco_jax.run.resume import check_config
-from adloco_jax.run.spec import Key, Spec
+from adloco_jax.run.spec import Key, Spec, num_bytes
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -218,9 +217,9 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     control = start(settings, max_batch, whole_pool=True)
     owners = tuple(control.owners)
     state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
-    state_bytes = _num_bytes(state)
-    outer_bytes = _num_bytes(state.outer_state_M) // num_trainers
-    inner_bytes = _num_bytes(state.inner_state_R) // num_workers
+    state_bytes = num_bytes(state)
+    outer_bytes = num_bytes(state.outer_state_M) // num_trainers
+    inner_bytes = num_bytes(state.inner_state_R) // num_workers
     groups = classes(control, range(num_trainers), spec.model_shards)
     keys = _planned_keys(settings, spec, max_batch, groups)
     peaks = {key: peak_bytes(programs, key, owners) for key in keys}
@@ -319,10 +318,6 @@ def devices() -> str:
     kinds = [device.device_kind for device in jax.devices()]
     count = jax.process_count()
     return f"{len(kinds)} x {kinds[0]}" + (f" in {count} processes" if count > 1 else "")
-
-
-def _num_bytes(shapes: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _human(num_bytes: float) -> str:

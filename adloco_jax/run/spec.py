@@ -1,8 +1,7 @@
 """What programs are compiled for: what they all share in a run, and the key of each."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ class Spec:
     @property
     def param_bytes(self) -> int:
         """Bytes of one trainer's parameters."""
-        return _num_bytes(jax.tree.leaves(self.params))
+        return num_bytes(self.params)
 
     @property
     def sync_bytes(self) -> int:
@@ -96,11 +95,12 @@ class Spec:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def _num_bytes(leaves: Iterable[Any]) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of a tree's arrays, or of their shapes and dtypes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
     leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    return _num_bytes(leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return num_bytes([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)])
