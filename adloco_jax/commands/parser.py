@@ -19,6 +19,11 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def option(self, name: str, default: str | float, text: str) -> None:
+        """Adds an option whose default gives its type and is named at the end of its help."""
+        help_text = f"{text}; default: {default}"
+        self.add_argument(name, type=type(default), default=default, help=help_text)
+
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses the words after the command, `--num_sequences` as `--num-sequences`."""
         return self.parse_args([with_separator(word, "-") for word in words])
