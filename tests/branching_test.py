@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from resume_test import Signalling, assert_same_end
-from toy import corpus, events, init_fn, run, settings_of
+from runs import Signalling, assert_same_end, events, run
+from toy import corpus, init_fn, settings_of
 from train_test import Exhausted
 from trees import assert_close, assert_equal
 

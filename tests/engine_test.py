@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, events, init_fn, run, settings_of
+from runs import events, run
+from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
 from trees import assert_close
 
 from adloco_jax.adloco import State, round_plan, start
@@ -106,19 +107,14 @@ def test_the_engines_round_is_the_public_outer_step():
         trainer.requested_batch_size = batch_size
     num_accum_steps, num_steps = batch_size // 4, settings.inner.steps_per_round
 
-    tokens_RSB = np.stack(
-        [
-            rows.batch(owner, stream, 0, num_steps * batch_size).reshape(num_steps, batch_size, -1)
-            for stream, owner in enumerate(OWNERS)
-        ]
-    )
+    shape = (num_steps, batch_size, LENGTH + 1)
+    streams = [rows.batch(owner, w, 0, 36).reshape(shape) for w, owner in enumerate(OWNERS)]
     whole_round = functools.partial(
         outer_step, loss_fn=bigram_loss, num_accum_steps=num_accum_steps, **transforms
     )
     rate_SR = jnp.full((num_steps, 4), settings.inner.learning_rate)
-    expected, expected_metrics = jax.jit(whole_round)(
-        ensemble, tokens_RSB.swapaxes(0, 1), learning_rate_SR=rate_SR
-    )
+    tokens_SRBL = np.stack(streams, axis=1)
+    expected, in_round = jax.jit(whole_round)(ensemble, tokens_SRBL, learning_rate_SR=rate_SR)
 
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
@@ -129,8 +125,6 @@ def test_the_engines_round_is_the_public_outer_step():
     assert_close(state.ensemble, expected, rtol=1e-5, atol=1e-7)
     for position, outcome in enumerate(metrics.outcomes):
         own = [w for w, owner in enumerate(OWNERS) if owner == position]
-        np.testing.assert_allclose(
-            outcome.loss_SR, expected_metrics.loss_SR[:, np.array(own)], rtol=1e-6
-        )
-        norm = expected_metrics.pseudo_grad_norm_M[position]
+        np.testing.assert_allclose(outcome.loss_SR, in_round.loss_SR[:, np.array(own)], rtol=1e-6)
+        norm = in_round.pseudo_grad_norm_M[position]
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)

@@ -3,7 +3,8 @@
 import numpy as np
 import optax
 import pytest
-from toy import events, run, settings_of
+from runs import events, run
+from toy import settings_of
 
 from adloco_jax import ROUND_LENGTHS, adloco
 from adloco_jax.accounting import Control, Trainer

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import run_oracle
-from toy import VOCAB, corpus, events, run, settings_of
+from runs import events, run
+from toy import VOCAB, corpus, settings_of
 
 from adloco_jax import adloco
 

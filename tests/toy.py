@@ -1,7 +1,6 @@
 """A toy for tests of the runner: a bigram model on rows of a random Markov chain."""
 
 import dataclasses
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +8,7 @@ import optax
 from ml_collections import ConfigDict
 
 from adloco_jax.run.config import default_config, validate
-from adloco_jax.run.ledger import read
 from adloco_jax.settings import Settings
-from adloco_jax.training import Result, fit
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
 
@@ -72,40 +69,19 @@ def config_of(**groups) -> ConfigDict:
     """The config of a small run; `groups` override, as `batching={"eta": 0.5}`."""
     config = default_config()
     config.data.sequence_length = LENGTH
+    batching = {"initial_batch_size": 2, "max_batch_size": 4, "buckets": (2, 4)}
     common = {
         "num_rounds": 8,
         "ensemble": {"num_trainers": 3, "num_workers": 4},
         "inner": {"steps_per_round": 3, "learning_rate": 0.05},
-        "batching": {
-            "initial_batch_size": 2,
-            "max_batch_size": 4,
-            "buckets": (2, 4),
-            "batch_cap": 15,
-            "max_growth": 3,
-        },
+        "batching": batching | {"batch_cap": 15, "max_growth": 3},
         "eval": {"every_rounds": 100},
     }
-    for overrides in (common, groups):
-        for group, values in overrides.items():
-            if isinstance(values, dict):
-                for name, value in values.items():
-                    config[group][name] = value
-            else:
-                config[group] = values
+    config.update(common)
+    config.update(groups)
     return config
 
 
 def settings_of(**groups) -> Settings:
     """The same, checked."""
     return validate(config_of(**groups))
-
-
-def run(workdir, settings: Settings, **others) -> Result:
-    """Trains the toy, with other functions or rows where they are given."""
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
-    return fit(settings, workdir=workdir, **functions)
-
-
-def events(workdir, name: str) -> list[dict]:
-    """A run's ledger lines of one kind."""
-    return [event for event in read(Path(workdir) / "ledger.jsonl") if event["event"] == name]
