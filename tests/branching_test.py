@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from runs import Signalling, assert_same_end, events, run
-from toy import corpus, init_fn, settings_of
+from toy import config_of, corpus, init_fn, settings_of
 from train_test import Exhausted
 from trees import assert_close, assert_equal
 
@@ -16,6 +16,7 @@ from adloco_jax.accounting import RoundPlan
 from adloco_jax.adloco import start
 from adloco_jax.branching import branch, branch_plans, branched, choose_branch
 from adloco_jax.errors import ConfigError, DataError, Preempted
+from adloco_jax.run.config import validate
 from adloco_jax.study import branch_figure
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
@@ -32,11 +33,9 @@ BRANCHES = {
 
 
 def branch_settings(**groups):
-    merged = {
-        name: value | groups.get(name, {}) if isinstance(value, dict) else groups.get(name, value)
-        for name, value in BRANCHES.items()
-    }
-    return settings_of(**groups | merged)
+    config = config_of(**BRANCHES)
+    config.update(groups)
+    return validate(config)
 
 
 @pytest.fixture(scope="module")

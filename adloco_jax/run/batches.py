@@ -147,10 +147,8 @@ def group_trainers(
     """Trainers that run the same plan, class by class, in the order of their first member."""
     groups = []
     for group in classes(control, plans, model_shards):
-        by_plan: dict[RoundPlan, list[int]] = {}
-        for m in group.trainers:
-            by_plan.setdefault(plans[m], []).append(m)
-        for plan, trainers in by_plan.items():
+        for plan in dict.fromkeys(plans[m] for m in group.trainers):
+            trainers = [m for m in group.trainers if plans[m] == plan]
             groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
     return groups
 
@@ -234,16 +232,15 @@ def _planned(
 ) -> dict:
     """A trainer's fields of the ledger, as far as the plan decides them."""
     trainer, workers = control.trainers[position], control.workers_of(position)
+    steps = group.plan.num_updates
+    if settings.inner.unit == "microbatches":
+        steps = round_steps(control, position, settings)
     return {
         "round": control.round + 1,
         "trainer": trainer.id,
         "workers": len(workers),
         "requested_batch_size": trainer.requested_batch_size,
-        "steps_per_round": (
-            group.plan.num_updates
-            if settings.inner.unit == "updates"
-            else round_steps(control, position, settings)
-        ),
+        "steps_per_round": steps,
         "micro_batch_size": group.plan.micro_batch_size,
         "num_accum_steps": group.plan.num_accum_steps,
         "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
