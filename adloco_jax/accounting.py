@@ -42,6 +42,10 @@ class Trainer:
         """Sequences per worker that its gradient noise has asked for, as updates or in them."""
         return self.requested_batch_size * self.round_length
 
+    def grow_to(self, size: Size) -> None:
+        """Sets what it requests for the rounds to come."""
+        self.requested_workers, self.round_length, self.requested_batch_size = size
+
 
 @dataclass
 class Control:
@@ -73,6 +77,11 @@ class Control:
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
+
+    def reads(self, worker: int) -> tuple[int, int, int]:
+        """What a worker reads next: its trainer's id, its stream, and the place of the sequence."""
+        trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
+        return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
     def size(self, trainer: int) -> Size:
         """What the trainer at a position runs with."""
@@ -123,8 +132,8 @@ def count_round(
         trainer.rounds += 1
         trainer.updates += plan.num_updates
         for worker in workers:
-            stream = str(control.streams[worker])
-            trainer.cursors[stream] = trainer.cursors.get(stream, 0) + sequences
+            _, stream, cursor = control.reads(worker)
+            trainer.cursors[str(stream)] = cursor + sequences
         tokens = sequences * len(workers) * sequence_length
         cost = sync_cost(len(workers), sync_bytes, num_syncs)
         spent.append({"updates": plan.num_updates, "tokens": tokens, **cost})

@@ -239,10 +239,9 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
     if settings.num_tokens is None:
         return math.inf
     inner, sequences = settings.inner, 0  # of a step
-    for trainer in range(len(control.trainers)):
-        bucket, accum = _micro_batches(control, trainer, settings)
-        per_step = bucket * (accum if inner.unit == "updates" else 1)
-        sequences += control.owners.count(trainer) * per_step
+    for owner in control.owners:
+        bucket, accum = _micro_batches(control, owner, settings)
+        sequences += bucket * (accum if inner.unit == "updates" else 1)
     tokens = inner.steps_per_round * sequences * settings.data.sequence_length
     return (settings.num_tokens - control.tokens_total) / tokens
 

@@ -1,7 +1,6 @@
 """The batch-size decisions: each trainer's next requested batch, by its test or its schedule."""
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -30,6 +29,11 @@ class Decision(NamedTuple):
     reason: str  # why it is this one
     next_workers: int
     next_round_length: int  # in multiples of inner.steps_per_round
+
+    @property
+    def size(self) -> Size:
+        """What the trainer grows to."""
+        return Size(self.next_workers, self.next_round_length, self.next_batch_size)
 
 
 def measures_gradients(settings: Settings) -> bool:
@@ -63,15 +67,14 @@ def with_batch_sizes(
         for position, trainer in enumerate(control.trainers):
             request, now = _request(control, position, settings), control.size(position)
             if needs == "nothing":
-                decision = _scheduled(request, now)
+                size = now._replace(batch_size=int(request(None)))
+                decision = _decision(size, "kept" if size == now else "schedule")
             else:
                 decision = _tested(trainer, tested.get(position), request, now, free, settings)
             if needs == "branches":  # which decide in its place: what was measured is recorded
                 measured = (decision.noise, decision.signal, decision.test_value)
                 decision = _decision(now, "kept", *measured)
-            trainer.requested_batch_size = decision.next_batch_size
-            trainer.round_length = decision.next_round_length
-            trainer.requested_workers = decision.next_workers
+            trainer.grow_to(decision.size)
             free -= decision.next_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
             decisions.append(decision)
@@ -80,18 +83,13 @@ def with_batch_sizes(
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
     """The control if every trainer's test requested `growth` times what it has."""
-    trainers, free = [], _unused_workers(control, settings)
+    control, free = copy.deepcopy(control), _unused_workers(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
         size = grown(now, growth * trainer.demand, settings, free_workers=free)
         free -= size.num_workers - now.num_workers
-        changes = {
-            "requested_batch_size": size.batch_size,
-            "round_length": size.round_length,
-            "requested_workers": size.num_workers,
-        }
-        trainers.append(dataclasses.replace(trainer, **changes))
-    return dataclasses.replace(control, trainers=trainers)
+        trainer.grow_to(size)
+    return control
 
 
 def _unused_workers(control: Control, settings: Settings) -> int:
@@ -169,12 +167,6 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
         "history": control.replayed.get(str(trainer.id), []),
     }
     return with_knobs(BATCH_TESTS[batching.test].request, available)
-
-
-def _scheduled(request: Callable, now: Size) -> Decision:
-    size = int(request(None))  # without statistics
-    reason = "kept" if size == now.batch_size else "schedule"
-    return _decision(now._replace(batch_size=size), reason)
 
 
 def _tested(

@@ -52,14 +52,11 @@ def get_base() -> ConfigDict:
     config.inner.clip_norm = 1.0
     config.inner.steps_per_round = STEPS
     config.batching.test = "constant"
-    config.batching.initial_batch_size = config.batching.max_batch_size = BATCH
-    config.batching.batch_cap = BATCH
-    config.batching.buckets = (BATCH,)
+    config.update_from_flattened_dict({**batch(BATCH), **LINEAR})
     config.batching.smoothing = 0.5
     config.merge.policy = "none"
     config.eval.num_sequences = 512
     config.checkpoint.keep = 1
-    config.update_from_flattened_dict(LINEAR)
     return config
 
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from adloco_jax.configs import compare_quick
 from adloco_jax.configs.compare_quick import AVERAGE, batch
-from adloco_jax.run.config import default_config
 from adloco_jax.study.compare import Comparison
 
 Changes = Mapping[str, Any]
@@ -57,30 +57,20 @@ def get_base(size: str, text: str) -> ConfigDict:
       size: "small" or "half".
       text: "stdlib", or the folder of prepared rows.
     """
-    config = default_config()
-    config.num_rounds = 1_000_000  # tokens end the runs
+    config = compare_quick.get_base()
+    config.num_rounds, config.num_tokens = 1_000_000, None  # each method has its own tokens
     config.model.width = WIDTH[size]
     config.model.num_layers = 2 if size == "small" else 3
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
     config.model.mlp_width = 128 if size == "small" else 344
     config.model.max_length = LENGTH[size]
     config.data.sequence_length = LENGTH[size]
     if text != "stdlib":
         config.data.source, config.data.path = "tokens", text
-    config.ensemble.num_trainers = 1
     config.ensemble.num_workers = WORKERS
+    config.inner.steps_per_round = 200  # which each method changes
     config.inner.learning_rate = 2e-3 if size == "small" else 1e-3
-    config.inner.weight_decay = 0.0
-    config.batching.test = "constant"
-    config.batching.initial_batch_size = BATCH
-    config.batching.max_batch_size = BATCH
-    config.batching.buckets = (BATCH,)
-    config.batching.batch_cap = BATCH
+    config.update_from_flattened_dict(batch(BATCH))
     config.batching.smoothing = 0.5  # a run of a few long rounds has few tests to average
-    config.merge.policy = "none"
-    config.eval.num_sequences = 256
-    config.checkpoint.keep = 1
     config.checkpoint.every_s = 1e6
     config.log.every_rounds = 10
     return config

@@ -39,6 +39,7 @@ from adloco_jax.study.compare import Comparison
 
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 SKIP = {"outer.skip_single": True}
+LATE, LATE_MILD = {**NESTEROV, **SKIP}, {**MILD, **SKIP}  # from a trainer's second worker on
 RADIAL = {"outer.aggregator": "rda"}
 
 
@@ -98,43 +99,37 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
             1.6, 110, 440, falling, {"ensemble.initial_workers": 2}
         ),
         # The third.
-        "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, full, NESTEROV, SKIP),
-        "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, full, NESTEROV, SKIP),
-        "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, full, MILD, SKIP),
-        "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, full, NESTEROV, SKIP),
-        "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(
-            3.2, 220, 440, falling, NESTEROV, SKIP
-        ),
+        "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, full, LATE),
+        "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, full, LATE),
+        "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, full, LATE_MILD),
+        "ours: eta 1.6, rounds of 220, Nesterov": _ours(1.6, 220, 220, full, LATE),
+        "ours: eta 3.2, rounds 220 to 440, Nesterov, decay": _ours(3.2, 220, 440, falling, LATE),
         "DiLoCo: 110 steps, momentum 0.6, decay": _diloco(STEPS, full, LINEAR, MILD),
         "DiLoCo: 110 steps, momentum 0.6": _diloco(STEPS, full, MILD),
         "DiLoCo: 220 steps, momentum 0.6": _diloco(2 * STEPS, full, MILD),
-        "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, full, NESTEROV, SKIP),
-        "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, full, NESTEROV, SKIP),
+        "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, full, LATE),
+        "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, full, LATE),
         # The fourth.
-        "ours: eta 1.6, rounds of 220, Nesterov, decay": _ours(
-            1.6, 220, 220, falling, NESTEROV, SKIP
-        ),
-        "ours: eta 2.3, rounds of 220, Nesterov, decay": _ours(
-            2.3, 220, 220, falling, NESTEROV, SKIP
-        ),
+        "ours: eta 1.6, rounds of 220, Nesterov, decay": _ours(1.6, 220, 220, falling, LATE),
+        "ours: eta 2.3, rounds of 220, Nesterov, decay": _ours(2.3, 220, 220, falling, LATE),
         "ours: eta 1.6, rounds of 220, Nesterov, decay over 3300 updates' tokens": _ours(
-            1.6, 220, 220, LINEAR, budget(size, 3300), NESTEROV, SKIP
+            1.6, 220, 220, LINEAR, budget(size, 3300), LATE
         ),
         "ours: eta 2.3, rounds of 220, Nesterov, decay over 2640 updates' tokens": _ours(
-            2.3, 220, 220, LINEAR, budget(size, 2640), NESTEROV, SKIP
+            2.3, 220, 220, LINEAR, budget(size, 2640), LATE
         ),
         "DiLoCo: 110 steps, momentum 0.6, decay over 3960 updates": _diloco(STEPS, falling, MILD),
         "DiLoCo: 110 steps, momentum 0.8, decay": _diloco(
             STEPS, full, LINEAR, MILD, {"outer.momentum": 0.8}
         ),
-        "trunk: 0.1, 220 steps, Nesterov, decay": _trunk(0.1, 2 * STEPS, falling, NESTEROV, SKIP),
+        "trunk: 0.1, 220 steps, Nesterov, decay": _trunk(0.1, 2 * STEPS, falling, LATE),
         # The fifth.
-        "ours: eta 2.3, rounds of 220, Nesterov": _ours(2.3, 220, 220, full, NESTEROV, SKIP),
+        "ours: eta 2.3, rounds of 220, Nesterov": _ours(2.3, 220, 220, full, LATE),
         "ours: eta 1.6, rounds of 220, Nesterov, rate 0.003": _ours(
-            1.6, 220, 220, full, NESTEROV, SKIP, _rate(3e-3)
+            1.6, 220, 220, full, LATE, _rate(3e-3)
         ),
         "ours: eta 1.6, rounds of 220, momentum 0.6, radial": _ours(
-            1.6, 220, 220, full, MILD, SKIP, RADIAL
+            1.6, 220, 220, full, LATE_MILD, RADIAL
         ),
         "DiLoCo: 110 steps, momentum 0.6, decay, rate 0.003": _diloco(
             STEPS, full, LINEAR, MILD, _rate(3e-3)
@@ -143,10 +138,10 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
             STEPS, full, LINEAR, MILD, RADIAL
         ),
         "trunk: 0.1, 220 steps, Nesterov, decay, rate 0.003": _trunk(
-            0.1, 2 * STEPS, falling, NESTEROV, SKIP, _rate(3e-3)
+            0.1, 2 * STEPS, falling, LATE, _rate(3e-3)
         ),
         "trunk: 0.1, 220 steps, momentum 0.6, decay, radial": _trunk(
-            0.1, 2 * STEPS, falling, MILD, SKIP, RADIAL
+            0.1, 2 * STEPS, falling, LATE_MILD, RADIAL
         ),
     }
 

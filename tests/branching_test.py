@@ -1,26 +1,25 @@
 """Branch rounds: the choice of a batch, what goes on from it, and what the others cost."""
 
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
-from resume_test import Signalling, assert_same_end
-from toy import bigram_loss, corpus, init_fn, settings_of
+from runs import Signalling, assert_same_end, events, run
+from toy import config_of, corpus, init_fn, settings_of
 from train_test import Exhausted
+from trees import assert_close, assert_equal
 
 import adloco_jax
 from adloco_jax.accounting import RoundPlan
 from adloco_jax.adloco import start
 from adloco_jax.branching import branch, branch_plans, branched, choose_branch
 from adloco_jax.errors import ConfigError, DataError, Preempted
-from adloco_jax.run.ledger import read
+from adloco_jax.run.config import validate
 from adloco_jax.study import branch_figure
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -34,20 +33,9 @@ BRANCHES = {
 
 
 def branch_settings(**groups):
-    merged = {
-        name: value | groups.get(name, {}) if isinstance(value, dict) else groups.get(name, value)
-        for name, value in BRANCHES.items()
-    }
-    return settings_of(**groups | merged)
-
-
-def run(workdir, settings, rows=None):
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss}
-    return fit(settings, workdir=workdir, corpus=rows or corpus(), **functions)
-
-
-def events(workdir, name):
-    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
+    config = config_of(**BRANCHES)
+    config.update(groups)
+    return validate(config)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +73,7 @@ def test_each_branch_of_a_stack_is_the_trainer_it_comes_from():
     stack = jax.jit(branch, static_argnums=(1, 2))(ensemble, 1, 3)
     assert stack.owners == (0, 0, 1, 1, 2, 2)
     for place in range(3):
-        pair = adloco_jax.take(stack, [place]), adloco_jax.take(ensemble, [1])
-        jax.tree.map(np.testing.assert_array_equal, *pair)
+        assert_equal(adloco_jax.take(stack, [place]), adloco_jax.take(ensemble, [1]))
     with pytest.raises(ValueError, match="out of range"):
         branch(ensemble, 2, 3)
 
@@ -125,7 +112,7 @@ def test_the_chosen_branch_is_a_plain_round_of_its_batch_from_the_same_point(
     expected = run(tmp_path / "plain", plain)
     for name in ("params_M", "outer_state_M", "inner_state_R"):
         pair = getattr(ended.ensemble, name), getattr(expected.ensemble, name)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *pair)
+        assert_close(*pair, rtol=1e-5, atol=1e-7)
     (own,), (other,) = ended.controller.trainers, expected.controller.trainers
     assert (own.cursors, own.updates) == (other.cursors, other.updates)
 
@@ -184,7 +171,7 @@ def test_a_run_stopped_around_a_branch_round_ends_as_the_uninterrupted_one(
 ):
     settings = branch_settings(batching={"branch_epsilon": 9.0})
     with pytest.raises(Preempted):
-        run(tmp_path / "r", settings, rows=Signalling(at_read))
+        run(tmp_path / "r", settings, corpus=Signalling(at_read))
     assert_same_end(run(tmp_path / "r", settings), whole)
 
 
@@ -217,4 +204,4 @@ def test_rows_that_are_given_once_are_refused(tmp_path):
         def close(self): ...
 
     with pytest.raises(ConfigError, match="batching.test=branch: each branch reads the same"):
-        run(tmp_path / "r", branch_settings(), rows=Sequential(corpus().rows))
+        run(tmp_path / "r", branch_settings(), corpus=Sequential(corpus().rows))

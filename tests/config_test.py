@@ -164,15 +164,16 @@ BRANCHES = dict(
     inner__lr_on_growth="sqrt",
     switch__mode="accumulate",
 )
+BERT = dict(model__arch="bert", data__source="jsonl", data__path="x")
+HUB = dict(data__source="hf", data__path="x")
+RAMP = dict(batching__test="ramp")
 CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),
-    "no room for a text": dict(
-        model__arch="bert", data__source="jsonl", data__path="x", data__sequence_length=2
-    ),
+    "no room for a text": BERT | dict(data__sequence_length=2),
     "no label": dict(data__label_column=""),
     "head of no checkpoint": dict(model__reinit_head=True),
     "checkpoints apart": dict(model__init_from="x", ensemble__init="independent"),
@@ -183,12 +184,10 @@ CONTRADICTIONS = {
     "held-out path of stdlib": dict(data__heldout_path="x.txt"),
     "column": dict(data__source="jsonl", data__path="x", data__text_column=""),
     "configuration of a text": dict(data__name="en"),
-    "no split": dict(data__source="hf", data__path="x", data__split=""),
-    "held-out path of a stream": dict(
-        data__source="hf", data__path="x", data__heldout_path="y.jsonl"
-    ),
-    "classes of a stream": dict(model__arch="bert", data__source="hf", data__path="x"),
-    "column of a stream": dict(data__source="hf", data__path="x", data__text_column=""),
+    "no split": HUB | dict(data__split=""),
+    "held-out path of a stream": HUB | dict(data__heldout_path="y.jsonl"),
+    "classes of a stream": HUB | dict(model__arch="bert"),
+    "column of a stream": HUB | dict(data__text_column=""),
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "rounds that grow": dict(inner__max_steps_per_round=400, inner__schedule="cosine"),
@@ -224,12 +223,12 @@ CONTRADICTIONS = {
     "buckets below": dict(batching__buckets=(1, 2), batching__initial_batch_size=4),
     "buckets above": dict(batching__buckets=(16,), batching__batch_cap=8),
     "bucket above": dict(batching__buckets=(16, 32), batching__max_batch_size=16),
-    "no ramp": dict(batching__test="ramp"),
+    "no ramp": RAMP,
     "ramp unused": dict(batching__ramp=((0, 1),)),
-    "ramp from round 1": dict(batching__test="ramp", batching__ramp=((1, 1), (2, 2))),
-    "ramp's rounds": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 2), (2, 3))),
-    "ramp's first batch": dict(batching__test="ramp", batching__ramp=((0, 2),)),
-    "ramp above the cap": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 1025))),
+    "ramp from round 1": RAMP | dict(batching__ramp=((1, 1), (2, 2))),
+    "ramp's rounds": RAMP | dict(batching__ramp=((0, 1), (2, 2), (2, 3))),
+    "ramp's first batch": RAMP | dict(batching__ramp=((0, 2),)),
+    "ramp above the cap": RAMP | dict(batching__ramp=((0, 1), (2, 1025))),
     "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
     "no replay": dict(batching__test="replay"),
     "replay unused": dict(batching__replay="runs/x"),
@@ -241,7 +240,7 @@ CONTRADICTIONS = {
     "branches of one rate": BRANCHES | dict(inner__lr_on_growth="none"),
     "branches of unknown length": BRANCHES | dict(inner__schedule="cosine"),
     "branches let nobody join": BRANCHES | dict(ensemble__initial_workers=1),
-    "ramp falls": dict(batching__test="ramp", batching__ramp=((0, 1), (2, 3), (4, 2))),
+    "ramp falls": RAMP | dict(batching__ramp=((0, 1), (2, 3), (4, 2))),
 }
 
 
@@ -261,17 +260,14 @@ def test_what_is_no_contradiction_passes():
         dict(data__source="hf", data__path="allenai/c4", data__name="en", data__split="test"),
         dict(data__sequence_length=512),
         dict(model__vocab_size=256, data__tokenizer="tokenizer.json"),
-        dict(model__arch="bert", model__width=60, data__source="jsonl", data__path="x"),
-        dict(model__arch="bert", model__num_kv_heads=3, data__source="jsonl", data__path="x"),
+        BERT | dict(model__width=60, model__num_kv_heads=3),
         dict(ensemble__num_trainers=1, ensemble__num_workers=1),
         dict(inner__round_length="qsr"),
         dict(inner__round_length="qsr", inner__schedule="cosine", num_tokens=10**6),
         dict(inner__tx="sgd", inner__weight_decay=0, outer__tx="adamw", outer__weight_decay=0.1),
         dict(batching__initial_batch_size=16, batching__batch_cap=16),
-        dict(batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 4), (6, 1024))),
-        dict(
-            batching__test="ramp", batching__ramp=((0, 1), (3, 4), (5, 2)), batching__monotone=False
-        ),
+        RAMP | dict(batching__ramp=((0, 1), (3, 4), (5, 4), (6, 1024))),
+        RAMP | dict(batching__ramp=((0, 1), (3, 4), (5, 2)), batching__monotone=False),
     ):
         validate(changed(**values))
 

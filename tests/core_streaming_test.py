@@ -528,7 +528,7 @@ def compiled(*, fragments=1, delay=0, precision="float32"):
 def test_a_fragment_of_four_moves_a_quarter():
     spec, _, whole = compiled()
     part_spec, _, part = compiled(fragments=4, delay=2)
-    assert packed_bytes(part_spec.params, part_spec.precision) == spec.sync_bytes
+    assert packed_bytes(part_spec.params, part_spec.outer.precision) == spec.sync_bytes
     assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # the gain is in each
     accounted = 2 * 7 / 8 * part_spec.sync_bytes
     assert accounted <= sum(found.num_bytes for found in part) <= accounted + 1024  # losses, flags

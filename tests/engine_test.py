@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import events, run
 from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
+from trees import assert_close
 
 from adloco_jax.adloco import State, round_plan, start
 from adloco_jax.core.outer import outer_step
@@ -17,10 +19,8 @@ from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import validate
 from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.evaluate import split_heldout
-from adloco_jax.run.ledger import read
 from adloco_jax.run.programs import Programs, lower
 from adloco_jax.run.spec import Key
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -54,10 +54,8 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
 
     for name in PUBLIC:
         monkeypatch.setattr(programs_module, name, noted(name, getattr(programs_module, name)))
-    if kind in ("fragment", "flush"):
-        settings = settings_of(outer={"fragments": 3, "mixing": 0.5})
-    else:
-        settings = settings_of()
+    in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
+    settings = settings_of(outer=in_parts)
     spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)
     lower(spec, Key(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
     # What a program is given has the shapes that `start_round` makes.
@@ -89,12 +87,10 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
         "\nnot checked: data.source = stdlib: ",
     ):
         assert part in text
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()}
-    fit(validate(config), workdir=tmp_path / "r", **functions)
-    events = read(tmp_path / "r" / "ledger.jsonl")
-    accumulated = [e["num_accum_steps"] for e in events if e["event"] == "round"]
+    run(tmp_path / "r", validate(config))
+    accumulated = [e["num_accum_steps"] for e in events(tmp_path / "r", "round")]
     assert accumulated == [1] * 6 + [4] * 6
-    assert sorted(e["key"] for e in events if e["event"] == "compile") == sorted(planned)
+    assert sorted(e["key"] for e in events(tmp_path / "r", "compile")) == sorted(planned)
 
 
 def test_the_engines_round_is_the_public_outer_step():
@@ -111,19 +107,14 @@ def test_the_engines_round_is_the_public_outer_step():
         trainer.requested_batch_size = batch_size
     num_accum_steps, num_steps = batch_size // 4, settings.inner.steps_per_round
 
-    tokens_RSB = np.stack(
-        [
-            rows.batch(owner, stream, 0, num_steps * batch_size).reshape(num_steps, batch_size, -1)
-            for stream, owner in enumerate(OWNERS)
-        ]
-    )
+    shape = (num_steps, batch_size, LENGTH + 1)
+    streams = [rows.batch(owner, w, 0, 36).reshape(shape) for w, owner in enumerate(OWNERS)]
     whole_round = functools.partial(
         outer_step, loss_fn=bigram_loss, num_accum_steps=num_accum_steps, **transforms
     )
     rate_SR = jnp.full((num_steps, 4), settings.inner.learning_rate)
-    expected, expected_metrics = jax.jit(whole_round)(
-        ensemble, tokens_RSB.swapaxes(0, 1), learning_rate_SR=rate_SR
-    )
+    tokens_SRBL = np.stack(streams, axis=1)
+    expected, in_round = jax.jit(whole_round)(ensemble, tokens_SRBL, learning_rate_SR=rate_SR)
 
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
@@ -131,12 +122,9 @@ def test_the_engines_round_is_the_public_outer_step():
     plans = {m: round_plan(control, m, settings) for m in engine.ready(state)}
     assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
     state, metrics = engine.outer_step(state, engine.batch(state, plans))
-    for one, other in zip(jax.tree.leaves(state.ensemble), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert_close(state.ensemble, expected, rtol=1e-5, atol=1e-7)
     for position, outcome in enumerate(metrics.outcomes):
         own = [w for w, owner in enumerate(OWNERS) if owner == position]
-        np.testing.assert_allclose(
-            outcome.loss_SR, expected_metrics.loss_SR[:, np.array(own)], rtol=1e-6
-        )
-        norm = expected_metrics.pseudo_grad_norm_M[position]
+        np.testing.assert_allclose(outcome.loss_SR, in_round.loss_SR[:, np.array(own)], rtol=1e-6)
+        norm = in_round.pseudo_grad_norm_M[position]
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)

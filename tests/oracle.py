@@ -69,6 +69,17 @@ def nesterov(params, grad, velocity, learning_rate, *, momentum):
     return params - learning_rate * (grad + momentum * velocity), velocity
 
 
+def step(group, params, grad, state, learning_rate):
+    """One update of the optimizer that a group of settings names: the inner or the outer one."""
+    if group.tx == "adamw":
+        b1, b2 = getattr(group, "beta1", 0.9), getattr(group, "beta2", 0.999)
+        decay = group.weight_decay
+        return adamw(params, grad, state, learning_rate, weight_decay=decay, b1=b1, b2=b2)
+    if group.tx == "nesterov":
+        return nesterov(params, grad, state, learning_rate, momentum=group.momentum)
+    return sgd(params, grad, state, learning_rate)
+
+
 # --- Batch-size tests (section 2). Statistics are plain dicts of sums and their weights.
 
 
@@ -141,12 +152,9 @@ def augmented_request(sums, *, vartheta, nu, workers, mode, total_batch=None):
     else:
         noise = sums["noise"] / sums["noise_weight"]
         orthogonal = noise - ip_variance(sums, mode) / signal
-    return max(
-        inner_product_request(
-            sums, vartheta=vartheta, workers=workers, mode=mode, total_batch=total_batch
-        ),
-        orthogonal / (workers * nu**2 * signal),
-    )
+    how = {"workers": workers, "mode": mode, "total_batch": total_batch}
+    along = inner_product_request(sums, vartheta=vartheta, **how)
+    return max(along, orthogonal / (workers * nu**2 * signal))
 
 
 def ip_variance(sums, mode):
@@ -292,13 +300,8 @@ def run_oracle(settings, *, batch, table):
 
 def play_round(s, trainer, workers, batch, free):
     """One round of one trainer, changed in place; returns what it did."""
-    micro, accum = planned(
-        trainer.batch,
-        max_batch=s.batching.max_batch_size,
-        multiplier=s.switch.multiplier,
-        mode=s.switch.mode,
-        buckets=s.batching.buckets,
-    )
+    limits = {"max_batch": s.batching.max_batch_size, "buckets": s.batching.buckets}
+    micro, accum = planned(trainer.batch, **limits, **vars(s.switch))
     per_update = micro * accum
     num_updates = s.inner.steps_per_round * trainer.length
     # What each worker reads in this round, all its updates one after the other.
@@ -316,25 +319,16 @@ def play_round(s, trainer, workers, batch, free):
         params = trainer.params.copy()
         for update in range(num_updates):
             grad_sum, loss_sum = np.zeros_like(params), 0.0
-            for step in range(accum):
-                first = update * per_update + step * micro
+            for part in range(accum):
+                first = update * per_update + part * micro
                 loss, grad = batch_loss_and_grad(params, worker_rows[first : first + micro])
                 grad_sum += grad
                 loss_sum += loss
             rate = learning_rate(s, trainer.updates + update)
             rates.append(rate)
-            if s.inner.tx == "adamw":
-                params, worker.inner_state = adamw(
-                    params,
-                    grad_sum / accum,
-                    worker.inner_state,
-                    rate,
-                    weight_decay=s.inner.weight_decay,
-                    b1=s.inner.beta1,
-                    b2=s.inner.beta2,
-                )
-            else:
-                params, _ = sgd(params, grad_sum / accum, None, rate)
+            params, worker.inner_state = step(
+                s.inner, params, grad_sum / accum, worker.inner_state, rate
+            )
             losses.append(loss_sum / accum)
         ends.append(params)
 
@@ -342,24 +336,10 @@ def play_round(s, trainer, workers, batch, free):
     pseudo_grad = trainer.params - sum(ends) / len(ends)
     if s.outer.skip_single and len(workers) == 1:
         trainer.params = ends[0]
-    elif s.outer.tx == "nesterov":
-        trainer.params, trainer.outer_state = nesterov(
-            trainer.params,
-            pseudo_grad,
-            trainer.outer_state,
-            s.outer.learning_rate,
-            momentum=s.outer.momentum,
-        )
-    elif s.outer.tx == "adamw":
-        trainer.params, trainer.outer_state = adamw(
-            trainer.params,
-            pseudo_grad,
-            trainer.outer_state,
-            s.outer.learning_rate,
-            weight_decay=s.outer.weight_decay,
-        )
     else:
-        trainer.params, _ = sgd(trainer.params, pseudo_grad, None, s.outer.learning_rate)
+        trainer.params, trainer.outer_state = step(
+            s.outer, trainer.params, pseudo_grad, trainer.outer_state, s.outer.learning_rate
+        )
     played = {
         "trainer": trainer.id,
         "workers": len(workers),

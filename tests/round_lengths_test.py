@@ -3,13 +3,12 @@
 import numpy as np
 import optax
 import pytest
-from toy import bigram_loss, corpus, init_fn, settings_of
+from runs import events, run
+from toy import settings_of
 
 from adloco_jax import ROUND_LENGTHS, adloco
 from adloco_jax.accounting import Control, Trainer
 from adloco_jax.run import batches
-from adloco_jax.run.ledger import read
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -106,9 +105,8 @@ def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monke
         ("two steps", "nesterov", optax.GradientTransformation(plain.init, twice)),
     ):
         settings = settings_of(num_rounds=3, inner={"round_length": "double"}, outer={"tx": tx})
-        functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()}
-        ended[name] = fit(settings, workdir=tmp_path / name, outer_tx=given, **functions)
-        lines = [e for e in read(tmp_path / name / "ledger.jsonl") if e["event"] == "round"]
+        ended[name] = run(tmp_path / name, settings, outer_tx=given)
+        lines = events(tmp_path / name, "round")
         assert {(e["updates"], e["steps_per_round"]) for e in lines} == {(6, 6)}
     one, other = (result.params["w"] for result in ended.values())
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

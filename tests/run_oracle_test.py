@@ -10,21 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import run_oracle
-from toy import VOCAB, bigram_loss, corpus, settings_of
+from runs import events, run
+from toy import VOCAB, corpus, settings_of
 
 from adloco_jax import adloco
-from adloco_jax.run.ledger import read
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 CASES = {
     # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
-    "defaults": settings_of(
-        num_rounds=7,
-        batching={"eta": 0.8},
-        merge={"every_rounds": 4},
-    ),
+    "defaults": settings_of(num_rounds=7, batching={"eta": 0.8}, merge={"every_rounds": 4}),
     "paper": settings_of(
         num_rounds=6,
         inner={"warmup_updates": 5, "schedule": "cosine"},
@@ -76,9 +71,12 @@ def played_by_hand(name):
     return run_oracle(CASES[name], batch=corpus().batch, table=table_start())
 
 
+def fields(lines, names):
+    return [tuple(line[name] for name in names) for line in lines]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_runner_plays_the_algorithm(name, tmp_path):
-    settings = CASES[name]
     expected = played_by_hand(name)
     for played in expected.rounds:
         value = played["test_value"]
@@ -86,27 +84,11 @@ def test_runner_plays_the_algorithm(name, tmp_path):
             "no test of rounding: change a seed"
         )
 
-    result = fit(
-        settings,
-        corpus=corpus(),
-        init_fn=lambda key: {"w": jnp.asarray(table_start())},
-        loss_fn=bigram_loss,
-        workdir=tmp_path / "run",
-    )
-    events = list(read(tmp_path / "run" / "ledger.jsonl"))
-    lines = [event for event in events if event["event"] == "round"]
-    decided = {
-        "round": "round",
-        "trainer": "trainer",
-        "workers": "workers",
-        "requested_batch_size": "requested",
-        "micro_batch_size": "micro",
-        "num_accum_steps": "accum",
-        "updates": "updates",
-    }
-    assert [[line[key] for key in decided] for line in lines] == [
-        [played[key] for key in decided.values()] for played in expected.rounds
-    ]
+    result = run(tmp_path, CASES[name], init_fn=lambda key: {"w": jnp.asarray(table_start())})
+    lines = events(tmp_path, "round")
+    same = ("round", "trainer", "workers", "updates")
+    decided = [*same, "requested_batch_size", "micro_batch_size", "num_accum_steps"]
+    assert fields(lines, decided) == fields(expected.rounds, [*same, "requested", "micro", "accum"])
     for line, played in zip(lines, expected.rounds, strict=True):
         np.testing.assert_allclose(line["train_loss"], played["loss"], rtol=1e-5)
         np.testing.assert_allclose(line["learning_rate"], played["rates"][-1], rtol=1e-6)
@@ -115,22 +97,15 @@ def test_runner_plays_the_algorithm(name, tmp_path):
             np.testing.assert_allclose(line["signal"], played["signal"], rtol=1e-3, atol=1e-6)
             np.testing.assert_allclose(line["test_value"], played["test_value"], rtol=1e-3)
 
-    merges = [event for event in events if event["event"] == "merge"]
-    assert [[m[key] for key in ("round", "members", "into", "weights")] for m in merges] == [
-        [m[key] for key in ("round", "members", "into", "weights")] for m in expected.merges
-    ]
-    spawns = [event for event in events if event["event"] == "spawn"]
-    fields = ("round", "trainer", "workers_before", "workers_after")
-    assert [tuple(event[key] for key in fields) for event in spawns] == expected.spawns
+    merged = ("round", "members", "into", "weights")
+    assert fields(events(tmp_path, "merge"), merged) == fields(expected.merges, merged)
+    spawned = ("round", "trainer", "workers_before", "workers_after")
+    assert fields(events(tmp_path, "spawn"), spawned) == expected.spawns
     controller = result.controller
-    assert [t.id for t in controller.trainers] == [t.id for t in expected.trainers]
-    assert [t.requested_batch_size for t in controller.trainers] == [
-        t.batch for t in expected.trainers
-    ]
-    assert [t.updates for t in controller.trainers] == [t.updates for t in expected.trainers]
-    assert [{int(s): c for s, c in t.cursors.items()} for t in controller.trainers] == [
-        t.cursors for t in expected.trainers
-    ]
+    assert [
+        (t.id, t.requested_batch_size, t.updates, {int(s): c for s, c in t.cursors.items()})
+        for t in controller.trainers
+    ] == [(t.id, t.batch, t.updates, t.cursors) for t in expected.trainers]
     by_id = {trainer.id: place for place, trainer in enumerate(controller.trainers)}
     assert controller.owners == [by_id[worker.trainer] for worker in expected.workers]
     assert controller.streams == [worker.stream for worker in expected.workers]
@@ -147,12 +122,12 @@ def test_the_cases_cover_what_they_are_for():
     """Growth of all kinds, rounding up to a bucket, clipping, accumulation, workers that move."""
     plans, merges, pools = set(), 0, set()
     for name in CASES:
-        run = played_by_hand(name)
-        merges += len(run.merges)
-        assert len(run.merges) >= 1 and len({r["requested"] for r in run.rounds}) >= 3, name
-        plans |= {(r["requested"], r["micro"], r["accum"]) for r in run.rounds}
-        for r in {r["round"] for r in run.rounds}:
-            pools.add(tuple(p["workers"] for p in run.rounds if p["round"] == r))
+        played = played_by_hand(name)
+        merges += len(played.merges)
+        assert len(played.merges) >= 1 and len({r["requested"] for r in played.rounds}) >= 3, name
+        plans |= {(r["requested"], r["micro"], r["accum"]) for r in played.rounds}
+        for r in {r["round"] for r in played.rounds}:
+            pools.add(tuple(p["workers"] for p in played.rounds if p["round"] == r))
     assert any(micro > requested for requested, micro, _ in plans)
     assert any(micro * accum < requested for requested, micro, accum in plans)
     assert any(accum > 1 for _, _, accum in plans)

@@ -27,21 +27,15 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 
 @functools.cache
-def spec_of(model_shards=1, worker_parallelism=1, precision="float32"):
-    config = default_config()
-    config.model.width = 64
-    config.model.num_layers = 2
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
+def spec_of(model_shards=1, worker_parallelism=1):
+    config = default_config()  # of width 64, with two layers
     config.model.mlp_width = 128
-    config.model.max_length = LENGTH
     config.data.sequence_length = LENGTH
     config.inner.steps_per_round = STEPS
     config.batching.max_batch_size = BATCH
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
     config.ensemble.worker_parallelism = worker_parallelism
-    config.outer.precision = precision
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
     return program_spec(settings, init_fn, loss_fn, row_length(settings)), init_fn

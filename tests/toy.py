@@ -69,26 +69,16 @@ def config_of(**groups) -> ConfigDict:
     """The config of a small run; `groups` override, as `batching={"eta": 0.5}`."""
     config = default_config()
     config.data.sequence_length = LENGTH
+    batching = {"initial_batch_size": 2, "max_batch_size": 4, "buckets": (2, 4)}
     common = {
         "num_rounds": 8,
         "ensemble": {"num_trainers": 3, "num_workers": 4},
         "inner": {"steps_per_round": 3, "learning_rate": 0.05},
-        "batching": {
-            "initial_batch_size": 2,
-            "max_batch_size": 4,
-            "buckets": (2, 4),
-            "batch_cap": 15,
-            "max_growth": 3,
-        },
+        "batching": batching | {"batch_cap": 15, "max_growth": 3},
         "eval": {"every_rounds": 100},
     }
-    for overrides in (common, groups):
-        for group, values in overrides.items():
-            if isinstance(values, dict):
-                for name, value in values.items():
-                    config[group][name] = value
-            else:
-                config[group] = values
+    config.update(common)
+    config.update(groups)
     return config
 
 

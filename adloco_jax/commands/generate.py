@@ -23,20 +23,10 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("generate", __doc__)
     parser.add_argument("--model", required=True, help="a folder, or a hub name")
     parser.add_argument("--prompt", default="", help="empty: from the end of a text on")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=100,
-        help="to write, at most what the model can read; default: 100",
-    )
-    parser.add_argument("--samples", type=int, default=3, help="texts to write; default: 3")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="of the next token's distribution, 0: the likeliest; default: 0.8",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
+    parser.option("--tokens", 100, "to write, at most what the model can read")
+    parser.option("--samples", 3, "texts to write")
+    parser.option("--temperature", 0.8, "of the next token's distribution, 0: the likeliest")
+    parser.option("--seed", 0, "of the draws")
     options = parser.parse(words)
     load_recorded(Path(options.model).parent)  # an export in a run's folder
     network, params, _ = hf.load(options.model)

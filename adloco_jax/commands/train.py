@@ -23,6 +23,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags.tuple_parser import TupleParser
 
+from adloco_jax.commands.parser import with_separator
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import (
@@ -94,16 +95,11 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
         flag = flags.Flag(parser, None, f"config.{key}", None, allowed(key), boolean=is_bool)
         flags.DEFINE_flag(flag, options)
     try:
-        words = options(["adloco", *map(_with_underscores, argv)], known_only=True)
+        spelled = [with_separator(word, "_") for word in argv]
+        words = options(["adloco", *spelled], known_only=True)
     except (flags.Error, ValueError) as error:
         raise ConfigError(str(error)) from error
     return options, words[1:]
-
-
-def _with_underscores(word: str) -> str:
-    """An option as absl knows it: `--accept-data-change` is `--accept_data_change`."""
-    name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
 
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:

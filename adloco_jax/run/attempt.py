@@ -339,7 +339,7 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
         if settings.init == "independent":
             keys_M = jax.random.split(key, settings.num_trainers)
             stack = stack.replace(params_M=jax.vmap(run.model.init_fn)(keys_M))
-        if spec.own_params:
+        if spec.outer.own_params:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
 

@@ -147,10 +147,8 @@ def group_trainers(
     """Trainers that run the same plan, class by class, in the order of their first member."""
     groups = []
     for group in classes(control, plans, model_shards):
-        by_plan: dict[RoundPlan, list[int]] = {}
-        for m in group.trainers:
-            by_plan.setdefault(plans[m], []).append(m)
-        for plan, trainers in by_plan.items():
+        for plan in dict.fromkeys(plans[m] for m in group.trainers):
+            trainers = [m for m in group.trainers if plans[m] == plan]
             groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
     return groups
 
@@ -166,12 +164,12 @@ def round_keys(
         control, plans = branched(control, branches), dict(enumerate(branches))
     for group in group_trainers(control, plans, spec.model_shards):
         steps = group.steps_key()
-        if not spec.own_params or steps.accumulates or spec.reset_inner_state:
+        if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             keys.append(group.key("start", accumulates=steps.accumulates))
-        if not spec.own_params:
+        if not spec.outer.own_params:
             keys += [steps, group.key("outer")]
             continue
-        if group.plan.num_micro_batches > spec.num_micro_batches * spec.num_fragments:
+        if group.plan.num_micro_batches > spec.num_micro_batches * spec.outer.fragments:
             keys.append(steps)
         keys.append(steps._replace(kind="fragment", owners=group.owners))
     return list(dict.fromkeys(keys))
@@ -196,15 +194,14 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, intervals_M, lines, firsts, beginnings = [], [], {}, {}, {}
+    parts, intervals_M, lines, beginnings = [], [], {}, {}
     for group in groups:
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
         rows_TRBL = _sequences(control, group, spec, rows, at, tested_here)
         for place, worker in enumerate(group.workers):
             flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
-            firsts[worker] = flat[: count_R[worker]]
-            beginnings[worker] = flat[:_COMPARED]
+            beginnings[worker] = flat[: max(count_R[worker], _COMPARED)]
         rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
         flag_T = update_flags(group.plan)
         intervals_M.append(intervals(group, rate_TR, settings))
@@ -225,7 +222,7 @@ def make_batch(
     tests = []
     for group, at, test_RBL in tested:
         for place, worker in enumerate(group.workers):
-            test_RBL[place, : count_R[worker]] = firsts[worker]
+            test_RBL[place, : count_R[worker]] = beginnings[worker][: count_R[worker]]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
     return Batch(plans, groups, parts, intervals_M, tests, [lines[m] for m in sorted(lines)])
 
@@ -235,16 +232,15 @@ def _planned(
 ) -> dict:
     """A trainer's fields of the ledger, as far as the plan decides them."""
     trainer, workers = control.trainers[position], control.workers_of(position)
+    steps = group.plan.num_updates
+    if settings.inner.unit == "microbatches":
+        steps = round_steps(control, position, settings)
     return {
         "round": control.round + 1,
         "trainer": trainer.id,
         "workers": len(workers),
         "requested_batch_size": trainer.requested_batch_size,
-        "steps_per_round": (
-            group.plan.num_updates
-            if settings.inner.unit == "updates"
-            else round_steps(control, position, settings)
-        ),
+        "steps_per_round": steps,
         "micro_batch_size": group.plan.micro_batch_size,
         "num_accum_steps": group.plan.num_accum_steps,
         "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
@@ -254,8 +250,8 @@ def _planned(
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
     """DataError if two workers read the same rows: they would compute the same update."""
     first_with = {}
-    for worker, rows_BL in beginnings.items():
-        place = (control.trainers[control.owners[worker]].id, control.streams[worker])
+    for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
+        place = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), place)
         # Few different rows may coincide by chance, and of another process all are zero.
         if before != place and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
@@ -329,13 +325,8 @@ def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Sett
 
 def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
     """Int32 [R of the group, 3]: trainer id, stream, and the first sequence used after `offset`."""
-    trainers = [control.trainers[control.owners[w]] for w in group.workers]
-    streams = [control.streams[w] for w in group.workers]
-    firsts = [
-        trainer.cursors.get(str(stream), 0) + offset
-        for trainer, stream in zip(trainers, streams, strict=True)
-    ]
-    return np.array([[t.id for t in trainers], streams, firsts], np.int32).T
+    reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
+    return reads_R3 + np.array([0, 0, offset], np.int32)
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
@@ -365,9 +356,6 @@ def _sequences(
         is_wanted = place in trained_here or worker in tested_here
         if not is_wanted and not isinstance(rows, SequentialRows):
             continue
-        trainer = control.trainers[control.owners[worker]]
-        stream = control.streams[worker]
-        cursor = trainer.cursors.get(str(stream), 0)
-        taken = rows.batch(trainer.id, stream, cursor, len(rows_TRBL) * size)
+        taken = rows.batch(*control.reads(worker), len(rows_TRBL) * size)
         rows_TRBL[:, place] = taken.reshape(len(rows_TRBL), size, -1)
     return rows_TRBL

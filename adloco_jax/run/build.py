@@ -200,9 +200,8 @@ def inner_transform(
     """
     inner = settings.inner
     # A state of one structure with and without clipping, so that a run may change it.
-    clip = optax.identity()
-    if inner.clip_norm is not None:
-        clip = optax.clip_by_global_norm(inner.clip_norm)
+    norm = inner.clip_norm
+    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
         labels = {"label_params": ARCHITECTURES[settings.model.arch].label_params}
         tx = with_knobs(INNER_OPTIMIZERS[inner.tx], labels)(inner)
@@ -264,6 +263,7 @@ def program_spec(
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx),
         outer_tx=outer_transform(settings, outer_tx),
+        outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
@@ -273,16 +273,10 @@ def program_spec(
         ),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
-        precision=settings.outer.precision,
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
-        skip_single=settings.outer.skip_single,
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         worker_parallelism=worker_parallelism(settings),
         examples_per_pass=examples_per_pass(settings),
-        num_fragments=settings.outer.fragments,
-        delay=settings.outer.delay_updates,
-        mixing=settings.outer.mixing,
-        own_params=settings.outer.own_params,
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())
     shards = ensemble.model_shards

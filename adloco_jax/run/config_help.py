@@ -3,6 +3,7 @@
 import ast
 import inspect
 import io
+import itertools
 import textwrap
 import tokenize
 from types import NoneType
@@ -17,16 +18,14 @@ _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6, "width": 98}
 def config_help() -> str:
     """Every key by group: its meaning and unit, what it may hold, its default, how to unset it."""
     meaning = meanings()
-    groups = {key.rpartition(".")[0] for key in KNOBS}
     lines = []
-    for group in sorted(groups, key=[key.rpartition(".")[0] for key in KNOBS].index):
+    for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(getattr(settings, group.capitalize())) if group else "The whole run."
         lines += ["", f"config.{group}".removesuffix("."), f"  {card}"]
-        for key in KNOBS:
-            if key.rpartition(".")[0] == group:
-                lines.append(f"  --config.{key}")
-                lines.append(textwrap.fill(meaning[key], **_INDENT))
-                lines.append(textwrap.fill(f"{allowed(key)}{_unset(key)}", **_INDENT))
+        for key in keys:
+            lines.append(f"  --config.{key}")
+            lines.append(textwrap.fill(meaning[key], **_INDENT))
+            lines.append(textwrap.fill(f"{allowed(key)}{_unset(key)}", **_INDENT))
     return "\n".join(lines[1:])
 
 

@@ -177,7 +177,7 @@ class LocalEngine:
             batch.plans,
             sequence_length=self.spec.sequence_length,
             sync_bytes=self.spec.sync_bytes,
-            num_syncs=self.spec.num_fragments,
+            num_syncs=self.spec.outer.fragments,
         )
         metrics = Metrics(
             round=control.round,
@@ -230,19 +230,19 @@ class LocalEngine:
         spec, steps = self.spec, group.steps_key()
         workers = Workers(sub.params_R, sub.inner_state_R)
         sub = sub.replace(params_R=None, inner_state_R=None)
-        if not spec.own_params or steps.accumulates or spec.reset_inner_state:
+        if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             bare = sub.replace(outer_state_M=None, round=None)
-            if spec.own_params:
+            if spec.outer.own_params:
                 bare = bare.replace(params_M=None, params_R=workers.params_R)
             started = self._call(group.key("start", accumulates=steps.accumulates), bare)
             kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
             workers = started.replace(**kept)
         measured, norms = [], []
-        num_calls = len(parts) // spec.num_fragments  # for each synchronisation
+        num_calls = len(parts) // spec.outer.fragments  # for each synchronisation
         for i, (tokens_TRBL, rate_TR, flag_T, stream_R3) in enumerate(parts):
             inputs = (tokens_TRBL, rate_TR, flag_T if steps.accumulates else None, stream_R3)
             fragment, rest = divmod(i + 1, num_calls)
-            if spec.own_params and not rest:
+            if spec.outer.own_params and not rest:
                 key = steps._replace(kind="fragment", owners=group.owners)
                 sub, workers, pair, norm_M = self._call(
                     key, sub, workers, *inputs, np.int32(fragment - 1)
@@ -251,7 +251,7 @@ class LocalEngine:
             else:
                 workers, *pair = self._call(steps, workers, *inputs)
             measured.append(tuple(pair))
-        if spec.own_params:
+        if spec.outer.own_params:
             sub = sub.replace(params_R=workers.params_R)
         else:
             ended = Workers(workers.params_R, None)
@@ -369,7 +369,7 @@ class LocalEngine:
             flushed = self._call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)
             ensemble = self._put(ensemble, group, sub)
-        full_sync_bytes = packed_bytes(self.spec.params, self.spec.precision)
+        full_sync_bytes = packed_bytes(self.spec.params, self.spec.outer.precision)
         control, line = count_flush(control, owed, sync_bytes=full_sync_bytes)
         self.events.append(Event("sync", line))
         self._flushed.update(line["trainers"])

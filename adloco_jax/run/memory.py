@@ -61,7 +61,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
         tried = dataclasses.replace(spec, model_shards=shards)
         at = placement(tried, key)
         workers = workers_spec(tried, key, at).replace(inner_state_R=None)
-        if tried.own_params:
+        if tried.outer.own_params:
             workers = workers.replace(params_R=None)
         if _bytes_here((ensemble_spec(tried, owners, at), workers)) <= budget:
             return shards

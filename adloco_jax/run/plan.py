@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
@@ -33,7 +32,7 @@ from adloco_jax.run.evaluate import loss_key
 from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.run.programs import Programs, ensemble_spec, placement
 from adloco_jax.run.resume import check_config
-from adloco_jax.run.spec import Key, Spec
+from adloco_jax.run.spec import Key, Spec, num_bytes
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -218,14 +217,14 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     control = start(settings, max_batch, whole_pool=True)
     owners = tuple(control.owners)
     state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
-    state_bytes = _num_bytes(state)
-    outer_bytes = _num_bytes(state.outer_state_M) // num_trainers
-    inner_bytes = _num_bytes(state.inner_state_R) // num_workers
+    state_bytes = num_bytes(state)
+    outer_bytes = num_bytes(state.outer_state_M) // num_trainers
+    inner_bytes = num_bytes(state.inner_state_R) // num_workers
     groups = classes(control, range(num_trainers), spec.model_shards)
     keys = _planned_keys(settings, spec, max_batch, groups)
     peaks = {key: peak_bytes(programs, key, owners) for key in keys}
     costs = [
-        sync_cost(count, spec.sync_bytes, spec.num_fragments)
+        sync_cost(count, spec.sync_bytes, spec.outer.fragments)
         for count in np.bincount(start(settings, max_batch).owners).tolist()
     ]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
@@ -233,7 +232,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     for group in groups:
         at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
         drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
-        sent = spec.sync_bytes * spec.num_fragments
+        sent = spec.sync_bytes * spec.outer.fragments
         moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
     inner, first = settings.inner, batching.initial_batch_size
     initial_workers = ensemble.initial_workers or num_workers
@@ -319,10 +318,6 @@ def devices() -> str:
     kinds = [device.device_kind for device in jax.devices()]
     count = jax.process_count()
     return f"{len(kinds)} x {kinds[0]}" + (f" in {count} processes" if count > 1 else "")
-
-
-def _num_bytes(shapes: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _human(num_bytes: float) -> str:

@@ -119,7 +119,7 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
         inner_tx=spec.inner_tx,
         outer_tx=spec.outer_tx,
         owner_R=owners,
-        own_params=spec.own_params,
+        own_params=spec.outer.own_params,
     )
     shapes = jax.eval_shape(make, spec.params)
     return _with_shardings(shapes, at.ensemble(shapes))
@@ -151,11 +151,11 @@ Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
 def _start(spec: Spec, key: Key, at: Placement) -> Program:
     bare = ensemble_spec(spec, key.owners, at)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
-    if spec.own_params:
+    if spec.outer.own_params:
         bare = bare.replace(params_M=None)
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     start = functools.partial(start_round, accumulate=key.accumulates, reset_tx=reset_tx)
-    donated = (0,) if spec.own_params else ()
+    donated = (0,) if spec.outer.own_params else ()
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
 
@@ -179,7 +179,7 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
         outer_update,
         outer_tx=spec.outer_tx,
         aggregate=spec.aggregate,
-        skip_single=spec.skip_single,
+        skip_single=spec.outer.skip_single,
         **_collectives(spec, at),
     )
 
@@ -207,11 +207,11 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
             inputs_T,
             fragment,
             steps=steps,
-            num_fragments=spec.num_fragments,
+            num_fragments=spec.outer.fragments,
             outer_tx=spec.outer_tx,
             aggregate=spec.aggregate,
-            delay=spec.delay,
-            mixing=spec.mixing,
+            delay=spec.outer.delay_updates,
+            mixing=spec.outer.mixing,
             keep=lambda tree_M: jax.lax.with_sharding_constraint(tree_M, at.by_trainer(tree_M)),
             **_collectives(spec, at),
         )
@@ -236,7 +236,7 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
     # A pass is padded, so it is no larger than the least that a worker has to test.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
-    chunk = max(min(least, spec.num_micro_batches * spec.num_fragments), MIN_EXAMPLES)
+    chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
     elif spec.estimator == "chunks":
@@ -368,7 +368,7 @@ def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
 
 def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
     return {
-        "precision": spec.precision,
+        "precision": spec.outer.precision,
         "reduce_scatter": at.reduce_scatter,
         "all_gather": at.all_gather,
     }

@@ -17,6 +17,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -94,18 +95,12 @@ class Placement:
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
 
         def target(leaf, at, part_at):
-            if isinstance(leaf, Packed) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if _is_packed(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return at
             divides = any("worker" in (axes or ()) for axes in at.spec)
             return at if divides else part_at
 
-        to = jax.tree.map(
-            target,
-            tree_R,
-            self.sharded(tree_R),
-            in_parts,
-            is_leaf=lambda leaf: isinstance(leaf, Packed),
-        )
+        to = jax.tree.map(target, tree_R, self.sharded(tree_R), in_parts, is_leaf=_is_packed)
         return jax.lax.with_sharding_constraint(parts_R, to)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
@@ -165,12 +160,12 @@ class Placement:
 
     def _stacked(self, shapes: PyTree, lead: str | tuple[str, ...], over: Sequence[str]) -> PyTree:
         def spread(leaf):
-            if isinstance(leaf, Packed):  # whole blocks
+            if _is_packed(leaf):  # whole blocks
                 rows = self._spread(leaf.scales.shape[:2], (lead,), over)
                 return jax.tree.map(lambda _: rows, leaf)
             return self._spread(leaf.shape, (lead,), over)
 
-        return jax.tree.map(spread, shapes, is_leaf=lambda leaf: isinstance(leaf, Packed))
+        return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
         """The largest dimension that divides evenly over `over`, or over as many as it can."""
@@ -184,6 +179,10 @@ class Placement:
                 between = (None,) * (dimension - len(lead))
                 return self.named(*lead, *between, tuple(over[:count]))
         return self.named(*lead)
+
+
+def _is_packed(leaf: Any) -> TypeGuard[Packed]:
+    return isinstance(leaf, Packed)
 
 
 def _names(devices: np.ndarray) -> str:

@@ -1,8 +1,7 @@
 """What programs are compiled for: what they all share in a run, and the key of each."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ from jaxtyping import PyTree
 
 from adloco_jax.adloco import StateBytes
 from adloco_jax.core.aggregate import Aggregator, mean
-from adloco_jax.core.compress import Precision, packed_bytes
+from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
 from adloco_jax.core.streaming import take_fragment
 from adloco_jax.core.types import LossFn, block_size
+from adloco_jax.settings import Outer
 
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
@@ -50,6 +50,7 @@ class Spec:
     params: PyTree  # one model's shapes and dtypes
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
+    outer: Outer  # how often, how late and in which numbers synchronisations take place
     num_micro_batches: int  # per dispatch: S, or with fragments S / F
     row_length: int  # integers of a row: L + 1, the last target's; or 2 + L, class and length first
     sequence_length: int  # L
@@ -58,21 +59,15 @@ class Spec:
     inner_products: bool
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
-    precision: Precision = "float32"  # in which outer gradients travel
     aggregate: Aggregator = mean  # of a trainer's workers' differences
-    skip_single: bool = False  # whether outer_tx leaves trainers of one worker alone
     key_seed: int | None = None  # of a loss that takes `key`
     worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
     examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
-    num_fragments: int = 1  # F, synchronised in turn
-    delay: int = 0  # micro-batches from the sending of a fragment to its arrival
-    mixing: float = 0.0  # share of its own that a worker keeps then
-    own_params: bool = False  # which workers keep from one synchronisation to the next
 
     @property
     def param_bytes(self) -> int:
         """Bytes of one trainer's parameters."""
-        return _num_bytes(jax.tree.leaves(self.params))
+        return num_bytes(self.params)
 
     @property
     def sync_bytes(self) -> int:
@@ -83,10 +78,10 @@ class Spec:
 
         def take(params):
             stacked = jax.tree.map(lambda leaf: leaf[None], params)
-            part = take_fragment(stacked, 0, num_fragments=self.num_fragments)
+            part = take_fragment(stacked, 0, num_fragments=self.outer.fragments)
             return jax.tree.map(lambda leaf: leaf[0], part)
 
-        return packed_bytes(jax.eval_shape(take, self.params), self.precision)
+        return packed_bytes(jax.eval_shape(take, self.params), self.outer.precision)
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -100,11 +95,12 @@ class Spec:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def _num_bytes(leaves: Iterable[Any]) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of a tree's arrays, or of their shapes and dtypes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
     leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    return _num_bytes(leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return num_bytes([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)])
