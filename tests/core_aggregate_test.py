@@ -10,6 +10,7 @@ import oracle
 import pytest
 from ensembles import PLAIN, draw, ensemble_of
 from toy import LENGTH, settings_of
+from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, outer_update, start_round
 from adloco_jax.core.compress import pack, unpack
@@ -70,11 +71,7 @@ def test_every_rule_agrees_with_the_oracle(rule):
     for m, mine in enumerate(([0, 1], [2, 5])):
         own = jax.tree.map(lambda leaf, mine=mine: leaf[mine], difference_R)
         expected = by_hand(rule, own, weights[mine])
-        jax.tree.map(
-            lambda a, e, m=m: np.testing.assert_allclose(a[m], e, rtol=2e-5, atol=2e-6),
-            actual_M,
-            expected,
-        )
+        assert_close(at(actual_M, m), expected, rtol=2e-5, atol=2e-6)
         squares = [np.sum(np.square(leaf)) for leaf in jax.tree.leaves(expected)]
         np.testing.assert_allclose(norm_M[m], np.sqrt(sum(squares)), rtol=1e-5)
 
@@ -120,11 +117,8 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
     arguments = (ensemble, workers, np.ones(1, np.float32))
     after, _ = program(*reshard(arguments, program.input_shardings[0]))
     expected, _ = update_of(rule)(draw(SHAPES, 8), np.ones(8, np.float32), (0,) * 8)
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(-np.asarray(a), e, rtol=1e-4, atol=1e-5),
-        after.params_M,
-        expected,
-    )
+    actual_M = jax.tree.map(np.negative, after.params_M)
+    assert_close(actual_M, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy import bigram_loss, corpus, init_fn, settings_of
+from trees import assert_close
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, outer_update, start_round
 from adloco_jax.adloco import start
@@ -88,9 +89,7 @@ def round_of(kind):
 def test_parameters_may_be_of_any_kind():
     expected = round_of("dict")
     for kind in ("nnx state", "partitioned module"):
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6), round_of(kind), expected
-        )
+        assert_close(round_of(kind), expected, atol=0)
 
 
 # --- Losses with a key, and with auxiliary output
@@ -206,9 +205,7 @@ def test_arrays_may_be_on_explicit_mesh_axes():
     parts, _ = outer_update(placed, workers, outer_tx=NESTEROV, weights_R=weights_R)
     for one in (actual, parts):
         assert one.inner_state_R[0].mu["w"].sharding.spec == P("worker", None, None)
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6), one, expected
-        )
+        assert_close(one, expected)
     for loss_SR in (on_metrics.loss_SR, measured[0]):
         np.testing.assert_allclose(loss_SR, metrics.loss_SR, rtol=1e-6)
     examples = jax.tree.map(lambda leaf: leaf[0].reshape(32, -1), batch)
