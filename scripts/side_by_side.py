@@ -3,7 +3,7 @@
 A case of scripts/benchmark.py, for the `parity` extra. PyTorch trains `transformers`'
 LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; adloco_jax runs the
 inner steps of a round, its workers one after the other or at once as a run would choose. Both
-start from the same weights, a folder in Hugging Face layout (tests/parity_llama_test.py holds the
+start from the same weights, a folder in Hugging Face layout (tests/parity_models_test.py holds the
 two models equal). The machine's own rate is that of a matrix product timed in the same turns, the
 better of the two libraries'.
 """

@@ -6,12 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import pytest
+from ensembles import PLAIN, draw, ensemble_of
 from toy import LENGTH, settings_of
+from trees import assert_close, at
 
-from adloco_jax import AGGREGATORS, init, outer_update, start_round
+from adloco_jax import AGGREGATORS, outer_update, start_round
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
@@ -19,18 +20,11 @@ from adloco_jax.run.programs import lower
 from adloco_jax.run.sharding import reshard
 from adloco_jax.run.spec import Key
 
-PLAIN = optax.sgd(1.0)
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]
 
 
-def draw(*lead, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: rng.normal(size=(*lead, *shape)).astype(np.float32),
-        SHAPES,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+PARAMS = draw(SHAPES)
 
 
 @functools.cache
@@ -38,16 +32,8 @@ def update_of(rule, precision="float32"):
     """The pseudo-gradients [M] of workers that have moved by given differences [R]."""
 
     def update(difference_R, weights_R, owners):
-        ensemble = init(
-            draw(),
-            num_trainers=max(owners) + 1,
-            num_workers=len(owners),
-            inner_tx=PLAIN,
-            outer_tx=PLAIN,
-            owner_R=owners,
-        )
-        zeros_M = jax.tree.map(jnp.zeros_like, ensemble.params_M)
-        ensemble = ensemble.replace(params_M=zeros_M)
+        zeros = jax.tree.map(np.zeros_like, PARAMS)
+        ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
         workers = start_round(ensemble)
         workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
         how = {"aggregate": AGGREGATORS[rule], "precision": precision}
@@ -79,24 +65,20 @@ def by_hand(rule, difference_W, weights):
 def test_every_rule_agrees_with_the_oracle(rule):
     """Unequal trainers and weights, one worker that is not finite, one without a weight."""
     owners, weights = (0, 0, 1, 0, 0, 1), np.float32([1, 3, 2, 5, 0, 1])
-    difference_R = draw(6)
+    difference_R = draw(SHAPES, 6)
     difference_R["head"][3, 0, 0] = np.nan
     actual_M, norm_M = update_of(rule)(difference_R, weights, owners)
     for m, mine in enumerate(([0, 1], [2, 5])):
         own = jax.tree.map(lambda leaf, mine=mine: leaf[mine], difference_R)
         expected = by_hand(rule, own, weights[mine])
-        jax.tree.map(
-            lambda a, e, m=m: np.testing.assert_allclose(a[m], e, rtol=2e-5, atol=2e-6),
-            actual_M,
-            expected,
-        )
+        assert_close(at(actual_M, m), expected, rtol=2e-5, atol=2e-6)
         squares = [np.sum(np.square(leaf)) for leaf in jax.tree.leaves(expected)]
         np.testing.assert_allclose(norm_M[m], np.sqrt(sum(squares)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("rule", OTHERS)
 def test_workers_that_have_not_moved_move_nothing(rule):
-    still_R = jax.tree.map(np.zeros_like, draw(3))
+    still_R = jax.tree.map(np.zeros_like, draw(SHAPES, 3))
     still, norm_M = update_of(rule)(still_R, np.ones(3, np.float32), (0, 0, 0))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(still)) and norm_M.tolist() == [0]
 
@@ -112,7 +94,7 @@ def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
 
 
 def test_quantised_differences_are_aggregated_after_they_have_arrived():
-    ones, difference_R = np.ones(3, np.float32), draw(3)
+    ones, difference_R = np.ones(3, np.float32), draw(SHAPES, 3)
     arrived_R = unpack(pack(difference_R, "int8"), difference_R, "int8")
     _, expected_M = update_of("rda")(arrived_R, ones, (0, 0, 0))
     _, norm_M = update_of("rda", "int8")(difference_R, ones, (0, 0, 0))
@@ -126,24 +108,17 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         outer={"aggregator": rule, "tx": "sgd", "learning_rate": 1.0},
     )
-    spec = program_spec(configured, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
     program = lower(spec, Key("outer", (0,) * 8)).compile()
-    ensemble = init(
-        jax.tree.map(np.zeros_like, draw()),
-        num_trainers=1,
-        num_workers=8,
-        inner_tx=spec.inner_tx,
-        outer_tx=spec.outer_tx,
-    ).replace(inner_state_R=None)
-    workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(8)))
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
+    ensemble = ensemble_of([0] * 8, zeros, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx)
+    ensemble = ensemble.replace(inner_state_R=None)
+    workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(SHAPES, 8)))
     arguments = (ensemble, workers, np.ones(1, np.float32))
     after, _ = program(*reshard(arguments, program.input_shardings[0]))
-    expected, _ = update_of(rule)(draw(8), np.ones(8, np.float32), (0,) * 8)
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(-np.asarray(a), e, rtol=1e-4, atol=1e-5),
-        after.params_M,
-        expected,
-    )
+    expected, _ = update_of(rule)(draw(SHAPES, 8), np.ones(8, np.float32), (0,) * 8)
+    actual_M = jax.tree.map(np.negative, after.params_M)
+    assert_close(actual_M, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
@@ -152,10 +127,10 @@ def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
 
     monkeypatch.setitem(AGGREGATORS, "scaled", scaled)
     configured = settings_of(outer={"aggregator": "scaled", "momentum": 0.3})
-    spec = program_spec(configured, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
     assert spec.aggregate(None, None) == 0.3
     plain = dataclasses.replace(configured, outer=settings_of().outer)
-    spec = program_spec(plain, lambda key: draw(), lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(plain, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
     assert spec.aggregate is AGGREGATORS["mean"]
 
 

@@ -7,39 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from ensembles import ADAMW, NESTEROV, TXS, batch_of, ensemble_of
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy import bigram_loss, corpus, init_fn, settings_of
+from trees import assert_close
 
-from adloco_jax import (
-    gradient_stats,
-    init,
-    inner_steps,
-    outer_step,
-    outer_update,
-    start_round,
-)
+from adloco_jax import gradient_stats, inner_steps, outer_step, outer_update, start_round
 from adloco_jax.adloco import start
 from adloco_jax.run.batches import _group, _streams
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.programs import _keyed
 from adloco_jax.training import fit
 
-ADAMW = optax.adamw(0.05, weight_decay=0.1)
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
 B = np.float32([0.3, -0.2])
-
-
-def batch_of(*shape):
-    rng = np.random.default_rng(1)
-    return {
-        "x": rng.normal(size=(*shape, 3)).astype(np.float32),
-        "y": rng.normal(size=(*shape, 2)).astype(np.float32),
-    }
+PARAMS = {"w": W, "b": B}
 
 
 def residual(w, b, batch):
@@ -73,11 +58,10 @@ def merged_net(params):
 
 
 KINDS = {
-    "dict": ({"w": W, "b": B}, lambda p: (p["w"], p["b"])),
+    "dict": (PARAMS, lambda p: (p["w"], p["b"])),
     "nnx state": (STATE, merged_net),
     "partitioned module": (Module(W, B, None, 3), lambda p: (p.w, p.b)),
 }
-TXS = {"inner_tx": ADAMW, "outer_tx": NESTEROV}
 
 
 def of_dict(params, batch):
@@ -94,7 +78,7 @@ def round_of(kind):
     def loss_fn(params, batch):
         return residual(*read(params), batch)
 
-    ensemble = init(params, num_trainers=2, num_workers=3, **TXS)
+    ensemble = ensemble_of([0, 0, 1], params)
     step = jax.jit(lambda e, batch: outer_step(e, batch, loss_fn, **TXS))
     after, _ = step(ensemble, batch_of(2, 3, 4))
     assert jax.tree.structure(after) == jax.tree.structure(ensemble)
@@ -105,9 +89,7 @@ def round_of(kind):
 def test_parameters_may_be_of_any_kind():
     expected = round_of("dict")
     for kind in ("nnx state", "partitioned module"):
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6), round_of(kind), expected
-        )
+        assert_close(round_of(kind), expected, atol=0)
 
 
 # --- Losses with a key, and with auxiliary output
@@ -128,7 +110,7 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
     num_accum_steps,
 ):
     key, size = jax.random.key(5), 4 // num_accum_steps
-    ensemble = init(KINDS["dict"][0], num_trainers=2, num_workers=3, **TXS)
+    ensemble = ensemble_of([0, 0, 1], PARAMS)
     step = functools.partial(
         outer_step, loss_fn=bits_loss, has_aux=True, num_accum_steps=num_accum_steps, **TXS
     )
@@ -144,7 +126,7 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
 
 
 def test_a_pass_has_the_key_of_its_first_example():
-    ensemble = init(KINDS["dict"][0], num_trainers=1, num_workers=1, **TXS)
+    ensemble = ensemble_of([0], PARAMS)
     key_TRB = jax.random.split(jax.random.key(0), (1, 1, 4))
     *_, aux_TR = inner_steps(
         start_round(ensemble),
@@ -165,7 +147,7 @@ def test_statistics_use_one_key_and_leave_auxiliary_output_out():
         return loss * jax.random.uniform(key, minval=0.5), aux
 
     factor = float(jax.random.uniform(jax.random.key(0), minval=0.5))
-    params = KINDS["dict"][0]
+    params = PARAMS
     actual = stats_of(noisy, params, batch_of(5), has_aux=True)
     expected = stats_of(of_dict, params, batch_of(5))
     np.testing.assert_allclose(actual.noise, factor**2 * expected.noise, rtol=1e-5)
@@ -205,8 +187,7 @@ def test_arrays_may_be_on_explicit_mesh_axes():
     mesh = jax.make_mesh((8,), ("worker",), axis_types=(AxisType.Explicit,))
     whole, pool = NamedSharding(mesh, P()), NamedSharding(mesh, P("worker"))
 
-    owners = [0, 0, 0, 1, 1, 2, 2, 2]
-    ensemble = init(KINDS["dict"][0], num_trainers=3, num_workers=8, owner_R=owners, **TXS)
+    ensemble = ensemble_of([0, 0, 0, 1, 1, 2, 2, 2], PARAMS)
     placed = jax.device_put(ensemble, whole).replace(
         inner_state_R=jax.device_put(ensemble.inner_state_R, pool)
     )
@@ -224,17 +205,15 @@ def test_arrays_may_be_on_explicit_mesh_axes():
     parts, _ = outer_update(placed, workers, outer_tx=NESTEROV, weights_R=weights_R)
     for one in (actual, parts):
         assert one.inner_state_R[0].mu["w"].sharding.spec == P("worker", None, None)
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6), one, expected
-        )
+        assert_close(one, expected)
     for loss_SR in (on_metrics.loss_SR, measured[0]):
         np.testing.assert_allclose(loss_SR, metrics.loss_SR, rtol=1e-6)
     examples = jax.tree.map(lambda leaf: leaf[0].reshape(32, -1), batch)
     stats, on_stats = (
         stats_of(of_dict, params, jax.device_put(examples, at))
         for params, at in (
-            (KINDS["dict"][0], None),
-            (jax.device_put(KINDS["dict"][0], whole), pool),
+            (PARAMS, None),
+            (jax.device_put(PARAMS, whole), pool),
         )
     )
     np.testing.assert_allclose(on_stats.noise, stats.noise, rtol=1e-5)
@@ -255,7 +234,7 @@ def test_arrays_may_be_on_explicit_mesh_axes():
     ],
 )
 def test_a_loss_that_does_not_fit_is_refused_while_tracing(loss_fn, how, words):
-    ensemble = init(KINDS["dict"][0], num_trainers=1, num_workers=1, **TXS)
+    ensemble = ensemble_of([0], PARAMS)
     with pytest.raises(ValueError, match=f"^loss_fn: .*{words}"):
         jax.eval_shape(
             lambda e, b: outer_step(e, b, loss_fn, **TXS, **how), ensemble, batch_of(1, 1, 4)

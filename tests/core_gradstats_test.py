@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from ensembles import draw
 
 from adloco_jax import (
     GradientStats,
@@ -18,26 +19,23 @@ from adloco_jax import (
 from adloco_jax.core.gradstats import per_example_products, resolve_estimator
 from adloco_jax.models.layers import apply_gain, project
 
-
-def params_of():
-    rng = np.random.default_rng(0)
-    return {
-        "w": rng.normal(size=(3, 2)).astype(np.float32),
-        "b": rng.normal(size=2).astype(np.float32),
-    }
+PARAMS = jax.tree.map(jnp.asarray, draw({"w": (3, 2), "gain": (2,)}))
 
 
 def batch_of(size, seed=1):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 3)).astype(np.float32) + 1,
-        "y": rng.normal(size=(size, 2)).astype(np.float32),
-    }
+    batch = draw({"x": (3,), "y": (2,)}, size, seed=seed)
+    return batch | {"x": batch["x"] + 1}
+
+
+def tapped_loss(params, batch, tap_B=None):
+    y = project(batch["x"][:, None], params["w"], tap_B, dtype="float32")
+    residual = apply_gain(y, params["gain"], tap_B)[:, 0] - batch["y"]
+    return jnp.mean(jnp.sum(jnp.square(residual), axis=-1)) / 2
 
 
 def loss_fn(params, batch):
-    residual = batch["x"] @ params["w"] + params["b"][None] - batch["y"]
-    return jnp.mean(jnp.sum(jnp.square(residual), axis=-1)) / 2
+    """The same, without taps."""
+    return tapped_loss(params, batch)
 
 
 def linear_loss(weights, batch):
@@ -45,18 +43,12 @@ def linear_loss(weights, batch):
     return jnp.mean(batch @ weights)
 
 
-def tapped_loss(params, batch, tap_B=None):
-    """`loss_fn` with a gain in place of the bias."""
-    y = project(batch["x"][:, None], params["w"], tap_B, dtype="float32")
-    residual = apply_gain(y, params["b"], tap_B)[:, 0] - batch["y"]
-    return jnp.mean(jnp.sum(jnp.square(residual), axis=-1)) / 2
-
-
-def grads_by_hand(params, batch):
-    """Per-example gradients of `loss_fn`, flat, float64."""
-    x, y = np.float64(batch["x"]), np.float64(batch["y"])
-    residual = x @ np.float64(params["w"]) + np.float64(params["b"]) - y
-    return [np.append(np.outer(x[j], residual[j]), residual[j]) for j in range(len(x))]
+def grads_by_hand(batch):
+    """Per-example gradients of `loss_fn`, flat, float64 [B, ...]."""
+    x, y, w, gain = map(np.float64, (batch["x"], batch["y"], PARAMS["w"], PARAMS["gain"]))
+    residual = (x @ w) * gain - y
+    of_w = x[:, :, None] * (residual * gain)[:, None]
+    return np.concatenate([of_w.reshape(len(x), -1), residual * (x @ w)], axis=1)
 
 
 def in_true_units(stats):
@@ -85,12 +77,11 @@ def assert_same(actual, expected, rtol=2e-5):
 
 
 @functools.cache
-def stats_of(chunk_size=None):
-    return jax.jit(
-        lambda params, batch, num_examples=None: gradient_stats(
-            loss_fn, params, batch, chunk_size=chunk_size, num_examples=num_examples
-        )
-    )
+def stats_by(estimator="vmap", chunk_size=None, inner_products=True):
+    """Statistics of `tapped_loss` at PARAMS, with the number of examples as data."""
+    how = {"estimator": estimator, "chunk_size": chunk_size, "inner_products": inner_products}
+    stats = functools.partial(gradient_stats, tapped_loss, PARAMS, **how)
+    return jax.jit(lambda batch, num_examples=None: stats(batch, num_examples=num_examples))
 
 
 # --- Values
@@ -98,19 +89,23 @@ def stats_of(chunk_size=None):
 
 @pytest.mark.parametrize("size", [2, 3, 9])
 def test_whole_batch_agrees_with_gradients_by_hand(size):
-    stats = stats_of()(params_of(), batch_of(size))
-    assert_same(
-        in_true_units(stats), oracle.gradient_sums(grads_by_hand(params_of(), batch_of(size)))
-    )
+    expected = oracle.gradient_sums(grads_by_hand(batch_of(size)))
+    assert_same(in_true_units(stats_by()(batch_of(size))), expected)
 
 
-def test_number_of_examples_as_data_is_slicing():
-    stats = stats_of(4)
+@pytest.mark.parametrize(
+    ("estimator", "chunk_size", "inner_products"),
+    [("vmap", 4, True), ("taps", None, False), ("taps", 3, True)],
+)
+def test_number_of_examples_as_data_is_slicing(estimator, chunk_size, inner_products):
+    stats = stats_by(estimator, chunk_size, inner_products)
     for t in (2, 4, 7, 12):
         batch = batch_of(12)
-        expected = oracle.gradient_sums(grads_by_hand(params_of(), batch)[:t])
+        expected = oracle.gradient_sums(grads_by_hand(batch)[:t])
+        if not inner_products:
+            expected |= dict.fromkeys(("ip", "ip_weight", "plugin_ip", "plugin_orth"), 0.0)
         batch["x"][t:] = np.nan  # padding may hold anything
-        assert_same(in_true_units(stats(params_of(), batch, t)), expected)
+        assert_same(in_true_units(stats(batch, t)), expected)
     assert stats._cache_size() == 1
 
 
@@ -119,8 +114,8 @@ def test_tiny_and_huge_gradients_neither_vanish_nor_overflow(factor):
     def scaled_loss(params, batch):
         return loss_fn(params, batch) * factor
 
-    expected = stats_of()(params_of(), batch_of(16))
-    actual = jax.jit(functools.partial(gradient_stats, scaled_loss))(params_of(), batch_of(16))
+    expected = stats_by()(batch_of(16))
+    actual = jax.jit(functools.partial(gradient_stats, scaled_loss))(PARAMS, batch_of(16))
     requests = [
         augmented_inner_product_test(stats, vartheta=0.9, nu=1.0) for stats in (actual, expected)
     ]
@@ -133,43 +128,16 @@ def test_tiny_and_huge_gradients_neither_vanish_nor_overflow(factor):
 def test_degenerate_batches():
     """Equal examples have no noise; zero gradients and a broken example no usable statistics."""
     batch = jax.tree.map(lambda leaf: np.repeat(leaf, 8, axis=0), batch_of(1))
-    equal = stats_of()(params_of(), batch)
+    equal = stats_by()(batch)
     assert abs(float(equal.noise)) < 1e-5 * float(equal.signal)
     batch["x"][3] = np.inf
-    broken = stats_of()(params_of(), batch)
+    broken = stats_by()(batch)
     zero = functools.partial(gradient_stats, lambda params, batch: 0.0 * loss_fn(params, batch))
-    flat = jax.jit(zero)(params_of(), batch_of(8))
+    flat = jax.jit(zero)(PARAMS, batch_of(8))
     assert not np.isfinite(broken.noise) and np.isnan(norm_test(flat, eta=0.8))
 
 
 # --- The other estimators
-
-
-@functools.cache
-def stats_by(estimator, chunk_size=None, inner_products=True):
-    """Statistics of `tapped_loss`, with the number of examples as data."""
-
-    def stats(params, batch, num_examples):
-        return gradient_stats(
-            tapped_loss,
-            params,
-            batch,
-            estimator=estimator,
-            chunk_size=chunk_size,
-            num_examples=num_examples,
-            inner_products=inner_products,
-        )
-
-    return jax.jit(stats)
-
-
-def tapped_grads(batch):
-    """Per-example gradients of `tapped_loss` by automatic differentiation, flat, float64."""
-    grads = jax.vmap(jax.grad(tapped_loss), in_axes=(None, 0))(
-        params_of(), jax.tree.map(lambda leaf: leaf[:, None], batch)
-    )
-    leaves = [np.float64(leaf).reshape(len(leaf), -1) for leaf in jax.tree.leaves(grads)]
-    return np.concatenate(leaves, axis=1)
 
 
 def chunked_sums(grads, size):
@@ -179,36 +147,21 @@ def chunked_sums(grads, size):
     return sums | scaled | {"examples": size * sums["examples"]}
 
 
-@pytest.mark.parametrize(("chunk_size", "inner_products"), [(None, False), (3, True)])
-def test_taps_with_any_number_of_examples_agree_with_per_example_gradients(
-    chunk_size, inner_products
-):
-    stats = stats_by("taps", chunk_size, inner_products)
-    for t in (2, 7, 12):
-        batch = batch_of(12)
-        expected = oracle.gradient_sums(tapped_grads(batch)[:t])
-        if not inner_products:
-            expected |= dict.fromkeys(("ip", "ip_weight", "plugin_ip", "plugin_orth"), 0.0)
-        batch["x"][t:] = np.nan
-        assert_same(in_true_units(stats(params_of(), batch, t)), expected)
-    assert stats._cache_size() == 1
-
-
 @pytest.mark.parametrize(("size", "t"), [(1, 12), (2, 11), (6, 12)])
 def test_chunks_are_the_same_formulas_on_chunk_means(size, t):
     # McCandlish et al. 2018, appendix A; a chunk that is not whole does not count.
-    grads = tapped_grads(batch_of(12))[: t - t % size]
+    grads = grads_by_hand(batch_of(12))[: t - t % size]
     batch = batch_of(12)
     batch["x"][len(grads) :] = np.nan
-    stats = stats_by("chunks", size)(params_of(), batch, t)
+    stats = stats_by("chunks", size)(batch, t)
     assert_same(in_true_units(stats), chunked_sums(grads, size))
 
 
 @pytest.mark.parametrize("t", [3, 11])
 def test_forward_mode_takes_products_of_examples_and_noise_between_thirds(t):
-    grads, batch = tapped_grads(batch_of(12))[:t], batch_of(12)
+    grads, batch = grads_by_hand(batch_of(12))[:t], batch_of(12)
     batch["x"][t:] = np.nan
-    sums = in_true_units(stats_by("jvp", 3)(params_of(), batch, t))
+    sums = in_true_units(stats_by("jvp", 3)(batch, t))
     expected = oracle.gradient_sums(grads)
     thirds = np.split(grads, [t // 3, 2 * (t // 3)])
     mean = grads.mean(axis=0)
@@ -225,19 +178,19 @@ def test_estimators_keep_workers_apart_under_vmap():
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
     for estimator in ("taps", "jvp"):
         stats = stats_by(estimator, 2)
-        pooled = jax.vmap(stats, in_axes=(None, 0, 0))(params_of(), stacked, jnp.array(counts))
+        pooled = jax.vmap(stats)(stacked, jnp.array(counts))
         for r, t in enumerate(counts):
             got = in_true_units(jax.tree.map(lambda leaf, r=r: leaf[r], pooled))
-            assert_same(got, in_true_units(stats(params_of(), batches[r], t)), rtol=1e-4)
+            assert_same(got, in_true_units(stats(batches[r], t)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("estimator", ["vmap", "taps"])
 def test_norms_and_products_of_single_examples(estimator):
-    grads = tapped_grads(batch_of(9))
+    grads = grads_by_hand(batch_of(9))
     measure = functools.partial(
         per_example_products, tapped_loss, estimator=estimator, chunk_size=2
     )
-    norms_B, products_B = jax.jit(measure)(params_of(), batch_of(9))
+    norms_B, products_B = jax.jit(measure)(PARAMS, batch_of(9))
     np.testing.assert_allclose(norms_B, (grads**2).sum(axis=1), rtol=1e-5)
     np.testing.assert_allclose(products_B, grads @ grads.mean(axis=0), rtol=1e-4, atol=1e-5)
 
@@ -268,7 +221,7 @@ def test_a_tap_that_the_loss_does_not_use_is_refused_while_tracing(estimator, wr
         gradient_stats, wrap(loss), estimator=estimator, chunk_size=chunk_size
     )
     with pytest.raises(ValueError, match="takes the keyword tap_B without using it"):
-        jax.eval_shape(stats, params_of(), batch_of(8))
+        jax.eval_shape(stats, PARAMS, batch_of(8))
 
 
 @pytest.mark.parametrize(("estimator", "chunk_size"), [("chunks", 2), ("jvp", None)])
@@ -278,22 +231,22 @@ def test_float64_parameters_give_the_statistics_of_float32_ones(estimator, chunk
             tapped_loss, params, batch, estimator=estimator, chunk_size=chunk_size, num_examples=7
         )
 
-    expected = jax.jit(stats)(params_of(), batch_of(8))
+    expected = jax.jit(stats)(PARAMS, batch_of(8))
     with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, (params_of(), batch_of(8)))
+        wide = jax.tree.map(np.float64, (PARAMS, batch_of(8)))
         actual = jax.jit(stats)(*wide)
         assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {np.dtype(np.float32)}
         assert_same(in_true_units(actual), in_true_units(expected), rtol=2e-4)
 
 
 def test_parameters_that_hold_a_key_have_the_statistics_of_the_others():
-    params = dict(params_of(), key=jax.random.key(0))
+    params = dict(PARAMS, key=jax.random.key(0))
 
     def loss(params, batch):
         return loss_fn(params, batch) + 0.0 * jax.random.normal(params["key"])
 
     actual = jax.jit(functools.partial(gradient_stats, loss))(params, batch_of(9))
-    assert_same(in_true_units(actual), in_true_units(stats_of()(params_of(), batch_of(9))))
+    assert_same(in_true_units(actual), in_true_units(stats_by()(batch_of(9))))
 
 
 NEEDS = "chunk_size={}: estimator='chunks' needs one that divides the batch's 8"
@@ -311,14 +264,14 @@ TO_REFUSE = [
 @pytest.mark.parametrize(("loss", "kwargs", "words"), TO_REFUSE)
 def test_an_estimator_that_does_not_serve_is_refused(loss, kwargs, words, unchecked):
     with pytest.raises(ValueError, match=words):
-        gradient_stats(loss, params_of(), batch_of(8), **kwargs)
+        gradient_stats(loss, PARAMS, batch_of(8), **kwargs)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 5), (4, None)], ids=str)
 def test_a_batch_of_one_example_or_of_several_sizes_is_refused(sizes):
     batch = [np.zeros(() if size is None else (size, 3), np.float32) for size in sizes]
     with pytest.raises(ValueError, match="batch: leading axes .*, expected one size, at least 2"):
-        gradient_stats(loss_fn, params_of(), batch)
+        gradient_stats(loss_fn, PARAMS, batch)
 
 
 # --- Expectation

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import trees
+from ensembles import NESTEROV, SGD, draw, ensemble_of, filled
 from hlo import collectives
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from toy import LENGTH, VOCAB, bigram_loss, corpus, init_fn, settings_of
 from trees import same
 
 from adloco_jax import (
-    init,
     merge,
     outer_update,
     outer_update_fragment,
@@ -45,35 +45,12 @@ from adloco_jax.study.replay import Traffic, replay
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
 
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "gain": ()}
 
 
-def draw(*lead, seed=0, size=1.0):
-    rng = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(size * rng.normal(size=(*lead, *shape)), jnp.float32)
-        for name, shape in SHAPES.items()
-    }
-
-
-def drifted(owner_R, *, num_trainers, seed=0):
+def drifted(owner_R):
     """An ensemble with momentum, its workers at places of their own."""
-    ensemble = init(
-        draw(),
-        num_trainers=num_trainers,
-        num_workers=len(owner_R),
-        inner_tx=optax.sgd(0.1),
-        outer_tx=NESTEROV,
-        owner_R=owner_R,
-        own_params=True,
-    )
-    momentum = (optax.TraceState(draw(num_trainers, seed=seed + 1)), optax.EmptyState())
-    return ensemble.replace(
-        params_M=draw(num_trainers, seed=seed + 2),
-        outer_state_M=momentum,
-        params_R=draw(len(owner_R), seed=seed + 3),
-    )
+    return filled(ensemble_of(owner_R, draw(SHAPES), inner_tx=SGD, own_params=True))
 
 
 # --- What a fragment is
@@ -110,7 +87,7 @@ def test_a_fragment_has_strided_layers_and_rows_and_the_first_has_what_is_too_sm
 
 
 def test_one_fragment_is_the_whole_update_bit_for_bit():
-    ensemble = drifted([0, 1, 0], num_trainers=2)
+    ensemble = drifted([0, 1, 0])
     workers = start_round(ensemble)
     assert same(workers.params_R, ensemble.params_R)
     how = {"outer_tx": NESTEROV, "precision": "int8"}
@@ -122,7 +99,7 @@ def test_one_fragment_is_the_whole_update_bit_for_bit():
 
 
 def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
-    ensemble = drifted([0, 1, 0], num_trainers=2)
+    ensemble = drifted([0, 1, 0])
     workers = start_round(ensemble)
     whole, _ = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(ensemble, workers)
     how = {"num_fragments": 3, "outer_tx": NESTEROV}
@@ -131,24 +108,19 @@ def test_a_fragments_update_is_the_whole_updates_there_and_nothing_elsewhere():
         sent_R = take_fragment(workers.params_R, fragment, num_fragments=3)
         after, _ = update(ensemble, sent_R, fragment)
         assert int(after.round) == int(fragment == 2)
-        for name in ("params_M", "outer_state_M"):
-            old, new, all_new = (getattr(e, name) for e in (ensemble, after, whole))
-            for other in range(3):
-                part, expected = (
-                    take_fragment(tree, other, num_fragments=3)
-                    for tree in (new, all_new if other == fragment else old)
-                )
-                jax.tree.map(
-                    lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-6, atol=1e-6),
-                    part,
-                    expected,
-                )
-                if other != fragment:
-                    assert same(part, expected)
+        for other in range(3):
+            part, expected = (
+                take_fragment((one.params_M, one.outer_state_M), other, num_fragments=3)
+                for one in (after, whole if other == fragment else ensemble)
+            )
+            if other == fragment:
+                trees.assert_close(part, expected, rtol=2e-6)
+            else:
+                assert same(part, expected)
 
 
 def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment():
-    ensemble = drifted([0, 0, 1], num_trainers=2)
+    ensemble = drifted([0, 0, 1])
     bad = dict(ensemble.params_R, embed=ensemble.params_R["embed"].at[1, 1].set(np.nan))
     workers = start_round(ensemble.replace(params_R=bad))
     for fragment, hurt in ((0, False), (1, True)):
@@ -174,7 +146,7 @@ def test_a_worker_that_is_not_finite_is_left_out_and_takes_its_trainers_fragment
 
 
 def test_workers_take_their_parameters_along_and_join_at_their_trainers():
-    ensemble = drifted([0, 1, 1, 2], num_trainers=3)
+    ensemble = drifted([0, 1, 1, 2])
     sub = take(ensemble, [2, 1])
     assert same(sub.params_R, trees.rows(ensemble.params_R, 3, 1, 2))
     blank = ensemble.replace(params_R=jax.tree.map(jnp.zeros_like, ensemble.params_R))
@@ -202,23 +174,20 @@ def start_params():
     }
 
 
-def features(rows):
+def features(onehot):
     """How often each token is in the first and in the last half of a row."""
-    half = rows.shape[1] // 2
-    onehot = np.eye(VOCAB)[np.asarray(rows)]
+    half = onehot.shape[1] // 2
     return onehot[:, :half].mean(axis=1), onehot[:, half:].mean(axis=1)
 
 
 def linear_loss(params, rows):
-    onehot = jax.nn.one_hot(rows, VOCAB)
-    half = rows.shape[1] // 2
-    x, y = onehot[:, :half].mean(axis=1), onehot[:, half:].mean(axis=1)
+    x, y = features(jax.nn.one_hot(rows, VOCAB))
     output = params["gain"] * (x @ params["w"] + params["b"][None])
     return jnp.mean(jnp.sum(jnp.square(output - y), axis=1)) / 2
 
 
 def linear_grad(params, rows):
-    x, y = features(rows)
+    x, y = features(np.eye(VOCAB)[np.asarray(rows)])
     inner = x @ params["w"] + params["b"]
     error = (params["gain"] * inner - y) / len(rows)
     return {

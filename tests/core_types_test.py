@@ -7,40 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ensembles import ADAMW, NESTEROV, TXS, batch_of, ensemble_of, filled, loss_fn, params_of
 from trees import assert_close, assert_equal, at, rows
 
 import adloco_jax
 from adloco_jax import outer_step, put, reassign, take
 from adloco_jax.core.types import Ensemble
 
-ADAMW = optax.adamw(0.1)
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
-init = functools.partial(adloco_jax.init, inner_tx=ADAMW, outer_tx=NESTEROV)
+init = functools.partial(adloco_jax.init, **TXS)
 
 
-def ensemble_of(num_trainers, owner_R):
-    """Trainers and workers that all differ."""
-    params, num_workers = {"w": jnp.zeros((2, 3))}, len(owner_R)
-    ensemble = init(params, num_trainers=num_trainers, num_workers=num_workers, owner_R=owner_R)
-    rng = np.random.default_rng(0)
-
-    def filled(leaf):
-        if leaf.dtype == jnp.int32:
-            return jnp.asarray(rng.permutation(100)[: len(leaf)], jnp.int32)
-        return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
-
-    return ensemble.replace(
-        params_M=jax.tree.map(filled, ensemble.params_M),
-        outer_state_M=jax.tree.map(filled, ensemble.outer_state_M),
-        inner_state_R=jax.tree.map(filled, ensemble.inner_state_R),
-    )
+def different(owner_R):
+    return filled(ensemble_of(owner_R, {"w": jnp.zeros((2, 3))}))
 
 
 # --- Making it
 
 
 def test_all_trainers_and_workers_start_alike():
-    params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(2.0)}
+    params = params_of()
     ensemble = init(params, num_trainers=2, num_workers=3)
     assert (ensemble.num_trainers, ensemble.num_workers, int(ensemble.round)) == (2, 3, 0)
     for m in range(2):
@@ -78,7 +63,7 @@ def test_workers_are_spread_as_evenly_as_possible_or_as_given(num_workers, given
 
 
 def test_take_and_put_round_trip():
-    whole = ensemble_of(4, [3, 1, 0, 2, 1])
+    whole = different([3, 1, 0, 2, 1])
     # The pool of trainers 2 and 1, in that order, is worker 3, then workers 1 and 4.
     call_take, call_put = (
         jax.jit(functools.partial(part, trainers=(2, 1))) for part in (take, put)
@@ -101,18 +86,14 @@ def test_take_and_put_round_trip():
 
 
 def test_run_in_groups_is_one_run():
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", batch["x"], params["w"]) - 1.0))
-
-    txs = {"inner_tx": ADAMW, "outer_tx": NESTEROV}
-    step = jax.jit(lambda ensemble, batch: outer_step(ensemble, batch, loss_fn, **txs))
-    whole = grouped = ensemble_of(3, [0, 1, 2, 1])
+    step = jax.jit(lambda ensemble, batch: outer_step(ensemble, batch, loss_fn, **TXS))
+    whole = grouped = filled(ensemble_of([0, 1, 2, 1]), seed=1)
     for seed in range(2):
-        x = np.random.default_rng(seed).normal(size=(2, 4, 3, 2)).astype(np.float32)
-        whole, metrics = step(whole, {"x": x})
+        batch = batch_of(2, 4, 3, seed=seed)
+        whole, metrics = step(whole, batch)
         start = grouped
         for trainers, workers in [((2, 0), (2, 0)), ((1,), (1, 3))]:
-            sub, sub_metrics = step(take(start, trainers), {"x": x[:, list(workers)]})
+            sub, sub_metrics = step(take(start, trainers), at(batch, slice(None), list(workers)))
             grouped = put(grouped, trainers, sub)
             np.testing.assert_allclose(
                 sub_metrics.loss_SR, np.asarray(metrics.loss_SR)[:, list(workers)], rtol=1e-6
@@ -131,7 +112,7 @@ def test_run_in_groups_is_one_run():
     ],
 )
 def test_impossible_parts_are_refused(trainers, words):
-    whole = ensemble_of(3, [0, 1, 2, 2])
+    whole = different([0, 1, 2, 2])
     with pytest.raises(ValueError, match=words):
         put(whole, trainers, take(whole, (0, 1)))
 
@@ -140,7 +121,7 @@ def test_impossible_parts_are_refused(trainers, words):
 
 
 def test_workers_stay_move_retire_and_join():
-    whole = ensemble_of(3, [0, 0, 1, 2, 2])
+    whole = different([0, 0, 1, 2, 2])
     #      stays, moves to 1, retires, moves to 0, stays; new ones join 2 and 1
     moved = jax.jit(reassign, static_argnums=1)(whole, (0, 1, -1, 0, 2, 2, 1))
     assert moved.owner_R.tolist() == [0, 1, 0, 2, 2, 1] and moved.owner_R.dtype == np.int32
@@ -157,7 +138,7 @@ def test_workers_stay_move_retire_and_join():
 
 
 def test_joining_worker_rounds_the_count_of_updates():
-    whole = ensemble_of(2, [0, 0, 0, 1, 1, 1])
+    whole = different([0, 0, 0, 1, 1, 1])
     counts = jnp.array([4, 5, 5, 8, 8, 9], jnp.int32)
     adam, *rest = whole.inner_state_R
     moved = reassign(
@@ -177,7 +158,7 @@ def test_joining_worker_rounds_the_count_of_updates():
 )
 def test_impossible_moves_are_refused(owner_R, words):
     with pytest.raises(ValueError, match=words):
-        reassign(ensemble_of(2, [0, 1, 1]), owner_R)
+        reassign(different([0, 1, 1]), owner_R)
 
 
 # --- What is no parameter

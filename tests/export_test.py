@@ -1,13 +1,12 @@
 """Checkpoints to start from, models out of a run's folder, and text from them."""
 
-import functools
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from nets import assert_close
+from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
@@ -46,9 +45,6 @@ def trained(tmp_path_factory):
     config = tiny()
     config.num_rounds = 2
     return train(config, tmp_path_factory.mktemp("trained") / "r")
-
-
-assert_equal = functools.partial(assert_close, rtol=0)
 
 
 def trainer_of(params_M, position):

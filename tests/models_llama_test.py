@@ -10,13 +10,13 @@ from nets import (
     BATCH,
     LENGTH,
     LLAMA,
-    assert_close,
     flat,
     loss_of,
     make_params,
     make_rows,
     step_of,
 )
+from trees import assert_close
 
 from adloco_jax.models import Llama, next_token_loss, sequence_losses
 from adloco_jax.models.llama import generate

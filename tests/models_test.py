@@ -11,7 +11,6 @@ from nets import (
     BATCH,
     LENGTH,
     NETWORKS,
-    assert_close,
     flat,
     loss_of,
     make_params,
@@ -20,6 +19,7 @@ from nets import (
     step_of,
     tapped_grad,
 )
+from trees import assert_close
 
 from adloco_jax.models import Bert, Llama, class_logits
 from adloco_jax.models.layers import param_shapes

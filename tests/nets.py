@@ -72,9 +72,3 @@ def flat(tree, axes=0):
 
 def stack(*trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def assert_close(actual, expected, *, rtol, atol=0.0):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected
-    )

@@ -1,0 +1,63 @@
+"""A small regression for tests of the core, and ensembles of its parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adloco_jax import init
+
+ADAMW = optax.adamw(0.05, weight_decay=0.1)
+SGD = optax.sgd(0.1)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+PLAIN = optax.sgd(1.0)  # as outer step it takes the workers' mean as it is
+TXS = {"inner_tx": ADAMW, "outer_tx": NESTEROV}
+
+
+def draw(shapes, *lead, seed=0):
+    """A tree of float32 arrays, by a tree of their shapes without the leading axes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.normal(size=(*lead, *shape)).astype(np.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def params_of(seed=0):
+    return draw({"w": (3, 2), "b": (2,)}, seed=seed) | {"scale": np.float32(0.7 + 0.1 * seed)}
+
+
+def batch_of(*shape, seed=1):
+    return draw({"x": (3,), "y": (2,)}, *shape, seed=seed)
+
+
+def loss_fn(params, batch):
+    output = jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) * params["scale"]
+    return jnp.mean(jnp.square(output - batch["y"]))
+
+
+def ensemble_of(owner_R, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_params=False):
+    """Trainers that start alike, and the workers that they own."""
+    return init(
+        params_of() if params is None else params,
+        num_trainers=max(owner_R) + 1,
+        num_workers=len(owner_R),
+        inner_tx=inner_tx,
+        outer_tx=outer_tx,
+        owner_R=owner_R,
+        own_params=own_params,
+    )
+
+
+def filled(ensemble, seed=0):
+    """All its entries drawn; whole numbers are ten times their positions."""
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        if leaf.dtype == jnp.int32:
+            return 10 * jnp.arange(len(leaf), dtype=jnp.int32)
+        return jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+
+    names = ("params_M", "outer_state_M", "inner_state_R", "params_R")
+    return ensemble.replace(**{name: jax.tree.map(fill, getattr(ensemble, name)) for name in names})

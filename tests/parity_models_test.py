@@ -1,0 +1,127 @@
+"""The same numbers as PyTorch's Llama and BERT, on the same weights; needs the `parity` extra."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed (the parity extra)")
+
+import jax  # noqa: E402
+from flax.traverse_util import flatten_dict  # noqa: E402
+from nets import loss_of, make_rows  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from adloco_jax import hf  # noqa: E402
+from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
+from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
+
+SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=56, num_hidden_layers=3)
+SIZES |= dict(max_position_embeddings=64)
+LLAMAS = {
+    "one head each": dict(num_attention_heads=4, num_key_value_heads=4, rope_theta=5e5),
+    "grouped heads": dict(
+        num_attention_heads=6, num_key_value_heads=2, hidden_size=48, rms_norm_eps=1e-3
+    ),
+    "tied": dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True),
+}
+BERTS = {
+    "three classes": dict(num_attention_heads=4, num_labels=3),
+    "one type": dict(num_attention_heads=6, type_vocab_size=1, layer_norm_eps=1e-2),
+}
+CONFIGS = {name: LlamaConfig(**SIZES | sizes) for name, sizes in LLAMAS.items()}
+CONFIGS |= {name: BertConfig(**SIZES | sizes) for name, sizes in BERTS.items()}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
+def pair(request, tmp_path):
+    """A PyTorch model, and ours read from the files it wrote."""
+    is_llama = isinstance(request.param, LlamaConfig)
+    torch.manual_seed(7)
+    model = (LlamaForCausalLM if is_llama else BertForSequenceClassification)(request.param)
+    with torch.no_grad():  # far from the trivial start
+        for name, tensor in model.eval().named_parameters():  # eval: no dropout
+            is_gain = name.lower().endswith("norm.weight")
+            tensor.copy_(0.2 * torch.randn(tensor.shape) + is_gain)
+    model.save_pretrained(tmp_path / "theirs")
+    return model, hf.load(tmp_path / "theirs")
+
+
+def theirs_of(model, rows):
+    """What the PyTorch model returns for our rows."""
+    if isinstance(model, LlamaForCausalLM):
+        tokens = torch.from_numpy(rows).long()
+        return model(tokens, labels=tokens)
+    is_real = np.arange(rows.shape[1] - 2) < rows[:, 1:2]
+    return model(
+        input_ids=torch.tensor(rows[:, 2:]),
+        attention_mask=torch.tensor(np.int64(is_real)),
+        labels=torch.tensor(np.int64(rows[:, 0])),
+    )
+
+
+def assert_same_logits(network, params, model, rows):
+    theirs = theirs_of(model, rows).logits.detach().numpy()
+    if isinstance(network, Llama):
+        ours = jax.jit(network.apply)({"params": params}, rows)
+    else:
+        ours = jax.jit(class_logits(network))(params, rows)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("length", [20, 2])
+def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
+    model, (network, params, _) = pair
+    rows = make_rows(network, length=length)
+    if not isinstance(network, Llama):  # PyTorch gives the padding token's vector no gradient
+        rows[:, 2:] = np.maximum(rows[:, 2:], 1)
+    model.double()
+    assert_same_logits(network, params, model, rows)
+    loss = theirs_of(model, rows).loss
+    loss.backward()
+    value, grads = jax.jit(jax.value_and_grad(loss_of(network)))(params, rows)
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten_dict(grads).items()}
+    ours = {t.name: t.of(leaves[t.path]) for t in hf.tensors(network, hf.weight_map(network))}
+    theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
+    if model.config.tie_word_embeddings and isinstance(network, Llama):
+        # One matrix there, whose gradient is the sum of our two.
+        ours["model.embed_tokens.weight"] = ours["model.embed_tokens.weight"] + ours.pop(
+            "lm_head.weight"
+        )
+    assert ours.keys() == theirs.keys()
+    for name, other in theirs.items():
+        atol = 1e-5 * np.abs(other).max() + 1e-7
+        np.testing.assert_allclose(ours[name], other, rtol=1e-4, atol=atol, err_msg=name)
+
+
+def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
+    theirs, (network, params, _) = pair
+    hf.save(params, tmp_path / "out", load_tokenizer("bytes"), network=network)
+    model, info = type(theirs).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    if isinstance(network, Llama):
+        assert model.config.eos_token_id == 256 and model.config.bos_token_id is None
+    model.save_pretrained(tmp_path / "back")
+    again = hf.load(tmp_path / "back")
+    assert again.network == network
+    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_logits(network, params, model, make_rows(network))
+
+
+def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):
+    """The perplexity, on rows of contiguous text, to 1e-4 of torch's."""
+    folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
+    network, params, _ = hf.load(folder)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    assert_same_logits(network, params, model, make_rows(network, length=64))
+    text = (data_dir / "text" / "tinyshakespeare.txt").read_text()[: 40 * 129]
+    rows = np.frombuffer(text.encode()[: 40 * 129], np.uint8).reshape(40, 129).astype(np.int32)
+    with torch.no_grad():
+        theirs = np.exp(theirs_of(model, rows).loss.item())
+    ours = np.exp(float(jax.jit(next_token_loss(network))(params, rows)))
+    assert abs(ours / theirs - 1) < 1e-4
