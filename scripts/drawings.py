@@ -19,9 +19,8 @@ from adloco_jax.study import results
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "images"
-# A method of which a later file has runs is shown by these.
-RESULTS = [ROOT / "docs" / "study" / f"{name}.jsonl" for name in ("first", "small")]
-BARRIER = ROOT / "docs" / "study" / "barrier.jsonl"
+STUDY = ROOT / "docs" / "study"
+BARRIER = STUDY / "barrier.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
 NAMES = ("ink", "soft", "rule", "box", "A", "B", "C")
 LIGHT = ("#1f2328", "#59636e", "#c8d1da", "#f3f6f9", "#0072b2", "#c05000", "#007f5c")
@@ -30,15 +29,18 @@ THEMES = {
     theme: dict(zip(NAMES, colours, strict=True))
     for theme, colours in (("light", LIGHT), ("dark", DARK))
 }
-TARGET = 1.6
+# Panels of the study: what is trained on what, its runs, and the loss to reach.
+PANELS = (
+    ("0.08 M parameters, Python's library", "small", 1.6),
+    ("0.08 M parameters, prose", "prose", 1.76),
+)
 # What the picture calls each method, its colour, and where its label stands: (x, y, anchor).
 SHOWN = {
     "one worker": ("one worker", "B", 0, -14, "middle"),
-    "data parallel": ("data parallel", "B", 26, 5, "start"),
+    "data parallel": ("data parallel", "B", 0, 24, "middle"),
     "DiLoCo": ("DiLoCo, tuned", "soft", 12, -10, "start"),
-    "DiLoCo, fewest communications": ("DiLoCo, fewer communications", "soft", 12, -10, "start"),
-    "trunk": ("hand-tuned start with one worker", "soft", 14, 16, "start"),
-    "ours": ("recommended: the pool grows", "A", -62, 5, "end"),
+    "trunk": ("hand-tuned start", "soft", 12, 22, "start"),
+    "ours": ("recommended", "A", 14, 2, "start"),
 }
 
 
@@ -207,36 +209,42 @@ def plot(
 
 
 def front() -> tuple[int, int, str, list[str]]:
-    """Communications, logarithmic, against serial updates to the same loss."""
-    costs = {}
-    for path in RESULTS:
-        costs |= by_method(results.read(path).values(), TARGET)
-    left, top, width, height = 90, 40, 820, 330
-    most_updates, most = 10_000, 4_000
-
-    def across(value: float) -> float:
-        return left + width * value / most_updates
+    """Communications, logarithmic, against serial updates to the same loss, a panel per study."""
+    top, height, gap, most_updates, most = 62, 300, 30, 10_000, 4_000
+    width = (900 - gap * (len(PANELS) - 1)) / len(PANELS)
 
     def down(value: float) -> float:  # none is below one
         return top + height * (1 - math.log(max(value, 0.5) / 0.4) / math.log(most / 0.4))
 
-    parts = plot(
-        (left, top, width, height),
-        [(across(value), f"{value:,}") for value in range(0, most_updates + 1, 2_000)],
-        [(down(value), f"{value:,}") for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000)],
-        f"communications to reach {TARGET:g} nats per byte",
-        "serial updates (optimizer updates one after the other)",
-    )
-    for method, (name, style, dx, dy, anchor) in SHOWN.items():
-        reached = [cost for cost in costs[method].values() if cost is not None]
-        updates, syncs, _ = zip(*reached, strict=True)
-        x, y = across(statistics.median_low(updates)), down(statistics.median_low(syncs))
-        parts.append(line([(across(min(updates)), y), (across(max(updates)), y)], f"{style} thick"))
-        parts.append(line([(x, down(min(syncs))), (x, down(max(syncs)))], f"{style} thick"))
-        parts.append(dot(x, y, 8 if style == "A" else 6, style))
-        colour = style if style != "soft" else "ink"
-        parts.append(text(x + dx, y + dy, name, f"{colour} bold", anchor))
-    return 940, 430, "Communications against serial updates at equal loss", parts
+    rows = [(down(value), f"{value:,}") for value in (0, 1, 3, 10, 30, 100, 300, 1000, 3000)]
+    parts = [text(80, 22, "communications", "ink bold")]
+    for place, (title, name, target) in enumerate(PANELS):
+        left = 80 + place * (width + gap)
+
+        def across(value: float, left: float = left) -> float:
+            return left + width * value / most_updates
+
+        costs = by_method(results.read(STUDY / f"{name}.jsonl").values(), target)
+        parts += plot(
+            (left, top, width, height),
+            [(across(value), f"{value:,}") for value in range(0, most_updates, 2_000)],
+            rows if place == 0 else [(y, "") for y, _ in rows],
+            "",
+            "serial updates" if place == len(PANELS) - 1 else "",
+        )
+        parts.append(text(left, top - 14, f"{title}, to {target:g} nats per byte", "soft"))
+        for method, (label, style, dx, dy, anchor) in SHOWN.items():
+            reached = [cost for cost in costs[method].values() if cost is not None]
+            updates, syncs, _ = zip(*reached, strict=True)
+            x, y = across(statistics.median_low(updates)), down(statistics.median_low(syncs))
+            span = [(across(min(updates)), y), (across(max(updates)), y)]
+            parts.append(line(span, f"{style} thick"))
+            parts.append(line([(x, down(min(syncs))), (x, down(max(syncs)))], f"{style} thick"))
+            parts.append(dot(x, y, 8 if style == "A" else 6, style))
+            dx += span[1][0] - x if anchor == "start" and style == "A" else 0
+            colour = style if style != "soft" else "ink"
+            parts.append(text(x + dx, y + dy, label, f"{colour} bold", anchor))
+    return 1000, 420, "Communications against serial updates at equal loss", parts
 
 
 def barrier() -> tuple[int, int, str, list[str]]:
