@@ -9,12 +9,12 @@ import shutil
 import threading
 import time
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import GROWING, events, run
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
@@ -29,30 +29,15 @@ from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.run.spec import Key
-from adloco_jax.training import fit, train
+from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-
-def run(workdir, settings, **others):
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
-    return fit(settings, workdir=workdir, **functions)
-
-
-def events(workdir, name):
-    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
 
 
 FOUR = {"num_trainers": 1, "num_workers": 4}
 ONE = {"num_trainers": 1, "num_workers": 1}
 FULL = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4}  # as much as fits
 APART = {"policy": "none"}
-GROWING = {
-    "num_rounds": 7,
-    "batching": {"eta": 0.5},
-    "merge": {"every_rounds": 3},
-    "eval": {"every_rounds": 2, "num_sequences": 8},
-}
 
 
 @pytest.fixture(scope="module")

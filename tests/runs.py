@@ -1,0 +1,78 @@
+"""Whole runs of the toy, what they leave in their ledgers, and rows that break them off."""
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from toy import bigram_loss, corpus, init_fn, settings_of
+
+from adloco_jax.errors import Preempted
+from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.training import fit
+
+# Growth, accumulation, and a merge of two after rounds 3 and 6, evaluated at every second round.
+GROWING = {
+    "num_rounds": 7,
+    "batching": {"eta": 0.5},
+    "merge": {"every_rounds": 3},
+    "eval": {"every_rounds": 2, "num_sequences": 8},
+}
+
+
+def run(workdir, settings=None, **others):
+    """`fit` of the toy; `others` are further arguments, or replace the toy's."""
+    given = {"corpus": corpus(), "init_fn": init_fn, "loss_fn": bigram_loss} | others
+    return fit(settings or settings_of(**GROWING), workdir=workdir, **given)
+
+
+def events(workdir, name=None, **having):
+    """A run's ledger, or its lines of one kind, with these fields."""
+    wanted = having if name is None else having | {"event": name}
+    return [e for e in read(Path(workdir) / "ledger.jsonl") if wanted.items() <= e.items()]
+
+
+def lines(workdir):
+    """Those that a run with the same seed shares."""
+    return deterministic_lines(events(workdir))
+
+
+def assert_same_end(first, second, expected=None):
+    """The same state, and the second's lines in the ledger, or those expected of it."""
+    assert first.controller == second.controller and first.loss == second.loss
+    jax.tree.map(np.testing.assert_array_equal, first.ensemble, second.ensemble)
+    assert lines(first.workdir) == (lines(second.workdir) if expected is None else expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signalling:
+    """The toy's rows; a signal is sent when the sequences of a round are read.
+
+    The run may notice it a round late, as it reaches another thread first.
+    """
+
+    at_read: int
+    number: int = signal.SIGTERM
+    times: int = 1
+    reads: list = dataclasses.field(default_factory=list)
+
+    def __getattr__(self, name):
+        return getattr(corpus(), name)
+
+    def batch(self, *place):
+        self.reads.append(place)
+        if self.at_read <= len(self.reads) < self.at_read + self.times:
+            self.act()
+        return corpus().batch(*place)
+
+    def act(self):
+        signal.raise_signal(self.number)
+
+
+def stop_at(workdir, at_read, settings=None, number=signal.SIGTERM):
+    """A run that is stopped by a signal at one of its reads."""
+    with pytest.raises(Preempted, match="the same command goes on") as stopped:
+        run(workdir, settings, corpus=Signalling(at_read, number))
+    assert stopped.value.exit_code == 75
