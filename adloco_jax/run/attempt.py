@@ -9,15 +9,12 @@ import platform
 import threading
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 import numpy as np
-import optax
-import orbax.checkpoint
 from jaxtyping import PyTree
 
 from adloco_jax import __version__
@@ -226,9 +223,9 @@ def after_failure(
 
 def versions() -> dict[str, str]:
     """Versions of everything that may change a run's bits, by name."""
-    packages = (jax, jaxlib, flax, optax, orbax.checkpoint, np)
-    names = {package.__name__: package.__version__ for package in packages}
-    return {"adloco_jax": __version__, "python": platform.python_version(), **names}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
+    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
 
 
 def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
@@ -261,13 +258,8 @@ def _open_ledger(
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
-    resume.write_config(
-        run.workdir,
-        run.settings,
-        versions=versions(),
-        data_fingerprint=run.corpus.fingerprint,
-        config_file=run.config_file,
-    )
+    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
+    resume.write_config(run.workdir, run.settings, **made_with, config_file=run.config_file)
     cut(path, position)
     kept = read(path) if path.exists() else []
 
@@ -314,13 +306,9 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
     key = jax.random.key(run.settings.seed)
 
     def make(key, params):
-        stack = init(
-            run.init_fn(key) if params is None else params,
-            num_trainers=settings.num_trainers,
-            num_workers=len(control.owners),
-            inner_tx=spec.inner_tx,
-            outer_tx=spec.outer_tx,
-        )
+        sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
+        txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+        stack = init(run.init_fn(key) if params is None else params, **sizes, **txs)
         if settings.init == "independent":
             keys_M = jax.random.split(key, settings.num_trainers)
             stack = stack.replace(params_M=jax.vmap(run.init_fn)(keys_M))

@@ -99,20 +99,19 @@ class Saver:
 
         self._pending = self._thread.submit(finish)
 
-    def check(self) -> None:
-        """Raises the error of a save that has ended; does not wait for one under way."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
-
-    def wait(self) -> None:
+    def wait(self, *, only_if_ended: bool = False) -> None:
         """Waits until the last save is verified.
+
+        Args:
+          only_if_ended: Does not wait for a save under way.
 
         Raises:
           ResourceError: If it failed; names the checkpoint that can be resumed from.
           CheckpointError: If the checkpoints were deleted meanwhile.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        pending = self._pending
+        if pending is not None and (pending.done() or not only_if_ended):
+            self._pending = None
             pending.result()
 
     def close(self) -> None:

@@ -115,18 +115,13 @@ class Recorder:
         self.seconds += step_s - max(waited_s, 0.0)
         self.tokens += tokens
         noted = metrics.noted or []
+        seconds = {"step_s": round(step_s, 6), "stall_s": round(metrics.stall_s, 6)}
         rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, noted, strict=True)
         for line, decision, outcome, counts in rows:
-            self.ledger.write(
-                "round",
-                **line,
-                **notes.decided(decision, self.settings),
-                train_loss=outcome.mean_loss,
-                pseudo_grad_norm=outcome.pseudo_grad_norm,
-                **counts,
-                step_s=round(step_s, 6),
-                stall_s=round(metrics.stall_s, 6),
-            )
+            decided = notes.decided(decision, self.settings)
+            measured = {"train_loss": outcome.mean_loss}
+            measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            self.ledger.write("round", **line, **decided, **measured, **counts, **seconds)
             if skipped := counts["skipped_updates"]:
                 where = {"round": line["round"], "trainer": line["trainer"]}
                 self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
@@ -285,7 +280,7 @@ class Checkpoints:
     def _is_time(self) -> bool:
         """Whether a checkpoint is due by now; also reports a failure of the one before."""
         with self._save_errors(0):
-            self.saver.check()
+            self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
