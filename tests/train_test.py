@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import re
 import shutil
@@ -24,7 +23,7 @@ from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.build import replayed_batches
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.config import default_config
-from adloco_jax.run.engine import LocalEngine, Metrics
+from adloco_jax.run.engine import Metrics
 from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import Programs
@@ -215,17 +214,32 @@ def test_the_inner_state_is_reset_each_round_or_kept(tmp_path, state, updates):
     assert np.asarray(count).tolist() == [updates] * 4
 
 
-def exhaust(monkeypatch, largest, from_call=1):
-    """Has a device run out of memory above a micro-batch, from some round's call on."""
-    real, calls = LocalEngine._dispatch, itertools.count(1)
+class Exhausted:
+    """A device that runs out of memory above a micro-batch, from some call of its program on."""
 
-    def dispatch(engine, state, batch):
-        done = real(engine, state, batch)  # its buffers are gone, as on a device that fails late
-        if state.control.max_batch_size > largest and next(calls) >= from_call:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
-        return done
+    def __init__(self, monkeypatch, largest, from_call=1):
+        real, self.calls = Programs.__getitem__, 0
 
-    monkeypatch.setattr(LocalEngine, "_dispatch", dispatch)
+        def program(programs, key):
+            compiled = real(programs, key)
+            if key.kind == "steps" and key.micro_batch_size > largest:
+                self.calls += 1
+                if self.calls >= from_call:
+                    return self.failing(compiled)
+            return compiled
+
+        monkeypatch.setattr(Programs, "__getitem__", program)
+
+    @staticmethod
+    def failing(compiled):
+        class Failing:
+            input_shardings = compiled.input_shardings
+
+            def __call__(self, *arguments):
+                compiled(*arguments)  # its buffers are gone, as on a device that fails late
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
+
+        return Failing()
 
 
 RETRIED = {
@@ -248,7 +262,7 @@ def test_out_of_memory_restores_the_checkpoint_and_accumulates_the_same_sequence
     tmp_path, monkeypatch
 ):
     plain = run(tmp_path / "plain", settings_of(**RETRIED))
-    exhaust(monkeypatch, largest=2, from_call=3)
+    Exhausted(monkeypatch, largest=2, from_call=3)
     halved = run(tmp_path / "r", settings_of(**RETRIED))
     (fault,) = events(tmp_path / "r", "fault")
     assert (fault["kind"], fault["round"]) == ("out_of_memory", 3)
@@ -265,7 +279,7 @@ def test_out_of_memory_restores_the_checkpoint_and_accumulates_the_same_sequence
 
 def test_rounds_run_again_after_running_out_of_memory_use_the_same_sequences(tmp_path, monkeypatch):
     """Where the smaller device would clip the batch, as it does from the next round on."""
-    exhaust(monkeypatch, largest=2, from_call=3)
+    Exhausted(monkeypatch, largest=2, from_call=3)
     run(tmp_path / "r", settings_of(num_rounds=4, ensemble=ONE, batching=FULL))
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 0]  # nothing was saved
     assert plans_of(tmp_path / "r") == [(1, 2, 2), (2, 2, 2), (3, 2, 2), (4, 2, 1)]
@@ -291,7 +305,7 @@ def test_a_note_of_one_of_several_processes_survives_an_older_save(tmp_path, mon
         return finish(self, round_index, *rest)
 
     with monkeypatch.context() as patch:
-        exhaust(patch, largest=2, from_call=3)
+        Exhausted(patch, largest=2, from_call=3)
         patch.setattr(train_module, "after_failure", as_one_of_two)
         patch.setattr(attempt_module, "_last_checkpoint", waited_for)
         patch.setattr(Saver, "_finish", slowly)
@@ -308,7 +322,7 @@ def test_a_note_of_one_of_several_processes_survives_an_older_save(tmp_path, mon
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):
-    exhaust(monkeypatch, largest=0)
+    Exhausted(monkeypatch, largest=0)
     with pytest.raises(ResourceError, match="RESOURCE_EXHAUSTED"):
         run(tmp_path / "r", settings_of(num_rounds=2))
     faults = events(tmp_path / "r", "fault")
