@@ -24,7 +24,7 @@ from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import evaluate, processes
 from adloco_jax.run.arguments import check_arguments
-from adloco_jax.run.attempt import Failures, Model, Run, after_failure, begin, execute, versions
+from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
 from adloco_jax.run.batches import Rows, SequentialRows
 from adloco_jax.run.build import (
     InitFn,
@@ -230,8 +230,9 @@ def fit(
     heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)
-    model, file = Model(init_fn, params, num_classes), record(config_file, settings)
-    run = Run(settings, spec, corpus, heldout, model, workdir, command, file, accept_data_change)
+    file = record(config_file, settings)
+    own = {"init_fn": init_fn, "params": params, "num_classes": num_classes}
+    run = Run(settings, spec, corpus, heldout, workdir, command, file, accept_data_change, **own)
     _require_equal_processes(run)
     result = _until_done(run)
     exported = fetch(result.params)
@@ -253,7 +254,8 @@ def _until_done(run: Run) -> Result:
                 attempt = begin(run, stack, stop, failures)
                 try:
                     state = execute(run, attempt)
-                    return Result(run.workdir, attempt.watch.consensus, attempt.watch.loss, state)
+                    params, loss = attempt.evaluator.params, attempt.recorder.loss
+                    return Result(run.workdir, params, loss, state)
                 except (jax.errors.JaxRuntimeError, OSError) as error:
                     failures = after_failure(run, attempt, error, failures)
 
@@ -262,7 +264,7 @@ def _require_equal_processes(run: Run) -> None:
     if jax.process_count() == 1:
         return
     weights = hashlib.sha256()
-    for leaf in jax.tree.leaves(run.model.params):
+    for leaf in jax.tree.leaves(run.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
     keys = flat_settings(run.settings).items()
     file = run.config_file["sha256"] if run.config_file["entries"] else None

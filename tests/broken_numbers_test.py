@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import VOCAB, bigram_loss, corpus, init_fn, settings_of
+import runs
+from runs import events
+from toy import VOCAB, bigram_loss, corpus, settings_of
 from trees import same
 
 from adloco_jax.adloco import start
 from adloco_jax.errors import DivergedError
 from adloco_jax.run import engine
 from adloco_jax.run.health import Outcome, broken_trainers, consensus_weights, with_outcomes
-from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.training import fit
+from adloco_jax.run.ledger import deterministic_lines
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -55,14 +56,8 @@ class Marked:
         return rows
 
 
-def run(workdir, rows, groups=RUN, init_fn=init_fn):
-    parts = {"corpus": rows, "init_fn": init_fn, "loss_fn": loss_fn}
-    return fit(settings_of(**groups), workdir=workdir, **parts)
-
-
-def events(workdir, name, **having):
-    lines = read(workdir / "ledger.jsonl")
-    return [e for e in lines if e["event"] == name and having.items() <= e.items()]
+def run(workdir, rows, groups=RUN, **others):
+    return runs.run(workdir, settings_of(**groups), corpus=rows, loss_fn=loss_fn, **others)
 
 
 def test_one_broken_sequence_costs_one_update_and_nothing_else(tmp_path):
@@ -103,7 +98,7 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
 
     monkeypatch.setattr(engine, "with_outcomes", drop)
     masked = run(tmp_path / "masked", corpus(), groups)
-    both = [deterministic_lines(read(w / "ledger.jsonl")) for w in (broken.workdir, masked.workdir)]
+    both = [runs.lines(w) for w in (broken.workdir, masked.workdir)]
     lines = [[e for e in own if e["event"] == "round" and e["trainer"] != 1] for own in both]
     assert lines[0] == lines[1]
     assert same(broken.ensemble, masked.ensemble)

@@ -88,8 +88,8 @@ def test_a_saved_state_is_restored_though_its_arrays_are_donated_at_once(tmp_pat
         jax.block_until_ready(step(arrays))
         writer.wait()
     manifest = verify(tmp_path / "5")
-    assert (manifest["round"], manifest["loss"], events[0].round) == (5, 1.5, 5)
-    assert events[0].size_bytes == sum(f["size"] for f in manifest["files"].values())
+    assert (manifest["round"], manifest["loss"], events[0]["round"]) == (5, 1.5, 5)
+    assert events[0]["bytes"] == sum(f["size"] for f in manifest["files"].values())
     back = read_arrays(tmp_path / "5", template())
     assert back.n == 7 and back.n.dtype == np.int32 and back.absent is None
     np.testing.assert_array_equal(back.w, ARRAYS.w)

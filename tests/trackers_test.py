@@ -2,36 +2,23 @@
 
 import importlib.machinery
 import os
-import signal
 import sys
 import threading
 import types
 
 import jax
-import numpy as np
 import pytest
-from toy import bigram_loss, corpus, init_fn, settings_of
+from runs import GROWING, assert_same_end, events, run, stop_at
+from toy import settings_of
 
-from adloco_jax.errors import ConfigError, Preempted
+from adloco_jax.errors import ConfigError
 from adloco_jax.run import trackers
-from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.settings import Log
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-RUN = {
-    "num_rounds": 4,
-    "batching": {"eta": 0.5},
-    "merge": {"every_rounds": 3},
-    "eval": {"every_rounds": 2, "num_sequences": 8},
-}
+RUN = GROWING | {"num_rounds": 4}
 BOTH = {"log": {"tensorboard": True, "wandb": True}}
-
-
-def run(workdir, settings, **others):
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
-    return fit(settings, workdir=workdir, **functions)
 
 
 class Standin:
@@ -110,33 +97,22 @@ def feed(workdir, lines, *, history=(), **log):
     return faults
 
 
-def lines_of(result, name=None, **fields):
-    wanted = fields if name is None else fields | {"event": name}
-    lines = read(result.workdir / "ledger.jsonl")
-    return [e for e in lines if all(e.get(key) == value for key, value in wanted.items())]
-
-
 def consensus_losses(plain):
-    return [(e["round"], e["loss"]) for e in lines_of(plain, "eval", trainer="consensus")]
-
-
-def assert_same(result, plain):
-    jax.tree.map(np.testing.assert_array_equal, result.ensemble, plain.ensemble)
-    assert deterministic_lines(lines_of(result)) == deterministic_lines(lines_of(plain))
+    return [(e["round"], e["loss"]) for e in events(plain.workdir, "eval", trainer="consensus")]
 
 
 def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
-    assert feed(tmp_path, lines_of(plain), **BOTH["log"]) == []
-    rounds = lines_of(plain, "round", trainer=0)
-    evals = lines_of(plain, "eval", trainer="consensus")
-    (merge,) = lines_of(plain, "merge")
+    assert feed(tmp_path, events(plain.workdir), **BOTH["log"]) == []
+    rounds = events(plain.workdir, "round", trainer=0)
+    evals = events(plain.workdir, "eval", trainer="consensus")
+    (merge,) = events(plain.workdir, "merge")
     for tracker in (board, wandb):
         for name, lines, field in [
             ("train_loss/trainer_0", rounds, "train_loss"),
             ("batch_requested/trainer_0", rounds, "requested_batch_size"),
             ("accumulation/trainer_0", rounds, "num_accum_steps"),
             ("heldout_loss/consensus", evals, "loss"),
-            ("memory/host_peak_bytes", lines_of(plain, "memory"), "host_peak_bytes"),
+            ("memory/host_peak_bytes", events(plain.workdir, "memory"), "host_peak_bytes"),
             ("merge/barrier", [merge], "barrier"),
         ]:
             assert tracker.values(name) == [(e["round"], e[field]) for e in lines], name
@@ -163,8 +139,8 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
 ):
     board = install(monkeypatch, "tensorboardX", Standin(fail_at=3))
     result = run(tmp_path / "r", settings_of(**RUN, **BOTH))
-    assert_same(result, plain)
-    (fault,) = lines_of(result, "fault")
+    assert_same_end(result, plain)
+    (fault,) = events(result.workdir, "fault")
     assert (fault["kind"], fault["tracker"], fault["round"]) == ("tracker", "tensorboard", 1)
     assert fault["cause"] == "RuntimeError: a tracker's own trouble"
     assert capsys.readouterr().out.count("log.tensorboard is off from here on") == 1
@@ -178,7 +154,7 @@ def test_a_tracker_that_hangs_delays_nothing_but_the_end(tmp_path, monkeypatch, 
     hang = threading.Event()
     install(monkeypatch, "tensorboardX", Standin(hang=hang))
     try:
-        ((name, _, cause),) = feed(tmp_path, lines_of(plain), tensorboard=True)
+        ((name, _, cause),) = feed(tmp_path, events(plain.workdir), tensorboard=True)
     finally:
         hang.set()
     assert name == "tensorboard" and "0.2 s" in cause
@@ -194,34 +170,18 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
     assert not (tmp_path / "r").exists()
 
 
-class Signalling:
-    """The toy's rows; SIGTERM comes while the third round's are read."""
-
-    reads = 0
-
-    def __getattr__(self, name):
-        return getattr(corpus(), name)
-
-    def batch(self, *args):
-        self.reads += 1
-        if self.reads == 10:
-            signal.raise_signal(signal.SIGTERM)
-        return corpus().batch(*args)
-
-
 def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain):
     settings = settings_of(**RUN, **BOTH)
-    with pytest.raises(Preempted):
-        run(tmp_path / "r", settings, corpus=Signalling())
+    stop_at(tmp_path / "r", 10, settings)  # in the third round
     result = run(tmp_path / "r", settings)
-    assert_same(result, plain)
+    assert_same_end(result, plain)
     run(tmp_path / "r", settings)  # finished: nothing is opened
-    starts = [e["round"] for e in lines_of(result, "start")]
+    starts = [e["round"] for e in events(result.workdir, "start")]
     assert len(starts) == 2 and starts[1] > 0
     assert len(board.opened) == len(wandb.opened) == 2
     first, second = (options for _, options in wandb.opened)
     assert first["id"] == second["id"] and second["resume"] == "allow"
-    losses = [(e["round"], e["train_loss"]) for e in lines_of(plain, "round", trainer=0)]
+    losses = [(e["round"], e["train_loss"]) for e in events(plain.workdir, "round", trainer=0)]
     for tracker in (board, wandb):
         assert tracker.values("train_loss/trainer_0") == losses
 
@@ -229,7 +189,7 @@ def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain
 def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
     tmp_path, board, wandb, plain
 ):
-    lines = lines_of(plain)
+    lines = events(plain.workdir)
     again = [lines[0], *(e for e in lines if e.get("round", 0) > 2)]  # rounds 3 and 4
     history = [e for e in lines if e.get("round", 0) <= 2]
     for switched_on_late in (True, False):
@@ -243,14 +203,14 @@ def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
 
 
 def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
-    lines = lines_of(plain, "memory")
+    lines = events(plain.workdir, "memory")
     assert [e["round"] for e in lines] == [2, 4, 4]
     host = [e["host_peak_bytes"] for e in lines]
     assert host == sorted(host)
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 50e6 < host[0] <= host[-1] < ram
     assert lines[0]["device_peak_bytes"] == [None]  # a CPU's
-    assert all(e["needed_bytes"] > 0 for e in lines_of(plain, "compile"))
+    assert all(e["needed_bytes"] > 0 for e in events(plain.workdir, "compile"))
 
 
 def test_device_peaks_are_the_backends(tmp_path, monkeypatch):
@@ -269,7 +229,7 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 
-    assert feed(tmp_path, lines_of(plain), tensorboard=True) == []
+    assert feed(tmp_path, events(plain.workdir), tensorboard=True) == []
     (path,) = (tmp_path / "tensorboard").iterdir()
     content, losses = path.read_bytes(), {}
     while content:  # records: length, its checksum, data, its checksum

@@ -9,12 +9,12 @@ import shutil
 import threading
 import time
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import GROWING, events, run
 from toy import bigram_loss, corpus, init_fn, settings_of
 
 from adloco_jax import training as train_module
@@ -29,30 +29,15 @@ from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.run.spec import Key
-from adloco_jax.training import fit, train
+from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-
-def run(workdir, settings, **others):
-    functions = {"init_fn": init_fn, "loss_fn": bigram_loss, "corpus": corpus()} | others
-    return fit(settings, workdir=workdir, **functions)
-
-
-def events(workdir, name):
-    return [e for e in read(Path(workdir) / "ledger.jsonl") if e["event"] == name]
 
 
 FOUR = {"num_trainers": 1, "num_workers": 4}
 ONE = {"num_trainers": 1, "num_workers": 1}
 FULL = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4}  # as much as fits
 APART = {"policy": "none"}
-GROWING = {
-    "num_rounds": 7,
-    "batching": {"eta": 0.5},
-    "merge": {"every_rounds": 3},
-    "eval": {"every_rounds": 2, "num_sequences": 8},
-}
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +66,11 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
     # The last one: a table of 36 float32 and its momentum; each worker of the absorbed trainer
     # joins the other, which takes the table and AdamW's two moments.
     (absorbed,) = merges[-1]["members"][1:]
-    (joining,) = [
-        e["workers"]
-        for e in rounds
-        if (e["round"], e["trainer"]) == (merges[-1]["round"], absorbed)
-    ]
-    assert merges[-1]["bytes"] == 2 * 144 + joining * 3 * 144
+    where = {"round": merges[-1]["round"], "trainer": absorbed}
+    (joining,) = events(result.workdir, "round", **where)
+    assert merges[-1]["bytes"] == 2 * 144 + joining["workers"] * 3 * 144
     assert [e["syncs"] for e in merges] == [1, 1]
-    evals = [e for e in events(result.workdir, "eval") if e["trainer"] == "consensus"]
+    evals = events(result.workdir, "eval", trainer="consensus")
     assert [e["round"] for e in evals] == [2, 4, 6, 7]
     assert evals[-1]["loss"] == result.loss < evals[0]["loss"]
     assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
@@ -136,12 +118,6 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
         split(4, num_classes=2, num_trainers=2)
 
 
-def test_a_model_without_parameters_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="init_fn: its parameters hold no array"):
-        run(tmp_path / "r", settings_of(), init_fn=lambda key: {})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
         (dict(settings=default_config()), "settings: a ConfigDict; give what run.config.validate"),
@@ -151,6 +127,7 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
             dict(corpus=dataclasses.replace(corpus(), rows=np.zeros((32, 9)))),
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
+        (dict(init_fn=lambda key: {}), "init_fn: its parameters hold no array"),
         (dict(init_fn={}), "init_fn: a dict; give a function of a PRNG key that returns param"),
         (
             dict(loss_fn=None, init_fn=3),
@@ -278,8 +255,7 @@ RETRIED = {
 
 def plans_of(workdir):
     names = ("round", "micro_batch_size", "num_accum_steps")
-    rounds = [e for e in events(workdir, "round") if e["trainer"] == 0]
-    return [tuple(e[name] for name in names) for e in rounds]
+    return [tuple(e[name] for name in names) for e in events(workdir, "round", trainer=0)]
 
 
 def test_out_of_memory_restores_the_checkpoint_and_accumulates_the_same_sequences(
@@ -425,7 +401,7 @@ def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path
     monkeypatch.setattr(Metrics, "outcomes", slow)
     alike = {"batching": {"test": "constant"}, "merge": APART}
     run(tmp_path / "r", settings_of(num_rounds=3, **alike))
-    seconds = [e["step_s"] for e in events(tmp_path / "r", "round") if e["trainer"] == 0]
+    seconds = [e["step_s"] for e in events(tmp_path / "r", "round", trainer=0)]
     assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
 
 
@@ -434,7 +410,7 @@ def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):
     settings = settings_of(**seldom, ensemble=ONE, batching={"test": "constant"})
     run(tmp_path / "r", settings)
     shown = re.findall(r"^round (\d)/5 .*heldout (\S+)", capsys.readouterr().out, re.MULTILINE)
-    consensus = [e for e in events(tmp_path / "r", "eval") if e["trainer"] == "consensus"]
+    consensus = events(tmp_path / "r", "eval", trainer="consensus")
     newest = {e["round"]: f"{e['loss']:.4g}" for e in consensus}
     assert list(newest) == [2, 4, 5] and len(set(newest.values())) == 3
     expected = ["-", newest[2], newest[2], newest[4], newest[5]]

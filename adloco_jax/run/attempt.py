@@ -8,17 +8,13 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax
 import jax
-import jaxlib
 import numpy as np
-import optax
-import orbax.checkpoint
 from jaxtyping import PyTree
 
 from adloco_jax import __version__
@@ -37,7 +33,7 @@ from adloco_jax.errors import CheckpointError, DataError, DivergedError, Resourc
 from adloco_jax.run import checkpoint, evaluate, memory_notes, observers, processes, resume
 from adloco_jax.run.batches import Rows, SequentialRows
 from adloco_jax.run.build import InitFn, attention, replayed_batches
-from adloco_jax.run.checkpoint import Saved, Saver
+from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import Diverged
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
@@ -50,14 +46,6 @@ from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings
 
 
-class Model(NamedTuple):
-    """Where trainers start."""
-
-    init_fn: InitFn
-    params: PyTree | None  # None: drawn by `init_fn`
-    num_classes: int | None  # of labelled rows
-
-
 @dataclass(frozen=True)
 class Run:
     """What all attempts at a run share."""
@@ -66,11 +54,13 @@ class Run:
     spec: Spec
     corpus: Rows
     heldout: evaluate.HeldOut
-    model: Model
     workdir: Path
     command: str
     config_file: dict  # as `config_file.record` describes it
     accept_data_change: bool
+    init_fn: InitFn
+    params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
+    num_classes: int | None  # of labelled rows
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,6 @@ class Attempt:
 
     state: State
     ended: bool  # according to its ledger
-    watch: observers.Watch
     recorder: observers.Recorder
     evaluator: observers.Evaluator
     checkpoints: observers.Checkpoints
@@ -125,16 +114,9 @@ def begin(
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
     engine.underway = control
-    watch = observers.Watch(
-        settings=settings,
-        engine=engine,
-        ledger=ledger,
-        progress=progress,
-        workdir=run.workdir,
-        num_classes=run.model.num_classes,
-        start_s=start_s - host["wall_s"],
-        loss=float("nan") if host["loss"] is None else host["loss"],
-    )
+    began_s = start_s - host["wall_s"]
+    loss = float("nan") if host["loss"] is None else host["loss"]
+    recorder = observers.Recorder(settings, engine, ledger, progress, began_s, loss)
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
@@ -144,55 +126,54 @@ def begin(
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else _initial_ensemble(run, control)
-    on_saved = _on_saved(run.workdir, ledger)
-    saver = Saver(run.workdir / "checkpoints", keep=settings.checkpoint.keep, on_saved=on_saved)
+
+    def record(saved: dict) -> None:
+        if processes.is_first():
+            memory_notes.forget(run.workdir, up_to_round=saved["round"])
+        ledger.write("checkpoint", **saved)
+
+    saver = Saver(run.workdir / "checkpoints", keep=settings.checkpoint.keep, on_saved=record)
     stack.callback(saver.close)
-    recorder = observers.Recorder(watch)
-    return Attempt(
-        state=State(ensemble, control),
-        ended=ended,
-        watch=watch,
-        recorder=recorder,
-        evaluator=observers.Evaluator(watch, recorder),
-        checkpoints=observers.Checkpoints(
-            watch, recorder, saver, stop.is_set, lambda state: _host(run, watch, state)
-        ),
+    evaluator = observers.Evaluator(recorder, run.num_classes)
+    checkpoints = observers.Checkpoints(
+        recorder, saver, stop.is_set, lambda state: _host(run, recorder, state)
     )
+    return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Runs all remaining rounds; `attempt.watch` then has the consensus and its loss.
+    """Runs all remaining rounds; the attempt's observers then have the consensus and its loss.
 
     Raises:
       DivergedError: If every trainer's loss is not finite.
       Exception: Whatever a round raises; `after_failure` says if another attempt may succeed.
     """
-    settings, watch, state = run.settings, attempt.watch, attempt.state
+    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
         attempt.evaluator.consensus(state)
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
     # Compilation first, while the devices are busy with the round.
-    observe = [observers.prefetch(watch), attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    observe = [observers.prefetch(engine), attempt.recorder, attempt.evaluator, attempt.checkpoints]
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
             stack.callback(faulthandler.cancel_dump_traceback_later)
             faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
             observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
         ahead = observers.programs_ahead(state.control, settings, run.spec)
-        watch.engine.programs.prefetch([*ahead, evaluate.loss_key(watch.engine.heldout.batch_size)])
+        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
         try:
-            state = adloco(state, settings=settings, engine=watch.engine, observers=observe)
+            state = adloco(state, settings=settings, engine=engine, observers=observe)
         except Diverged as error:
             attempt.recorder.flush(state)
             saved = _last_checkpoint(run, attempt)
-            attempt.recorder.write_end(watch.engine.underway, "diverged")
+            attempt.recorder.write_end(engine.underway, "diverged")
             raise DivergedError(
                 f"round {error.round}: the loss of every trainer is not finite; {saved}; try a"
                 " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             ) from None
-        return watch.engine.settled(state)  # as it was saved
+        return engine.settled(state)  # as it was saved
 
 
 def after_failure(
@@ -206,7 +187,7 @@ def after_failure(
       Exception: The error itself, if the same round has failed before.
     """
     attempt.recorder.write_events()
-    control = attempt.watch.engine.underway
+    control = attempt.recorder.engine.underway
     index, size = control.round + 1, control.max_batch_size
     cause = " ".join(str(error).split())[:300]
     exhausted = "RESOURCE_EXHAUSTED" in str(error)
@@ -227,7 +208,8 @@ def after_failure(
         ) from error
     if not exhausted and control.round == before.round:
         raise error
-    attempt.watch.progress.note(f"round {index} failed ({cause}); restoring the newest checkpoint")
+    note = f"round {index} failed ({cause}); restoring the newest checkpoint"
+    attempt.recorder.progress.note(note)
     fault, changes = {"kind": "round_failed", "round": index, "cause": cause}, before.changes
     if exhausted:
         fault = _out_of_memory(index, cause, size, size // 2)
@@ -241,9 +223,9 @@ def after_failure(
 
 def versions() -> dict[str, str]:
     """Versions of everything that may change a run's bits, by name."""
-    packages = (jax, jaxlib, flax, optax, orbax.checkpoint, np)
-    names = {package.__name__: package.__version__ for package in packages}
-    return {"adloco_jax": __version__, "python": platform.python_version(), **names}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
+    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
 
 
 def _restore(run: Run) -> tuple[resume.Restored | None, list[str], dict | None]:
@@ -276,13 +258,8 @@ def _open_ledger(
     if not processes.is_first():
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
-    resume.write_config(
-        run.workdir,
-        run.settings,
-        versions=versions(),
-        data_fingerprint=run.corpus.fingerprint,
-        config_file=run.config_file,
-    )
+    made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
+    resume.write_config(run.workdir, run.settings, **made_with, config_file=run.config_file)
     cut(path, position)
     kept = read(path) if path.exists() else []
 
@@ -329,23 +306,19 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
     key = jax.random.key(run.settings.seed)
 
     def make(key, params):
-        stack = init(
-            run.model.init_fn(key) if params is None else params,
-            num_trainers=settings.num_trainers,
-            num_workers=len(control.owners),
-            inner_tx=spec.inner_tx,
-            outer_tx=spec.outer_tx,
-        )
+        sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
+        txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+        stack = init(run.init_fn(key) if params is None else params, **sizes, **txs)
         if settings.init == "independent":
             keys_M = jax.random.split(key, settings.num_trainers)
-            stack = stack.replace(params_M=jax.vmap(run.model.init_fn)(keys_M))
+            stack = stack.replace(params_M=jax.vmap(run.init_fn)(keys_M))
         if spec.outer.own_params:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
 
     at = placement(spec, Key("stats", tuple(control.owners)))
-    shardings = at.ensemble(jax.eval_shape(make, key, run.model.params))
-    return jax.jit(make, out_shardings=shardings)(key, run.model.params)
+    shardings = at.ensemble(jax.eval_shape(make, key, run.params))
+    return jax.jit(make, out_shardings=shardings)(key, run.params)
 
 
 def _last_checkpoint(run: Run, attempt: Attempt) -> str:
@@ -354,38 +327,23 @@ def _last_checkpoint(run: Run, attempt: Attempt) -> str:
     return checkpoint.last(run.workdir / "checkpoints")
 
 
-def _host(run: Run, watch: observers.Watch, state: State) -> dict:
+def _host(run: Run, recorder: observers.Recorder, state: State) -> dict:
     """What a checkpoint holds of a state beside its arrays."""
     return {
         "control": dataclasses.asdict(state.control),
         "max_batch_size_given": run.settings.batching.max_batch_size,
-        "loss": watch.loss if np.isfinite(watch.loss) else None,
-        "wall_s": time.perf_counter() - watch.start_s,
-        "ledger": watch.ledger.position() if processes.is_first() else None,
+        "loss": recorder.loss if np.isfinite(recorder.loss) else None,
+        "wall_s": time.perf_counter() - recorder.start_s,
+        "ledger": recorder.ledger.position() if processes.is_first() else None,
         "data": {
             "fingerprint": run.corpus.fingerprint,
             "shards": list(run.corpus.shards),
-            "place": watch.engine.place,
+            "place": recorder.engine.place,
         },
         "config": dataclasses.asdict(run.settings),
         "versions": versions(),
         "devices": devices(),
     }
-
-
-def _on_saved(workdir: Path, ledger: Ledger) -> Callable[[Saved], None]:
-    def record(saved: Saved) -> None:
-        if processes.is_first():
-            memory_notes.forget(workdir, up_to_round=saved.round)
-        ledger.write(
-            "checkpoint",
-            round=saved.round,
-            bytes=saved.size_bytes,
-            blocked_s=round(saved.blocked_s, 4),
-            save_s=round(saved.save_s, 4),
-        )
-
-    return record
 
 
 def _compile_fields(compiled: Compiled) -> dict:
@@ -422,10 +380,8 @@ def _write_start(
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,
     )
-    for line in damage:
-        ledger.write("fault", kind="checkpoint", round=control.round, cause=line)
-    for shard in run.corpus.shards:
-        if shard.get("skipped") or shard.get("bad_rows"):
-            ledger.write("fault", kind="bad_data", round=control.round, **shard)
-    for fault in faults:
+    bad = [shard for shard in run.corpus.shards if shard.get("skipped") or shard.get("bad_rows")]
+    found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
+    found += [{"kind": "bad_data", "round": control.round, **shard} for shard in bad]
+    for fault in [*found, *faults]:
         ledger.write("fault", **fault)

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -45,27 +45,19 @@ class Damaged(Exception):
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError
 
 
-class Saved(NamedTuple):
-    """A completed save, for the ledger."""
-
-    round: int
-    size_bytes: int
-    blocked_s: float  # the run waited
-    save_s: float  # in all
-
-
 class Saver:
     """Writes the checkpoints of one run, in the background, one at a time."""
 
-    def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[Saved], None]):
+    def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
         """Removes what a killed run left incomplete.
 
         Args:
           folder: Holds the checkpoints; made at the first save.
           keep: How many of the newest to keep, beside the one of the lowest held-out loss.
-          on_saved: Called with each save, on the writing thread, once it is verified.
+          on_saved: Called with the ledger's fields of each save, on the writing thread, once it is
+            verified: `round`, `bytes`, `blocked_s` (the run waited) and `save_s` (in all).
         """
-        self._folder, self._keep, self._on_saved = folder, keep, on_saved
+        self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
@@ -87,7 +79,7 @@ class Saver:
         """
         start_s = time.perf_counter()
         self.wait()
-        staging = self._folder / _STAGING
+        staging = self.folder / _STAGING
         with self._write_errors(round_index, has_begun=False):
             _on_all("a checkpoint begins", _FAULTS, lambda: self._make_staging(staging))
         with self._write_errors(round_index):
@@ -101,24 +93,25 @@ class Saver:
                 written = self._orbax.wait_until_finished
                 _on_all("a checkpoint's arrays are written", _FAULTS, written)
                 size_bytes = _on_all("a checkpoint ends", _FAULTS, complete)
-            self._on_saved(Saved(round_index, size_bytes, blocked_s, time.perf_counter() - start_s))
+            save_s = time.perf_counter() - start_s
+            seconds = {"blocked_s": round(blocked_s, 4), "save_s": round(save_s, 4)}
+            self._on_saved({"round": round_index, "bytes": size_bytes, **seconds})
 
         self._pending = self._thread.submit(finish)
 
-    def check(self) -> None:
-        """Raises the error of a save that has ended; does not wait for one under way."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
-
-    def wait(self) -> None:
+    def wait(self, *, only_if_ended: bool = False) -> None:
         """Waits until the last save is verified.
+
+        Args:
+          only_if_ended: Does not wait for a save under way.
 
         Raises:
           ResourceError: If it failed; names the checkpoint that can be resumed from.
           CheckpointError: If the checkpoints were deleted meanwhile.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        pending = self._pending
+        if pending is not None and (pending.done() or not only_if_ended):
+            self._pending = None
             pending.result()
 
     def close(self) -> None:
@@ -132,10 +125,10 @@ class Saver:
         try:
             yield
         except _FAULTS as error:
-            target, older = self._folder / str(round_index), "no other checkpoint is left"
-            for number in [n for n in list_rounds(self._folder) if n != round_index][:1]:
-                older = f"the one before it is {self._folder / str(number)}"
-            if has_begun and not target.exists() and not (self._folder / _STAGING).exists():
+            target, older = self.folder / str(round_index), "no other checkpoint is left"
+            for number in [n for n in list_rounds(self.folder) if n != round_index][:1]:
+                older = f"the one before it is {self.folder / str(number)}"
+            if has_begun and not target.exists() and not (self.folder / _STAGING).exists():
                 raise CheckpointError(
                     f"{target}: deleted while it was written; {older}; run the same command again"
                 ) from error
@@ -155,7 +148,7 @@ class Saver:
         """Completes the checkpoint in process 0, and returns its size in bytes."""
         if not processes.is_first():
             return 0
-        staging, target = self._folder / _STAGING, self._folder / str(round_index)
+        staging, target = self.folder / _STAGING, self.folder / str(round_index)
         hit("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
         hit("save.host")
@@ -170,7 +163,7 @@ class Saver:
         hit("save.manifest")
         os.rename(staging, target)
         hit("save.renamed")
-        sync(self._folder)
+        sync(self.folder)
         hit("save.committed")
         verify(target)
         hit("save.verified")
@@ -180,17 +173,17 @@ class Saver:
     def _delete_old(self) -> None:
         """Deletes all but the newest few and the best; a damaged one is left alone."""
         losses = {}
-        for number in list_rounds(self._folder):
+        for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
-                losses[number] = read_manifest(self._folder / str(number))["loss"]
+                losses[number] = read_manifest(self.folder / str(number))["loss"]
         known = [number for number, loss in losses.items() if loss is not None]
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
             hit("retention.begin")
             # Renamed first: a half deleted folder must not look like a damaged checkpoint.
-            os.rename(self._folder / str(number), self._folder / _STAGING)
+            os.rename(self.folder / str(number), self.folder / _STAGING)
             hit("retention.renamed")
-            shutil.rmtree(self._folder / _STAGING)
+            shutil.rmtree(self.folder / _STAGING)
             hit("retention.deleted")
 
 

@@ -66,12 +66,8 @@ def with_outcomes(
         trainer.skipped_in_a_row = rows
         if trainer.broken_since is None and min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
             trainer.broken_since = after_round
-        noted.append(
-            {
-                "skipped_updates": int(outcome.skipped_SR.sum()),
-                "spikes": _count_spikes(trainer, outcome),
-            }
-        )
+        skipped, spikes = int(outcome.skipped_SR.sum()), _count_spikes(trainer, outcome)
+        noted.append({"skipped_updates": skipped, "spikes": spikes})
     control.outcomes_round = after_round
     return control, noted
 

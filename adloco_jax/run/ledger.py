@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ def _position(content: bytes) -> dict:
 START = _position(b"")  # of an empty ledger, see `cut`
 
 
-class Ledger:
+class Ledger(contextlib.AbstractContextManager):
     """Appends events to a JSONL file; each is on disk (in the kernel) when `write` returns."""
 
     def __init__(
@@ -104,9 +104,6 @@ class Ledger:
     def close(self) -> None:
         """Closes the file; further writes raise ValueError."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -10,7 +10,6 @@ import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.health import consensus_weights
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.memory import measured_peaks
+from adloco_jax.run.programs import Programs
 from adloco_jax.run.progress import Progress
 from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
@@ -47,42 +47,20 @@ from adloco_jax.settings import Settings
 
 
 @dataclass
-class Watch:
-    """What the observers of one run share."""
+class Recorder:
+    """Writes a round's lines at the next boundary, when its losses are known without waiting.
+
+    If another event of the boundary has to follow them in the ledger, it waits for the losses.
+    The other observers write through it, and keep here what is said of the run besides.
+    """
 
     settings: Settings
     engine: LocalEngine
     ledger: Ledger
     progress: Progress
-    workdir: Path
-    num_classes: int | None
     start_s: float  # on this process's clock, earlier by the seconds of earlier processes
-    loss: float = float("nan")  # of the last consensus, on the reported rows
-    consensus: PyTree | None = None
+    loss: float  # of the last consensus, on the reported rows
     evaluated_round: int = -1
-
-    def wall_s(self) -> float:
-        """Seconds of the run so far, those of resumed processes added up."""
-        return round(time.perf_counter() - self.start_s, 3)
-
-    def write_memory(self, control: Control) -> None:
-        """Records the most memory that the process has held so far."""
-        self.ledger.write("memory", round=control.round, **measured_peaks())
-
-    def share_of_matmul(self, tokens_per_s: float) -> float:
-        """The run's FLOP/s as a fraction of what the machine's matrix product reaches."""
-        machine = matmul_flops_per_s(self.settings.model.dtype)
-        return round(tokens_per_s * flops_per_token(self.engine.spec.params) / machine, 3)
-
-
-@dataclass
-class Recorder:
-    """Writes a round's lines at the next boundary, when its losses are known without waiting.
-
-    If another event of the boundary has to follow them in the ledger, it waits for the losses.
-    """
-
-    watch: Watch
     tokens: int = 0  # of the rounds of this process
     seconds: float = 0.0
     unshown: tuple[int, dict, float] | None = None  # a recorded round, for the terminal
@@ -93,39 +71,39 @@ class Recorder:
         """Records the round before; and this one, if an event of its boundary follows it."""
         self._write_pending(state)
         control = state.control
-        share = share_done(control.round, control.tokens_total, self.watch.settings)
+        share = share_done(control.round, control.tokens_total, self.settings)
         self._pending = boundary, share
         for line, decision in zip(boundary.metrics.lines, boundary.decisions, strict=True):
-            if note := notes.growth(line, decision, self.watch.settings):
-                self.watch.progress.note(note)
+            if note := notes.growth(line, decision, self.settings):
+                self.progress.note(note)
         hit("round.decided")
-        if self.watch.engine.events or boundary.changes:
+        if self.engine.events or boundary.changes:
             self.flush(state)
 
     def flush(self, state: State) -> None:
         """Records everything up to this boundary; waits for its round."""
-        watch, pending = self.watch, self._pending
+        pending = self._pending
         self._write_pending(state)
         self.write_events()
         for change in pending[0].changes if pending is not None else []:
-            watch.ledger.write(**change)
-            watch.progress.note(notes.OF_CHANGES[change["event"]](change, watch.settings))
+            self.ledger.write(**change)
+            self.progress.note(notes.OF_CHANGES[change["event"]](change, self.settings))
 
     def write_events(self) -> None:
         """Records the engine's events between rounds."""
-        for event, fields, note in self.watch.engine.events:
-            self.watch.ledger.write(event, **fields)
+        for event, fields, note in self.engine.events:
+            self.ledger.write(event, **fields)
             if note:
-                self.watch.progress.note(note)
-        self.watch.engine.events.clear()
+                self.progress.note(note)
+        self.engine.events.clear()
 
     def _write_pending(self, state: State) -> None:
         if self._pending is None:
             return
         boundary, share = self._pending
-        metrics, watch = boundary.metrics, self.watch
+        metrics = boundary.metrics
         if metrics.noted is None:
-            watch.engine.settled(state)
+            self.engine.settled(state)
         self._pending = None
         end_s = metrics.end_s.result()
         began_s = max(metrics.start_s, self._last_end_s)
@@ -137,22 +115,17 @@ class Recorder:
         self.seconds += step_s - max(waited_s, 0.0)
         self.tokens += tokens
         noted = metrics.noted or []
+        seconds = {"step_s": round(step_s, 6), "stall_s": round(metrics.stall_s, 6)}
         rows = zip(metrics.lines, boundary.decisions, metrics.outcomes, noted, strict=True)
         for line, decision, outcome, counts in rows:
-            watch.ledger.write(
-                "round",
-                **line,
-                **notes.decided(decision, watch.settings),
-                train_loss=outcome.mean_loss,
-                pseudo_grad_norm=outcome.pseudo_grad_norm,
-                **counts,
-                step_s=round(step_s, 6),
-                stall_s=round(metrics.stall_s, 6),
-            )
+            decided = notes.decided(decision, self.settings)
+            measured = {"train_loss": outcome.mean_loss}
+            measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
+            self.ledger.write("round", **line, **decided, **measured, **counts, **seconds)
             if skipped := counts["skipped_updates"]:
                 where = {"round": line["round"], "trainer": line["trainer"]}
-                watch.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
-                watch.progress.note(
+                self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
+                self.progress.note(
                     f"round {line['round']}: trainer {line['trainer']} skipped {skipped} updates"
                     " whose loss or gradient was not finite"
                 )
@@ -164,7 +137,7 @@ class Recorder:
             "batch": [line["requested_batch_size"] for line in metrics.lines],
             "accum": [line["num_accum_steps"] for line in metrics.lines],
             "tokens/s": tokens / step_s,
-            "of_matmul": watch.share_of_matmul(tokens / step_s),
+            "of_matmul": self._share_of_matmul(tokens / step_s),
         }
         self.show()
         self.unshown = metrics.round, fields, share
@@ -173,20 +146,32 @@ class Recorder:
         """Shows the last recorded round once, with the newest held-out loss."""
         if self.unshown is not None:
             index, fields, share = self.unshown
-            heldout = None if np.isnan(self.watch.loss) else self.watch.loss
-            self.watch.progress.round(index, fields | {"heldout": heldout}, share_done=share)
+            heldout = None if np.isnan(self.loss) else self.loss
+            self.progress.round(index, fields | {"heldout": heldout}, share_done=share)
             self.unshown = None
+
+    def wall_s(self) -> float:
+        """Seconds of the run so far, those of resumed processes added up."""
+        return round(time.perf_counter() - self.start_s, 3)
+
+    def write_memory(self, control: Control) -> None:
+        """Records the most memory that the process has held so far."""
+        self.ledger.write("memory", round=control.round, **measured_peaks())
 
     def write_end(self, control: Control, reason: str) -> None:
         """Records the end of the run, or of this process's part of it."""
-        watch = self.watch
-        watch.write_memory(control)
+        self.write_memory(control)
         fields = {"rounds": control.round, **_totals(control)}
         if self.seconds:
             rate = self.tokens / self.seconds
-            share = watch.share_of_matmul(rate)
+            share = self._share_of_matmul(rate)
             fields |= {"tokens_per_s": round(rate, 1), "share_of_matmul": share}
-        watch.ledger.write("end", reason=reason, **fields, wall_s=watch.wall_s())
+        self.ledger.write("end", reason=reason, **fields, wall_s=self.wall_s())
+
+    def _share_of_matmul(self, tokens_per_s: float) -> float:
+        """The run's FLOP/s as a fraction of what the machine's matrix product reaches."""
+        machine = matmul_flops_per_s(self.settings.model.dtype)
+        return round(tokens_per_s * flops_per_token(self.engine.spec.params) / machine, 3)
 
 
 def _totals(control: Control) -> dict[str, int]:
@@ -198,62 +183,53 @@ def _totals(control: Control) -> dict[str, int]:
 class Evaluator:
     """Records the held-out loss of each trainer and of the consensus, every so many rounds."""
 
-    watch: Watch
     recorder: Recorder
+    num_classes: int | None  # of labelled rows
+    params: PyTree | None = None  # the last consensus
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Evaluates this boundary's state, if that is due; waits for its round."""
-        watch, control = self.watch, state.control
-        is_due = control.round % watch.settings.eval.every_rounds == 0
-        if not (is_due or is_over(control, watch.settings)):
-            self.recorder.show()
-            return
-        self.recorder.flush(state)
-        state = watch.engine.settled(state)
-        for position, trainer in enumerate(control.trainers):
-            params = evaluate.trainer_params(state.ensemble, position)
-            self._record(control, trainer.id, params)
-        hit("eval.trainers")
-        self.consensus(state, record=True)
-        watch.write_memory(control)
-        self.recorder.show()
+        recorder, control = self.recorder, state.control
+        is_due = control.round % recorder.settings.eval.every_rounds == 0
+        if is_due or is_over(control, recorder.settings):
+            recorder.flush(state)
+            state = recorder.engine.settled(state)
+            for position, trainer in enumerate(control.trainers):
+                params = evaluate.trainer_params(state.ensemble, position)
+                self._record(control, trainer.id, params)
+            hit("eval.trainers")
+            self.consensus(state, record=True)
+            recorder.write_memory(control)
+        recorder.show()
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Finds the consensus and its loss, and keeps both in the watch."""
-        watch, engine = self.watch, self.watch.engine
-        watch.consensus, source = evaluate.consensus(
-            state.ensemble,
-            engine.programs,
-            engine.heldout,
-            consensus_weights(state.control),
+        """Finds the consensus and its loss, and keeps both."""
+        engine, weights = self.recorder.engine, consensus_weights(state.control)
+        self.params, source = evaluate.consensus(
+            state.ensemble, engine.programs, engine.heldout, weights
         )
         if record:
-            watch.loss = self._record(state.control, "consensus", watch.consensus, source=source)
-            watch.evaluated_round = state.control.round
+            loss = self._record(state.control, "consensus", self.params, source=source)
+            self.recorder.evaluated_round = state.control.round
         else:
-            watch.loss = evaluate.mean_loss(engine.programs, watch.consensus, *self._rows())
+            loss = evaluate.mean_loss(*self._given(self.params))
+        self.recorder.loss = loss
 
-    def _rows(self) -> tuple[np.ndarray, int]:
-        heldout = self.watch.engine.heldout
-        return heldout.report_EL, heldout.batch_size
+    def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
+        """What a function of `evaluate` takes to report on a model."""
+        engine = self.recorder.engine
+        return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
     def _record(self, control: Control, trainer: int | str, params: PyTree, **more: Any) -> float:
-        watch, programs = self.watch, self.watch.engine.programs
-        loss = evaluate.mean_loss(programs, params, *self._rows())
-        if watch.num_classes is None:
+        loss = evaluate.mean_loss(*self._given(params))
+        if self.num_classes is None:
             with np.errstate(over="ignore"):  # not finite: null in the ledger
                 more["perplexity"] = float(np.exp(loss))
         else:
-            more |= evaluate.class_report(programs, params, *self._rows(), watch.num_classes)
-        fields = _totals(control) | more
-        watch.ledger.write(
-            "eval",
-            round=control.round,
-            trainer=trainer,
-            loss=loss,
-            **fields,
-            wall_s=watch.wall_s(),
-        )
+            more |= evaluate.class_report(*self._given(params), self.num_classes)
+        fields = {"round": control.round, "trainer": trainer, "loss": loss}
+        fields |= _totals(control) | more
+        self.recorder.ledger.write("eval", **fields, wall_s=self.recorder.wall_s())
         return loss
 
 
@@ -261,7 +237,6 @@ class Evaluator:
 class Checkpoints:
     """Saves the boundary's own state when that is due or at a signal, which then stops the run."""
 
-    watch: Watch
     recorder: Recorder  # records the rounds up to a boundary before its state is saved
     saver: Saver
     stop: Callable[[], bool]  # whether the process has received a signal
@@ -279,24 +254,23 @@ class Checkpoints:
           Preempted: After a signal, once everything is saved.
           ResourceError: If a save has failed, and the config says to stop then.
         """
-        watch, index = self.watch, state.control.round
-        last = is_over(state.control, watch.settings)
-        every = watch.settings.checkpoint.every_rounds
+        settings, index = self.recorder.settings, state.control.round
+        last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
         stop_now, save_by_clock = self._read_vote()
         stop_now = stop_now and not last
         if last or stop_now or save_by_clock or (every and index % every == 0):
             self._save(state)
-        if last or stop_now:
-            with self._save_errors(index):
-                self.saver.wait()
-            self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
-        else:
+        if not (last or stop_now):
             self._read_vote = self._ask()
+            return
+        with self._save_errors(index):
+            self.saver.wait()
+        self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
         if stop_now:
-            saved = checkpoint.last(watch.workdir / "checkpoints")
+            folder = self.saver.folder
             raise Preempted(
-                f"{watch.workdir}: stopped by a signal after round {index}; {saved}; the same"
-                " command goes on from there"
+                f"{folder.parent}: stopped by a signal after round {index};"
+                f" {checkpoint.last(folder)}; the same command goes on from there"
             )
 
     def _ask(self) -> Callable[[], list[bool]]:
@@ -306,19 +280,19 @@ class Checkpoints:
     def _is_time(self) -> bool:
         """Whether a checkpoint is due by now; also reports a failure of the one before."""
         with self._save_errors(0):
-            self.saver.check()
-        due_s = self._last_save_s + self.watch.settings.checkpoint.every_s
+            self.saver.wait(only_if_ended=True)
+        due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
     def _save(self, state: State) -> None:
-        watch, index = self.watch, state.control.round
+        recorder, index = self.recorder, state.control.round
         self._last_save_s = time.perf_counter()
-        self.recorder.flush(state)
+        recorder.flush(state)
         with self._save_errors(index):
             self.saver.wait()
-        state = watch.engine.settled(state)
-        known = watch.evaluated_round == index and np.isfinite(watch.loss)
-        loss = watch.loss if known else None
+        state = recorder.engine.settled(state)
+        known = recorder.evaluated_round == index and np.isfinite(recorder.loss)
+        loss = recorder.loss if known else None
         with self._save_errors(index):
             self.saver.save(index, state.ensemble, self.host(state), loss=loss)
 
@@ -328,19 +302,19 @@ class Checkpoints:
         try:
             yield
         except (CheckpointError, ResourceError) as error:
-            if self.watch.settings.checkpoint.on_save_error == "stop":
+            if self.recorder.settings.checkpoint.on_save_error == "stop":
                 raise
-            self.watch.ledger.write("fault", kind="save", round=round_index, cause=str(error))
-            self.watch.progress.note(str(error))
+            self.recorder.ledger.write("fault", kind="save", round=round_index, cause=str(error))
+            self.recorder.progress.note(str(error))
 
 
-def prefetch(watch: Watch) -> Observer:
+def prefetch(engine: LocalEngine) -> Observer:
     """Compiles the programs of coming rounds in the background, the next round's first."""
 
     def observe(state: State, boundary: Boundary) -> None:
-        if not is_over(state.control, watch.settings):
-            keys = programs_ahead(state.control, watch.settings, watch.engine.spec)
-            watch.engine.programs.prefetch(keys)
+        if not is_over(state.control, engine.settings):
+            keys = programs_ahead(state.control, engine.settings, engine.spec)
+            engine.programs.prefetch(keys)
 
     return observe
 

@@ -34,38 +34,25 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Change = Literal["harmless", "accepted", "refused"]
 
-# What a change of each key, or of each key in a group, means when a run is resumed.
-_CLASSES: dict[str, Change] = {
-    "seed": "refused",
-    "num_rounds": "harmless",  # but see `_class`
-    "num_tokens": "harmless",  # but see `_class`
-    "model": "refused",
-    "model.dtype": "accepted",
-    "model.attention": "accepted",
-    "model.remat": "accepted",
-    "model.loss_chunk": "accepted",
-    "data": "refused",
-    "data.path": "harmless",  # the data's own fingerprint is compared
-    "data.heldout_path": "harmless",
-    "ensemble": "refused",
-    "ensemble.allocation": "accepted",
-    "ensemble.model_shards": "harmless",
-    "ensemble.worker_parallelism": "harmless",
-    "inner": "accepted",
-    "inner.tx": "refused",
-    "outer": "accepted",
-    "outer.tx": "refused",
-    "outer.fragments": "refused",  # workers' own parameters are part of the state, or are not
-    "outer.delay_updates": "refused",
-    "batching": "accepted",
-    "batching.initial_batch_size": "refused",  # the learning rate's growth is counted from it
-    "batching.replay": "refused",  # the batches to come are part of the state
-    "batching.memory_frac": "harmless",  # max_batch_size is found once, and saved
-    "switch": "accepted",
-    "merge": "accepted",
-    "eval": "harmless",  # but see `_class`
-    "checkpoint": "harmless",
-    "log": "harmless",
+# What a change of a key, or of the rest of a group, means when a run is resumed; but see `_class`.
+_CLASSES: dict[Change, tuple[str, ...]] = {
+    "harmless": (
+        *("num_rounds", "num_tokens", "eval", "checkpoint", "log"),
+        *("data.path", "data.heldout_path"),  # the data's own fingerprint is compared
+        *("ensemble.model_shards", "ensemble.worker_parallelism"),
+        "batching.memory_frac",  # max_batch_size is found once, and saved
+    ),
+    "accepted": (
+        *("model.dtype", "model.attention", "model.remat", "model.loss_chunk"),
+        *("ensemble.allocation", "inner", "outer", "batching", "switch", "merge"),
+    ),
+    "refused": (
+        *("seed", "model", "data", "ensemble", "inner.tx", "outer.tx"),
+        # Workers' own parameters are part of the state, or are not.
+        *("outer.fragments", "outer.delay_updates"),
+        "batching.initial_batch_size",  # the learning rate's growth is counted from it
+        "batching.replay",  # the batches to come are part of the state
+    ),
 }
 
 
@@ -229,7 +216,8 @@ def change_class(key: str) -> Change:
     Raises:
       KeyError: If neither has one.
     """
-    return _CLASSES[key] if key in _CLASSES else _CLASSES[key.partition(".")[0]]
+    classes = {name: change for change, names in _CLASSES.items() for name in names}
+    return classes[key] if key in classes else classes[key.partition(".")[0]]
 
 
 def check_config(
