@@ -171,7 +171,7 @@ def _read_documents(settings: Settings) -> Corpus:
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
     train, heldout = _read_sides(settings, tokenizer, intake)
-    num_read = len(train.lengths)
+    num_read = len(train.about)
     train = packing.without_heldout(train, heldout)
     rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
@@ -182,15 +182,15 @@ def _read_documents(settings: Settings) -> Corpus:
             f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
             f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
         )
-    num_also_heldout = num_read - len(train.lengths)
+    num_also_heldout = num_read - len(train.about)
     return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
         tokenizer=tokenizer,
         fingerprint=fingerprint_of(tokenizer, layouts[0], rows, layouts[1], heldout_rows),
         shards=tuple(intake.shards),
-        num_documents=len(train.lengths),
-        num_heldout_documents=len(heldout.lengths),
+        num_documents=len(train.about),
+        num_heldout_documents=len(heldout.about),
         tokens_per_byte=len(heldout.tokens) / num_bytes,
         num_also_heldout=num_also_heldout,
         order=row_order(settings, rows, heldout_rows, num_also_heldout),

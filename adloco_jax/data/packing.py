@@ -7,6 +7,7 @@ arrays of tokens have them too; texts that differ in one character are no copies
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,21 +21,20 @@ _CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which rea
 _CHUNK_TOKENS = 2**24  # of an array on disk, checked at a time
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Documents:
+DOCUMENT = np.dtype([("length", np.int64), ("num_bytes", np.int64), ("digest", np.uint64)])
+
+
+class Documents(NamedTuple):
     """Token ids of documents end to end, each closed by the end-of-text token.
 
     Attributes:
       tokens: [T], integers.
-      lengths: int64[documents], tokens of each; they sum to T.
-      num_bytes: UTF-8 bytes of each, int64[documents]; None where only ids are known.
-      digests: Hash of the ids of each without the end of text, uint64[documents].
+      about: `DOCUMENT` [documents]: the tokens of each, which sum to T; its UTF-8 bytes, -1 where
+        only ids are known; a hash of its ids without the end of text.
     """
 
     tokens: np.ndarray
-    lengths: np.ndarray
-    num_bytes: np.ndarray | None
-    digests: np.ndarray
+    about: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,32 +69,33 @@ def encode_documents(
     Raises:
       DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
-    heldout, max_tokens = extent.heldout, (extent.num_rows or 0) * extent.row_length
-    min_heldout_tokens = MIN_HELDOUT_ROWS * extent.row_length if extent.heldout_frac else 0
-    packed, lengths, num_bytes = bytearray(), [], []
-    digests, known = [], [] if heldout is None else [heldout.digests]
-    train_tokens = heldout_tokens = 0
+    parts: list[Documents] = []
+    num_tokens, needed = 0, (extent.num_rows or 0) * extent.row_length
     for chunk in chunks(texts):
-        if not lengths:
+        if not parts:
             check_round_trip(chunk, tokenizer)
-        new = encode_chunk(chunk, tokenizer)
-        packed += new.tokens.tobytes()
-        mask = is_heldout(len(lengths), len(chunk), extent.heldout_frac)
-        heldout_tokens += int(new.lengths[mask].sum())
-        train_tokens += int(new.lengths[~mask].sum())
-        lengths += new.lengths.tolist()
-        num_bytes += [] if new.num_bytes is None else new.num_bytes.tolist()
-        digests.append(new.digests)
-        known.append(new.digests[mask])
-        if max_tokens and train_tokens >= max_tokens:
-            is_heldout_too = np.isin(np.concatenate(digests), np.concatenate(known))
-            train_tokens = int(np.array(lengths)[~is_heldout_too].sum())
-            if train_tokens >= max_tokens and heldout_tokens >= min_heldout_tokens:
+        parts.append(encode_chunk(chunk, tokenizer))
+        num_tokens += len(parts[-1].tokens)
+        if extent.num_rows and num_tokens >= needed:
+            missing = _missing_tokens(np.concatenate([part.about for part in parts]), extent)
+            if missing <= 0:
                 break
-    if not lengths:
+            needed = num_tokens + missing
+    if not parts:
         raise DataError(f"{where}: no text in it, need at least one document that is not empty")
-    tokens = np.frombuffer(packed, id_dtype(tokenizer))
-    return Documents(tokens, np.array(lengths), np.array(num_bytes), np.concatenate(digests))
+    return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _missing_tokens(about: np.ndarray, extent: Extent) -> int:
+    """Tokens to read at least before both sides have enough; none are missing at 0 or below."""
+    lengths, digests, row_length = about["length"], about["digest"], extent.row_length
+    heldout = is_heldout(0, len(about), extent.heldout_frac)
+    known = digests[heldout] if extent.heldout is None else extent.heldout.about["digest"]
+    is_heldout_too = np.isin(digests, known)
+    missing = (extent.num_rows or 0) * row_length - lengths[~is_heldout_too].sum()
+    if extent.heldout_frac:
+        missing = max(missing, MIN_HELDOUT_ROWS * row_length - lengths[heldout].sum())
+    return int(missing)
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
@@ -103,31 +104,34 @@ def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
     Raises:
       DataError: If the tokenizer gives an id that is not in [0, vocab_size).
     """
-    end_of_text = np.array([tokenizer.eot_id], np.int32)
-    ids = tokenizer.encode_batch(texts)
-    closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
-    if closed.min() < 0 or closed.max() >= tokenizer.vocab_size:
+    ids = tokenizer.encode_batch(texts) if texts else []
+    none, end_of_text = np.zeros(0, np.int32), np.array([tokenizer.eot_id], np.int32)
+    pieces = [piece for document in ids for piece in (document, end_of_text)]
+    closed = np.concatenate([none, *pieces])
+    if closed.min(initial=0) < 0 or closed.max(initial=0) >= tokenizer.vocab_size:
         raise DataError(
             f"data.tokenizer={tokenizer.name}: gives ids from {closed.min()} to {closed.max()}, "
             f"need 0 to {tokenizer.vocab_size - 1}"
         )
-    return Documents(
-        closed.astype(id_dtype(tokenizer)),
-        np.array([len(document) + 1 for document in ids]),
-        np.array([len(text.encode()) for text in texts]),
-        digests_of(ids),
-    )
+    lengths = [len(document) + 1 for document in ids]
+    num_bytes = [len(text.encode()) for text in texts]
+    return Documents(closed.astype(id_dtype(tokenizer)), _describe(ids, lengths, num_bytes))
 
 
-def digests_of(documents: Iterable[np.ndarray]) -> np.ndarray:
-    """A hash of the ids of each document, uint64[documents], whatever integers hold them."""
-    hashes = (hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8) for ids in documents)
-    return np.fromiter((int.from_bytes(h.digest(), "little") for h in hashes), np.uint64)
+def _describe(
+    ids: Iterable[np.ndarray], lengths: Sequence[int] | np.ndarray, num_bytes: Sequence[int] | int
+) -> np.ndarray:
+    """`DOCUMENT` [N]; the hashes are the same whatever integers hold the ids."""
+    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8) for i in ids)
+    about = np.empty(len(lengths), DOCUMENT)
+    about["length"], about["num_bytes"] = lengths, num_bytes
+    about["digest"] = np.fromiter((int.from_bytes(h.digest(), "little") for h in hashes), np.uint64)
+    return about
 
 
 def without_heldout(documents: Documents, heldout: Documents) -> Documents:
     """The documents of which none is held out too, token by token."""
-    is_heldout_too = np.isin(documents.digests, heldout.digests)
+    is_heldout_too = np.isin(documents.about["digest"], heldout.about["digest"])
     return choose(documents, ~is_heldout_too) if is_heldout_too.any() else documents
 
 
@@ -171,11 +175,11 @@ def read_token_documents(
     all_ends = np.unique(np.concatenate([*ends, [tokens.size]]))  # the last may be unclosed
     lengths = np.diff(all_ends, prepend=0)
     plain = np.asarray(tokens)  # a slice of a memory map costs more than all the rest
-    digests = digests_of(
+    ids = (
         plain[end - length : end - (plain[end - 1] == tokenizer.eot_id)]
         for end, length in zip(all_ends, lengths, strict=True)
     )
-    return Documents(tokens, lengths, None, digests)
+    return Documents(tokens, _describe(ids, lengths, -1))
 
 
 def split_documents(
@@ -194,7 +198,7 @@ def split_documents(
     Raises:
       DataError: If that would leave no document to train on.
     """
-    lengths, row_length = documents.lengths, extent.row_length
+    lengths, row_length = documents.about["length"], extent.row_length
     if len(lengths) < 2:
         raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
     heldout = is_heldout(0, len(lengths), extent.heldout_frac)
@@ -220,8 +224,9 @@ def pack_rows(tokens: np.ndarray, row_length: int) -> np.ndarray:
 
 def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the documents, by decoding them where only ids are known."""
-    if documents.num_bytes is not None:
-        return int(documents.num_bytes.sum())
+    num_bytes = documents.about["num_bytes"]
+    if num_bytes.min() >= 0:
+        return int(num_bytes.sum())
     pieces = cut_at_end_of_text(documents.tokens, tokenizer)
     return sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
 
@@ -257,12 +262,8 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 
 def choose(documents: Documents, mask: np.ndarray) -> Documents:
     """The documents that a mask bool[documents] marks."""
-    return Documents(
-        documents.tokens[np.repeat(mask, documents.lengths)],
-        documents.lengths[mask],
-        None if documents.num_bytes is None else documents.num_bytes[mask],
-        documents.digests[mask],
-    )
+    about = documents.about
+    return Documents(documents.tokens[np.repeat(mask, about["length"])], about[mask])
 
 
 def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
