@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from adloco_jax.data import hub, packing, prepared, sources
-from adloco_jax.data.packing import Documents, Extent
+from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
@@ -109,12 +110,7 @@ def row_order(
     """
     data, (num_rows, row_length) = settings.data, rows.shape
     order = RowOrder(settings.seed, num_rows, settings.ensemble.num_workers, data.subset_frac)
-    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
-        raise DataError(
-            f"{where_of(data, heldout=True)}: too little held-out text: have {len(heldout_rows)}"
-            f" rows, need {packing.MIN_HELDOUT_ROWS} of {row_length} (data.sequence_length + 1);"
-            " give more text, a larger data.heldout_frac or a smaller data.sequence_length"
-        )
+    packing.require_heldout_rows(heldout_rows, where_of(data, heldout=True))
     have_rows = min(num_rows, order.subset_size)
     if have_rows < order.num_streams:
         left_out = f", {num_also_heldout} documents held out too are left out"
@@ -202,30 +198,26 @@ def _read_sides(
 ) -> tuple[Documents, Documents]:
     """Documents to train on, some of which may be held out too, and documents to hold out."""
     data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
-    row_length, heldout_frac = data.sequence_length + 1, data.heldout_frac
     files, heldout_files = find_sides(data)
 
-    def encode(texts: Iterable[str], where: str, extent: Extent) -> Documents:
-        return packing.encode_documents(texts, tokenizer, where=where, extent=extent)
-
-    def read(files: Sequence[Path], where: str, extent: Extent) -> Documents:
+    def read(files: Sequence[Path], where: str, **options: Any) -> Documents:
         assert source.documents is not None, f"data.source={data.source} has no documents"
         found = source.documents(data, files, intake)
         if not isinstance(found, np.ndarray):
-            return encode(_checked(found, where), where, extent)
+            texts = _checked(found, where)
+            return packing.encode_documents(texts, tokenizer, where=where, **options)
         vocab_size = settings.model.vocab_size
         return packing.read_token_documents(found, tokenizer, where=where, vocab_size=vocab_size)
 
     if heldout_files:
-        heldout = read(heldout_files, where_of(data, heldout=True), Extent(row_length))
-        return read(files, where, Extent(row_length, data.num_sequences, heldout=heldout)), heldout
+        heldout = read(heldout_files, where_of(data, heldout=True))
+        return read(files, where, wanted=data, heldout=heldout), heldout
     if source.cuts_single_file and sum(file.stat().st_size > 0 for file in files) == 1:
         (text,) = sources.text_documents(files, intake)
-        parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
-        train, heldout = (encode([part], where, Extent(row_length)) for part in parts)
+        parts = sources.cut_in_two(text, where=where, heldout_frac=data.heldout_frac)
+        train, heldout = (packing.encode_documents([t], tokenizer, where=where) for t in parts)
         return train, heldout
-    extent = Extent(row_length, data.num_sequences, heldout_frac)
-    return packing.split_documents(read(files, where, extent), where=where, extent=extent)
+    return packing.split_documents(read(files, where, wanted=data), data, where=where)
 
 
 def _checked(texts: Iterable[str], where: str) -> Iterator[str]:

@@ -4,7 +4,6 @@ A document of which a copy is held out is not trained on. Copies are found by th
 arrays of tokens have them too; texts that differ in one character are no copies.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
+from adloco_jax.settings import Data
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
 MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
@@ -37,25 +37,13 @@ class Documents(NamedTuple):
     about: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Extent:
-    """How much text is read.
-
-    Attributes:
-      row_length: L+1.
-      num_rows: Training rows after which reading may stop; None reads all.
-      heldout_frac: Share of the documents that `split_documents` will hold out.
-      heldout: Held-out documents of another source; their copies are not trained on.
-    """
-
-    row_length: int
-    num_rows: int | None = None
-    heldout_frac: float = 0.0
-    heldout: Documents | None = None
-
-
 def encode_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, *, where: str, extent: Extent
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    wanted: Data | None = None,
+    heldout: Documents | None = None,
 ) -> Documents:
     """Tokenise texts, a chunk of documents at a time.
 
@@ -63,21 +51,23 @@ def encode_documents(
       texts: One document each.
       tokenizer: What makes the ids.
       where: The key and value the texts come from, for messages.
-      extent: Reading stops soon after the training side has its rows and the held-out side, if
-        any, the fewest that it needs.
+      wanted: Reading stops soon after the training side has its `num_sequences` and the held-out
+        side, if any, the fewest that it needs; None reads all.
+      heldout: Held-out documents of another source; their copies are not trained on.
 
     Raises:
       DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
     parts: list[Documents] = []
-    num_tokens, needed = 0, (extent.num_rows or 0) * extent.row_length
+    num_tokens = needed = 0
     for chunk in chunks(texts):
         if not parts:
             check_round_trip(chunk, tokenizer)
         parts.append(encode_chunk(chunk, tokenizer))
         num_tokens += len(parts[-1].tokens)
-        if extent.num_rows and num_tokens >= needed:
-            missing = _missing_tokens(np.concatenate([part.about for part in parts]), extent)
+        if wanted and wanted.num_sequences and num_tokens >= needed:
+            about = np.concatenate([part.about for part in parts])
+            missing = _missing_tokens(about, wanted, wanted.num_sequences, heldout)
             if missing <= 0:
                 break
             needed = num_tokens + missing
@@ -86,16 +76,18 @@ def encode_documents(
     return Documents(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _missing_tokens(about: np.ndarray, extent: Extent) -> int:
+def _missing_tokens(
+    about: np.ndarray, wanted: Data, num_rows: int, heldout: Documents | None
+) -> int:
     """Tokens to read at least before both sides have enough; none are missing at 0 or below."""
-    lengths, digests, row_length = about["length"], about["digest"], extent.row_length
-    heldout = is_heldout(0, len(about), extent.heldout_frac)
-    known = digests[heldout] if extent.heldout is None else extent.heldout.about["digest"]
+    lengths, digests, row_length = about["length"], about["digest"], wanted.sequence_length + 1
+    if heldout is None:
+        mask = is_heldout(0, len(about), wanted.heldout_frac)
+        missing, known = MIN_HELDOUT_ROWS * row_length - lengths[mask].sum(), digests[mask]
+    else:
+        missing, known = 0, heldout.about["digest"]
     is_heldout_too = np.isin(digests, known)
-    missing = (extent.num_rows or 0) * row_length - lengths[~is_heldout_too].sum()
-    if extent.heldout_frac:
-        missing = max(missing, MIN_HELDOUT_ROWS * row_length - lengths[heldout].sum())
-    return int(missing)
+    return int(max(missing, num_rows * row_length - lengths[~is_heldout_too].sum()))
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
@@ -182,9 +174,7 @@ def read_token_documents(
     return Documents(tokens, _describe(ids, lengths, -1))
 
 
-def split_documents(
-    documents: Documents, *, where: str, extent: Extent
-) -> tuple[Documents, Documents]:
+def split_documents(documents: Documents, data: Data, *, where: str) -> tuple[Documents, Documents]:
     """Training and held-out documents; no document is in both.
 
     Holds out the share of the documents, rounded, evenly along the reading order. If they fill
@@ -192,16 +182,16 @@ def split_documents(
 
     Args:
       documents: All documents in reading order.
+      data: Gives the share, and the length of rows.
       where: The key and value they come from, for messages.
-      extent: Its `heldout_frac` is in (0, 1).
 
     Raises:
       DataError: If that would leave no document to train on.
     """
-    lengths, row_length = documents.about["length"], extent.row_length
+    lengths, row_length = documents.about["length"], data.sequence_length + 1
     if len(lengths) < 2:
         raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
-    heldout = is_heldout(0, len(lengths), extent.heldout_frac)
+    heldout = is_heldout(0, len(lengths), data.heldout_frac)
     while (gap := MIN_HELDOUT_ROWS * row_length - int(lengths[heldout].sum())) > 0:
         rest = np.flatnonzero(~heldout)
         enough = rest[lengths[rest] >= gap]
@@ -220,6 +210,16 @@ def pack_rows(tokens: np.ndarray, row_length: int) -> np.ndarray:
     """Consecutive windows [N, row_length] of a token stream [T]; a tail too short is left out."""
     num_rows = len(tokens) // row_length
     return tokens[: num_rows * row_length].reshape(num_rows, row_length)
+
+
+def require_heldout_rows(rows: np.ndarray, where: str) -> None:
+    """DataError for fewer held-out rows than a run needs."""
+    if len(rows) < MIN_HELDOUT_ROWS:
+        raise DataError(
+            f"{where}: too little held-out text: have {len(rows)} rows, need {MIN_HELDOUT_ROWS} of"
+            f" {rows.shape[1]} (data.sequence_length + 1); give more text, a larger"
+            " data.heldout_frac or a smaller data.sequence_length"
+        )
 
 
 def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:

@@ -1,7 +1,7 @@
 """A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
 
 The sidecar is written last and holds the SHA-256 of both arrays. To start quickly, training
-compares sizes and takes the hashes from the sidecar; `damaged_arrays` reads and hashes both arrays.
+compares sizes and takes the hashes from the sidecar; `check.check_tokens` hashes both arrays.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.sources import file_sha256, open_tokens
+from adloco_jax.data.sources import open_tokens
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
@@ -145,12 +145,6 @@ def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length
             f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
             "the one it was made with, or prepare the data again"
         )
-
-
-def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
-    """Names of the arrays whose SHA-256 is not the sidecar's; reads both whole."""
-    sides = {f"{name}.npy": getattr(sidecar, name) for name in SIDES}
-    return [name for name, side in sides.items() if file_sha256(folder / name) != side.sha256]
 
 
 def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:

@@ -39,9 +39,8 @@ class _Place:
     """A position between two documents, to resume at; all counts are of the present epoch."""
 
     source: dict | None = None  # state of the data set; None: skip `num_examples` instead
-    leftover: list[int] = dataclasses.field(
-        default_factory=list
-    )  # tokens of earlier documents, fewer than a row
+    # Of earlier documents, fewer tokens than a row.
+    leftover: list[int] = dataclasses.field(default_factory=list)
     num_examples: int = 0
     num_documents: int = 0  # examples with text, which `packing.is_heldout` counts
     num_bad: int = 0
@@ -238,12 +237,7 @@ def load_stream(settings: Settings) -> Streaming:
         )
     tokens, about = map(np.concatenate, zip(*heldout, strict=True))
     heldout_rows = packing.pack_rows(tokens.astype(np.int32), row_length)[:num_heldout_rows]
-    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
-        raise DataError(
-            f"{opened.where}: too little held-out text: have {len(tokens)} tokens, need "
-            f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
-            "more text, a larger data.heldout_frac or a smaller data.sequence_length"
-        )
+    packing.require_heldout_rows(heldout_rows, opened.where)
     mark = np.ascontiguousarray(heldout_rows[:_MARK_ROWS]).tobytes()
     parts = [data.name, data.split, data.text_column, encoder.fingerprint, list(opened.files)]
     fingerprint = hashlib.sha256(json.dumps(parts).encode() + mark).hexdigest()
