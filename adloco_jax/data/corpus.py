@@ -167,8 +167,9 @@ def _read_documents(settings: Settings) -> Corpus:
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
     train, heldout = _read_sides(settings, tokenizer, intake)
-    num_read = len(train.about)
-    train = packing.without_heldout(train, heldout)
+    is_heldout_too = np.isin(train.about["digest"], heldout.about["digest"])
+    if num_also_heldout := int(is_heldout_too.sum()):
+        train = packing.choose(train, ~is_heldout_too)
     rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
     layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
@@ -178,7 +179,6 @@ def _read_documents(settings: Settings) -> Corpus:
             f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
             f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
         )
-    num_also_heldout = num_read - len(train.about)
     return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
@@ -257,7 +257,7 @@ def _load_tokens(settings: Settings) -> Corpus:
     data = settings.data
     if not prepared.is_prepared(data.path):
         return _read_documents(settings)
-    tokenizer, sidecar, rows, heldout_rows = _open_prepared(settings)
+    tokenizer, sidecar, (rows, heldout_rows) = _open_prepared(settings)
     rows = rows[: data.num_sequences]
     if not sidecar.heldout.text_bytes:
         raise DataError(f"{where_of(data)}: no held-out text; prepare the data again")
@@ -285,9 +285,7 @@ def _check_tokens(settings: Settings) -> list[str]:
     return []
 
 
-def _open_prepared(
-    settings: Settings,
-) -> tuple[Tokenizer, prepared.Sidecar, np.ndarray, np.ndarray]:
+def _open_prepared(settings: Settings) -> tuple[Tokenizer, prepared.Sidecar, list[np.ndarray]]:
     """A prepared folder's tokenizer, sidecar, training and held-out rows."""
     data, where = settings.data, where_of(settings.data)
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
@@ -299,7 +297,7 @@ def _open_prepared(
     folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
     sidecar = prepared.read_sidecar(folder)
     prepared.check_fits(sidecar, tokenizer, where=where, row_length=row_length)
-    return tokenizer, sidecar, *prepared.open_rows(folder, sidecar)
+    return tokenizer, sidecar, prepared.open_rows(folder, sidecar)
 
 
 def _check_hf(settings: Settings) -> list[str]:

@@ -121,12 +121,6 @@ def _describe(
     return about
 
 
-def without_heldout(documents: Documents, heldout: Documents) -> Documents:
-    """The documents of which none is held out too, token by token."""
-    is_heldout_too = np.isin(documents.about["digest"], heldout.about["digest"])
-    return choose(documents, ~is_heldout_too) if is_heldout_too.any() else documents
-
-
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
     """The smallest unsigned integer type that holds every id."""
     return np.min_scalar_type(tokenizer.vocab_size - 1)
