@@ -1,10 +1,10 @@
 """Classification: labelled rows, balanced held-out texts, scores by class, whole runs."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import hf
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def write(path: Path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return str(write_documents(path.parent, records, path.name))
 
 
 def reviews(count: int, seed: int = 0):

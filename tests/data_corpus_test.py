@@ -1,17 +1,14 @@
 import dataclasses
-import json
-import re
 
 import numpy as np
 import pytest
+from texts import END, as_stream, numbered_documents, numbers_in, write_documents
 from toy import data_settings
 
 from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, packing
 from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.plan import data_header
-
-END = 256
 
 
 def settings_of(path="", **changes):
@@ -21,28 +18,6 @@ def settings_of(path="", **changes):
 
 def load(path="", **changes):
     return load_corpus(settings_of(path, **changes))
-
-
-def write_documents(folder, texts, name="docs.jsonl"):
-    path = folder / name
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def numbered_documents(count):
-    """Texts of uneven length, each made of one number that no other has."""
-    repeats = np.random.default_rng(0).integers(5, 60, count)
-    return [f"<{number}>" * int(times) for number, times in enumerate(repeats)]
-
-
-def as_stream(rows):
-    """The text of consecutive rows, with end of text as a NUL."""
-    flat = rows.reshape(-1).astype(int)
-    return bytes(np.where(flat == END, 0, flat).astype(np.uint8)).decode()
-
-
-def numbers_in(rows):
-    return set(re.findall(r"<(\d+)>", as_stream(rows)))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
@@ -56,11 +57,8 @@ def texts_of(count, seed=0):
 
 
 def shards_in(folder, *, count=4, documents=40):
-    folder.mkdir(exist_ok=True)
     for number in range(count):
-        lines = [json.dumps({"text": text}) for text in texts_of(documents, number)]
-        content = gzip.compress("\n".join(lines).encode(), mtime=0)
-        (folder / f"part-{number}.json.gz").write_bytes(content)
+        write_documents(folder, texts_of(documents, number), f"part-{number}.json.gz")
     return folder
 
 
@@ -118,8 +116,7 @@ def test_rows_are_those_of_the_corpus_read_in_memory(tmp_path, source, tokenizer
 
 
 def test_copies_of_heldout_documents_are_left_out_and_counted(tmp_path, source):
-    copy = json.dumps({"text": texts_of(40)[4]}) + "\n"  # number 4 is held out
-    (source / "part-1a.jsonl").write_text(copy * 3)
+    write_documents(source, [texts_of(40)[4]] * 3, "part-1a.jsonl")  # number 4 is held out
     wanted = request_for(source)
     sidecar = prepare.prepare(wanted, tmp_path / "out")
     ours, theirs = load(tmp_path / "out"), load(source, source="jsonl")
@@ -135,8 +132,7 @@ def test_copies_of_heldout_documents_are_left_out_and_counted(tmp_path, source):
 def test_the_check_counts_heldout_copies_in_a_folder_of_an_earlier_version(
     tmp_path, source, monkeypatch
 ):
-    (source / "part-9.jsonl").write_text(json.dumps({"text": texts_of(40)[4]}))
-    (source / "part-99.jsonl").write_text(json.dumps({"text": "the last one is cut short" * 9}))
+    write_documents(source, [texts_of(40)[4], "the last one is cut short" * 9], "part-9.jsonl")
     real = prepare.split
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "split", lambda *given: (~real(*given)[1], real(*given)[1]))
@@ -186,8 +182,8 @@ def test_a_shard_that_is_done_is_not_read_again(tmp_path, source):
 
 def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch):
     source = shards_in(tmp_path / "source", count=1, documents=40)
-    copy = json.dumps({"text": texts_of(40)[4]})  # of one that is held out
-    (source / "part-9.jsonl").write_text(json.dumps({"text": "other"}) + "\n" + copy)
+    held_out = texts_of(40)[4]
+    write_documents(source, ["other", held_out], "part-9.jsonl")
     wanted = request_for(source)
     prepare.prepare(wanted, tmp_path / "whole")
     steps = [(sources, "sync"), (os, "replace"), (os, "rename"), (os, "unlink"), (os, "fsync")]
@@ -479,7 +475,7 @@ def test_a_flipped_bit_is_found_by_the_check(finished):
 
 def test_the_check_reports_lengths_rows_and_round_trips(tmp_path):
     texts = [f"a{n}aaaaaaa" for n in range(6)] + [f"{n}" + "b" * 18 for n in range(3)] + ["c" * 99]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    write_documents(tmp_path, texts)
     wanted = Request("jsonl", str(tmp_path), sequence_length=9, heldout_frac=0.2)
     report = check(wanted)
     assert "min 10, median 10, mean 22.0, 90 % 20, max 100" in report
@@ -494,7 +490,7 @@ def test_the_check_reports_lengths_rows_and_round_trips(tmp_path):
 
 
 def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"text": "Upper"}\n{"text": "lower"}')
+    write_documents(tmp_path, ["Upper", "lower"])
     encoder = load_tokenizer("bytes")
     lossy = dataclasses.replace(encoder, decode=lambda ids: encoder.decode(ids).lower())
     monkeypatch.setattr(check_module, "load_tokenizer", lambda name: lossy)

@@ -1,9 +1,7 @@
 """Training straight from a data set: its rows, its place in a run's state, its faults."""
 
 import dataclasses
-import gzip
 import json
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from texts import numbers_in, write_documents
 from toy import bigram_loss, data_settings, settings_of
 
 from adloco_jax.data import hub, load_corpus, packing
@@ -48,12 +47,6 @@ def packed(path):
     return load_corpus(data_settings(source="jsonl", path=str(path), **PACKING))
 
 
-def write_shard(path: Path, examples: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(example) + "\n" for example in examples)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
-
-
 def documents(count: int) -> list[str]:
     """Texts of uneven length, each of one number that no other has; every eleventh is empty."""
     repeats = np.random.default_rng(0).integers(1, 15, count)
@@ -66,11 +59,11 @@ def folder(tmp_path_factory) -> Path:
     texts, stem = documents(240), tmp_path_factory.mktemp("data") / "c4"
     for number, size in enumerate([100, 7, 70, 63]):
         taken, texts = texts[:size], texts[size:]
-        name = f"c4-train.{number:05d}-of-00004.json.gz"
-        write_shard(stem / name, [{"text": text, "url": f"u{number}"} for text in taken])
+        records = [{"text": text, "url": f"u{number}"} for text in taken]
+        write_documents(stem, records, f"c4-train.{number:05d}-of-00004.json.gz")
     assert not texts
     validation = [{"text": f"({i})" * 9, "url": "u"} for i in range(40)]
-    write_shard(stem / "c4-validation.00000-of-00001.json.gz", validation)
+    write_documents(stem, validation, "c4-validation.00000-of-00001.json.gz")
     return stem
 
 
@@ -81,11 +74,6 @@ def small_chunks(monkeypatch):
     yield
     while _opened:
         _opened.pop().close()
-
-
-def numbers_in(rows) -> set[str]:
-    flat = rows.reshape(-1)
-    return set(re.findall(r"<(\d+)>", bytes(np.where(flat == 256, 0, flat).astype("u1")).decode()))
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -109,10 +97,10 @@ def test_copies_of_heldout_documents_are_not_trained_on(tmp_path):
     copies = [n for n in range(20, 120) if n % 7 == 0]
     for n in copies:
         texts[n] = texts[held]
-    write_shard(tmp_path / "a.jsonl.gz", [{"text": text} for text in texts])
+    path = write_documents(tmp_path, texts, "a.jsonl.gz")
     expected = packed(tmp_path)
     assert expected.num_also_heldout > 9
-    rows = stream(tmp_path / "a.jsonl.gz")
+    rows = stream(path)
     for number in range(2):
         got = rows.batch(0, 0, number * len(expected.rows), len(expected.rows))
         np.testing.assert_array_equal(got, expected.rows)
@@ -128,7 +116,7 @@ def test_files_by_glob_and_other_splits_are_read_too(folder):
 def test_configurations_are_those_of_the_folders_card(tmp_path):
     for name in ("en", "de"):
         examples = [{"body": f"{name} {i} " * 5} for i in range(50)]
-        write_shard(tmp_path / "set" / name / "0.jsonl.gz", examples)
+        write_documents(tmp_path / "set" / name, examples)
     card = "---\nconfigs:\n- config_name: en\n  data_files: en/*\n- config_name: de\n"
     (tmp_path / "set" / "README.md").write_text(card + "  data_files: de/*\n---\n")
     rows = stream(tmp_path / "set", name="de", text_column="body")
@@ -221,8 +209,8 @@ def test_other_data_have_another_fingerprint_and_start_at_their_beginning(folder
     many, more = stream(folder, num_heldout_rows=40), stream(folder, num_heldout_rows=50)
     assert (len(many.heldout_rows), len(more.heldout_rows)) == (40, 50)
     assert many.fingerprint == more.fingerprint
-    last = tmp_path / "moved" / "c4-train.00003-of-00004.json.gz"
-    write_shard(last, [{"text": "other", "url": "u"}])
+    other_records = [{"text": "other", "url": "u"}]
+    last = write_documents(tmp_path / "moved", other_records, "c4-train.00003-of-00004.json.gz")
     other = stream(tmp_path / "moved")
     assert other.fingerprint != rows.fingerprint
     changed = [a["name"] for a, b in zip(rows.shards, other.shards, strict=True) if a != b]
@@ -424,24 +412,22 @@ def test_without_a_network_a_hub_name_is_one_line_and_nothing_is_made(tmp_path, 
 
 def test_documents_without_text_are_refused_by_number_or_left_out(tmp_path):
     good = [{"text": text, "n": 0} for text in documents(60)]
-    path = tmp_path / "set" / "train.jsonl.gz"
-    write_shard(path, [*good[:20], {"n": 1}, {"text": None, "n": 2}, *good[20:]])
+    damaged = [*good[:20], {"n": 1}, {"text": None, "n": 2}, *good[20:]]
+    path = write_documents(tmp_path / "set", damaged, "train.jsonl.gz")
     with pytest.raises(DataError, match="split=train:21: 'text' must be a string, have NoneType"):
         stream(path.parent)
     with pytest.raises(DataError, match=r"split=train:22: .*\(data.max_bad_rows=1\)"):
         stream(path.parent, max_bad_rows=1, num_heldout_rows=10**6)
-    write_shard(tmp_path / "good.jsonl.gz", good)
-    expected, rows = packed(tmp_path / "good.jsonl.gz").rows, stream(path.parent, max_bad_rows=2)
+    expected = packed(write_documents(tmp_path, good)).rows
+    rows = stream(path.parent, max_bad_rows=2)
     got = rows.batch(0, 0, 0, 3 * len(expected))  # so many an epoch
     np.testing.assert_array_equal(got, np.concatenate([expected] * 3))
 
 
 def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
-    good = [{"text": text} for text in documents(60)]
-    bad = {"text": None}
-    path = tmp_path / "set" / "train.jsonl.gz"
-    write_shard(path, [*good[:20], bad, *good[20:40], bad, *good[40:]])
-    rows = stream(path.parent, max_bad_rows=1, num_heldout_rows=2)
+    good, bad = documents(60), {"text": None}
+    write_documents(tmp_path, [*good[:20], bad, *good[20:40], bad, *good[40:]])
+    rows = stream(tmp_path, max_bad_rows=1, num_heldout_rows=2)
     with pytest.raises(DataError, match="split=train:42"):
         for number in range(0, 1000, 9):
             rows.batch(0, 0, number, 9)
@@ -449,10 +435,9 @@ def test_a_bad_row_counts_once_however_often_one_resumes(tmp_path):
 
 
 def test_damage_is_raised_at_every_call(tmp_path):
-    good = [{"text": text} for text in documents(100)]
-    write_shard(tmp_path / "set" / "train-00000-of-00002.jsonl.gz", good)
-    (tmp_path / "set" / "train-00001-of-00002.jsonl.gz").write_bytes(b"not gzip")
-    rows = stream(tmp_path / "set")
+    write_documents(tmp_path, documents(100), "train-00000-of-00002.jsonl.gz")
+    (tmp_path / "train-00001-of-00002.jsonl.gz").write_bytes(b"not gzip")
+    rows = stream(tmp_path)
     with pytest.raises(DataError, match="damaged .Not a gzipped file") as caught:
         rows.batch(0, 0, 0, 5000)
     assert not isinstance(caught.value, OSError)  # trying again would not help
@@ -473,13 +458,13 @@ def test_a_lost_connection_may_be_tried_again():
 
 def test_text_that_makes_no_row_is_an_error_not_an_endless_search(tmp_path):
     texts = ["held out, and long enough for two rows", "a"] * 3
-    write_shard(tmp_path / "set" / "train.jsonl.gz", [{"text": text} for text in texts])
-    rows = stream(tmp_path / "set", heldout_frac=0.5)
+    write_documents(tmp_path, texts)
+    rows = stream(tmp_path, heldout_frac=0.5)
     with pytest.raises(DataError, match="not one row of 9 tokens"):
         rows.batch(0, 0, 0, 1)
-    write_shard(tmp_path / "set" / "train.jsonl.gz", [{"text": ""}] * 3)
+    write_documents(tmp_path, [""] * 3)
     with pytest.raises(DataError, match="no text in it"):
-        stream(tmp_path / "set")
+        stream(tmp_path)
 
 
 def test_ids_outside_of_the_vocabulary_are_refused(folder):

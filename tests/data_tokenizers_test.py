@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from texts import write_documents
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, load_tokenizer
@@ -196,11 +197,9 @@ def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     numbers_only = str(tmp_path / "tokenizer.json")
     backend.save(numbers_only)
-    path = tmp_path / "a.jsonl"
     texts = [f"about the noise of gradients {n % 3 + 1}" for n in range(200)]
-    path.write_text(
-        "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(texts))
-    )
+    records = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
+    path = write_documents(tmp_path, records)
     request = Request("jsonl", str(path), tokenizer=numbers_only)
     run, streamed = (
         data_settings(source=source, path=str(path), tokenizer=numbers_only)

@@ -49,7 +49,7 @@ class Progress:
 
 
 def make(request: Request, output: Path, processes: int) -> None:
-    """Prepare the folder and say what is in it."""
+    """Prepare the folder and say what is in it, and how to train on it."""
     progress = Progress()
     sidecar = prepare(request, output, processes=processes, on_progress=progress)
     if progress.first_tokens is None:
@@ -62,20 +62,7 @@ def make(request: Request, output: Path, processes: int) -> None:
     rows, _ = prepared.open_rows(output, sidecar)
     encoder = load_tokenizer(request.tokenizer)
     length = sidecar.row_length - 1
-    print(
-        f"{progress.tokens_per_s:.0f} tokens/s on {processes} processes\n"
-        f"{output}: {sidecar.train.rows} rows of {length} tokens from {sidecar.train.documents} "
-        f"documents, {sidecar.heldout.rows} held-out rows from {sidecar.heldout.documents}; "
-        "a model will see, for instance:\n"
-        f"  | {packing.readable(np.asarray(rows[0]), encoder, max_chars=240)}\n"
-        f"train with: {_to_train_with(request, output, sidecar)}"
-    )
-
-
-def _to_train_with(request: Request, output: Path, sidecar: prepared.Sidecar) -> str:
-    """The command that trains on a prepared folder, with every key that these rows decide."""
-    length = sidecar.row_length - 1
-    keys = {
+    keys = {  # that these rows decide
         "data.source": "tokens",
         "data.path": output,
         "data.tokenizer": request.tokenizer,
@@ -84,23 +71,14 @@ def _to_train_with(request: Request, output: Path, sidecar: prepared.Sidecar) ->
         "model.max_length": length,
     }
     options = [f"--config.{key}={value}" for key, value in keys.items()]
-    return shlex.join(["adloco", "train", "--config=quickstart", *options])
-
-
-def _make_or_check(path: str, output: Path | None, processes: int, options: dict) -> None:
-    """Make or describe what the command line names; `options` are fields of `Request`."""
-    source = options.pop("source") or guess_source(path)
-    if source != "tokens":
-        options["tokenizer"] = options["tokenizer"] or "bytes"
-        request = Request(source, "" if source == "stdlib" else path, **options)
-        if output:
-            make(request, output, processes)
-        else:
-            print(check(request, processes=processes))
-    elif output:
-        raise ConfigError(f"path={path}: tokens already; nothing to prepare")
-    else:
-        print(check_tokens(path, tokenizer=options["tokenizer"]))
+    print(
+        f"{progress.tokens_per_s:.0f} tokens/s on {processes} processes\n"
+        f"{output}: {sidecar.train.rows} rows of {length} tokens from {sidecar.train.documents} "
+        f"documents, {sidecar.heldout.rows} held-out rows from {sidecar.heldout.documents}; "
+        "a model will see, for instance:\n"
+        f"  | {packing.readable(np.asarray(rows[0]), encoder, max_chars=240)}\n"
+        f"train with: {shlex.join(['adloco', 'train', '--config=quickstart', *options])}"
+    )
 
 
 def run(words: Sequence[str]) -> int:
@@ -127,5 +105,16 @@ def run(words: Sequence[str]) -> int:
     path, output, processes = (options.pop(key) for key in ("path", "output", "processes"))
     if options.pop("check") == bool(output):
         raise ConfigError("give either --output FOLDER or --check")
-    _make_or_check(path, output, processes, options)
+    source = options.pop("source") or guess_source(path)
+    if source == "tokens":
+        if output:
+            raise ConfigError(f"path={path}: tokens already; nothing to prepare")
+        print(check_tokens(path, tokenizer=options["tokenizer"]))
+        return 0
+    options["tokenizer"] = options["tokenizer"] or "bytes"
+    request = Request(source, "" if source == "stdlib" else path, **options)
+    if output:
+        make(request, output, processes)
+    else:
+        print(check(request, processes=processes))
     return 0

@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from adloco_jax.data import packing, prepared, sources
-from adloco_jax.data.prepare import (
-    Request,
-    described,
-    encoded,
-    find_shards,
-    split,
-    tokenising_pool,
-)
+from adloco_jax.data.prepare import Request, encoded, find_shards, split, tokenising_pool
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
@@ -70,22 +63,21 @@ def check(request: Request, *, processes: int = 1) -> str:
                 check_round_trip(texts, encoder)
                 head = found
             sample += texts[: min(_SAMPLED_PER_BLOCK, _SAMPLED_DOCUMENTS - len(sample))]
-            blocks.append(described(found))
+            blocks.append(found.about)
     if head is None:
         raise DataError(f"path={request.path}: no text in it")
     documents = np.concatenate(blocks)
     train, heldout = split(request, shards, documents)
     lengths, num_bytes = documents["length"], documents["num_bytes"].sum()
-    num_tokens = lengths.sum()
     lines = [
         *left_out(intake.shards),
-        f"{num_bytes} bytes of text, {num_tokens} tokens, "
-        f"{num_tokens / num_bytes:.4f} tokens per byte",
+        f"{num_bytes} bytes of text, {lengths.sum()} tokens, "
+        f"{lengths.sum() / num_bytes:.4f} tokens per byte",
         _rows_line(lengths[train].sum(), lengths[heldout].sum(), row_length),
         f"{len(documents)} documents, {heldout.sum()} of them held out",
         f"left out of training: {(~train & ~heldout).sum()} documents that are held out too",
     ]
-    row = packing.choose(head, train[: len(head.lengths)]).tokens[:row_length]
+    row = packing.choose(head, train[: len(head.about)]).tokens[:row_length]
     return "\n".join(lines + _describe(lengths, row, sample, encoder))
 
 
@@ -108,20 +100,22 @@ def check_tokens(path: str, *, tokenizer: str | None) -> str:
     encoder = load_tokenizer(sidecar.tokenizer if tokenizer is None else tokenizer)
     row_length, vocab_size = sidecar.row_length, encoder.vocab_size
     prepared.check_fits(sidecar, encoder, where=where, row_length=row_length)
-    arrays = prepared.open_rows(folder, sidecar)
-    if damaged := prepared.damaged_arrays(folder, sidecar):
+    arrays = [rows.reshape(-1) for rows in prepared.open_rows(folder, sidecar)]
+    sides = {"train.npy": sidecar.train, "heldout.npy": sidecar.heldout}
+    damaged = [f for f, side in sides.items() if sources.file_sha256(folder / f) != side.sha256]
+    if damaged:
         raise DataError(f"{where}: {' and '.join(damaged)} damaged; prepare the data again")
     lines = [
         "both arrays are as they were written (SHA-256)",
         f"left out of training: {sidecar.also_heldout} documents held out too",
     ]
     train, heldout = (
-        packing.read_token_documents(rows.reshape(-1), encoder, where=where, vocab_size=vocab_size)
-        for rows in arrays
+        packing.read_token_documents(tokens, encoder, where=where, vocab_size=vocab_size)
+        for tokens in arrays
     )
-    if num := int(np.isin(train.digests, heldout.digests).sum()):
+    if num := np.isin(train.about["digest"], heldout.about["digest"]).sum():
         lines.append(f"{num} documents to train on are held out too; prepare the data again")
-    lengths = np.concatenate([train.lengths, heldout.lengths])
+    lengths = np.concatenate([train.about["length"], heldout.about["length"]])
     lines += [
         f"{lengths.sum()} tokens",
         _rows_line(train.tokens.size, heldout.tokens.size, row_length),

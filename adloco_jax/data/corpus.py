@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from adloco_jax.data import hub, packing, prepared, sources
-from adloco_jax.data.packing import Documents, Extent
+from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
@@ -109,12 +110,7 @@ def row_order(
     """
     data, (num_rows, row_length) = settings.data, rows.shape
     order = RowOrder(settings.seed, num_rows, settings.ensemble.num_workers, data.subset_frac)
-    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
-        raise DataError(
-            f"{where_of(data, heldout=True)}: too little held-out text: have {len(heldout_rows)}"
-            f" rows, need {packing.MIN_HELDOUT_ROWS} of {row_length} (data.sequence_length + 1);"
-            " give more text, a larger data.heldout_frac or a smaller data.sequence_length"
-        )
+    packing.require_heldout_rows(heldout_rows, where_of(data, heldout=True))
     have_rows = min(num_rows, order.subset_size)
     if have_rows < order.num_streams:
         left_out = f", {num_also_heldout} documents held out too are left out"
@@ -171,8 +167,9 @@ def _read_documents(settings: Settings) -> Corpus:
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
     train, heldout = _read_sides(settings, tokenizer, intake)
-    num_read = len(train.lengths)
-    train = packing.without_heldout(train, heldout)
+    is_heldout_too = np.isin(train.about["digest"], heldout.about["digest"])
+    if num_also_heldout := int(is_heldout_too.sum()):
+        train = packing.choose(train, ~is_heldout_too)
     rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
     layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
@@ -182,15 +179,14 @@ def _read_documents(settings: Settings) -> Corpus:
             f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
             f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
         )
-    num_also_heldout = num_read - len(train.lengths)
     return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
         tokenizer=tokenizer,
         fingerprint=fingerprint_of(tokenizer, layouts[0], rows, layouts[1], heldout_rows),
         shards=tuple(intake.shards),
-        num_documents=len(train.lengths),
-        num_heldout_documents=len(heldout.lengths),
+        num_documents=len(train.about),
+        num_heldout_documents=len(heldout.about),
         tokens_per_byte=len(heldout.tokens) / num_bytes,
         num_also_heldout=num_also_heldout,
         order=row_order(settings, rows, heldout_rows, num_also_heldout),
@@ -202,30 +198,26 @@ def _read_sides(
 ) -> tuple[Documents, Documents]:
     """Documents to train on, some of which may be held out too, and documents to hold out."""
     data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
-    row_length, heldout_frac = data.sequence_length + 1, data.heldout_frac
     files, heldout_files = find_sides(data)
 
-    def encode(texts: Iterable[str], where: str, extent: Extent) -> Documents:
-        return packing.encode_documents(texts, tokenizer, where=where, extent=extent)
-
-    def read(files: Sequence[Path], where: str, extent: Extent) -> Documents:
+    def read(files: Sequence[Path], where: str, **options: Any) -> Documents:
         assert source.documents is not None, f"data.source={data.source} has no documents"
         found = source.documents(data, files, intake)
         if not isinstance(found, np.ndarray):
-            return encode(_checked(found, where), where, extent)
+            texts = _checked(found, where)
+            return packing.encode_documents(texts, tokenizer, where=where, **options)
         vocab_size = settings.model.vocab_size
         return packing.read_token_documents(found, tokenizer, where=where, vocab_size=vocab_size)
 
     if heldout_files:
-        heldout = read(heldout_files, where_of(data, heldout=True), Extent(row_length))
-        return read(files, where, Extent(row_length, data.num_sequences, heldout=heldout)), heldout
+        heldout = read(heldout_files, where_of(data, heldout=True))
+        return read(files, where, wanted=data, heldout=heldout), heldout
     if source.cuts_single_file and sum(file.stat().st_size > 0 for file in files) == 1:
         (text,) = sources.text_documents(files, intake)
-        parts = sources.cut_in_two(text, where=where, heldout_frac=heldout_frac)
-        train, heldout = (encode([part], where, Extent(row_length)) for part in parts)
+        parts = sources.cut_in_two(text, where=where, heldout_frac=data.heldout_frac)
+        train, heldout = (packing.encode_documents([t], tokenizer, where=where) for t in parts)
         return train, heldout
-    extent = Extent(row_length, data.num_sequences, heldout_frac)
-    return packing.split_documents(read(files, where, extent), where=where, extent=extent)
+    return packing.split_documents(read(files, where, wanted=data), data, where=where)
 
 
 def _checked(texts: Iterable[str], where: str) -> Iterator[str]:
@@ -265,7 +257,7 @@ def _load_tokens(settings: Settings) -> Corpus:
     data = settings.data
     if not prepared.is_prepared(data.path):
         return _read_documents(settings)
-    tokenizer, sidecar, rows, heldout_rows = _open_prepared(settings)
+    tokenizer, sidecar, (rows, heldout_rows) = _open_prepared(settings)
     rows = rows[: data.num_sequences]
     if not sidecar.heldout.text_bytes:
         raise DataError(f"{where_of(data)}: no held-out text; prepare the data again")
@@ -293,9 +285,7 @@ def _check_tokens(settings: Settings) -> list[str]:
     return []
 
 
-def _open_prepared(
-    settings: Settings,
-) -> tuple[Tokenizer, prepared.Sidecar, np.ndarray, np.ndarray]:
+def _open_prepared(settings: Settings) -> tuple[Tokenizer, prepared.Sidecar, list[np.ndarray]]:
     """A prepared folder's tokenizer, sidecar, training and held-out rows."""
     data, where = settings.data, where_of(settings.data)
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
@@ -307,7 +297,7 @@ def _open_prepared(
     folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
     sidecar = prepared.read_sidecar(folder)
     prepared.check_fits(sidecar, tokenizer, where=where, row_length=row_length)
-    return tokenizer, sidecar, *prepared.open_rows(folder, sidecar)
+    return tokenizer, sidecar, prepared.open_rows(folder, sidecar)
 
 
 def _check_hf(settings: Settings) -> list[str]:

@@ -67,18 +67,19 @@ def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str
 
 def hub_parts(
     path: str, name: str, split: str, *, text_column: str
-) -> list[tuple[str, Iterable[dict]]]:
-    """The files of a data set, each with its name as a data set of its own.
+) -> list[tuple[str, Iterator[str | DataError]]]:
+    """The files of a data set, each with its name and its texts.
 
     Args and Raises: see `open_stream`.
     """
     dataset = open_stream(path, name, split, text_column=text_column).open()
     count = dataset.num_shards
     stem = "/".join(part for part in (path, name, split) if part)
-    return [
-        (f"{stem}/{i:05d}-of-{count:05d}", dataset.shard(num_shards=count, index=i))
-        for i in range(count)
+    parts = [
+        (f"{stem}/{index:05d}-of-{count:05d}", dataset.shard(num_shards=count, index=index))
+        for index in range(count)
     ]
+    return [(part, texts(rows, part, text_column)) for part, rows in parts]
 
 
 def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:

@@ -101,10 +101,13 @@ def _read(settings: Settings, intake: sources.Intake) -> tuple[list[str], np.nda
             )
         sides.append(side)
     texts, labels = zip(*sides[0], *sides[1], strict=True)
+    labels = np.array(labels)
     is_heldout = np.repeat([False, True], [len(side) for side in sides])
-    if not sides[1]:
-        is_heldout = _by_class(np.array(labels), data.heldout_frac)
-    return list(texts), np.array(labels), is_heldout
+    if not sides[1]:  # a share of each class, evenly along the reading order
+        for label in range(num_classes):
+            places = np.flatnonzero(labels == label)
+            is_heldout[places] = packing.is_heldout(0, len(places), data.heldout_frac)
+    return list(texts), labels, is_heldout
 
 
 def balanced(rows: np.ndarray) -> np.ndarray:
@@ -112,15 +115,6 @@ def balanced(rows: np.ndarray) -> np.ndarray:
     by_class = [np.flatnonzero(rows[:, 0] == label) for label in np.unique(rows[:, 0])]
     fewest = min(map(len, by_class))
     return np.stack([places[:fewest] for places in by_class], axis=1).reshape(-1)
-
-
-def _by_class(labels: np.ndarray, heldout_frac: float) -> np.ndarray:
-    """Which texts are held out: a share of each class, evenly along the reading order."""
-    is_heldout = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        places = np.flatnonzero(labels == label)
-        is_heldout[places] = packing.is_heldout(0, len(places), heldout_frac)
-    return is_heldout
 
 
 def _rows(

@@ -4,14 +4,15 @@ A document of which a copy is held out is not trained on. Copies are found by th
 arrays of tokens have them too; texts that differ in one character are no copies.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import DataError
+from adloco_jax.settings import Data
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
 MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
@@ -20,42 +21,29 @@ _CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which rea
 _CHUNK_TOKENS = 2**24  # of an array on disk, checked at a time
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Documents:
+DOCUMENT = np.dtype([("length", np.int64), ("num_bytes", np.int64), ("digest", np.uint64)])
+
+
+class Documents(NamedTuple):
     """Token ids of documents end to end, each closed by the end-of-text token.
 
     Attributes:
       tokens: [T], integers.
-      lengths: int64[documents], tokens of each; they sum to T.
-      num_bytes: UTF-8 bytes of each, int64[documents]; None where only ids are known.
-      digests: Hash of the ids of each without the end of text, uint64[documents].
+      about: `DOCUMENT` [documents]: the tokens of each, which sum to T; its UTF-8 bytes, -1 where
+        only ids are known; a hash of its ids without the end of text.
     """
 
     tokens: np.ndarray
-    lengths: np.ndarray
-    num_bytes: np.ndarray | None
-    digests: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Extent:
-    """How much text is read.
-
-    Attributes:
-      row_length: L+1.
-      num_rows: Training rows after which reading may stop; None reads all.
-      heldout_frac: Share of the documents that `split_documents` will hold out.
-      heldout: Held-out documents of another source; their copies are not trained on.
-    """
-
-    row_length: int
-    num_rows: int | None = None
-    heldout_frac: float = 0.0
-    heldout: Documents | None = None
+    about: np.ndarray
 
 
 def encode_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, *, where: str, extent: Extent
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    wanted: Data | None = None,
+    heldout: Documents | None = None,
 ) -> Documents:
     """Tokenise texts, a chunk of documents at a time.
 
@@ -63,38 +51,43 @@ def encode_documents(
       texts: One document each.
       tokenizer: What makes the ids.
       where: The key and value the texts come from, for messages.
-      extent: Reading stops soon after the training side has its rows and the held-out side, if
-        any, the fewest that it needs.
+      wanted: Reading stops soon after the training side has its `num_sequences` and the held-out
+        side, if any, the fewest that it needs; None reads all.
+      heldout: Held-out documents of another source; their copies are not trained on.
 
     Raises:
       DataError: If there is no text, or the tokenizer leaves next to nothing of it.
     """
-    heldout, max_tokens = extent.heldout, (extent.num_rows or 0) * extent.row_length
-    min_heldout_tokens = MIN_HELDOUT_ROWS * extent.row_length if extent.heldout_frac else 0
-    packed, lengths, num_bytes = bytearray(), [], []
-    digests, known = [], [] if heldout is None else [heldout.digests]
-    train_tokens = heldout_tokens = 0
+    parts: list[Documents] = []
+    num_tokens = needed = 0
     for chunk in chunks(texts):
-        if not lengths:
+        if not parts:
             check_round_trip(chunk, tokenizer)
-        new = encode_chunk(chunk, tokenizer)
-        packed += new.tokens.tobytes()
-        mask = is_heldout(len(lengths), len(chunk), extent.heldout_frac)
-        heldout_tokens += int(new.lengths[mask].sum())
-        train_tokens += int(new.lengths[~mask].sum())
-        lengths += new.lengths.tolist()
-        num_bytes += [] if new.num_bytes is None else new.num_bytes.tolist()
-        digests.append(new.digests)
-        known.append(new.digests[mask])
-        if max_tokens and train_tokens >= max_tokens:
-            is_heldout_too = np.isin(np.concatenate(digests), np.concatenate(known))
-            train_tokens = int(np.array(lengths)[~is_heldout_too].sum())
-            if train_tokens >= max_tokens and heldout_tokens >= min_heldout_tokens:
+        parts.append(encode_chunk(chunk, tokenizer))
+        num_tokens += len(parts[-1].tokens)
+        if wanted and wanted.num_sequences and num_tokens >= needed:
+            about = np.concatenate([part.about for part in parts])
+            missing = _missing_tokens(about, wanted, wanted.num_sequences, heldout)
+            if missing <= 0:
                 break
-    if not lengths:
+            needed = num_tokens + missing
+    if not parts:
         raise DataError(f"{where}: no text in it, need at least one document that is not empty")
-    tokens = np.frombuffer(packed, id_dtype(tokenizer))
-    return Documents(tokens, np.array(lengths), np.array(num_bytes), np.concatenate(digests))
+    return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _missing_tokens(
+    about: np.ndarray, wanted: Data, num_rows: int, heldout: Documents | None
+) -> int:
+    """Tokens to read at least before both sides have enough; none are missing at 0 or below."""
+    lengths, digests, row_length = about["length"], about["digest"], wanted.sequence_length + 1
+    if heldout is None:
+        mask = is_heldout(0, len(about), wanted.heldout_frac)
+        missing, known = MIN_HELDOUT_ROWS * row_length - lengths[mask].sum(), digests[mask]
+    else:
+        missing, known = 0, heldout.about["digest"]
+    is_heldout_too = np.isin(digests, known)
+    return int(max(missing, num_rows * row_length - lengths[~is_heldout_too].sum()))
 
 
 def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
@@ -103,32 +96,29 @@ def encode_chunk(texts: Sequence[str], tokenizer: Tokenizer) -> Documents:
     Raises:
       DataError: If the tokenizer gives an id that is not in [0, vocab_size).
     """
-    end_of_text = np.array([tokenizer.eot_id], np.int32)
-    ids = tokenizer.encode_batch(texts)
-    closed = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
-    if closed.min() < 0 or closed.max() >= tokenizer.vocab_size:
+    ids = tokenizer.encode_batch(texts) if texts else []
+    none, end_of_text = np.zeros(0, np.int32), np.array([tokenizer.eot_id], np.int32)
+    pieces = [piece for document in ids for piece in (document, end_of_text)]
+    closed = np.concatenate([none, *pieces])
+    if closed.min(initial=0) < 0 or closed.max(initial=0) >= tokenizer.vocab_size:
         raise DataError(
             f"data.tokenizer={tokenizer.name}: gives ids from {closed.min()} to {closed.max()}, "
             f"need 0 to {tokenizer.vocab_size - 1}"
         )
-    return Documents(
-        closed.astype(id_dtype(tokenizer)),
-        np.array([len(document) + 1 for document in ids]),
-        np.array([len(text.encode()) for text in texts]),
-        digests_of(ids),
-    )
+    lengths = [len(document) + 1 for document in ids]
+    num_bytes = [len(text.encode()) for text in texts]
+    return Documents(closed.astype(id_dtype(tokenizer)), _describe(ids, lengths, num_bytes))
 
 
-def digests_of(documents: Iterable[np.ndarray]) -> np.ndarray:
-    """A hash of the ids of each document, uint64[documents], whatever integers hold them."""
-    hashes = (hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8) for ids in documents)
-    return np.fromiter((int.from_bytes(h.digest(), "little") for h in hashes), np.uint64)
-
-
-def without_heldout(documents: Documents, heldout: Documents) -> Documents:
-    """The documents of which none is held out too, token by token."""
-    is_heldout_too = np.isin(documents.digests, heldout.digests)
-    return choose(documents, ~is_heldout_too) if is_heldout_too.any() else documents
+def _describe(
+    ids: Iterable[np.ndarray], lengths: Sequence[int] | np.ndarray, num_bytes: Sequence[int] | int
+) -> np.ndarray:
+    """`DOCUMENT` [N]; the hashes are the same whatever integers hold the ids."""
+    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8) for i in ids)
+    about = np.empty(len(lengths), DOCUMENT)
+    about["length"], about["num_bytes"] = lengths, num_bytes
+    about["digest"] = np.fromiter((int.from_bytes(h.digest(), "little") for h in hashes), np.uint64)
+    return about
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -171,16 +161,14 @@ def read_token_documents(
     all_ends = np.unique(np.concatenate([*ends, [tokens.size]]))  # the last may be unclosed
     lengths = np.diff(all_ends, prepend=0)
     plain = np.asarray(tokens)  # a slice of a memory map costs more than all the rest
-    digests = digests_of(
+    ids = (
         plain[end - length : end - (plain[end - 1] == tokenizer.eot_id)]
         for end, length in zip(all_ends, lengths, strict=True)
     )
-    return Documents(tokens, lengths, None, digests)
+    return Documents(tokens, _describe(ids, lengths, -1))
 
 
-def split_documents(
-    documents: Documents, *, where: str, extent: Extent
-) -> tuple[Documents, Documents]:
+def split_documents(documents: Documents, data: Data, *, where: str) -> tuple[Documents, Documents]:
     """Training and held-out documents; no document is in both.
 
     Holds out the share of the documents, rounded, evenly along the reading order. If they fill
@@ -188,16 +176,16 @@ def split_documents(
 
     Args:
       documents: All documents in reading order.
+      data: Gives the share, and the length of rows.
       where: The key and value they come from, for messages.
-      extent: Its `heldout_frac` is in (0, 1).
 
     Raises:
       DataError: If that would leave no document to train on.
     """
-    lengths, row_length = documents.lengths, extent.row_length
+    lengths, row_length = documents.about["length"], data.sequence_length + 1
     if len(lengths) < 2:
         raise DataError(f"{where}: have 1 document, need 2 to hold one out, or data.heldout_path")
-    heldout = is_heldout(0, len(lengths), extent.heldout_frac)
+    heldout = is_heldout(0, len(lengths), data.heldout_frac)
     while (gap := MIN_HELDOUT_ROWS * row_length - int(lengths[heldout].sum())) > 0:
         rest = np.flatnonzero(~heldout)
         enough = rest[lengths[rest] >= gap]
@@ -218,10 +206,21 @@ def pack_rows(tokens: np.ndarray, row_length: int) -> np.ndarray:
     return tokens[: num_rows * row_length].reshape(num_rows, row_length)
 
 
+def require_heldout_rows(rows: np.ndarray, where: str) -> None:
+    """DataError for fewer held-out rows than a run needs."""
+    if len(rows) < MIN_HELDOUT_ROWS:
+        raise DataError(
+            f"{where}: too little held-out text: have {len(rows)} rows, need {MIN_HELDOUT_ROWS} of"
+            f" {rows.shape[1]} (data.sequence_length + 1); give more text, a larger"
+            " data.heldout_frac or a smaller data.sequence_length"
+        )
+
+
 def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the documents, by decoding them where only ids are known."""
-    if documents.num_bytes is not None:
-        return int(documents.num_bytes.sum())
+    num_bytes = documents.about["num_bytes"]
+    if num_bytes.min() >= 0:
+        return int(num_bytes.sum())
     pieces = cut_at_end_of_text(documents.tokens, tokenizer)
     return sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
 
@@ -257,12 +256,8 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 
 def choose(documents: Documents, mask: np.ndarray) -> Documents:
     """The documents that a mask bool[documents] marks."""
-    return Documents(
-        documents.tokens[np.repeat(mask, documents.lengths)],
-        documents.lengths[mask],
-        None if documents.num_bytes is None else documents.num_bytes[mask],
-        documents.digests[mask],
-    )
+    about = documents.about
+    return Documents(documents.tokens[np.repeat(mask, about["length"])], about[mask])
 
 
 def chunks(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -39,11 +39,9 @@ from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokeniz
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
-DOCUMENT = np.dtype([("length", np.int64), ("num_bytes", np.int64), ("digest", np.uint64)])
 _SHARD_BYTES = 2**28  # of source files that are done together
 _NUM_AHEAD = 4 * (os.cpu_count() or 1)  # blocks read before the first of them is tokenised
-_TOKENS, _WHOLE, _LOCK, _NEW = "tokens", "whole", ".lock", ".new"
-_OURS = re.compile(rf"{_TOKENS}|{_WHOLE}|{_LOCK}|{_NEW}|\d+\.npz")
+_OURS = re.compile(r"tokens|whole|\.lock|\.new|\d+\.npz")  # names in the folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +102,12 @@ class Shard(NamedTuple):
     read: Callable[[Intake], Iterator[str]]
 
 
-@dataclasses.dataclass
-class _Job:
+class _Job(NamedTuple):
     request: Request
     encoder: Tokenizer
     shards: Sequence[Shard]
     wanted: dict  # all that decides the result, as plain JSON
     folder: Path  # <output>.partial
-    documents: list[np.ndarray] = dataclasses.field(default_factory=list)  # by shard that is done
-    records: list[dict] = dataclasses.field(default_factory=list)
 
 
 def find_shards(request: Request) -> list[Shard]:
@@ -127,13 +122,10 @@ def find_shards(request: Request) -> list[Shard]:
         name = f"stdlib-{platform.python_version()}"
         return [Shard([[name, 0]], lambda taken: taken.read_unfiled("stdlib", stdlib_documents()))]
     if request.source == "hub":
-
-        def read_part(name: str, part: Iterable[dict], intake: Intake) -> Iterator[str]:
-            return intake.read_unfiled(name, hub.texts(part, name, column))
-
         parts = hub.hub_parts(request.path, request.name, request.split, text_column=column)
         return [
-            Shard([[name, 0]], functools.partial(read_part, name, part)) for name, part in parts
+            Shard([[name, 0]], functools.partial(Intake.read_unfiled, name=name, rows=rows))
+            for name, rows in parts
         ]
     files = sources.find_files(request.path, key="path")
     sizes = [file.stat().st_size for file in files]
@@ -219,10 +211,8 @@ def prepare(
         sidecar = _finished(folder, wanted)
         if not sidecar:
             job = _Job(request, encoder, shards, wanted, partial)
-            _load_done(job)
-            _tokenise(job, processes, on_progress)
-            sidecar = _write_folder(job)
-            os.rename(partial / _WHOLE, folder)
+            sidecar = _write_folder(job, *_tokenise(job, processes, on_progress))
+            os.rename(partial / "whole", folder)
             sources.sync(folder.parent)
         shutil.rmtree(partial)
     return sidecar
@@ -290,14 +280,6 @@ def encode(texts: list[str], tokenizer: str) -> Documents:
 worker_tokenizer = functools.cache(load_tokenizer)  # of a process of the pool
 
 
-def described(documents: Documents) -> np.ndarray:
-    """Length, bytes and digest of each document, `DOCUMENT` [N]."""
-    result = np.empty(len(documents.lengths), DOCUMENT)
-    result["length"], result["num_bytes"] = documents.lengths, documents.num_bytes
-    result["digest"] = documents.digests
-    return result
-
-
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread to a process
@@ -310,12 +292,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _load_done(job: _Job) -> None:
-    """Load the shards that are done; files not yet read may have changed since."""
-    for number, shard in enumerate(job.shards):
-        path = job.folder / f"{number}.npz"
+def _load_done(job: _Job, intake: Intake) -> list[np.ndarray]:
+    """`DOCUMENT` arrays of the shards that are done; files not yet read may have changed since."""
+    done = []
+    for shard in job.shards:
+        path = job.folder / f"{len(done)}.npz"
         if not path.exists():
-            return
+            break
         try:
             with open(path, "rb") as file, np.load(file) as content:
                 documents, about = content["documents"], json.loads(str(content["about"]))
@@ -327,74 +310,75 @@ def _load_done(job: _Job) -> None:
                 f"{job.folder}: another request was begun here ({differences}); give its arguments "
                 "to continue it, name another folder, or delete this one"
             )
-        job.documents.append(documents)
-        job.records += records
+        done.append(documents)
+        intake.shards += records
+    return done
 
 
-def _tokenise(job: _Job, processes: int, on_progress: Callable[[int, int, int], None]) -> None:
-    """Tokenise the shards that are not done."""
-    path, itemsize = job.folder / _TOKENS, packing.id_dtype(job.encoder).itemsize
-    num_tokens = sum(int(documents["length"].sum()) for documents in job.documents)
-    num_bad_rows = sum(record.get("bad_rows", 0) for record in job.records)
-    request, done, total = job.request, len(job.documents), len(job.shards)
+def _tokenise(
+    job: _Job, processes: int, on_progress: Callable[[int, int, int], None]
+) -> tuple[np.ndarray, list[dict]]:
+    """Tokenise the shards that are not done: all documents, `DOCUMENT` [N], and their records."""
+    request, path = job.request, job.folder / "tokens"
+    itemsize = packing.id_dtype(job.encoder).itemsize
+    intake = Intake(request.max_bad_rows, request.on_bad_shard == "skip")
+    done, total = _load_done(job, intake), len(job.shards)
+    num_tokens = sum(int(documents["length"].sum()) for documents in done)
     with open(path, "ab") as file, tokenising_pool(processes) as pool:
         if file.tell() < num_tokens * itemsize:
             raise _damaged(path)
         file.truncate(num_tokens * itemsize)
-        on_progress(done, total, num_tokens)
-        for number in range(done, total):
-            intake = Intake(request.max_bad_rows, request.on_bad_shard == "skip", num_bad_rows)
-            found = [np.empty(0, DOCUMENT)]
-            for texts, documents in encoded(job.shards[number].read(intake), job.encoder, pool):
+        on_progress(len(done), total, num_tokens)
+        for number in range(len(done), total):
+            num_records, found = len(intake.shards), [np.empty(0, packing.DOCUMENT)]
+            for texts, block in encoded(job.shards[number].read(intake), job.encoder, pool):
                 if not num_tokens:
                     check_round_trip(texts, job.encoder)
-                file.write(documents.tokens.data)
-                found.append(described(documents))
-                num_tokens += len(documents.tokens)
+                file.write(block.tokens.data)
+                found.append(block.about)
+                num_tokens += len(block.tokens)
                 on_progress(number, total, num_tokens)
             file.flush()
             os.fsync(file.fileno())
-            num_bad_rows = intake.num_bad_rows
-            job.documents.append(np.concatenate(found))
-            job.records += intake.shards
-            _save_done(job, number, intake.shards)
+            done.append(np.concatenate(found))
+            _save_done(job, number, done[-1], intake.shards[num_records:])
             on_progress(number + 1, total, num_tokens)
+    return np.concatenate(done), intake.shards
 
 
-def _save_done(job: _Job, number: int, records: list[dict]) -> None:
+def _save_done(job: _Job, number: int, documents: np.ndarray, records: list[dict]) -> None:
     request = job.wanted | {"files": job.shards[number].files}
     about = json.dumps({"request": request, "records": records})
-    new = job.folder / _NEW
+    new = job.folder / ".new"
     with open(new, "wb") as file:
-        np.savez(file, documents=job.documents[number], about=np.array(about))
+        np.savez(file, documents=documents, about=np.array(about))
     sources.sync(new)
     os.replace(new, job.folder / f"{number}.npz")
     sources.sync(job.folder)
 
 
-def _write_folder(job: _Job) -> Sidecar:
+def _write_folder(job: _Job, documents: np.ndarray, records: list[dict]) -> Sidecar:
     """Write rows and sidecar; all shards are done.
 
     Raises:
       DataError: If there is too little text.
     """
-    whole = job.folder / _WHOLE
+    request, encoder, whole = job.request, job.encoder, job.folder / "whole"
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    documents = np.concatenate(job.documents)
-    train, heldout = split(job.request, job.shards, documents)
+    train, heldout = split(request, job.shards, documents)
     sidecar = Sidecar(
         format=prepared.FORMAT,
         request=job.wanted,
-        tokenizer=job.request.tokenizer,
-        fingerprint=job.encoder.fingerprint,
-        vocab_size=job.encoder.vocab_size,
-        eot_id=job.encoder.eot_id,
-        row_length=job.request.sequence_length + 1,
-        heldout_frac=job.request.heldout_frac,
+        tokenizer=request.tokenizer,
+        fingerprint=encoder.fingerprint,
+        vocab_size=encoder.vocab_size,
+        eot_id=encoder.eot_id,
+        row_length=request.sequence_length + 1,
+        heldout_frac=request.heldout_frac,
         train=_write_rows(job, "train", documents, train),
         heldout=_write_rows(job, "heldout", documents, heldout),
-        shards=job.records,
+        shards=records,
         also_heldout=len(documents) - int(train.sum() + heldout.sum()),
     )
     (whole / SIDECAR).write_text(json.dumps(dataclasses.asdict(sidecar)) + "\n")
@@ -414,10 +398,10 @@ def _write_rows(job: _Job, name: str, documents: np.ndarray, mask: np.ndarray) -
             "1); give more text, a smaller sequence_length or another heldout_frac, and delete "
             f"{job.folder}"
         )
-    tokens = np.asarray(np.memmap(job.folder / _TOKENS, dtype, mode="r"))
+    tokens = np.asarray(np.memmap(job.folder / "tokens", dtype, mode="r"))
     offsets = np.cumsum(np.concatenate([[0], documents["length"]]))
     runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    path = job.folder / _WHOLE / f"{name}.npy"
+    path = job.folder / "whole" / f"{name}.npy"
     with open(path, "wb") as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": (rows, row_length)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -472,7 +456,7 @@ def _lock(partial: Path) -> Iterator[None]:
             "earlier version of this program began it"
         )
     try:
-        with filelock.FileLock(partial / _LOCK, timeout=0):
+        with filelock.FileLock(partial / ".lock", timeout=0):
             yield
     except filelock.Timeout as error:
         raise ConfigError(f"{partial}: another process is at work on it") from error

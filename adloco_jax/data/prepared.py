@@ -1,7 +1,7 @@
 """A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
 
 The sidecar is written last and holds the SHA-256 of both arrays. To start quickly, training
-compares sizes and takes the hashes from the sidecar; `damaged_arrays` reads and hashes both arrays.
+compares sizes and takes the hashes from the sidecar; `check.check_tokens` hashes both arrays.
 """
 
 import dataclasses
@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.sources import file_sha256, open_tokens
+from adloco_jax.data.sources import open_tokens
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 
 SIDECAR = "prepared.json"
 FORMAT = 1
-SIDES = ("train", "heldout")
 _MAX_SIDECAR_BYTES = 2**28  # a million source files
 
 
@@ -109,14 +108,33 @@ def read_sidecar(folder: Path) -> Sidecar:
     return sidecar
 
 
-def open_rows(folder: Path, sidecar: Sidecar) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map both arrays and check size, type and shape; their content is not read.
+def open_rows(folder: Path, sidecar: Sidecar) -> list[np.ndarray]:
+    """Memory-map the rows to train on and those held out; size, type and shape are checked alone.
 
     Raises:
       DataError: If an array is missing, no regular file of the folder, or not as described.
     """
-    train, heldout = (_open_side(folder, name, sidecar) for name in SIDES)
-    return train, heldout
+    arrays = []
+    dtype = np.min_scalar_type(max(sidecar.vocab_size - 1, 0))
+    for file, side in (("train.npy", sidecar.train), ("heldout.npy", sidecar.heldout)):
+        file, shape = folder / file, (side.rows, sidecar.row_length)
+        if not file.is_file():
+            raise DataError(f"{file}: missing; prepare the data again")
+        if file.resolve().parent != folder.resolve():
+            raise DataError(f"{file}: a link out of the folder; put the array itself there")
+        if file.stat().st_size != side.file_bytes:
+            raise DataError(
+                f"{file}: {file.stat().st_size} bytes, {SIDECAR} says {side.file_bytes}; damaged, "
+                "prepare the data again"
+            )
+        rows = open_tokens(file, row_length=sidecar.row_length)
+        if (rows.shape, rows.dtype) != (shape, dtype):
+            raise DataError(
+                f"{file}: {rows.dtype} of shape {rows.shape}, {SIDECAR} says {dtype} of {shape}; "
+                "damaged, prepare the data again"
+            )
+        arrays.append(rows)
+    return arrays
 
 
 def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length: int) -> None:
@@ -145,33 +163,6 @@ def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length
             f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
             "the one it was made with, or prepare the data again"
         )
-
-
-def damaged_arrays(folder: Path, sidecar: Sidecar) -> list[str]:
-    """Names of the arrays whose SHA-256 is not the sidecar's; reads both whole."""
-    sides = {f"{name}.npy": getattr(sidecar, name) for name in SIDES}
-    return [name for name, side in sides.items() if file_sha256(folder / name) != side.sha256]
-
-
-def _open_side(folder: Path, name: str, sidecar: Sidecar) -> np.ndarray:
-    file, side = folder / f"{name}.npy", getattr(sidecar, name)
-    if not file.is_file():
-        raise DataError(f"{file}: missing; prepare the data again")
-    if file.resolve().parent != folder.resolve():
-        raise DataError(f"{file}: a link out of the folder; put the array itself there")
-    if file.stat().st_size != side.file_bytes:
-        raise DataError(
-            f"{file}: {file.stat().st_size} bytes, {SIDECAR} says {side.file_bytes}; damaged, "
-            "prepare the data again"
-        )
-    rows = open_tokens(file, row_length=sidecar.row_length)
-    expected = (side.rows, sidecar.row_length), np.min_scalar_type(max(sidecar.vocab_size - 1, 0))
-    if (rows.shape, rows.dtype) != expected:
-        raise DataError(
-            f"{file}: {rows.dtype} of shape {rows.shape}, {SIDECAR} says {expected[1]} of "
-            f"{expected[0]}; damaged, prepare the data again"
-        )
-    return rows
 
 
 def _parse(kind: Any, content: Any, where: str) -> Any:

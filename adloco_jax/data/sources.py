@@ -36,15 +36,18 @@ class Intake:
     Attributes:
       max_bad_rows: Rows that may be left out, over all files.
       skip_bad_shards: Whether a damaged file is left out whole, or refused.
-      num_bad_rows: Rows left out so far.
       shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256`, `rows` (the
         documents taken from it), `bad_rows`; or `name` and why it was `skipped`.
     """
 
     max_bad_rows: int = 0
     skip_bad_shards: bool = False
-    num_bad_rows: int = 0
     shards: list[dict] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Rows left out so far."""
+        return sum(record.get("bad_rows", 0) for record in self.shards)
 
     def read(
         self,
@@ -117,7 +120,6 @@ class Intake:
             if self.num_bad_rows >= self.max_bad_rows:
                 budget = f" (data.max_bad_rows={self.max_bad_rows})" if self.max_bad_rows else ""
                 raise DataError(f"{row}{budget}") from row
-            self.num_bad_rows += 1
             record["bad_rows"] += 1
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from adloco_jax.data import hub, packing
-from adloco_jax.data.packing import Documents
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_fitting_tokenizer
 from adloco_jax.errors import DataError
 from adloco_jax.settings import Data, Settings
@@ -40,7 +39,8 @@ class _Place:
     """A position between two documents, to resume at; all counts are of the present epoch."""
 
     source: dict | None = None  # state of the data set; None: skip `num_examples` instead
-    leftover: tuple[int, ...] = ()  # tokens of earlier documents, fewer than a row
+    # Of earlier documents, fewer tokens than a row.
+    leftover: list[int] = dataclasses.field(default_factory=list)
     num_examples: int = 0
     num_documents: int = 0  # examples with text, which `packing.is_heldout` counts
     num_bad: int = 0
@@ -85,8 +85,8 @@ class Streaming:
     row_length: int
     heldout_digests: np.ndarray
     _place: _Place = dataclasses.field(default_factory=_Place, init=False)
-    _block: _Block | None = dataclasses.field(default=None, init=False)  # None: begins at _place
-    _offset: int = dataclasses.field(default=0, init=False)  # rows of the block already returned
+    _rows: np.ndarray | None = dataclasses.field(default=None, init=False)  # of the block at _place
+    _offset: int = dataclasses.field(default=0, init=False)  # rows of it already returned
     _num_read: dict[str, int] = dataclasses.field(default_factory=dict, init=False)  # by stream
     _ahead: "_Ahead | None" = dataclasses.field(default=None, init=False)
 
@@ -114,18 +114,17 @@ class Streaming:
         parts = [np.zeros((0, self.row_length), np.int32)]
         missing = count
         while missing:
-            if self._block is None:
-                self._block = self._ahead.next()
-                if self._offset > self._block.most:
+            if self._rows is None or self._offset == len(self._rows):
+                offset = self._offset if self._rows is None else 0
+                self._place, self._rows, most = self._ahead.next()
+                if offset > most:
                     raise DataError(
                         f"{self.reader.opened.where}: the data have changed since the checkpoint"
                         " was written; restore them, or start a new run in another folder"
                     )
                 # Fewer rows than at the checkpoint if more held-out documents are known since.
-                self._offset = min(self._offset, len(self._block.rows))
-            elif self._offset == len(self._block.rows):
-                self._block, self._offset = self._ahead.next(), 0
-            parts.append(self._block.rows[self._offset : self._offset + missing])
+                self._offset = min(offset, len(self._rows))
+            parts.append(self._rows[self._offset : self._offset + missing])
             self._offset += len(parts[-1])
             missing -= len(parts[-1])
         self._num_read[key] = num_read + count
@@ -133,15 +132,13 @@ class Streaming:
 
     def state(self) -> dict:
         """Position of the next row, as plain JSON: for `restore`."""
-        place = self._block.place if self._block else self._place
-        state = {
-            "place": dataclasses.asdict(place),
+        return {
+            "place": dataclasses.asdict(self._place),
             "offset": self._offset,
-            "num_read": self._num_read,
+            "num_read": dict(self._num_read),
             "fingerprint": self.fingerprint,
             "datasets": metadata.version("datasets"),
         }
-        return json.loads(json.dumps(state))
 
     def restore(self, state: dict | None) -> None:
         """Go to the position of a `state`, or with None to the beginning.
@@ -155,16 +152,13 @@ class Streaming:
             return
         self._num_read = dict(state["num_read"])
         if state["fingerprint"] == self.fingerprint:
-            place = state["place"] | {"leftover": tuple(state["place"]["leftover"])}
+            self._place, self._offset = _Place(**state["place"]), state["offset"]
             if state["datasets"] != metadata.version("datasets"):
-                place["source"] = None
-            self._place = _Place(**place)
-            self._offset = state["offset"]
+                self._place.source = None
 
     def close(self) -> None:
         """Stop reading ahead; a later `batch` continues with the next row."""
-        if self._block:
-            self._place, self._block = self._block.place, None
+        self._rows = None
         if self._ahead:
             self._ahead.close()
             self._ahead = None
@@ -183,12 +177,13 @@ class Streaming:
         while True:
             source = self.reader.opened.open()
             for texts, after in self.reader.chunks(source, place):
-                found = self.reader.encode(texts, place, is_heldout=False)
-                kept = packing.choose(found, ~np.isin(found.digests, self.heldout_digests))
+                chosen = self.reader.choose(texts, place, is_heldout=False)
+                found = packing.encode_chunk(chosen, self.reader.tokenizer)
+                kept = packing.choose(found, ~np.isin(found.about["digest"], self.heldout_digests))
                 leftover = np.array(place.leftover, np.int32)
                 tokens = np.concatenate([leftover, kept.tokens], dtype=np.int32, casting="unsafe")
                 rows = packing.pack_rows(tokens, self.row_length)
-                after = dataclasses.replace(after, leftover=tuple(tokens[rows.size :].tolist()))
+                after = dataclasses.replace(after, leftover=tokens[rows.size :].tolist())
                 if num_sequences is not None:
                     rows = rows[: num_sequences - place.num_rows]
                 most = (len(leftover) + len(found.tokens)) // self.row_length
@@ -231,7 +226,8 @@ def load_stream(settings: Settings) -> Streaming:
         if not heldout:
             check_round_trip(texts, encoder)
         first = first or next(iter(reader.choose(texts, place, is_heldout=False)), "")
-        heldout.append(reader.encode(texts, place, is_heldout=True))
+        chosen = reader.choose(texts, place, is_heldout=True)
+        heldout.append(packing.encode_chunk(chosen, encoder))
         place = after
         if sum(len(part.tokens) for part in heldout) >= num_heldout_rows * row_length:
             break
@@ -239,29 +235,23 @@ def load_stream(settings: Settings) -> Streaming:
         raise DataError(
             f"{opened.where}: no text in it, need at least two documents that are not empty"
         )
-    heldout_tokens = np.concatenate([part.tokens for part in heldout]).astype(np.int32)
-    num_bytes = sum(int(part.num_bytes.sum()) for part in heldout)
-    heldout_rows = packing.pack_rows(heldout_tokens, row_length)[:num_heldout_rows]
-    if len(heldout_rows) < packing.MIN_HELDOUT_ROWS:
-        raise DataError(
-            f"{opened.where}: too little held-out text: have {len(heldout_tokens)} tokens, need "
-            f"{packing.MIN_HELDOUT_ROWS} rows of {row_length} (data.sequence_length + 1); give "
-            "more text, a larger data.heldout_frac or a smaller data.sequence_length"
-        )
+    tokens, about = map(np.concatenate, zip(*heldout, strict=True))
+    heldout_rows = packing.pack_rows(tokens.astype(np.int32), row_length)[:num_heldout_rows]
+    packing.require_heldout_rows(heldout_rows, opened.where)
     mark = np.ascontiguousarray(heldout_rows[:_MARK_ROWS]).tobytes()
     parts = [data.name, data.split, data.text_column, encoder.fingerprint, list(opened.files)]
     fingerprint = hashlib.sha256(json.dumps(parts).encode() + mark).hexdigest()
-    sample = np.concatenate(encoder.encode_batch([first[:1000]]))
+    (sample,) = encoder.encode_batch([first[:1000]])
     return Streaming(
         heldout_rows=heldout_rows,
         tokenizer=encoder,
         fingerprint=fingerprint,
         shards=opened.files if len(opened.files) <= hub.MAX_LISTED_FILES else (),
-        tokens_per_byte=len(heldout_tokens) / num_bytes,
+        tokens_per_byte=len(tokens) / int(about["num_bytes"].sum()),
         excerpt=packing.readable(sample, encoder, max_chars=240),
         reader=reader,
         row_length=row_length,
-        heldout_digests=np.concatenate([part.digests for part in heldout]),
+        heldout_digests=about["digest"],
     )
 
 
@@ -287,17 +277,12 @@ class _Reader:
         place = dataclasses.replace(place)
         for texts in packing.chunks(self._texts(examples, place)):
             place.source = source.state_dict()
-            yield texts, dataclasses.replace(place, leftover=())
+            yield texts, dataclasses.replace(place, leftover=[])
 
     def choose(self, texts: list[str], place: _Place, *, is_heldout: bool) -> list[str]:
         """The texts on one side."""
         mask = packing.is_heldout(place.num_documents, len(texts), self.data.heldout_frac)
         return list(itertools.compress(texts, mask == is_heldout))
-
-    def encode(self, texts: list[str], place: _Place, *, is_heldout: bool) -> Documents:
-        """The texts on one side, tokenised."""
-        chosen = self.choose(texts, place, is_heldout=is_heldout)
-        return packing.encode_chunk(chosen, self.tokenizer) if chosen else _NOTHING
 
     def _texts(self, examples: Iterator[dict], place: _Place) -> Iterator[str]:
         """Texts that are not empty; the place counts what was read."""
@@ -311,9 +296,6 @@ class _Reader:
             elif text:
                 place.num_documents += 1
                 yield text
-
-
-_NOTHING = Documents(*(np.zeros(0, kind) for kind in (np.int32, np.int64, np.int64, np.uint64)))
 
 
 class _Ahead:

@@ -90,14 +90,12 @@ def _load(name: str) -> Tokenizer:
     if path.is_dir():
         return _folder_tokenizer(path)
     if path.is_file():
-        if path.suffix == ".json":
-            return _json_tokenizer(path)
-        if path.suffix == ".model":
-            return _sentencepiece_tokenizer(path)
-        raise ConfigError(
-            f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
-        )
-    if not HUB_NAME.fullmatch(name) or path.suffix in (".json", ".model"):
+        if path.suffix not in _FILES:
+            raise ConfigError(
+                f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
+            )
+        return _FILES[path.suffix](path)
+    if not HUB_NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"data.tokenizer={name}: no such file or folder")
     # Not by the library's own call, which tries for most of a minute without a network.
     where = f"data.tokenizer={name}"
@@ -356,6 +354,9 @@ def _folder_tokenizer(path: Path) -> Tokenizer:
         lambda folder: tokenizer.save_pretrained(str(folder)),
         tokenizer.cls_token_id,
     )
+
+
+_FILES = {".json": _json_tokenizer, ".model": _sentencepiece_tokenizer}
 
 
 @contextlib.contextmanager

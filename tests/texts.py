@@ -1,0 +1,35 @@
+"""Documents for tests of the data: written as JSON lines, and found again in rows of bytes."""
+
+import gzip
+import json
+import re
+
+import numpy as np
+
+END = 256
+
+
+def write_documents(folder, documents, name="docs.jsonl"):
+    """A JSON line for each text or record, compressed where the name says so."""
+    records = [{"text": given} if isinstance(given, str) else given for given in documents]
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+def numbered_documents(count):
+    """Texts of uneven length, each made of one number that no other has."""
+    repeats = np.random.default_rng(0).integers(5, 60, count)
+    return [f"<{number}>" * int(times) for number, times in enumerate(repeats)]
+
+
+def as_stream(rows):
+    """The text of consecutive rows, with end of text as a NUL."""
+    flat = np.asarray(rows).reshape(-1).astype(int)
+    return bytes(np.where(flat == END, 0, flat).astype(np.uint8)).decode()
+
+
+def numbers_in(rows):
+    return set(re.findall(r"<(\d+)>", as_stream(rows)))
