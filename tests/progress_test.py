@@ -44,6 +44,16 @@ def test_each_plain_line_is_flushed_and_ends_with_the_time_left(monkeypatch):
     assert file.buffer.getvalue() == b"round 2/5 loss - eta_s 9\n"
 
 
+def test_where_tokens_end_the_run_its_share_is_shown():
+    file = io.StringIO()
+    Progress(None, file=file).round(2, {"loss": 1.5}, share_done=1.0)
+    assert file.getvalue() == "round 2 done 100% loss 1.5 eta_s 0\n"
+    bar = Progress(None, file=(terminal := Terminal()))
+    bar.round(2, {"loss": 1.5}, share_done=0.4)
+    bar.close()
+    assert "done 40% loss 1.5" in terminal.getvalue()
+
+
 def test_a_terminal_gets_a_bar_with_notes_on_lines_of_their_own():
     text = show(Terminal())
     assert "\r" in text

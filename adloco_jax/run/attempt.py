@@ -102,7 +102,8 @@ def begin(
     host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
     known = restored.state.control.replayed if restored else {}
     replayed = known or processes.run_on_all(lambda: replayed_batches(settings))
-    progress = Progress(settings.num_rounds, every=settings.log.every_rounds)
+    num_rounds = settings.num_rounds if settings.num_tokens is None else None
+    progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))

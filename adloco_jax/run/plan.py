@@ -141,7 +141,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
     rate, flops = matmul_flops_per_s(settings.model.dtype), flops_per_token(spec.params)
     speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
-    length, steps = f"{settings.num_rounds} rounds", f"{inner.steps_per_round}"
+    length, steps = f"{settings.num_rounds:,} rounds", f"{inner.steps_per_round}"
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
     if settings.num_tokens is not None:

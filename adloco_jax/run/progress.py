@@ -16,11 +16,11 @@ with warnings.catch_warnings():  # without ipywidgets a notebook gets the text b
 class Progress:
     """A bar over rounds on a terminal or in a notebook; elsewhere one plain line per round."""
 
-    def __init__(self, num_rounds: int, *, every: int = 1, file: TextIO | None = None):
+    def __init__(self, num_rounds: int | None, *, every: int = 1, file: TextIO | None = None):
         """Starts the clock, and draws the bar if there is one.
 
         Args:
-          num_rounds: Rounds of the whole run.
+          num_rounds: Rounds of the whole run; None where tokens end it.
           every: Rounds between two plain lines; the last round always has one.
           file: Where to write; None is standard output.
         """
@@ -50,13 +50,16 @@ class Progress:
           share_done: Fraction of the whole run that is done.
         """
         shown = " ".join(f"{name} {_format(value)}" for name, value in fields.items())
+        if self._num_rounds is None:
+            shown = f"done {share_done:.0%} {shown}"
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(index - self._bar.n)
         elif index % self._every == 0 or share_done >= 1:
             elapsed_s = time.perf_counter() - self._start_s
             eta_s = elapsed_s * max(0.0, 1 / share_done - 1)
-            self.note(f"round {index}/{self._num_rounds} {shown} eta_s {eta_s:.0f}")
+            of = "" if self._num_rounds is None else f"/{self._num_rounds}"
+            self.note(f"round {index}{of} {shown} eta_s {eta_s:.0f}")
 
     def close(self) -> None:
         """Leaves the bar on the terminal and ends its line."""
