@@ -371,8 +371,8 @@ def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
 def _described(spread: dict, shown: Callable[[float], str]) -> str:
     if spread["low"] is None or (spread["median"] is None and spread["seeds"] > 2):
         return "-"
-    high = "-" if spread["high"] is None else shown(spread["high"])
-    between = f"{shown(spread['low'])} to {high}"
+    low, high = shown(spread["low"]), "-" if spread["high"] is None else shown(spread["high"])
+    between = low if low == high else f"{low} to {high}"
     return between if spread["seeds"] == 2 else f"{shown(spread['median'])} ({between})"
 
 
