@@ -89,9 +89,9 @@ def copy_tracked(folder: Path) -> None:
     """Copies the tracked files, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     for name in listed.stdout.decode().split("\0"):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists() and name:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
+            shutil.copyfile(ROOT / name, folder / name, follow_symlinks=False)  # configs is a link
 
 
 def run_tests(tests: str, folder: Path, limit_s: float) -> dict:

@@ -179,6 +179,8 @@ def test_retired_workers_are_idle_after_their_merge():
     assert (result.idle_s, result.waiting_s) == pytest.approx((4, 3))
     wide = replay(events, cluster(4))  # trainer 1 uses one of its two devices for a second
     assert wide.idle_s == pytest.approx(1 + 2 * 2)
+    unmerged = replay(events[:3], cluster(4))  # both its devices wait for the end of trainer 0
+    assert (unmerged.wall_s, unmerged.waiting_s) == pytest.approx((2, 2 * 1))
 
 
 def test_nobody_waits_for_a_quarantined_trainer():
