@@ -1,7 +1,7 @@
 """How long may trainers stay apart before they are averaged, from random weights and from a trunk?
 
 Command:   the trunk as in configs/compare_trunk.py, then
-           python scripts/compare.py --config configs/compare_barrier.py
+           adloco compare --config compare_barrier
              --results docs/study/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
 Model:     that of configs/compare_trunk.py; four trainers with a worker each, who try to become one

@@ -8,7 +8,7 @@ Other than there: the model's size, bytes for tokens, a batch of 32 rows of 64, 
 the updates, text of which 20 tokens per parameter are less than an epoch. The inner rate is tuned
 for each M on seed 0, with the three below; the best one runs with seeds 1, 2 and 3.
 
-Command:   python scripts/compare.py --config configs/compare_order.py
+Command:   adloco compare --config compare_order
              --results docs/study/order_tuning.jsonl
 Hardware:  two CPU cores, some ten minutes for each of 15 runs; stopped, the same command goes on
 Answers:   docs/conformance.md

@@ -6,7 +6,7 @@ serial updates, or each, and so a quarter of them. AdLoCo begins as one worker; 
 asks for are first more of four workers, then longer rounds. Their schedules fall over tokens, the
 recipe's over updates after the warm-up.
 
-Command:   python scripts/compare.py --config configs/compare_shakespeare.py
+Command:   adloco compare --config compare_shakespeare
              --results docs/study/shakespeare.jsonl
 Hardware:  two CPU cores, some minutes for each of 12 runs; stopped, the same command goes on
 Text:      as for configs/shakespeare_char.py

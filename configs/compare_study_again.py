@@ -12,7 +12,7 @@ inner rates and averages that keep the workers' length for all three methods. do
 each step taught. The winners run with seeds that no choice has seen
 (configs/compare_study_small.py).
 
-Command:   python scripts/compare.py --config configs/compare_study_again.py
+Command:   adloco compare --config compare_study_again
              --results docs/study/again.jsonl
 Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
 Answers:   docs/RESULTS.md

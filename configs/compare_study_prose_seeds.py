@@ -5,7 +5,7 @@ with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that 
 there. Ours has the setting that was chosen on the standard library.
 
 Before:    as for configs/compare_study_prose.py
-Command:   python scripts/compare.py --config configs/compare_study_prose_seeds.py
+Command:   adloco compare --config compare_study_prose_seeds
              --results docs/study/prose.jsonl
 Hardware:  two CPU cores, about a minute for each of 30 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md

@@ -5,7 +5,7 @@ nats per byte, the others as configs/compare_study.py did on seed 0; no run with
 ramp and none as published reached 1.6, so of these the trial with the lowest loss runs. Of DiLoCo
 the setting with the fewest communications runs, too.
 
-Command:   python scripts/compare.py --config configs/compare_study_small.py
+Command:   adloco compare --config compare_study_small
              --results docs/study/small.jsonl
 Hardware:  two CPU cores, about a minute for each of 70 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md

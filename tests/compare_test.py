@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -463,4 +464,15 @@ def test_the_chosen_trial_has_the_fewest_updates_and_of_near_ones_the_fewest_com
         ("a", "near", "104", "3", "9", "4 of 5"),
         ("data parallel", "whole batch", "60", "60", "8", "1 of 1"),
         ("b", "-", "-", "-", "-", "0 of 1"),
+    ]
+
+
+def test_the_guides_comparison_can_be_run(tmp_path):
+    page = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "two.py").write_text(snippet)
+    comparison = config_file.load(tmp_path / "two.py", "get_comparison", Comparison)
+    assert [(r.variant, r.seed) for r in runs_of(comparison, tmp_path)] == [
+        *(("AdLoCo", seed) for seed in (0, 1)),
+        *(("DiLoCo", seed) for seed in (0, 1)),
     ]

@@ -46,7 +46,8 @@ def test_a_python_block_runs(snippet, tmp_path):
 def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
     for name in ("scripts", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    script = 'set -e; python() { "$PYTHON" "$@"; }\n' + commands
+    script = 'set -e; python() { "$PYTHON" "$@"; }; adloco() { python -m adloco_jax "$@"; }\n'
+    script += commands
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", "-c", script],
