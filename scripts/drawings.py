@@ -31,13 +31,14 @@ THEMES = {
 }
 # Panels of the study: what is trained on what, its runs, and the loss to reach.
 PANELS = (
-    ("0.08 M parameters, Python's library", "small", 1.6),
-    ("0.08 M parameters, prose", "prose", 1.76),
+    ("0.08 M, code", "small", 1.6),
+    ("0.08 M, prose", "prose", 1.76),
+    ("0.55 M, code", "half", 1.32),
 )
 # What the picture calls each method, its colour, and where its label stands: (x, y, anchor).
 SHOWN = {
-    "one worker": ("one worker", "B", 0, -14, "middle"),
-    "data parallel": ("data parallel", "B", 0, 24, "middle"),
+    "one worker": ("one worker", "B", -14, -14, "middle"),
+    "data parallel": ("data parallel", "B", 24, 5, "start"),
     "DiLoCo": ("DiLoCo, tuned", "soft", 12, -10, "start"),
     "trunk": ("hand-tuned start", "soft", 12, 22, "start"),
     "ours": ("recommended", "A", 14, 2, "start"),
@@ -227,12 +228,12 @@ def front() -> tuple[int, int, str, list[str]]:
         costs = by_method(results.read(STUDY / f"{name}.jsonl").values(), target)
         parts += plot(
             (left, top, width, height),
-            [(across(value), f"{value:,}") for value in range(0, most_updates, 2_000)],
+            [(across(value), f"{value:,}") for value in range(0, most_updates, 4_000)],
             rows if place == 0 else [(y, "") for y, _ in rows],
             "",
             "serial updates" if place == len(PANELS) - 1 else "",
         )
-        parts.append(text(left, top - 14, f"{title}, to {target:g} nats per byte", "soft"))
+        parts.append(text(left, top - 14, f"{title}, to {target:g} nats", "soft"))
         for method, (label, style, dx, dy, anchor) in SHOWN.items():
             reached = [cost for cost in costs[method].values() if cost is not None]
             updates, syncs, _ = zip(*reached, strict=True)
