@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from runs import Signalling, assert_same_end, events, run
 from toy import config_of, corpus, init_fn, settings_of
+from toy_runs import Signalling, assert_same_end, events, run
 from train_test import Exhausted
 from trees import assert_close, assert_equal
 

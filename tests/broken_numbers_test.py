@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
-from runs import events
 from toy import VOCAB, bigram_loss, corpus, settings_of
+from toy_runs import events
 from trees import same
 
+import runs
 from adloco_jax.adloco import start
 from adloco_jax.errors import DivergedError
 from adloco_jax.run import engine

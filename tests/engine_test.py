@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import events, run
 from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
+from toy_runs import events, run
 from trees import assert_close
 
 from adloco_jax.adloco import State, round_plan, start

@@ -11,8 +11,8 @@ import threading
 import jax
 import numpy as np
 import pytest
-from runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 from toy import corpus, settings_of
+from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import checkpoint, crashpoints, engine

@@ -3,8 +3,8 @@
 import numpy as np
 import optax
 import pytest
-from runs import events, run
 from toy import settings_of
+from toy_runs import events, run
 
 from adloco_jax import ROUND_LENGTHS, adloco
 from adloco_jax.accounting import Control, Trainer

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import run_oracle
-from runs import events, run
 from toy import VOCAB, corpus, settings_of
+from toy_runs import events, run
 
 from adloco_jax import adloco
 

@@ -8,8 +8,8 @@ import types
 
 import jax
 import pytest
-from runs import GROWING, assert_same_end, events, run, stop_at
 from toy import settings_of
+from toy_runs import GROWING, assert_same_end, events, run, stop_at
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.run import trackers

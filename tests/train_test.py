@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import GROWING, events, run
 from toy import bigram_loss, corpus, init_fn, settings_of
+from toy_runs import GROWING, events, run
 
 from adloco_jax import training as train_module
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -362,6 +362,33 @@ def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
     assert programs[Key("stats")] == "stats"
     programs.close()
     assert compiled == [("stats", True), ("start", False)]
+
+
+def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monkeypatch):
+    """XLA's CPU client deadlocks at 32 of them where there are several devices."""
+    waited = []
+
+    class Result:
+        def __init__(self, number):
+            self.number = number
+
+        def is_deleted(self):
+            return self.number % 3 == 0
+
+        def block_until_ready(self):
+            waited.append(self.number)
+            raise jax.errors.JaxRuntimeError("out of memory")  # whoever reads the result says so
+
+    def program(number):
+        return "first", Result(number)
+
+    program.input_shardings = [(None,)]
+    monkeypatch.setattr(Programs, "_compile", lambda *_, **__: program)
+    programs = Programs(None)
+    for number in range(20):
+        programs.call(Key("steps"), number)
+    programs.close()
+    assert waited == [number for number in range(20 - 8) if number % 3]
 
 
 def test_a_folder_that_cannot_be_a_runs_is_refused_and_left_alone(tmp_path):

@@ -141,7 +141,7 @@ class LocalEngine:
             params_M = state.ensemble.params_M
             if len(group.trainers) < state.ensemble.num_trainers:
                 params_M = _rows(params_M, group.trainers)
-            stats_R = self._call(group.key("stats"), params_M, rows_RBL, count_R)
+            stats_R = self.programs.call(group.key("stats"), params_M, rows_RBL, count_R)
             stats.append((group.trainers, group.owners, count_R, stats_R))
         return stats
 
@@ -234,7 +234,7 @@ class LocalEngine:
             bare = sub.replace(outer_state_M=None, round=None)
             if spec.outer.own_params:
                 bare = bare.replace(params_M=None, params_R=workers.params_R)
-            started = self._call(group.key("start", accumulates=steps.accumulates), bare)
+            started = self.programs.call(group.key("start", accumulates=steps.accumulates), bare)
             kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
             workers = started.replace(**kept)
         measured, norms = [], []
@@ -244,18 +244,18 @@ class LocalEngine:
             fragment, rest = divmod(i + 1, num_calls)
             if spec.outer.own_params and not rest:
                 key = steps._replace(kind="fragment", owners=group.owners)
-                sub, workers, pair, norm_M = self._call(
+                sub, workers, pair, norm_M = self.programs.call(
                     key, sub, workers, *inputs, np.int32(fragment - 1)
                 )
                 norms.append(norm_M)
             else:
-                workers, *pair = self._call(steps, workers, *inputs)
+                workers, *pair = self.programs.call(steps, workers, *inputs)
             measured.append(tuple(pair))
         if spec.outer.own_params:
             sub = sub.replace(params_R=workers.params_R)
         else:
             ended = Workers(workers.params_R, None)
-            sub, norm_M = self._call(group.key("outer"), sub, ended, interval_M)
+            sub, norm_M = self.programs.call(group.key("outer"), sub, ended, interval_M)
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 
@@ -366,7 +366,7 @@ class LocalEngine:
             return state
         for group in classes(control, owed, self.spec.model_shards):
             sub = self._take(ensemble, group)
-            flushed = self._call(group.key("flush"), sub.replace(inner_state_R=None))
+            flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)
             ensemble = self._put(ensemble, group, sub)
         full_sync_bytes = packed_bytes(self.spec.params, self.spec.outer.precision)
@@ -387,11 +387,6 @@ class LocalEngine:
             return sub
         at = placement(self.spec, Key("outer", group.owners))  # on all devices
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
-
-    def _call(self, key: Key, *arguments):
-        """Runs a program with its arguments moved to where it wants them."""
-        program = self.programs[key]
-        return program(*reshard(arguments, program.input_shardings[0]))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

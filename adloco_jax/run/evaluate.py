@@ -110,15 +110,14 @@ def class_report(
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
     """Each row's loss."""
-    program = programs[loss_key(batch_size)]
-    params_at, rows_at = program.input_shardings[0]
-    params = reshard(params, params_at)
+    key = loss_key(batch_size)
+    params = reshard(params, programs[key].input_shardings[0][0])  # once for all parts
     losses = []
     for start in range(0, len(rows_EL), batch_size):
         rows = rows_EL[start : start + batch_size].astype(np.int32)
         # The last part is padded with copies of its last row, whose losses are dropped.
         padded = np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), mode="edge")
-        losses.append(program(params, reshard(padded, rows_at)))
+        losses.append(programs.call(key, params, padded))
     return np.concatenate(losses)[: len(rows_EL)]
 
 

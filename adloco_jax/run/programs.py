@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,12 +27,16 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.streaming import flush_workers, fragment_steps
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.run.sharding import Placement, place
+from adloco_jax.run.sharding import Placement, place, reshard
 from adloco_jax.run.spec import Key, Kind, Spec
 
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
 CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
+
+# XLA's CPU client admits 32 programs to a device and lets the next one wait on the thread that one
+# of those would need, so that several devices deadlock. A call is up to four: arrays move, too.
+_MAX_IN_FLIGHT = 8
 
 
 class Compiled(NamedTuple):
@@ -55,6 +60,22 @@ class Programs:
         self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
         self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._in_flight: deque[Array] = deque()  # a result of each of the last calls
+
+    def call(self, key: Key, *arguments: PyTree) -> Any:
+        """Dispatches a program with its arguments moved to where it wants them.
+
+        Does not wait for it, but for the call eight calls ago.
+        """
+        program = self[key]
+        results = program(*reshard(arguments, program.input_shardings[0]))
+        self._in_flight.append(jax.tree.leaves(results)[-1])
+        if len(self._in_flight) > _MAX_IN_FLIGHT:
+            oldest = self._in_flight.popleft()
+            if not oldest.is_deleted():  # donated, that is: then a later call stands for it
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # its reader's to report
+                    oldest.block_until_ready()
+        return results
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
         """The program for a key; waits for it, or compiles it now."""

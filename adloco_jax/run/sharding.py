@@ -234,25 +234,32 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     Returns:
       JAX arrays of those shardings; ones that have theirs already are not copied.
     """
-    return jax.tree.map(_reshard, tree, shardings)
+    leaves, structure = jax.tree.flatten(tree)
+    at = structure.flatten_up_to(shardings)
+    placed = [_place(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
+    moving = [i for i, leaf in enumerate(placed) if leaf is None]
+    if moving:  # in one program
+        moved = _move(tuple(at[i] for i in moving))([leaves[i] for i in moving])
+        for i, leaf in zip(moving, moved, strict=True):
+            placed[i] = leaf
+    return structure.unflatten(placed)
 
 
-def _reshard(leaf, sharding: NamedSharding | None):
-    if sharding is None:
+def _place(leaf: Any, to: NamedSharding | None) -> Any:
+    """A leaf at its sharding; None if that takes a program of all processes."""
+    if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
-    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-        return leaf
-    if sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
+    if to.is_fully_addressable:
+        return jax.device_put(leaf, to)
     if isinstance(leaf, jax.Array):
-        return _move(sharding)(leaf)
+        return None
     leaf = np.asarray(leaf)
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+    return jax.make_array_from_callback(leaf.shape, to, lambda index: leaf[index])
 
 
 @functools.cache
-def _move(sharding: NamedSharding):
-    return jax.jit(lambda leaf: leaf, out_shardings=sharding)
+def _move(to: tuple[NamedSharding, ...]):
+    return jax.jit(lambda leaves: leaves, out_shardings=list(to))
 
 
 def fetch(tree: PyTree) -> PyTree:
@@ -262,6 +269,6 @@ def fetch(tree: PyTree) -> PyTree:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             return np.asarray(leaf)
         assert isinstance(leaf.sharding, NamedSharding)
-        return np.asarray(_move(NamedSharding(leaf.sharding.mesh, P()))(leaf))
+        return np.asarray(reshard(leaf, NamedSharding(leaf.sharding.mesh, P())))
 
     return jax.tree.map(get, tree)
