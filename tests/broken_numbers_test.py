@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_runs
 from toy import VOCAB, bigram_loss, corpus, settings_of
 from toy_runs import events
 from trees import same
 
-import runs
 from adloco_jax.adloco import start
 from adloco_jax.errors import DivergedError
 from adloco_jax.run import engine
@@ -57,7 +57,7 @@ class Marked:
 
 
 def run(workdir, rows, groups=RUN, **others):
-    return runs.run(workdir, settings_of(**groups), corpus=rows, loss_fn=loss_fn, **others)
+    return toy_runs.run(workdir, settings_of(**groups), corpus=rows, loss_fn=loss_fn, **others)
 
 
 def test_one_broken_sequence_costs_one_update_and_nothing_else(tmp_path):
@@ -98,7 +98,7 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
 
     monkeypatch.setattr(engine, "with_outcomes", drop)
     masked = run(tmp_path / "masked", corpus(), groups)
-    both = [runs.lines(w) for w in (broken.workdir, masked.workdir)]
+    both = [toy_runs.lines(w) for w in (broken.workdir, masked.workdir)]
     lines = [[e for e in own if e["event"] == "round" and e["trainer"] != 1] for own in both]
     assert lines[0] == lines[1]
     assert same(broken.ensemble, masked.ensemble)
