@@ -1,0 +1,30 @@
+"""The order of DiLoCo's workers at 0.39 M parameters: seeds that chose nothing.
+
+Each method with the inner and the outer rate that had the lowest loss in configs/compare_order.py.
+
+Command:   adloco compare --config compare_order_seeds
+             --results docs/study/order.jsonl
+Hardware:  two CPU cores, some three minutes for each of 15 runs; stopped, the same command goes on
+Answers:   docs/conformance.md
+"""
+
+import dataclasses
+
+from adloco_jax.configs import compare_order
+from adloco_jax.study.compare import Comparison
+
+CHOSEN = (
+    "M = 1: rate 0.001",
+    "data parallel: rate 0.002",
+    "M = 2: rate 0.001",
+    "M = 4: rate 0.001",
+    "M = 8: rate 0.0005",
+)
+"""In the paper's order."""
+
+
+def get_comparison() -> Comparison:
+    """What runs."""
+    trials = compare_order.get_comparison()
+    variants = {name.split(":")[0]: trials.variants[name] for name in CHOSEN}
+    return dataclasses.replace(trials, variants=variants, baseline="data parallel", seeds=(1, 2, 3))
