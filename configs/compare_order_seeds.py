@@ -14,11 +14,11 @@ from adloco_jax.configs import compare_order
 from adloco_jax.study.compare import Comparison
 
 CHOSEN = (
-    "M = 1: rate 0.001",
+    "M = 1: rate 0.001, outer 0.4",
     "data parallel: rate 0.002",
     "M = 2: rate 0.001",
     "M = 4: rate 0.001",
-    "M = 8: rate 0.0005",
+    "M = 8: rate 0.001, outer 0.6",
 )
 """In the paper's order."""
 
