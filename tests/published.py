@@ -18,6 +18,15 @@ class Row(NamedTuple):
 # character, by 20 batches of 12 x 64 characters.
 NANOGPT_CHAR_LOSS = 1.88
 
+# Scaling Laws for DiLoCo (arXiv 2503.09799), table of losses: 35 M parameters, nats per token.
+SCALING_ORDER = {
+    "M = 1": 3.482,
+    "data parallel": 3.485,
+    "M = 2": 3.508,
+    "M = 4": 3.554,
+    "M = 8": 3.621,
+}
+
 # Streaming DiLoCo in meta-pytorch/torchft at commit 73dafea (BSD-3-Clause): test_fixtures of
 # DiLoCoMockedUpdateTest.test_diloco_mocked_updates 0 to 5. Two weights start at 1, a fragment each;
 # the gradient is 2, the inner optimizer SGD at rate 1, the outer one SGD at rate 2; a fragment's
