@@ -33,17 +33,16 @@ def shakespeare(recorded: Path = SHAKESPEARE) -> list[Row]:
 def order(recorded: Path = ORDER) -> list[Row]:
     """A line per pair of neighbours in the paper's order, of which the first has the lower loss."""
     comparison = compare_order_seeds.get_comparison()
-    found, rows = _recorded(comparison, recorded), []
-    for low, high in itertools.pairwise(SCALING_ORDER):
-        rows.append(
-            Row(
-                "Scaling Laws, table of losses: 35 M parameters",
-                f"0.39 M parameters, 7.9 M tokens, 3 seeds; {low} below {high}",
-                f"{SCALING_ORDER[low]} < {SCALING_ORDER[high]}",
-                *_pair(found[low], found[high], num_runs=len(comparison.seeds)),
-            )
+    found, num_runs = _recorded(comparison, recorded), len(comparison.seeds)
+    return [
+        Row(
+            "Scaling Laws, table of losses: 35 M parameters",
+            f"0.39 M parameters, 7.9 M tokens, {num_runs} seeds; {low} below {high}",
+            f"{SCALING_ORDER[low]} < {SCALING_ORDER[high]}",
+            *_pair(found[low], found[high], num_runs=num_runs),
         )
-    return rows
+        for low, high in itertools.pairwise(SCALING_ORDER)
+    ]
 
 
 def _recorded(comparison: Comparison, path: Path) -> dict[str, list[dict]]:

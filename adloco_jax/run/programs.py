@@ -65,7 +65,7 @@ class Programs:
     def call(self, key: Key, *arguments: PyTree) -> Any:
         """Dispatches a program with its arguments moved to where it wants them.
 
-        Does not wait for it, but for the call eight calls ago.
+        Does not wait for it, but for the call `_MAX_IN_FLIGHT` calls ago.
         """
         program = self[key]
         results = program(*reshard(arguments, program.input_shardings[0]))
