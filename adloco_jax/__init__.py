@@ -13,7 +13,6 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from adloco_jax.adloco import State
     from adloco_jax.core.aggregate import AGGREGATORS
     from adloco_jax.core.batching import (
         BATCH_TESTS,
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
         take,
     )
     from adloco_jax.data import DATA_SOURCES, ArrayRows, DataSource
+    from adloco_jax.loop.adloco import State
     from adloco_jax.models.architectures import ARCHITECTURES, Architecture
     from adloco_jax.training import Result, fit, train
 

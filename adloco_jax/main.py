@@ -15,7 +15,7 @@ from typing import NoReturn
 from adloco_jax import __version__
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 
-# Each is a module of `adloco_jax.commands`.
+# Each is a module of `adloco_jax.cli`.
 COMMANDS = {
     "train": "train as a config describes, or resume a run that was stopped",
     "plan": "print what such a run would hold and communicate, and stop",
@@ -113,7 +113,7 @@ def _run(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{first}: no such command; did you mean {nearest[0]}? adloco --help lists them"
         )
-    return importlib.import_module(f"adloco_jax.commands.{first}").run(words)
+    return importlib.import_module(f"adloco_jax.cli.{first}").run(words)
 
 
 def _overview() -> str:

@@ -16,16 +16,18 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from adloco_jax.adloco import Control, State
-from adloco_jax.batch_sizes import has_branches
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.data.streaming import Streaming
+from adloco_jax.engine import evaluate
+from adloco_jax.engine.inputs import Rows, SequentialRows
+from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
-from adloco_jax.run import evaluate, processes
+from adloco_jax.loop.adloco import Control, State
+from adloco_jax.loop.growth import has_branches
+from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
-from adloco_jax.run.batches import Rows, SequentialRows
 from adloco_jax.run.build import (
     InitFn,
     attention,
@@ -42,7 +44,6 @@ from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
 from adloco_jax.run.resume import check_config, exclusive, flat_settings
-from adloco_jax.run.sharding import fetch
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 from adloco_jax.study import report

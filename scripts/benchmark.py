@@ -32,10 +32,10 @@ import adloco_jax
 from adloco_jax.data import packing
 from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
 from adloco_jax.data.sources import stdlib_documents
+from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import build_model
 from adloco_jax.run.config import Settings
 from adloco_jax.run.ledger import read
-from adloco_jax.run.programs import needed_bytes
 from adloco_jax.training import fit
 
 SMALL = SHAPES["small"]

@@ -148,12 +148,12 @@ LOOP = ("adloco(state, settings, engine,", "observers) &#8594; state")
 CORE = ("inner and outer updates, gradient", "statistics, batch tests, merges")
 # Of the architecture: left edge, top edge, colour of the title, title, lines.
 CARDS = (
-    (20, 20, "ink", "Command line, notebook", "main.py, commands/, train, fit"),
+    (20, 20, "ink", "Command line, notebook", "main.py, cli/, train, fit"),
     (350, 20, "ink", "One run", "training.py, run/attempt.py", "puts its parts together"),
     (680, 20, "ink", "Finished runs", "study/: compare, report,", "simulated clusters, theory"),
     (20, 170, "C", "Data", "data/: sources, tokenizers, rows", "hf.py: weights in and out"),
     (350, 170, "B", "Observers", "run/observers.py: ledger,", "evaluation, checkpoints"),
-    (680, 170, "A", "Engine", "run/engine.py, programs.py,", "sharding.py: core under jit"),
+    (680, 170, "A", "Engine", "engine/local.py, programs.py,", "sharding.py: core under jit"),
     (20, 340, "ink", "settings.py", "every knob, checked, frozen"),
     (350, 340, "A", "adloco.py: the loop", *LOOP),
     (680, 340, "A", "core/", *CORE),

@@ -579,7 +579,7 @@ def m2(bench: Bench, number: int) -> Iterator[Trial]:
 _OUT_OF_MEMORY = """
 import jax
 from adloco_jax import main
-from adloco_jax.run.engine import LocalEngine
+from adloco_jax.engine.local import LocalEngine
 calls, real = 0, LocalEngine._dispatch
 
 def dispatch(engine, state, batch):

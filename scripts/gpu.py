@@ -38,12 +38,12 @@ from side_by_side import (
 )
 from timing import interleave, machine, ratio, report
 
+from adloco_jax.engine.memory import measured_peaks
+from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import validate
-from adloco_jax.run.memory import measured_peaks
 from adloco_jax.run.plan import max_batch_size, plan
-from adloco_jax.run.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450

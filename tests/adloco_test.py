@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from toy import settings_of
 
-from adloco_jax import accounting, adloco, batch_sizes
-from adloco_jax.accounting import Control, RoundPlan, Size, StateBytes, Trainer
-from adloco_jax.adloco import State
 from adloco_jax.core.types import GradientStats
-from adloco_jax.learning_rates import learning_rate
-from adloco_jax.run import batches
+from adloco_jax.engine import inputs as batches
+from adloco_jax.loop import adloco
+from adloco_jax.loop import control as accounting
+from adloco_jax.loop import growth as batch_sizes
+from adloco_jax.loop.adloco import State
+from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
+from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.run.ledger import batch_history
 from adloco_jax.run.resume import control_from_json
 

@@ -12,10 +12,10 @@ from toy import VOCAB, bigram_loss, corpus, settings_of
 from toy_runs import events
 from trees import same
 
-from adloco_jax.adloco import start
+from adloco_jax.engine import local as engine
+from adloco_jax.engine.health import Outcome, broken_trainers, consensus_weights, with_outcomes
 from adloco_jax.errors import DivergedError
-from adloco_jax.run import engine
-from adloco_jax.run.health import Outcome, broken_trainers, consensus_weights, with_outcomes
+from adloco_jax.loop.adloco import start
 from adloco_jax.run.ledger import deterministic_lines
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adloco_jax import crashpoints
 from adloco_jax.errors import CheckpointError, ResourceError
-from adloco_jax.run import checkpoint, crashpoints, processes
+from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
 
 

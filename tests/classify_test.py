@@ -9,8 +9,8 @@ from toy import data_settings
 
 from adloco_jax import hf
 from adloco_jax.data.labelled import balanced, load_labelled
+from adloco_jax.engine import evaluate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import evaluate
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import read_trained

@@ -14,7 +14,7 @@ from ledgers import round_line, start_line
 from toy import config_of
 
 from adloco_jax import main as cli
-from adloco_jax.commands import compare as compare_command
+from adloco_jax.cli import compare as compare_command
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config

@@ -63,7 +63,8 @@ def shared_programs(programs_given_back):
         yield
         return
     from adloco_jax import training
-    from adloco_jax.run import plan, programs
+    from adloco_jax.engine import programs
+    from adloco_jax.run import plan
 
     models, specs, compiled = {}, {}, {}
     build_model, program_spec = training.build_model, training.program_spec

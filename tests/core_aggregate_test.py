@@ -14,11 +14,11 @@ from trees import assert_close, at
 
 from adloco_jax import AGGREGATORS, outer_update, start_round
 from adloco_jax.core.compress import pack, unpack
+from adloco_jax.engine.programs import lower
+from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.spec import Key
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.programs import lower
-from adloco_jax.run.sharding import reshard
-from adloco_jax.run.spec import Key
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]

@@ -16,10 +16,10 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from trees import assert_close
 
 from adloco_jax import gradient_stats, inner_steps, outer_step, outer_update, start_round
-from adloco_jax.adloco import start
-from adloco_jax.run.batches import _group, _streams
+from adloco_jax.engine.inputs import _group, _streams
+from adloco_jax.engine.programs import _keyed
+from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.programs import _keyed
 from adloco_jax.training import fit
 
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)

@@ -20,7 +20,7 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
-from adloco_jax.commands import train
+from adloco_jax.cli import train
 from adloco_jax.data import check as check_module
 from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare, sources
 from adloco_jax.data.check import check, check_tokens, guess_source

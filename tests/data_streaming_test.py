@@ -15,11 +15,11 @@ from toy import bigram_loss, data_settings, settings_of
 
 from adloco_jax.data import hub, load_corpus, packing
 from adloco_jax.data.streaming import Streaming, load_stream
+from adloco_jax.engine.inputs import SequentialRows
+from adloco_jax.engine.local import LocalEngine
 from adloco_jax.errors import ConfigError, DataError, Preempted
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run.batches import SequentialRows
 from adloco_jax.run.config import default_config, validate
-from adloco_jax.run.engine import LocalEngine
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.run.resume import check_config, write_config
 from adloco_jax.training import fit, train

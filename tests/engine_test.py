@@ -10,17 +10,17 @@ from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings
 from toy_runs import events, run
 from trees import assert_close
 
-from adloco_jax.adloco import State, round_plan, start
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
+from adloco_jax.engine import programs as programs_module
+from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.programs import Programs, lower
+from adloco_jax.engine.spec import Key
+from adloco_jax.loop.adloco import State, round_plan, start
 from adloco_jax.run import plan as plan_module
-from adloco_jax.run import programs as programs_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import validate
-from adloco_jax.run.engine import LocalEngine
-from adloco_jax.run.evaluate import split_heldout
-from adloco_jax.run.programs import Programs, lower
-from adloco_jax.run.spec import Key
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -18,18 +18,16 @@ BELOW = {
     "errors": set(),
     "__version__": set(),
 }
-BELOW["accounting"] = set()
-BELOW["learning_rates"] = {"settings", "accounting"}
-BELOW["batch_sizes"] = {"core", "settings", "accounting"}
-BELOW["branching"] = BELOW["batch_sizes"] | {"batch_sizes", "learning_rates"}
-BELOW["adloco"] = BELOW["branching"] | {"models", "branching"}
+BELOW["crashpoints"] = {"errors"}
+BELOW["loop"] = {"core", "models", "settings"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
-BELOW["run"] = BELOW["hf"] | BELOW["adloco"] | {"hf", "adloco", "__version__"}
+BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}
+BELOW["run"] = BELOW["engine"] | {"engine", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["training"] = BELOW["study"] | {"study"}
-BELOW["commands"] = BELOW["training"] | {"training"}
-BELOW["main"] = {"commands", "errors", "__version__"}
+BELOW["cli"] = BELOW["training"] | {"training"}
+BELOW["main"] = {"cli", "errors", "__version__"}
 BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
 CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
@@ -42,8 +40,7 @@ PURE_LIBRARIES |= {"dataclasses", "functools", "inspect", "itertools", "math", "
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # Rooms below the line.
-PURE = ("core", "models", "settings", "accounting", "batch_sizes", "learning_rates", "branching")
-PURE += ("adloco",)
+PURE = ("core", "models", "settings", "loop")
 
 
 def room_of(path):
@@ -78,7 +75,7 @@ def test_every_module_has_a_room_and_the_walk_sees_what_it_imports():
     assert {room_of(path) for path in MODULES} == set(BELOW) - {"__version__"}
     assert {path.stem for path in MODULES if room_of(path) == "core"} == set(CORE)
     assert ["core", "types", "Ensemble"] in ours(PACKAGE / "core" / "outer.py")
-    assert ["training", "train"] in ours(PACKAGE / "commands" / "compare.py")
+    assert ["training", "train"] in ours(PACKAGE / "cli" / "compare.py")
 
 
 @pytest.mark.parametrize("room", sorted(BELOW))

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 from ledgers import write_run
 
-from adloco_jax import BATCH_TESTS, __version__
+from adloco_jax import BATCH_TESTS, __version__, crashpoints
 from adloco_jax import main as cli
-from adloco_jax.commands import train
+from adloco_jax.cli import train
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import crashpoints, resume
+from adloco_jax.run import resume
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.config_file import record
 from adloco_jax.run.config_help import meanings

@@ -223,8 +223,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, settings, befo
 STUCK = """
 import time
 from adloco_jax import main
-from adloco_jax.run.engine import LocalEngine
-from adloco_jax.run.programs import Programs
+from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.programs import Programs
 Programs.prefetch = lambda *_: None  # no thread may run while the others' frames are read
 LocalEngine.batch = lambda *_: time.sleep(600)
 main.command()

@@ -12,8 +12,8 @@ from ledgers import LENGTH, round_line
 from ledgers import start_line as start
 from toy import settings_of
 
-from adloco_jax.adloco import Control, Trainer, after_merge
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.loop.adloco import Control, Trainer, after_merge
 from adloco_jax.study import predictions
 from adloco_jax.study.cluster import PRESETS, Cluster, Link, roofline
 from adloco_jax.study.curves import Run

@@ -14,8 +14,10 @@ import pytest
 from toy import corpus, settings_of
 from toy_runs import GROWING, Signalling, assert_same_end, events, lines, run, stop_at
 
+from adloco_jax import crashpoints
+from adloco_jax.engine import local as engine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
-from adloco_jax.run import checkpoint, crashpoints, engine
+from adloco_jax.run import checkpoint
 from adloco_jax.run.config import KNOBS
 from adloco_jax.run.ledger import deterministic_lines
 from adloco_jax.run.resume import (

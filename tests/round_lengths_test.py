@@ -7,8 +7,8 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax import ROUND_LENGTHS, adloco
-from adloco_jax.accounting import Control, Trainer
-from adloco_jax.run import batches
+from adloco_jax.engine import inputs as batches
+from adloco_jax.loop.control import Control, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

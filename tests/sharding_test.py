@@ -9,17 +9,17 @@ import pytest
 from hlo import collectives
 from toy import settings_of
 
-from adloco_jax.adloco import start
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
+from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.memory import fewest_model_shards
+from adloco_jax.engine.programs import lower, needed_bytes, placement
+from adloco_jax.engine.sharding import fetch, place, reshard
+from adloco_jax.engine.spec import Key
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.batches import classes
+from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.config import default_config, validate
-from adloco_jax.run.memory import fewest_model_shards
-from adloco_jax.run.programs import lower, needed_bytes, placement
-from adloco_jax.run.sharding import fetch, place, reshard
-from adloco_jax.run.spec import Key
 
 SCALARS = 1024  # bytes: losses, norms, flags
 
@@ -198,7 +198,7 @@ def test_model_shards_are_as_few_as_memory_needs(monkeypatch):
     # over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
-        monkeypatch.setattr("adloco_jax.run.memory.device_bytes", lambda room=room: room * need)
+        monkeypatch.setattr("adloco_jax.engine.memory.device_bytes", lambda room=room: room * need)
         assert fewest_model_shards(spec, (0,), memory_frac=1.0) == expected
 
 

@@ -15,12 +15,12 @@ from toy import LENGTH, bigram_loss, settings_of
 from trees import assert_close, same
 
 from adloco_jax import init, outer_update, start_round
-from adloco_jax.accounting import sync_cost
-from adloco_jax.adloco import start
-from adloco_jax.run.batches import classes
+from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.programs import lower
+from adloco_jax.engine.sharding import place, reshard
+from adloco_jax.loop.adloco import start
+from adloco_jax.loop.control import sync_cost
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.programs import lower
-from adloco_jax.run.sharding import place, reshard
 
 LOW = ["bfloat16", "int8", "int4"]
 LARGEST = {"int8": 127, "int4": 7}

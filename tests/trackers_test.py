@@ -214,7 +214,7 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
 
 
 def test_device_peaks_are_the_backends(tmp_path, monkeypatch):
-    from adloco_jax.run import memory
+    from adloco_jax.engine import memory
 
     class Device:
         def memory_stats(self):

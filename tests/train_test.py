@@ -18,17 +18,17 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax import training as train_module
+from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.engine.local import Metrics
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Key
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.build import replayed_batches
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.config import default_config
-from adloco_jax.run.engine import Metrics
-from adloco_jax.run.evaluate import split_heldout
 from adloco_jax.run.ledger import batch_history, read
-from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import check_workdir
-from adloco_jax.run.spec import Key
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")

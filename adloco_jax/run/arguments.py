@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.batches import Rows
 from adloco_jax.settings import Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
@@ -36,8 +36,8 @@ def check_arguments(
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     if lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:
         faults.append(
-            f"corpus: {_kind(corpus)} without {', '.join(lacks)}; adloco_jax.run.batches.Rows says"
-            " what rows need"
+            f"corpus: {_kind(corpus)} without {', '.join(lacks)};"
+            " adloco_jax.engine.inputs.Rows says what rows need"
         )
     elif (rows := corpus.heldout_rows) is None or np.ndim(rows) != 2 or not _are_ids(rows):
         shape, dtype = np.shape(rows), getattr(rows, "dtype", type(rows).__name__)

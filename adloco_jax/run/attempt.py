@@ -18,7 +18,16 @@ import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax import __version__
-from adloco_jax.adloco import (
+from adloco_jax.core.types import Ensemble, init, of_owners
+from adloco_jax.data.sources import shard_changes
+from adloco_jax.engine import evaluate
+from adloco_jax.engine.health import Diverged
+from adloco_jax.engine.inputs import Rows, SequentialRows
+from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.programs import Compiled, Programs, placement
+from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.errors import CheckpointError, DataError, DivergedError, ResourceError
+from adloco_jax.loop.adloco import (
     Control,
     State,
     adloco,
@@ -27,20 +36,12 @@ from adloco_jax.adloco import (
     share_done,
     start,
 )
-from adloco_jax.core.types import Ensemble, init, of_owners
-from adloco_jax.data.sources import shard_changes
-from adloco_jax.errors import CheckpointError, DataError, DivergedError, ResourceError
-from adloco_jax.run import checkpoint, evaluate, memory_notes, observers, processes, resume
-from adloco_jax.run.batches import Rows, SequentialRows
+from adloco_jax.run import checkpoint, memory_notes, observers, processes, resume
 from adloco_jax.run.build import InitFn, attention, replayed_batches
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.engine import LocalEngine
-from adloco_jax.run.health import Diverged
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
 from adloco_jax.run.plan import devices, max_batch_size, run_header
-from adloco_jax.run.programs import Compiled, Programs, placement
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings

@@ -13,7 +13,6 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax import hf
-from adloco_jax.adloco import start
 from adloco_jax.core.aggregate import AGGREGATORS
 from adloco_jax.core.arguments import takes, with_knobs
 from adloco_jax.core.batching import BATCH_TESTS
@@ -23,13 +22,14 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.data.streaming import Streaming
+from adloco_jax.engine.memory import fewest_model_shards
+from adloco_jax.engine.programs import AUTO_TEST_MAX
+from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.loop.adloco import start
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.weight_maps import WeightMap
 from adloco_jax.run.ledger import batch_history, read
-from adloco_jax.run.memory import fewest_model_shards
-from adloco_jax.run.programs import AUTO_TEST_MAX
-from adloco_jax.run.spec import Spec
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]

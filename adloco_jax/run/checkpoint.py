@@ -25,10 +25,10 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from adloco_jax.crashpoints import hit
 from adloco_jax.data.sources import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
-from adloco_jax.run.crashpoints import hit
 
 FORMAT = 2  # raised when an older reader could not understand a newer checkpoint
 _MAX_JSON_BYTES = 2**28  # a record for each of a million source files; read whole into memory

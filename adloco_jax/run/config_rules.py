@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 
-from adloco_jax import branching
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import DATA_SOURCES
+from adloco_jax.loop import branching
 from adloco_jax.models.architectures import ARCHITECTURES
 
 RULES: dict[str, Callable[..., bool]] = {

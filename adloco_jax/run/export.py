@@ -12,9 +12,12 @@ from safetensors.numpy import save_file
 
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
+from adloco_jax.engine import evaluate
+from adloco_jax.engine.health import consensus_weights
+from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.run import checkpoint, evaluate
+from adloco_jax.run import checkpoint
 from adloco_jax.run.build import (
     build_model,
     build_network,
@@ -23,8 +26,6 @@ from adloco_jax.run.build import (
     program_spec,
     row_length,
 )
-from adloco_jax.run.health import consensus_weights
-from adloco_jax.run.programs import Programs
 from adloco_jax.run.resume import read_state, recorded_settings
 from adloco_jax.settings import Settings
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from adloco_jax.crashpoints import hit
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
-from adloco_jax.run.crashpoints import hit
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "branch", "merge", "refusal", "spawn"})
 # Written again when rounds are run again.

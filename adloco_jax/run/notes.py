@@ -1,6 +1,6 @@
 """What the terminal says of growth, branches, workers that join, and merges."""
 
-from adloco_jax.batch_sizes import Decision
+from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import Settings
 
 

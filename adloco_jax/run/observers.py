@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from adloco_jax.adloco import (
+from adloco_jax.crashpoints import hit
+from adloco_jax.engine import evaluate
+from adloco_jax.engine.health import consensus_weights
+from adloco_jax.engine.inputs import classes, round_keys
+from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.memory import measured_peaks
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.errors import CheckpointError, Preempted, ResourceError
+from adloco_jax.loop.adloco import (
     Boundary,
     Control,
     Observer,
@@ -29,19 +38,11 @@ from adloco_jax.adloco import (
     share_done,
     with_workers,
 )
-from adloco_jax.batch_sizes import measures_gradients, with_growth
-from adloco_jax.errors import CheckpointError, Preempted, ResourceError
-from adloco_jax.run import checkpoint, evaluate, notes, processes
-from adloco_jax.run.batches import classes, round_keys
+from adloco_jax.loop.growth import measures_gradients, with_growth
+from adloco_jax.run import checkpoint, notes, processes
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.engine import LocalEngine
-from adloco_jax.run.health import consensus_weights
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.memory import measured_peaks
-from adloco_jax.run.programs import Programs
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.spec import Key, Spec
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.settings import Settings
 

@@ -8,15 +8,19 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
-from adloco_jax.accounting import RoundPlan, merge_cost, sync_cost
-from adloco_jax.adloco import start
-from adloco_jax.batch_sizes import has_branches, measures_gradients
-from adloco_jax.branching import FACTORS
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.data.streaming import Streaming
+from adloco_jax.engine.evaluate import loss_key
+from adloco_jax.engine.inputs import Group, classes, round_keys
+from adloco_jax.engine.memory import device_bytes, find_max_batch, peak_bytes
+from adloco_jax.engine.programs import Programs, ensemble_spec, placement
+from adloco_jax.engine.spec import Key, Spec, num_bytes
+from adloco_jax.loop.adloco import start
+from adloco_jax.loop.branching import FACTORS
+from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
+from adloco_jax.loop.growth import has_branches, measures_gradients
 from adloco_jax.run import processes
-from adloco_jax.run.batches import Group, classes, round_keys
 from adloco_jax.run.build import (
     attention,
     build_model,
@@ -28,11 +32,7 @@ from adloco_jax.run.build import (
 )
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import validate
-from adloco_jax.run.evaluate import loss_key
-from adloco_jax.run.memory import device_bytes, find_max_batch, peak_bytes
-from adloco_jax.run.programs import Programs, ensemble_spec, placement
 from adloco_jax.run.resume import check_config
-from adloco_jax.run.spec import Key, Spec, num_bytes
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings

@@ -17,17 +17,17 @@ from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
-from adloco_jax.adloco import Control, State, Trainer, share_done
+from adloco_jax.crashpoints import hit
 from adloco_jax.data import DATA_SOURCES
+from adloco_jax.engine.programs import ensemble_spec, placement
+from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.loop.adloco import Control, State, Trainer, share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.config_file import changes, load_recorded
-from adloco_jax.run.crashpoints import hit
 from adloco_jax.run.ledger import finish, read, rebuild, write_errors
-from adloco_jax.run.programs import ensemble_spec, placement
-from adloco_jax.run.spec import Key, Spec
 from adloco_jax.settings import Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.adloco import StateBytes, merge_cost
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
 # What a curve is drawn over: the key of a point, and the axis' label.

@@ -51,10 +51,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.adloco import StateBytes, merge_cost
 from adloco_jax.core.compress import BITS_PER_PARAM
 from adloco_jax.core.merge import divide_workers
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.curves import lines, read_rounds, state_bytes
 

@@ -9,7 +9,7 @@ Runs that differ in their seed alone are drawn as one, with a band.
 from collections.abc import Sequence
 from pathlib import Path
 
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.study import live, report
 
 

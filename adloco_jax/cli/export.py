@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adloco_jax import hf
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_network
 from adloco_jax.run.export import read_trained

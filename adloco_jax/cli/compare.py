@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.errors import UserError
 from adloco_jax.run import config_file
 from adloco_jax.run.resume import finished

@@ -9,19 +9,19 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from adloco_jax.accounting import Control, RoundPlan
-from adloco_jax.adloco import round_steps
-from adloco_jax.batch_sizes import measures_gradients
-from adloco_jax.branching import branch_plans, branched
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
+from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE, placement
+from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.spec import Key, Kind, Spec
 from adloco_jax.errors import DataError
-from adloco_jax.learning_rates import learning_rate
-from adloco_jax.run.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE, placement
-from adloco_jax.run.sharding import reshard
-from adloco_jax.run.spec import Key, Kind, Spec
+from adloco_jax.loop.adloco import round_steps
+from adloco_jax.loop.branching import branch_plans, branched
+from adloco_jax.loop.control import Control, RoundPlan
+from adloco_jax.loop.growth import measures_gradients
+from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.settings import Settings
 
 _COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them must differ

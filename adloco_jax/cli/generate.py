@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from adloco_jax import hf
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama, generate

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from adloco_jax.commands import train
+from adloco_jax.cli import train
 
 
 def run(words: Sequence[str]) -> int:

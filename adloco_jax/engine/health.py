@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.adloco import Control, Trainer
+from adloco_jax.loop.adloco import Control, Trainer
 
 SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
 SPIKE_STDS, SPIKE_WINDOW, SPIKE_MIN = 6, 64, 16  # a spike stands out of the last updates' losses

@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from adloco_jax.accounting import Control, RoundPlan, Trainer, single_since
-from adloco_jax.batch_sizes import has_branches
 from adloco_jax.core.types import Ensemble, take
+from adloco_jax.loop.control import Control, RoundPlan, Trainer, single_since
+from adloco_jax.loop.growth import has_branches
 from adloco_jax.settings import Settings
 
 FACTORS = (1, 2, 4)  # of the batch

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.data import packing, prepared
 from adloco_jax.data.check import check, check_tokens, guess_source, left_out
 from adloco_jax.data.prepare import SOURCES, Request, prepare

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Sequence
 
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.run.config_file import SHIPPED
 
 

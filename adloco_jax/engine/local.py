@@ -19,13 +19,19 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from adloco_jax.accounting import Control, RoundPlan, StateBytes, count_flush, count_round
-from adloco_jax.adloco import State, Stats, merge_due, smaller_plan
-from adloco_jax.branching import branch
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, Workers, put, take
-from adloco_jax.run.batches import (
+from adloco_jax.crashpoints import hit
+from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
+from adloco_jax.engine.health import (
+    Diverged,
+    Outcome,
+    broken_trainers,
+    with_outcomes,
+    without_trainers,
+)
+from adloco_jax.engine.inputs import (
     Batch,
     Group,
     Rows,
@@ -34,18 +40,12 @@ from adloco_jax.run.batches import (
     make_batch,
     update_flags,
 )
-from adloco_jax.run.crashpoints import hit
-from adloco_jax.run.evaluate import HeldOut, mean_loss, merged_params, trainer_params
-from adloco_jax.run.health import (
-    Diverged,
-    Outcome,
-    broken_trainers,
-    with_outcomes,
-    without_trainers,
-)
-from adloco_jax.run.programs import Programs, placement
-from adloco_jax.run.sharding import reshard
-from adloco_jax.run.spec import Key, Spec
+from adloco_jax.engine.programs import Programs, placement
+from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.loop.adloco import State, Stats, merge_due, smaller_plan
+from adloco_jax.loop.branching import branch
+from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.settings import Settings
 
 

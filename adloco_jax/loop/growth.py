@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from adloco_jax.accounting import Control, Size, Trainer
 from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import BATCH_TESTS, next_batch_size
 from adloco_jax.core.gradstats import pool
 from adloco_jax.core.types import GradientStats
+from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]

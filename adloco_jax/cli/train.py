@@ -23,7 +23,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from adloco_jax.commands.parser import with_separator
+from adloco_jax.cli.parser import with_separator
 from adloco_jax.errors import ConfigError, ResourceError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import (

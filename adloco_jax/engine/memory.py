@@ -10,9 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jaxtyping import PyTree
 
+from adloco_jax.engine.programs import (
+    Programs,
+    ensemble_spec,
+    needed_bytes,
+    placement,
+    workers_spec,
+)
+from adloco_jax.engine.spec import Key, Kind, Spec
 from adloco_jax.errors import ResourceError
-from adloco_jax.run.programs import Programs, ensemble_spec, needed_bytes, placement, workers_spec
-from adloco_jax.run.spec import Key, Kind, Spec
 
 # What of the ensemble each takes as an argument; the rest stays on the device beside it.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {

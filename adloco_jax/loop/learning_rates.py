@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from adloco_jax.accounting import Control, single_since
+from adloco_jax.loop.control import Control, single_since
 from adloco_jax.settings import Settings
 
 

@@ -14,10 +14,10 @@ from adloco_jax.core.types import Ensemble
 from adloco_jax.data.labelled import balanced
 from adloco_jax.data.packing import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import permute
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.sharding import reshard
+from adloco_jax.engine.spec import Key
 from adloco_jax.errors import DataError
-from adloco_jax.run.programs import Programs
-from adloco_jax.run.sharding import reshard
-from adloco_jax.run.spec import Key
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from adloco_jax.adloco import StateBytes
 from adloco_jax.core.aggregate import Aggregator, mean
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
 from adloco_jax.core.streaming import take_fragment
 from adloco_jax.core.types import LossFn, block_size
+from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import Outer
 
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]

@@ -1,7 +1,7 @@
 """The compiled programs of a run: which there are, and where their arrays live.
 
 Each is `jax.jit` of public functions of the core, compiled ahead of its first call and kept by its
-key (`run/spec.py`). A round calls `start`, then `steps`, several times where gradients are
+key (`engine/spec.py`). A round calls `start`, then `steps`, several times where gradients are
 accumulated, then `outer`; with fragments (Streaming DiLoCo) it calls `fragment` where each of them
 is synchronised. How many steps are accumulated is data, and makes no program of its own.
 """
@@ -27,8 +27,8 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.streaming import flush_workers, fragment_steps
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.run.sharding import Placement, place, reshard
-from adloco_jax.run.spec import Key, Kind, Spec
+from adloco_jax.engine.sharding import Placement, place, reshard
+from adloco_jax.engine.spec import Key, Kind, Spec
 
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
 CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adloco_jax.accounting import (
+from adloco_jax.core.arguments import with_knobs
+from adloco_jax.core.batching import switch_mode
+from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
+from adloco_jax.core.round_lengths import ROUND_LENGTHS
+from adloco_jax.core.types import Ensemble
+from adloco_jax.loop.branching import branch_plans, branched, choose_branch, kept
+from adloco_jax.loop.control import (
     Control,
     RoundPlan,
     StateBytes,
@@ -22,14 +28,8 @@ from adloco_jax.accounting import (
     merge_cost,
     with_cost,
 )
-from adloco_jax.batch_sizes import Decision, Stats, with_batch_sizes
-from adloco_jax.branching import branch_plans, branched, choose_branch, kept
-from adloco_jax.core.arguments import with_knobs
-from adloco_jax.core.batching import switch_mode
-from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
-from adloco_jax.core.types import Ensemble
-from adloco_jax.learning_rates import learning_rate
+from adloco_jax.loop.growth import Decision, Stats, with_batch_sizes
+from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.settings import Settings
 
 

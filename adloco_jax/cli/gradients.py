@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from adloco_jax.commands.parser import Parser
+from adloco_jax.cli.parser import Parser
 from adloco_jax.errors import ConfigError
 from adloco_jax.study.gradients import analyse_run
 from adloco_jax.study.gradients_figure import describe

@@ -1,0 +1,1 @@
+"""What runs a round on the devices of this program."""
