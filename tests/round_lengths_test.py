@@ -6,8 +6,9 @@ import pytest
 from toy import settings_of
 from toy_runs import events, run
 
-from adloco_jax import ROUND_LENGTHS, adloco
+from adloco_jax import ROUND_LENGTHS
 from adloco_jax.engine import inputs as batches
+from adloco_jax.loop import adloco
 from adloco_jax.loop.control import Control, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -13,7 +13,7 @@ from oracle import run_oracle
 from toy import VOCAB, corpus, settings_of
 from toy_runs import events, run
 
-from adloco_jax import adloco
+from adloco_jax.loop import adloco
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
