@@ -18,13 +18,11 @@ from ml_collections import ConfigDict
 
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
-from adloco_jax.data.streaming import Streaming
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.inputs import Rows, SequentialRows
+from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, State
-from adloco_jax.loop.growth import has_branches
 from adloco_jax.run import processes
 from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
@@ -122,7 +120,7 @@ def train(
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     workdir = Path(workdir)
 
-    def load() -> tuple[PyTree | None, Corpus | Streaming]:
+    def load() -> tuple[PyTree | None, Corpus]:
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
         params = None
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
@@ -172,8 +170,7 @@ def fit(
       settings: From `validate`; its `model` and `data` groups are only recorded, except as
         `ArrayRows.ordered` says.
       corpus: Rows to train on and to hold out: `ArrayRows`, or an object with the methods of
-        `run.batches.Rows`; `SequentialRows` are set back to the checkpoint's position at the start
-        and after a failure.
+        `engine.inputs.Rows`.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
@@ -215,11 +212,6 @@ def fit(
 
     def check() -> evaluate.HeldOut:
         check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
-        if isinstance(corpus, SequentialRows) and has_branches(settings):
-            raise ConfigError(
-                "batching.test=branch: each branch reads the same rows, which this source gives"
-                " once; prepare the text as tokens (adloco prepare), or use another test"
-            )
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,

@@ -2,8 +2,7 @@
 
 `load_corpus` reads everything once, before anything compiles. From then on
 `Corpus.batch(trainer, stream, start, count)` is a pure function, so a cursor per worker stream is
-the whole state of the data. Where a data set is read while the run goes on (`streaming`), the state
-is a place in it.
+the whole state of the data.
 """
 
 from adloco_jax.data.arrays import ArrayRows

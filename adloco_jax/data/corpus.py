@@ -18,7 +18,6 @@ from adloco_jax.data.packing import Documents
 from adloco_jax.data.sampling import RowOrder, stream_rows
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.sources import Intake
-from adloco_jax.data.streaming import Streaming, load_stream
 from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Data, Settings
@@ -134,7 +133,9 @@ def find_sides(data: Data) -> tuple[list[Path], list[Path]]:
       ConfigError: If a file would be on both sides.
       DataError: If a path leads to no file.
     """
-    files = sources.find_files(data.path, key="data.path") if data.path else []
+    if data.source == "hf" or not data.path:
+        return [], []
+    files = sources.find_files(data.path, key="data.path")
     if not data.heldout_path:
         return files, []
     heldout_files = sources.find_files(data.heldout_path, key="data.heldout_path")
@@ -309,6 +310,11 @@ def _check_hf(settings: Settings) -> list[str]:
     return []
 
 
+def _hub_documents(data: Data, files: Sequence[Path], intake: Intake) -> Iterator[str]:
+    found = hub.open_stream(data.path, data.name, data.split, text_column=data.text_column)
+    return intake.read_unfiled(data.path, hub.texts(found.open(), found.where, data.text_column))
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSource:
     """How the text of a run is read.
@@ -325,16 +331,14 @@ class DataSource:
       load: `load(settings)` returns the rows of a run, by default from `documents`.
       check: `check(settings)` raises what `load` raises before it reads text, and returns a line
         for each fault that only `load` finds.
-      is_stream: Whether rows are read during the run.
     """
 
     documents: DocumentsFn | None = None
     needs: Sequence[str] = ("path",)
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cuts_single_file: bool = False
-    load: Callable[[Settings], Corpus | Streaming] = _read_documents
+    load: Callable[[Settings], Corpus] = _read_documents
     check: Callable[[Settings], list[str]] = _check_files
-    is_stream: bool = False
 
 
 _PARTS = "only hf has configurations and splits; leave it as it is or set data.source=hf"
@@ -358,22 +362,15 @@ DATA_SOURCES: dict[str, DataSource] = {
     ),
     "tokens": DataSource(_token_array, refuses=_NO_PARTS, load=_load_tokens, check=_check_tokens),
     "hf": DataSource(
+        _hub_documents,
         needs=("path", "text_column"),
-        refuses={
-            "heldout_path": "hf holds out documents of the data set itself; leave it empty",
-            "subset_frac": "a stream is read in its own order, so no subset can be drawn; set 1.0,"
-            " or prepare the data first",
-            "on_bad_shard": "a file is used before it has been read to its end; set reject, or"
-            " prepare the data first",
-        },
-        load=load_stream,
+        refuses={"heldout_path": "hf holds out documents of the data set itself; leave it empty"},
         check=_check_hf,
-        is_stream=True,
     ),
 }
 
 
-def load_corpus(settings: Settings) -> Corpus | Streaming:
+def load_corpus(settings: Settings) -> Corpus:
     """Read, tokenise, split and pack the configured text, and report all that is wrong.
 
     Without `data.heldout_path`, whole documents are held out, evenly along the reading order and
@@ -390,8 +387,7 @@ def load_corpus(settings: Settings) -> Corpus | Streaming:
 
     Returns:
       The corpus, in memory in the smallest type that holds the ids. An array of tokens stays on
-      disk, memory-mapped, if no split is necessary and no document of it is held out too. Of
-      `data.source=hf`, a stream of which only the held-out rows have been read.
+      disk, memory-mapped, if no split is necessary and no document of it is held out too.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -49,20 +49,6 @@ class Rows(Protocol):
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
-
-
-@runtime_checkable
-class SequentialRows(Rows, Protocol):
-    """Rows that are read in sequence; the position is part of a run's state."""
-
-    def state(self) -> dict:
-        """The position of the next row, as plain JSON."""
-
-    def restore(self, state: dict | None) -> None:
-        """Returns to a position from `state`, or to the beginning."""
-
-    def close(self) -> None:
-        """Stops reading ahead."""
 
 
 class Group(NamedTuple):
@@ -345,16 +331,14 @@ def _sequences(
 ) -> np.ndarray:
     """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
 
-    Of several processes each fills in only the workers that its devices train or test, unless rows
-    are read in sequence.
+    Of several processes each fills in only the workers that its devices train or test.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)
     trained_here = _here(tokens_at, shape, 1)
     for place, worker in enumerate(group.workers):
-        is_wanted = place in trained_here or worker in tested_here
-        if not is_wanted and not isinstance(rows, SequentialRows):
+        if place not in trained_here and worker not in tested_here:
             continue
         taken = rows.batch(*control.reads(worker), len(rows_TRBL) * size)
         rows_TRBL[:, place] = taken.reshape(len(rows_TRBL), size, -1)

@@ -35,7 +35,6 @@ from adloco_jax.engine.inputs import (
     Batch,
     Group,
     Rows,
-    SequentialRows,
     classes,
     make_batch,
     update_flags,
@@ -113,7 +112,6 @@ class LocalEngine:
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
-        self.place = rows.state() if isinstance(rows, SequentialRows) else None
         self.events: list[Event] = []  # not yet recorded
         self.underway: Control  # before the round under way, for who deals with its failure
         self._unread: list[Metrics] = []  # rounds whose outcomes the loop's state lacks
@@ -170,8 +168,6 @@ class LocalEngine:
             return self._retry_smaller(state, batch, error)
         self._tried |= keys
         self._flushed.clear()
-        if isinstance(self.rows, SequentialRows):
-            self.place = self.rows.state()  # now: the next round's rows may be out before a save
         control, spent = count_round(
             control,
             batch.plans,
@@ -201,8 +197,6 @@ class LocalEngine:
             f" {before // 2} from here on (was {before})"
         )
         self.events.append(Event("fault", fault | sizes, note))
-        if isinstance(self.rows, SequentialRows):
-            self.rows.restore(self.place)
         control = dataclasses.replace(state.control, max_batch_size=before // 2)
         plans = {m: smaller_plan(plan, control, self.settings) for m, plan in batch.plans.items()}
         state = state._replace(control=control)

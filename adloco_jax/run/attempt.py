@@ -22,7 +22,7 @@ from adloco_jax.core.types import Ensemble, init, of_owners
 from adloco_jax.data.sources import shard_changes
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.health import Diverged
-from adloco_jax.engine.inputs import Rows, SequentialRows
+from adloco_jax.engine.inputs import Rows
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Compiled, Programs, placement
 from adloco_jax.engine.spec import Key, Spec
@@ -109,9 +109,6 @@ def begin(
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
     stack.callback(programs.close)
-    if isinstance(run.corpus, SequentialRows):
-        stack.callback(run.corpus.close)
-        run.corpus.restore(host["data"].get("place") if restored else None)
     control, noted = _control(run, restored, programs, failures.changes | {"replayed": replayed})
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
@@ -340,7 +337,6 @@ def _host(run: Run, recorder: observers.Recorder, state: State) -> dict:
         "data": {
             "fingerprint": run.corpus.fingerprint,
             "shards": list(run.corpus.shards),
-            "place": recorder.engine.place,
         },
         "config": dataclasses.asdict(run.settings),
         "versions": versions(),

@@ -21,7 +21,6 @@ from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
-from adloco_jax.data.streaming import Streaming
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import AUTO_TEST_MAX
 from adloco_jax.engine.spec import Spec
@@ -36,7 +35,7 @@ InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
 
-def load_data(settings: Settings) -> Corpus | Streaming:
+def load_data(settings: Settings) -> Corpus:
     """The configured text or tokens, or labelled texts if the model is a classifier.
 
     Args:

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from adloco_jax import hf
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
-from adloco_jax.data.streaming import Streaming
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import Group, classes, round_keys
 from adloco_jax.engine.memory import device_bytes, find_max_batch, peak_bytes
@@ -116,14 +115,12 @@ def check_inputs(
     return unchecked
 
 
-def data_header(corpus: Corpus | Streaming) -> str:
+def data_header(corpus: Corpus) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
     num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
     lines = [f"left out: {num_bad} bad rows"] if num_bad else []
     lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
-    if isinstance(corpus, Streaming):
-        lines.append("left out as it is read: every document that is the same as a held-out one")
-    elif corpus.num_also_heldout:
+    if corpus.num_also_heldout:
         lines.append(f"left out: {corpus.num_also_heldout} documents that are held out too")
     return "\n".join([*lines, corpus.describe()])
 

@@ -18,7 +18,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
 from adloco_jax.crashpoints import hit
-from adloco_jax.data import DATA_SOURCES
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -320,9 +319,6 @@ def _class(key: str, settings: Settings) -> Change:
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
-        return "accepted"
-    # It decides how many documents of a stream are held out, which changes the guard's rows.
-    if key == "eval.num_sequences" and DATA_SOURCES[settings.data.source].is_stream:
         return "accepted"
     return change_class(key)
 

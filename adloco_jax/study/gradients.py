@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.types import LossFn
-from adloco_jax.data.streaming import Streaming
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, class_count, load_data
@@ -369,11 +368,6 @@ def _drawn_rows(
 ) -> tuple[np.ndarray, int]:
     """Random rows of those that the run was trained on, and how many these are."""
     corpus = load_data(settings)
-    if isinstance(corpus, Streaming):
-        raise ConfigError(
-            f"{workdir}: its data are a stream, of which no random rows can be drawn; prepare them"
-            " (`adloco prepare`) and train on that"
-        )
     if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(
             f"{workdir}: the data are not those that this run was trained on, as its ledger records"
