@@ -3,16 +3,18 @@
 python scripts/mutants.py                      all of them; started again, it goes on
 python scripts/mutants.py --only merge,cursor  those with such a word in their name or area
 
-Each is made in a temporary copy of the repository's tracked files, of which the tests are run that
-the table names. A test that fails, or runs out of time, has noticed; where all pass, the mistake
-has survived, and a test is missing. It is stale where its old text is not there exactly once, or
-where its tests do not run, or fail, without it. Exits with 1 unless every one was noticed.
+The script makes each mistake in a temporary copy of the repository's tracked files, and runs the
+tests that the table names. A mistake is killed if a test fails or runs out of time. It survives if
+all tests pass: then a test is missing. It is stale if its place or its old code is not found
+exactly once, or if its tests do not pass without it. The exit code is 1 unless all are killed.
 
-Every verdict is a line of the results file, and holds until the table's entry, the file it changes
-or one of its test files does.
+Each verdict is a line of the results file. It holds until the table's entry, the mutated file or
+one of the test files changes.
 """
 
 import argparse
+import ast
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -33,6 +35,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "scripts" / "mutants.toml"
+SCOPES = (ast.Module, ast.ClassDef)  # whose assignments are constants
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 # Half of a short test is importing what does not change: a server does so once, and forks.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -45,16 +48,65 @@ class Mutant:
 
     name: str
     area: str
-    file: str
-    old: str
+    where: str  # end of the dotted name of a function, class or constant; unique in the package
+    old: str  # a part of its code, whitespace aside
     new: str
     tests: str  # arguments of pytest
-    was: str = ""  # in words, where the code it was made in is gone: this is the nearest to it
+    was: str = ""  # the former code, in words, if only a similar mistake can be made today
 
     @property
     def test_files(self) -> list[str]:
         """The files that the tests are in."""
         return [part.partition("::")[0] for part in shlex.split(self.tests) if ".py" in part]
+
+    def apply(self, folder: Path) -> tuple[Path, str]:
+        """The file to change, and its text with the mistake.
+
+        Raises:
+          LookupError: If the place or the old code is not found exactly once.
+        """
+        places = definitions(folder)
+        found = [places[name] for name in places if name.endswith(f".{self.where}")]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} definitions are called {self.where}")
+        path, start, end = found[0]
+        lines = path.read_text().splitlines(keepends=True)
+        code, num_found = re.subn(pattern(self.old), lambda _: self.new, "".join(lines[start:end]))
+        if num_found != 1:
+            raise LookupError(f"the old code occurs {num_found} times in {self.where}")
+        return path, "".join([*lines[:start], code, *lines[end:]])
+
+
+@functools.cache
+def definitions(folder: Path) -> dict[str, tuple[Path, int, int]]:
+    """File, first line and end of each function, class and constant, by dotted name."""
+    found = {}
+
+    def visit(node: ast.AST, name: str, path: Path) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                inner = f"{name}.{child.name}"
+            elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, SCOPES):
+                target = child.targets[0] if isinstance(child, ast.Assign) else child.target
+                inner = f"{name}.{ast.unparse(target)}"
+            if inner != name:
+                first = min([child, *getattr(child, "decorator_list", [])], key=lambda n: n.lineno)
+                found[inner] = path, first.lineno - 1, child.end_lineno
+            visit(child, inner, path)
+
+    for path in (folder / "adloco_jax").rglob("*.py"):
+        module = path.relative_to(folder).with_suffix("")
+        visit(ast.parse(path.read_text()), ".".join(module.parts), path)
+    return found
+
+
+def pattern(code: str) -> str:
+    """A regular expression for code, however it is broken into lines."""
+    words = [re.escape(word) for word in re.findall(r"\w+|[^\w\s]", code)]
+    words = [rf"(?:,\s*)?{word}" if word in (r"\)", r"\]", r"\}") else word for word in words]
+    before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (code[0], code[-1]))
+    return before + r"\s*".join(words) + after
 
 
 def read_table() -> list[Mutant]:
@@ -131,25 +183,24 @@ def _pytest(tests: str, folder: Path, log: Path) -> None:
 
 def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dict:
     """The verdict on one mutant; the copy is as before afterwards."""
-    files = [mutant.file, *mutant.test_files]
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        return {"status": "stale", "seconds": 0.0, "by": f"not there: {', '.join(missing)}"}
-    path, contents = folder / mutant.file, [(folder / name).read_text() for name in files]
-    if (count := contents[0].count(mutant.old)) != 1:
-        return {"status": "stale", "seconds": 0.0, "by": f"the old text occurs {count} times"}
+    try:
+        path, mutated = mutant.apply(folder)
+        contents = [(folder / name).read_text() for name in mutant.test_files]
+    except (LookupError, FileNotFoundError) as error:
+        return {"status": "stale", "seconds": 0.0, "by": str(error)}
+    original = path.read_text()
 
     def run() -> dict:
         return run_tests(mutant.tests, folder, limit_s)
 
-    inputs = [mutant.file, mutant.tests, *contents]
-    without = results.once(f"(no mutant) {mutant.tests}", inputs, run)
+    without = results.once(f"(no mutant) {mutant.tests}", [original, mutant.tests, *contents], run)
     if without["status"] != "survived":
         return without | {"status": "stale", "by": f"without the mutant: {without['by']}"}
-    path.write_text(contents[0].replace(mutant.old, mutant.new))
+    path.write_text(mutated)
     try:
-        return results.once(mutant.name, [*inputs, mutant.old, mutant.new], run)
+        return results.once(mutant.name, [mutated, mutant.tests, *contents], run)
     finally:
-        path.write_text(contents[0])
+        path.write_text(original)
 
 
 def main() -> None:
