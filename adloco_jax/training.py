@@ -37,7 +37,6 @@ from adloco_jax.run.build import (
 )
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.config import KNOBS, validate
-from adloco_jax.run.config_file import record
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
@@ -74,7 +73,6 @@ def train(
     workdir: str | Path | None = None,
     *,
     command: str = "",
-    config_file: str | Path | None = None,
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
@@ -92,10 +90,8 @@ def train(
       workdir: The run's folder, created if missing; one that holds a run is resumed. None creates
         `runs/train-<date>-<time>`.
       command: Recorded in the ledger, for the report's caption.
-      config_file: The file that the config is from, if any; recorded in the run's folder. Commands
-        that read the folder run it first if the run uses an entry that it adds to the tables.
       accept_config_change: Whether a resumed run may continue with another learning rate and the
-        like, or with another config file that it depends on.
+        like.
       accept_data_change: Whether it may continue with other data than it began with.
 
     Returns:
@@ -121,7 +117,7 @@ def train(
     workdir = Path(workdir)
 
     def load() -> tuple[PyTree | None, Corpus]:
-        check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
+        check_config(workdir, settings, accept=accept_config_change)
         params = None
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
             params = pretrained_params(settings)
@@ -140,7 +136,6 @@ def train(
             num_classes=class_count(settings),
             workdir=workdir,
             command=command,
-            config_file=config_file,
             accept_config_change=accept_config_change,
             accept_data_change=accept_data_change,
         )
@@ -158,7 +153,6 @@ def fit(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
     command: str = "",
-    config_file: str | Path | None = None,
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
@@ -183,7 +177,6 @@ def fit(
       outer_tx: The trainers' optimizer in place of the one that `outer.tx` names, built in
         the same way.
       command: Recorded in the ledger.
-      config_file: The file that the settings are from, if any, recorded as `train` does.
       accept_config_change: Whether a resumed run may continue with other settings that change it.
       accept_data_change: Whether it may continue with other data than it began with.
 
@@ -211,7 +204,7 @@ def fit(
             )
 
     def check() -> evaluate.HeldOut:
-        check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
+        check_config(workdir, settings, accept=accept_config_change)
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
@@ -223,9 +216,8 @@ def fit(
     heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)
-    file = record(config_file, settings)
     own = {"init_fn": init_fn, "params": params, "num_classes": num_classes}
-    run = Run(settings, spec, corpus, heldout, workdir, command, file, accept_data_change, **own)
+    run = Run(settings, spec, corpus, heldout, workdir, command, accept_data_change, **own)
     _require_equal_processes(run)
     result = _until_done(run)
     exported = fetch(result.params)
@@ -260,14 +252,12 @@ def _require_equal_processes(run: Run) -> None:
     for leaf in jax.tree.leaves(run.params):
         weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
     keys = flat_settings(run.settings).items()
-    file = run.config_file["sha256"] if run.config_file["entries"] else None
     processes.require_equal(
         {key: repr(value) for key, value in keys if key not in _OWN_KEYS}
         | {f"the version of {name}": version for name, version in versions().items()}
         | {
             "model_shards, as found there": repr(run.spec.model_shards),
             "attention, as found there": repr(attention(run.settings)),
-            "the config file": repr(file),
             "the data": run.corpus.fingerprint,
             "the weights it starts from": weights.hexdigest(),
         },

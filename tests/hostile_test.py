@@ -1,9 +1,12 @@
 """Files that want to do harm: nothing is run, nothing outside is opened, no memory is taken."""
 
 import ast
+import contextlib
+import hashlib
 import json
 import os
 import resource
+import shutil
 import time
 from pathlib import Path
 
@@ -118,6 +121,85 @@ def test_names_that_are_no_names_are_refused():
     for name in ("../evil", "a/b/c", "x\0y", "~nobody/x", "https://example.com/t.json"):
         with pytest.raises((ConfigError, DataError)):
             load_tokenizer(name)
+
+
+# --- Folders that somebody sent ---------------------------------------------------------------
+
+CONFIG = """
+from adloco_jax.run.config import default_config
+from adloco_jax.study.compare import Comparison
+
+def get_config():
+    config = default_config()
+    config.num_rounds = 1
+    config.model.update(dict(width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8))
+    config.model.max_length = config.data.sequence_length = 16
+    config.data.update(dict(source="text", path="texts/*.txt", num_sequences=64, heldout_frac=0.1))
+    config.ensemble.num_trainers = config.ensemble.num_workers = 1
+    config.inner.steps_per_round = 2
+    config.batching.update(dict(test="constant", max_batch_size=1))
+    config.eval.num_sequences = 8
+    return config
+
+def get_comparison():
+    return Comparison(get_config(), {"sent": {}}, "sent", (9.0,), (0,))
+"""
+SENT = "runs/sent/seed-0"
+FROM_FOLDER = {
+    "train": (0, ["--config=tiny.py", f"--workdir={SENT}", "--config.num_rounds=2"]),
+    "plan": (0, ["--config=tiny.py", f"--workdir={SENT}"]),
+    "compare": (0, ["--config=tiny.py", "--workdir=runs"]),
+    "report": (0, [SENT, "--out=page"]),
+    "export": (0, [f"--workdir={SENT}", "--out=model"]),
+    "generate": (3, [f"--model={SENT}/export", "--tokens=2"]),
+    "gradients": (0, [f"--workdir={SENT}", "--num-sequences=8", "--batch-sizes=2", "--draws=2"]),
+    "prepare": (3, ["texts", f"--tokenizer={SENT}/export", "--output=rows"]),
+}
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    """A working folder with a config file, texts, and a finished run."""
+    folder = tmp_path_factory.mktemp("honest")
+    (folder / "texts").mkdir()
+    for name in "abcdefgh":
+        (folder / "texts" / f"{name}.txt").write_text(f"This is text {name}. " * 40)
+    (folder / "tiny.py").write_text(CONFIG)
+    with contextlib.chdir(folder):
+        assert cli.main(["--config=tiny.py", f"--workdir={SENT}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("command", FROM_FOLDER)
+def test_no_command_runs_what_a_folder_holds_or_names(
+    honest, tmp_path, monkeypatch, capsys, one_device, command
+):
+    monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
+    run, canary = Path(SENT), tmp_path / "canary"
+    evil = f"open({str(canary)!r}, 'w').close()\nclass Evil: pass\n"
+    for folder in (run, run / "export", run / "report", run / "checkpoints"):
+        for name in ("config", "evil", "sitecustomize", "conftest", "__init__"):
+            (folder / f"{name}.py").write_text(evil)
+    record = json.loads((run / "config.json").read_text())
+    named = {"path": str((run / "config.py").resolve()), "text": evil, "entries": ["batching.test"]}
+    named["sha256"] = hashlib.sha256(evil.encode()).hexdigest()
+    (run / "config.json").write_text(json.dumps(record | {"config_file": named}))
+    forged = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}}
+    for name, more in (("tokenizer_config", {"tokenizer_class": "Evil"}), ("config", {})):
+        path = run / "export" / f"{name}.json"
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | forged | more))
+    payload = b"cposix\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
+    for name in ("pytorch_model.bin", "state.pkl", "tokenizer.pkl"):
+        (run / "export" / name).write_bytes(payload)
+        (run / name).write_bytes(payload)
+    code, words = FROM_FOLDER[command]
+    assert (cli.main([command, *words]), canary.exists()) == (code, False)
+    assert capsys.readouterr().err.count("\n") == (code != 0)
+
+
+def test_every_command_that_takes_a_folder_is_tried():
+    assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs"}
 
 
 # --- Config files and folders ---------------------------------------------------------------

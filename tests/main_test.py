@@ -1,8 +1,6 @@
 import collections
 import contextlib
-import hashlib
 import importlib
-import json
 import os
 import shlex
 import shutil
@@ -21,10 +19,9 @@ from adloco_jax import main as cli
 from adloco_jax.cli import train
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run import resume
-from adloco_jax.run.config import KNOBS, default_config, validate
-from adloco_jax.run.config_file import record
+from adloco_jax.run.config import KNOBS, validate
 from adloco_jax.run.config_help import meanings
-from adloco_jax.run.resume import check_config, recorded_settings, write_config
+from adloco_jax.run.resume import recorded_settings, write_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -308,11 +305,6 @@ def run(finished, elsewhere) -> Path:
 
 
 def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
-    recorded = json.loads((run / "config.json").read_text())["config_file"]
-    source = ROOT / "configs" / "quickstart.py"
-    sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
-    expected = {"path": str(source), "sha256": sha256, "text": source.read_text(), "entries": []}
-    assert recorded == expected
     ledger = (run / "ledger.jsonl").read_bytes()
     assert cli.main(TINY) == 0
     table = capsys.readouterr().out.splitlines()[-8:]
@@ -383,44 +375,19 @@ def own(elsewhere, monkeypatch):
         yield path
 
 
-def test_a_changed_config_file_that_a_run_depends_on_is_refused_but_by_the_flag(own, capsys):
-    command = ["--config=own.py", *TINY[1:], "--config.batching.test=own"]
-    settings = validate(configured(*command[1:], config="own.py"))
-    Path("run").mkdir()
-    write_config(Path("run"), settings, config_file=record(own, settings))
-    own.write_text(f"{OWN}\n# Changed.\n")
-    for more in ([], ["--plan"]):
-        assert cli.main([*command, *more]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("run: the config file, which defines the entry of batching.test,")
-        assert "--accept-config-change" in line
-    check_config(Path("run"), settings, accept=True, config_file=own)
-
-
-def test_commands_that_read_a_run_know_what_its_config_file_registers(own, elsewhere):
+def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, elsewhere, capsys):
     settings = validate(configured(config="own.py"))
-    write_config(elsewhere, settings, config_file=record(own, settings))
+    write_config(elsewhere, settings)
     del BATCH_TESTS["own"]
-    assert recorded_settings(elsewhere) == settings and "own" in BATCH_TESTS
-    own.write_text(f"{OWN}\n")
-    with pytest.raises(ConfigError, match="own.py: has changed, and the run in .* batching.test; "):
-        recorded_settings(elsewhere)
-    own.unlink()
-    gone = "own.py: is gone, .* its text is in .*config.json under "
-    with pytest.raises(ConfigError, match=gone):
-        recorded_settings(elsewhere)
+    command = ["export", f"--workdir={elsewhere}", "--out=model"]
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "batching.test = 'own': no entry of this library; give --config the file" in line
+    assert cli.main([*command, "--config=own.py"]) == 2  # there is no checkpoint
+    assert "no checkpoint, have none" in capsys.readouterr().err
+    assert recorded_settings(elsewhere) == settings
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):
         validate(configured("--config.batching.test=mine"))
-
-
-def test_a_config_file_that_adds_nothing_may_change_and_go(own, elsewhere):
-    plain = elsewhere / "plain.py"
-    plain.write_text(OWN.replace('= "own"', '= "norm"').replace("BATCH", "# BATCH", 1))
-    settings = validate(default_config())
-    write_config(elsewhere, settings, config_file=record(plain, settings))
-    plain.write_text("raise SystemExit")
-    check_config(elsewhere, settings, accept=False, config_file=plain)
-    assert recorded_settings(elsewhere) == settings
 
 
 def test_a_full_disk_ends_with_5_and_a_line(capsys, monkeypatch):

@@ -63,7 +63,7 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         assert own.num_heldout_documents == 8
         init_fn, loss_fn = build_model(settings)
         functions = {"init_fn": init_fn, "loss_fn": loss_fn}
-        fit(settings, workdir=workdir, corpus=own, config_file="own.py", **functions)
+        fit(settings, workdir=workdir, corpus=own, **functions)
 
     code, printed = run_main("--plan")
     assert code == 0 and "not checked: data.path = reviews/*.csv: what its files" in printed.out

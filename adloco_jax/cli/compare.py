@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
     this = [sys.executable, "-m", "adloco_jax", "compare", f"--config={path}", "--only-run"]
     this += [f"--workdir={folder}"] + [f"--results={p}" for p in [options.results] if p]
     others = [subprocess.Popen(this) for _ in range(options.processes - 1)]
-    made_as = {"command": command, "config_file": path, "results_file": options.results}
+    made_as = {"command": command, "results_file": options.results}
     make_runs = functools.partial(execute, comparison, folder, on_end=say, **made_as)
     try:
         whole = make_runs()
@@ -88,7 +88,6 @@ def execute(
     *,
     on_end: Callable[[Run, bool], None],
     command: str = "",
-    config_file: str | Path | None = None,
     results_file: Path | None = None,
 ) -> bool:
     """Make the runs that are not finished, one after another.
@@ -102,7 +101,6 @@ def execute(
       folder: Where; unfinished runs found there are resumed.
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
-      config_file: The file that the comparison is from, recorded in the run's folder, see `train`.
       results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
         one already is not made again, unless a run to be made replays it and its folder is gone.
 
@@ -143,12 +141,12 @@ def execute(
             continue
         source = source_of[run.workdir]
         try:
-            made = finished(run.workdir, run.config, config_file=config_file) is None
+            made = finished(run.workdir, run.config) is None
             if made and source and not compare.is_finished(Path(source)):
                 whole = False  # another process is making the run that is replayed
                 continue
             if made:
-                _train(run, command=command, config_file=config_file)
+                _train(run, command=command)
         except (UserError, OSError) as error:
             if "another process runs there" in str(error):
                 whole = False

@@ -2,7 +2,8 @@
 
 adloco export --workdir runs/my-first --out my-model [--round 12] [--trainer 3]
 
-Without --trainer it is the consensus; without --round the newest checkpoint.
+Without --trainer it is the consensus; without --round the newest checkpoint. Nothing in the folder
+is run: --config FILE is needed where the run uses an entry that its config file adds to a table.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from adloco_jax import hf
 from adloco_jax.cli.parser import Parser
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_network
+from adloco_jax.run.config_file import add_entries
 from adloco_jax.run.export import read_trained
 
 
@@ -28,7 +30,9 @@ def run(words: Sequence[str]) -> int:
         default="float32",
         help="of the weights in the folder; default: float32",
     )
+    parser.config_option()
     options = parser.parse(words)
+    add_entries(options.config)
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: exists already; name another folder")
     trained = read_trained(options.workdir, round=options.round, trainer=options.trainer)

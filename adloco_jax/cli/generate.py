@@ -5,7 +5,6 @@ adloco generate --model runs/my-first/export --prompt "Once upon a time" --token
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from adloco_jax.cli.parser import Parser
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama, generate
-from adloco_jax.run.config_file import load_recorded
+from adloco_jax.run.config_file import add_entries
 
 
 def run(words: Sequence[str]) -> int:
@@ -27,8 +26,9 @@ def run(words: Sequence[str]) -> int:
     parser.option("--samples", 3, "texts to write")
     parser.option("--temperature", 0.8, "of the next token's distribution, 0: the likeliest")
     parser.option("--seed", 0, "of the draws")
+    parser.config_option()
     options = parser.parse(words)
-    load_recorded(Path(options.model).parent)  # an export in a run's folder
+    add_entries(options.config)
     network, params, _ = hf.load(options.model)
     if not isinstance(network, Llama):
         raise ConfigError(f"--model {options.model}: a {type(network).__name__} writes no text")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from adloco_jax.cli.parser import Parser
 from adloco_jax.errors import ConfigError
+from adloco_jax.run.config_file import add_entries
 from adloco_jax.study.gradients import analyse_run
 from adloco_jax.study.gradients_figure import describe
 
@@ -36,7 +37,10 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     parser.add_argument("--pass-size", type=int, help="sequences on the device; default: the run's")
     parser.add_argument("--out", type=Path, help="a folder; default: report in the run's")
+    parser.config_option()
     options = parser.parse(words)
+    add_entries(options.config)
+    del options.config
     result = analyse_run(**vars(options), command=shlex.join(["adloco", "gradients", *words]))
     print("\n".join(describe(result)))
     print(f"report: {(options.out or options.workdir / 'report') / 'gradient_analysis.png'}")

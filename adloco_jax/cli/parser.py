@@ -24,6 +24,11 @@ class Parser(argparse.ArgumentParser):
         help_text = f"{text}; default: {default}"
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
+    def config_option(self) -> None:
+        """Adds `--config`, for `run.config_file.add_entries`."""
+        text = "the run's config file, where that adds the entry of a table that the run uses"
+        self.add_argument("--config", help=text)
+
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses the words after the command, `--num_sequences` as `--num-sequences`."""
         return self.parse_args([with_separator(word, "-") for word in words])

@@ -175,7 +175,7 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
         processes.connect(**place, timeout_s=options.meeting_s)
         if options.workdir is None and not options.plan:
             raise ConfigError("--workdir: several processes need the name of one folder")
-    changes = {"accept_config_change": options.accept_config_change, "config_file": path}
+    changes = {"accept_config_change": options.accept_config_change}
     if options.plan:
         with processes.only_first_prints():
             print(plan(config, options.workdir, **changes))

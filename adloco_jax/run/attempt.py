@@ -57,7 +57,6 @@ class Run:
     heldout: evaluate.HeldOut
     workdir: Path
     command: str
-    config_file: dict  # as `config_file.record` describes it
     accept_data_change: bool
     init_fn: InitFn
     params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
@@ -258,7 +257,7 @@ def _open_ledger(
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
     made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
-    resume.write_config(run.workdir, run.settings, **made_with, config_file=run.config_file)
+    resume.write_config(run.workdir, run.settings, **made_with)
     cut(path, position)
     kept = read(path) if path.exists() else []
 

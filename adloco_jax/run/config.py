@@ -37,11 +37,6 @@ KNOBS: dict[str, dataclasses.Field] = {
 # Set here, as `settings` stands below `data` and cannot import this table.
 _source = KNOBS["data.source"]
 _source.metadata = MappingProxyType({**_source.metadata, "table": DATA_SOURCES})
-_SHIPPED: dict[str, dict] = {
-    key: dict(knob.metadata["table"])
-    for key, knob in KNOBS.items()
-    if knob.metadata["table"] is not None
-}
 
 
 def default_config() -> ConfigDict:
@@ -104,16 +99,6 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         for name, group in _GROUPS.items()
     }
     return Settings(**{key: values[key] for key in KNOBS if "." not in key}, **groups)
-
-
-def custom_entries(settings: Settings) -> list[str]:
-    """The keys whose value names an entry that this library does not define in the key's table."""
-    return [
-        key
-        for key, entries in _SHIPPED.items()
-        if (name := operator.attrgetter(key)(settings)) not in entries
-        or KNOBS[key].metadata["table"][name] is not entries[name]
-    ]
 
 
 def allowed(key: str) -> str:

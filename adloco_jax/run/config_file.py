@@ -1,28 +1,22 @@
 """Config files: Python that is run for what one of its functions returns.
 
-A config file may add entries to the public tables. A run that uses such an entry depends on the
-file: `config.json` in the run's folder records its path, hash and text, and commands that read the
-folder run it first.
+A config file may add entries to the public tables. Only a file that the user names is ever run: a
+command that reads a run with such an entry takes `--config` again.
 """
 
-import hashlib
-import json
 import os
 import re
 import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.config import custom_entries
-from adloco_jax.settings import Settings
 
 # In the repository the package's folder is a link to the top-level one.
 SHIPPED = (Path(__file__).parents[1] / "configs").resolve()
 _MAX_BYTES = 2**20
-_MAX_RECORD_BYTES = 2**26
 
 # What a broken config file raises: it is arbitrary Python, so most of the builtin errors.
 _ERRORS = (
@@ -64,6 +58,19 @@ def load(path: Path, function: str, kind: type[T]) -> T:
     return made
 
 
+def add_entries(name: str | None) -> None:
+    """Runs the config file of that name for the entries that it adds to the tables.
+
+    Args:
+      name: As `--config` gives it; None does nothing.
+
+    Raises:
+      ConfigError: If there is no such file, or it does not run.
+    """
+    if name is not None:
+        _run(find(name), "get_config", "get_comparison")
+
+
 def _run(path: Path, *functions: str) -> object:
     """Runs a file, and the first of these functions that it has; returns what that returns."""
     if (size := path.stat().st_size) > _MAX_BYTES:
@@ -83,78 +90,3 @@ def _run(path: Path, *functions: str) -> object:
         raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
     finally:
         sys.path.remove(root)
-
-
-def record(path: str | Path | None, settings: Settings) -> dict[str, Any]:
-    """Describes a run's config file, as `config.json` holds it.
-
-    Args:
-      path: The config file; None where the config comes from other Python.
-      settings: The run's, which tell what the file must have added to the tables.
-
-    Returns:
-      Its absolute `path`, `sha256` and `text` (None without a file), and under `entries` the keys
-      that name an entry which the library does not define.
-    """
-    content = b"" if path is None else Path(path).read_bytes()
-    return {
-        "path": None if path is None else str(Path(path).resolve()),
-        "sha256": None if path is None else hashlib.sha256(content).hexdigest(),
-        "text": None if path is None else content.decode(errors="replace"),
-        "entries": custom_entries(settings),
-    }
-
-
-def changes(workdir: Path, path: str | Path | None, settings: Settings) -> list[str]:
-    """A line if a run that uses entries of a config file would resume with another file.
-
-    Args:
-      workdir: The run's folder.
-      path: The config file now, as for `record`.
-      settings: The run's now.
-    """
-    before, now = _recorded(workdir), record(path, settings)
-    entries = before.get("entries") or now["entries"]
-    if not (before and entries) or before.get("sha256") == now["sha256"]:
-        return []
-    was, given = (f"{each.get('path')} ({str(each.get('sha256'))[:12]})" for each in (before, now))
-    return [
-        f"{workdir}: the config file, which defines the entry of {', '.join(entries)}, was {was},"
-        f" is {given}; restore it (its text is in config.json), or --accept-config-change to resume"
-        " with this one"
-    ]
-
-
-def load_recorded(workdir: Path) -> None:
-    """Runs the config file that a run's folder records, if the run uses an entry that it defines.
-
-    Args:
-      workdir: The run's folder; nothing happens if it is none.
-
-    Raises:
-      ConfigError: If the file is gone, has changed since, or does not run.
-    """
-    found = _recorded(workdir)
-    if not found.get("entries") or found.get("path") is None:
-        return
-    path = Path(str(found["path"]))
-    is_there = path.is_file()
-    if not is_there or hashlib.sha256(path.read_bytes()).hexdigest() != found.get("sha256"):
-        raise ConfigError(
-            f"{path}: {'has changed' if is_there else 'is gone'}, and the run in {workdir} needs it"
-            f" for {', '.join(map(str, found['entries']))}; restore it: its text is in"
-            f" {workdir / 'config.json'} under config_file.text"
-        )
-    _run(path, "get_config", "get_comparison")
-
-
-def _recorded(workdir: Path) -> dict[str, Any]:
-    """The record of the config file in a run's folder; empty where there is none."""
-    path = workdir / "config.json"
-    if not path.is_file() or path.stat().st_size > _MAX_RECORD_BYTES:
-        return {}
-    try:
-        found = json.loads(path.read_bytes())["config_file"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}  # whoever needs the config itself says that it is damaged
-    return found if isinstance(found, dict) and isinstance(found.get("entries"), list) else {}

@@ -42,7 +42,6 @@ def plan(
     workdir: str | Path | None = None,
     *,
     accept_config_change: bool = False,
-    config_file: str | Path | None = None,
 ) -> str:
     """Describes what a run would compile, hold and move; trains nothing and reads no text.
 
@@ -50,7 +49,6 @@ def plan(
       config: A config that `train` accepts.
       workdir: The run's folder, which need not exist; None leaves it out.
       accept_config_change: Whether a run there may resume with other settings that change it.
-      config_file: The file that the config is from, if any, compared with the recorded one.
 
     Returns:
       Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
@@ -62,9 +60,7 @@ def plan(
     settings = validate(config)
     folder = None if workdir is None else Path(workdir)
     unchecked = processes.run_on_all(
-        lambda: check_inputs(
-            settings, folder, accept_config_change=accept_config_change, config_file=config_file
-        )
+        lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
     classes = class_count(settings)
     spec = program_spec(settings, *build_model(settings), row_length(settings), classes)
@@ -77,7 +73,6 @@ def check_inputs(
     workdir: Path | None = None,
     *,
     accept_config_change: bool = False,
-    config_file: str | Path | None = None,
 ) -> list[str]:
     """Checks everything that a run checks before it reads text or weights.
 
@@ -85,7 +80,6 @@ def check_inputs(
       settings: The run's.
       workdir: Its folder, which need not exist; None leaves it out.
       accept_config_change: Whether a run there may resume with other settings that change it.
-      config_file: The file that the settings are from, if any, compared with the recorded one.
 
     Returns:
       What a run would check besides, a line each.
@@ -100,7 +94,7 @@ def check_inputs(
     check_installed(settings.log)
     rounds = []
     if workdir is not None:
-        check_config(workdir, settings, accept=accept_config_change, config_file=config_file)
+        check_config(workdir, settings, accept=accept_config_change)
         rounds = list_rounds(workdir / "checkpoints")
     if rounds:
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")

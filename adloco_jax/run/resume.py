@@ -25,7 +25,6 @@ from adloco_jax.loop.adloco import Control, State, Trainer, share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.config import KNOBS, default_config, validate
-from adloco_jax.run.config_file import changes, load_recorded
 from adloco_jax.run.ledger import finish, read, rebuild, write_errors
 from adloco_jax.settings import Settings
 
@@ -119,7 +118,6 @@ def finished(
     config: ConfigDict,
     *,
     accept_config_change: bool = False,
-    config_file: str | Path | None = None,
 ) -> list[str] | None:
     """Whether a folder holds a run with nothing left to do.
 
@@ -127,7 +125,6 @@ def finished(
       workdir: The run's folder; it need not exist.
       config: The run's config, compared with the recorded one.
       accept_config_change: Whether a resumed run may go on with another learning rate and the like.
-      config_file: The file that the config is from, compared with the recorded one.
 
     Returns:
       None if there is something to do; else what is damaged in the newest checkpoint, a line each.
@@ -138,7 +135,7 @@ def finished(
       DataError: If its ledger cannot be read.
     """
     folder, settings = Path(workdir), validate(config)
-    check_config(folder, settings, accept=accept_config_change, config_file=config_file)
+    check_config(folder, settings, accept=accept_config_change)
     ledger, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
     end = finish(read(ledger)) if ledger.exists() else None
     if not end or share_done(end["rounds"], end["tokens_total"], settings) < 1:
@@ -219,9 +216,7 @@ def change_class(key: str) -> Change:
     return classes[key] if key in classes else classes[key.partition(".")[0]]
 
 
-def check_config(
-    workdir: Path, settings: Settings, *, accept: bool, config_file: str | Path | None = None
-) -> None:
+def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     """Compares the settings of a run to be resumed with those recorded in its folder.
 
     A folder that cannot hold a run is refused first (`check_workdir`).
@@ -230,8 +225,6 @@ def check_config(
       workdir: The run's folder; nothing is compared if it holds no run.
       settings: Of the run to be resumed.
       accept: Whether changes that alter the rest of the run are accepted.
-      config_file: The file that the config is from, if any: a run that uses its entries of the
-        tables needs the same file.
 
     Raises:
       ConfigError: Listing the changes that are refused, or that need `accept`.
@@ -259,8 +252,6 @@ def check_config(
         lines.append(
             f"{workdir}: these change the run from here on; --accept-config-change to do so"
         )
-    if not accept:
-        lines += changes(workdir, config_file, settings)
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -268,21 +259,26 @@ def check_config(
 def recorded_settings(workdir: Path) -> Settings:
     """The settings of the run that a folder holds; keys of later versions are at their defaults.
 
-    A config file that the run depends on is run first (`config_file.load_recorded`).
-
     Raises:
       CheckpointError: If there is no record, or it cannot be read.
-      ConfigError: If that config file is gone, or has changed.
+      ConfigError: If the run uses an entry that this library does not define.
     """
     path = workdir / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; name the folder of a run")
-    load_recorded(workdir)
     known = {
         key: _as_tuples(value)
         for key, value in _read(path).items()
         if key in KNOBS and value is not None  # null is what an unset default resolves to
     }
+    faults = [
+        f"{path}: {key} = {known[key]!r}: no entry of this library; give --config the file that"
+        " adds it"
+        for key in known
+        if (table := KNOBS[key].metadata["table"]) is not None and known[key] not in [*table]
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
     config = _flat(default_config().to_dict()) | known
     try:
         return validate(unflatten_dict(config, sep="."))
