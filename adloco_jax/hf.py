@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -29,15 +29,21 @@ from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import param_shapes
+from adloco_jax.models.llama import rotary_frequencies
 from adloco_jax.models.weight_maps import WeightMap
 
 MAX_JSON_BYTES = 2**26  # of config.json, of an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
-# Tensors that hold no parameter of ours: buffers that old versions saved.
-_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|bert\.embeddings\.position_ids")
-_HEADS = re.compile(r"(lm_head|classifier|cls)\..*")
+# Buffers that old versions saved, and what our model computes in their place.
+_BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
+    r".*\.rotary_emb\.inv_freq": lambda network: rotary_frequencies(
+        network.width // network.num_heads, network.rope_theta
+    ),
+    r"bert\.embeddings\.position_ids": lambda network: np.arange(network.max_length),
+}
+_HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 
 class Loaded(NamedTuple):
@@ -47,11 +53,13 @@ class Loaded(NamedTuple):
       network: Computes in float32; `network.clone(dtype=...)` for another type.
       params: Float32 parameter tree of NumPy arrays.
       stored_as: Types the weights were stored in, such as `("bfloat16",)`.
+      left_out: Stored tensors of other heads, which the model does not have.
     """
 
     network: nn.Module
     params: PyTree
     stored_as: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def weight_map(network: nn.Module) -> WeightMap | None:
@@ -101,16 +109,18 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
 
     Returns:
       Model, float32 weights, and the types they were stored in. A tied head becomes a separate
-      matrix, equal to the embedding at first.
+      matrix: the stored one, else equal to the embedding at first. A tied embedding that is not
+      stored equals the head.
 
     Raises:
       ConfigError: If the hub has no such name, or cannot be reached.
       DataError: If the folder has another architecture, pickled weights only, or tensors that are
-        missing, unexpected, misshapen, not of a float type or not finite: all of them, by name.
+        missing, unexpected, stored twice, misshapen, not of a float type or not finite, or buffers
+        with other values than our model computes: all of them, by name.
     """
     name = str(path_or_name)
     folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
-    network, stored = _checked(folder, head=head)
+    network, stored, left_out = _checked(folder, head=head)
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
         array = where.opened.get_tensor(where.name)
@@ -119,7 +129,7 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
         leaf = leaves.setdefault(tensor.path, np.empty(shapes[tensor.path].shape, np.float32))
         tensor.of(leaf)[...] = array
-    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)))
+    return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out)
 
 
 def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, bool]:
@@ -314,9 +324,8 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise DataError(f"{index}: need a weight_map from tensor to file")
-    found: dict[str, _Stored] = {}
-    for file in sorted(set(weight_map.values())):
-        found |= _open(_inside(folder, file, index))
+    files = [_open(_inside(folder, file, index)) for file in sorted(set(weight_map.values()))]
+    found = _joined((name, where) for file in files for name, where in file.items())
     misplaced = [
         f"{index}: {name}: not in {file}"
         for name, file in weight_map.items()
@@ -353,30 +362,54 @@ def _open(file: Path) -> dict[str, _Stored]:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
 
 
-def _checked(folder: Path, *, head: bool) -> tuple[nn.Module, dict[Tensor, _Stored]]:
-    """A model and its tensors; DataError if a name, shape or type does not match."""
+def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
+    """A mapping of pairs; DataError where two tensors have one name."""
+    found: dict[str, _Stored] = {}
+    for name, where in pairs:
+        if (other := found.setdefault(name, where)) is not where:
+            both = f"{other.name} of {other.file.name} and {where.name} of {where.file.name}"
+            raise DataError(f"{where.file}: {name}: stored twice, as {both}")
+    return found
+
+
+def _checked(
+    folder: Path, *, head: bool
+) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
+    """A model, its tensors, and those left out; DataError if a name, shape or type is wrong."""
     network, names, is_tied = _described(folder, head=head)
     # Google's converted BERT names the gains and biases of norms gamma and beta.
-    stored = {
-        re.sub("gamma$", "weight", re.sub("beta$", "bias", name)): where
+    stored = _joined(
+        (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
         for name, where in _stored(folder).items()
-    }
+    )
     leaves = _leaves(param_shapes(network))
     if network.num_layers > len(stored):
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    ties = names.ties if is_tied else {}
+    # Of two tied tensors either may be absent. If both are stored, both are used: training the
+    # head alone, or merging a LoRA into it, unties them. transformers 5 does the same.
+    ties = names.ties | {second: first for first, second in names.ties.items()} if is_tied else {}
     wanted = {
-        tensor: ties.get(tensor.name, tensor.name)
+        tensor: tensor.name if tensor.name in stored else ties.get(tensor.name, tensor.name)
         for tensor in tensors(network, names)
         if head or tensor.path[0] != names.head
     }
-    faults = [
-        f"{folder}: {name}: unexpected"
-        for name in stored.keys() - wanted.values() - ties.keys()
-        if not _BUFFERS.fullmatch(name) and (head or not _HEADS.fullmatch(name))
-    ]
+    rest = stored.keys() - wanted.values()
+    left_out = {name for name in rest if not head and _HEADS.fullmatch(name)}
+    buffers = {
+        name: expected(network)
+        for name in rest
+        for pattern, expected in _BUFFERS.items()
+        if re.fullmatch(pattern, name)
+    }
+    faults = [f"{folder}: {name}: unexpected" for name in rest - left_out - buffers.keys()]
+    for name, expected in buffers.items():
+        where = stored[name]
+        values = np.asarray(where.opened.get_tensor(where.name), np.float64).reshape(-1)
+        # They may be stored in 8 bits of precision.
+        if values.shape != expected.shape or not np.allclose(values, expected, rtol=0.01):
+            faults.append(f"{where.file}: {name}: have other values than config.json gives")
     for tensor, name in wanted.items():
         need = tensor.of(np.broadcast_to(np.float32(0), leaves[tensor.path].shape)).shape
         if name not in stored:
@@ -391,7 +424,8 @@ def _checked(folder: Path, *, head: bool) -> tuple[nn.Module, dict[Tensor, _Stor
             faults.append(f"{where.file}: {name}: have {kind}, want a float type")
     if faults:
         raise DataError(_listed(faults))
-    return network, {tensor: stored[name] for tensor, name in wanted.items()}
+    found = {tensor: stored[name] for tensor, name in wanted.items()}
+    return network, found, tuple(sorted(left_out))
 
 
 def _listed(faults: list[str], most: int = 12) -> str:

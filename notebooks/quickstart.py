@@ -83,7 +83,7 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.models.llama import generate
 
 exported = result.workdir / "export"
-network, params, _ = hf.load(exported)
+network, params, *_ = hf.load(exported)
 tokenizer = load_tokenizer(exported)
 prompt = [tokenizer.eot_id, *tokenizer.encode_batch(["    def __init__(self"])[0]]
 texts_BL = generate(

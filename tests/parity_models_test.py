@@ -1,5 +1,7 @@
 """The same numbers as PyTorch's Llama and BERT, on the same weights; needs the `parity` extra."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed (the parit
 import jax  # noqa: E402
 from flax.traverse_util import flatten_dict  # noqa: E402
 from nets import loss_of, make_rows  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
@@ -17,6 +20,7 @@ from transformers import (  # noqa: E402
 
 from adloco_jax import hf  # noqa: E402
 from adloco_jax.data.tokenizers import load_tokenizer  # noqa: E402
+from adloco_jax.errors import DataError  # noqa: E402
 from adloco_jax.models import Llama, class_logits, next_token_loss  # noqa: E402
 
 SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=56, num_hidden_layers=3)
@@ -32,6 +36,7 @@ BERTS = {
     "three classes": dict(num_attention_heads=4, num_labels=3),
     "one type": dict(num_attention_heads=6, type_vocab_size=1, layer_norm_eps=1e-2),
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIGS = {name: LlamaConfig(**SIZES | sizes) for name, sizes in LLAMAS.items()}
 CONFIGS |= {name: BertConfig(**SIZES | sizes) for name, sizes in BERTS.items()}
 
@@ -74,7 +79,7 @@ def assert_same_logits(network, params, model, rows):
 
 @pytest.mark.parametrize("length", [20, 2])
 def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
-    model, (network, params, _) = pair
+    model, (network, params, *_) = pair
     rows = make_rows(network, length=length)
     if not isinstance(network, Llama):  # PyTorch gives the padding token's vector no gradient
         rows[:, 2:] = np.maximum(rows[:, 2:], 1)
@@ -99,7 +104,7 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
 
 
 def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
-    theirs, (network, params, _) = pair
+    theirs, (network, params, *_) = pair
     hf.save(params, tmp_path / "out", load_tokenizer("bytes"), network=network)
     model, info = type(theirs).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
@@ -113,10 +118,32 @@ def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
     assert_same_logits(network, params, model, make_rows(network))
 
 
+@pytest.mark.parametrize("stored", [[], [EMBEDDING], [HEAD], [EMBEDDING, HEAD]])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, stored):
+    """Whichever are stored; what PyTorch would draw at random is refused."""
+    torch.manual_seed(3)
+    LlamaForCausalLM(CONFIGS["grouped heads"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    absent = {EMBEDDING, HEAD} - set(stored)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in absent}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": is_tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    if info["missing_keys"]:
+        with pytest.raises(DataError) as caught:
+            hf.load(tmp_path)
+        assert all(f"{name}: missing" in str(caught.value) for name in info["missing_keys"])
+    else:
+        loaded = hf.load(tmp_path)
+        assert_same_logits(loaded.network, loaded.params, model, make_rows(loaded.network))
+
+
 def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):
     """The perplexity, on rows of contiguous text, to 1e-4 of torch's."""
     folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
-    network, params, _ = hf.load(folder)
+    network, params, *_ = hf.load(folder)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     assert_same_logits(network, params, model, make_rows(network, length=64))
     text = (data_dir / "text" / "tinyshakespeare.txt").read_text()[: 40 * 129]

@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
     parser.config_option()
     options = parser.parse(words)
     add_entries(options.config)
-    network, params, _ = hf.load(options.model)
+    network, params, *_ = hf.load(options.model)
     if not isinstance(network, Llama):
         raise ConfigError(f"--model {options.model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(options.model)

@@ -42,10 +42,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def rotary_frequencies(head_size: int, theta: float) -> np.ndarray:
+    """The angle, in radians, by which each pair of features turns from position to position."""
+    return theta ** (-np.arange(0, head_size, 2) / head_size)
+
+
 def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
     """Cosines, and sines signed for `_rotate`, by position and feature; exact before rounding."""
-    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
-    angles = np.arange(length)[:, None] * frequencies[None, :]
+    angles = np.arange(length)[:, None] * rotary_frequencies(head_size, theta)[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
     return jnp.asarray(cos_LK, jnp.float32), jnp.asarray(sin_LK, jnp.float32)
