@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import gzip
 import io
-import itertools
 import json
 import os
 import subprocess
@@ -30,8 +29,9 @@ from timing import interleave, machine, ratio, report
 
 import adloco_jax
 from adloco_jax.data import packing
-from adloco_jax.data.prepare import Request, prepare, tokenising_pool, worker_tokenizer
+from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.sources import stdlib_documents
+from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import build_model
 from adloco_jax.run.config import Settings
@@ -218,13 +218,11 @@ def trainers(options: argparse.Namespace) -> dict:
 
 
 def preparation(options: argparse.Namespace) -> dict:
-    """Text to a prepared folder, against the bare tokenizer on as many processes, from memory.
+    """Text to a prepared folder, against the bare tokenizer from memory.
 
     The text is the standard library's, thrice and each time under another first line, as gzipped
-    JSON lines in shards; the tokenizer a byte-level BPE trained on a part of it. Either time has
-    the start of its processes in it.
+    JSON lines in shards; the tokenizer is a byte-level BPE trained on a part of it.
     """
-    processes = os.cpu_count() or 1
     texts = [f"# {copy}\n{text}" for copy in range(3) for text in stdlib_documents()]
     blocks = list(packing.chunks(texts))
     size = sum(len(text.encode()) for text in texts)
@@ -235,19 +233,19 @@ def preparation(options: argparse.Namespace) -> dict:
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[number::8])
             Path(f"{folder}/shards/{number}.json.gz").write_bytes(gzip.compress(lines.encode(), 6))
         request = Request("jsonl", f"{folder}/shards", tokenizer=tokenizer, sequence_length=512)
+        encoder = load_tokenizer(tokenizer)
 
         def encode():
-            with tokenising_pool(processes) as pool:
-                list((pool.map if pool else map)(_encode_bare, blocks, itertools.repeat(tokenizer)))
+            for block in blocks:
+                encoder.encode_batch(block)
 
         def whole():
-            prepare(request, f"{folder}/out{time.monotonic_ns()}", processes=processes)
+            prepare(request, f"{folder}/out{time.monotonic_ns()}")
 
         times = interleave({"bare tokenizer": encode, "prepare": whole}, options.repeats)
     report(f"{size / 1e6:.1f} MB of text", times)
     return {
         "case": "prepare",
-        "processes": processes,
         "megabytes_per_s": round(size / float(np.median(times["prepare"])) / 1e6, 2),
         "of_bare_tokenizer": ratio(times, "bare tokenizer", "prepare"),
     }
@@ -260,10 +258,6 @@ def _train_tokenizer(texts: list[str], path: str) -> str:
     backend.train_from_iterator(texts, vocab_size=8000, show_progress=False)
     backend.save(path)
     return path
-
-
-def _encode_bare(texts: list[str], tokenizer: str) -> int:
-    return sum(len(ids) for ids in worker_tokenizer(tokenizer).encode_batch(texts))
 
 
 def pytorch(options: argparse.Namespace) -> dict:

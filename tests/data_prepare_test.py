@@ -1,7 +1,5 @@
-"""Prepared folders: the rows of `load_corpus`, whatever the processes, interruptions and damage."""
+"""Prepared folders: the rows of `load_corpus`, whatever the interruptions and damage."""
 
-import concurrent.futures
-import dataclasses
 import gzip
 import json
 import os
@@ -21,11 +19,10 @@ from toy import data_settings
 
 from adloco_jax import main as cli
 from adloco_jax.cli import train
-from adloco_jax.data import check as check_module
-from adloco_jax.data import hub, load_corpus, load_tokenizer, packing, prepare, sources
-from adloco_jax.data.check import check, check_tokens, guess_source
+from adloco_jax.cli.prepare import guess_source
+from adloco_jax.data import hub, load_corpus, prepare, sources
 from adloco_jax.data.prepare import Request
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.config import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,44 +119,6 @@ def test_copies_of_heldout_documents_are_left_out_and_counted(tmp_path, source):
     ours, theirs = load(tmp_path / "out"), load(source, source="jsonl")
     assert sidecar.also_heldout == ours.num_also_heldout == theirs.num_also_heldout == 3
     np.testing.assert_array_equal(ours.rows, theirs.rows)
-    report = check(wanted)
-    assert f"{sidecar.train.rows} rows of {LENGTH} tokens" in report
-    assert "left out of training: 3 documents that are held out too" in report
-    report = check_tokens(str(tmp_path / "out"), tokenizer=None)
-    assert "left out of training: 3 documents held out too" in report and "prepare" not in report
-
-
-def test_the_check_counts_heldout_copies_in_a_folder_of_an_earlier_version(
-    tmp_path, source, monkeypatch
-):
-    write_documents(source, [texts_of(40)[4], "the last one is cut short" * 9], "part-9.jsonl")
-    real = prepare.split
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "split", lambda *given: (~real(*given)[1], real(*given)[1]))
-        prepare.prepare(request_for(source), tmp_path / "out")
-    edit(also_heldout=None)(tmp_path / "out")
-    assert load(tmp_path / "out").num_also_heldout == 0
-    report = check_tokens(str(tmp_path / "out"), tokenizer=None)
-    assert "1 documents to train on are held out too; prepare the data again" in report
-
-
-def test_a_pool_tokenises_blocks_in_their_order(monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_CHARS", 300)
-    monkeypatch.setattr(prepare, "_NUM_AHEAD", 3)
-    texts = texts_of(60)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        blocks = list(prepare.encoded(texts, load_tokenizer("bytes"), pool))
-    assert len(blocks) > 9 and [text for block, _ in blocks for text in block] == texts
-    for (_, ours), (_, theirs) in zip(
-        blocks, prepare.encoded(texts, load_tokenizer("bytes"), None), strict=True
-    ):
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-
-
-def test_a_worker_that_dies_is_one_line():
-    with pytest.raises(ResourceError, match="a tokenising process died, .*fewer processes"):
-        with prepare.tokenising_pool(2):
-            raise concurrent.futures.process.BrokenProcessPool
 
 
 # -- interruptions -----------------------------------------------------------------------------
@@ -218,11 +177,11 @@ def test_a_stop_at_any_step_gives_the_same_folder(tmp_path, monkeypatch):
 def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokenizer_file, capsys):
     source = shards_in(tmp_path / "source", count=6, documents=200)
     arguments = [str(source), "--tokenizer", tokenizer_file, "--output"]
-    assert cli.main(["prepare", *arguments, str(tmp_path / "whole"), "--processes", "1"]) == 0
+    assert cli.main(["prepare", *arguments, str(tmp_path / "whole")]) == 0
     program = "import sys; from adloco_jax import main; from adloco_jax.data import prepare; "
     program += "prepare._SHARD_BYTES = 1; sys.exit(main.main(['prepare', *sys.argv[1:]]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments, str(tmp_path / "out"), "--processes", "2"],
+        [sys.executable, "-c", program, *arguments, str(tmp_path / "out")],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -237,7 +196,7 @@ def test_killed_and_run_again_the_command_gives_the_same_folder(tmp_path, tokeni
         time.sleep(0.05)
     assert not is_running(process.pid)  # nor the processes that it had started
     capsys.readouterr()
-    assert cli.main(["prepare", *arguments, str(tmp_path / "out"), "--processes", "1"]) == 0
+    assert cli.main(["prepare", *arguments, str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
     assert "continuing: " in output or "already prepared" in output
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -465,44 +424,12 @@ def test_a_damaged_folder_is_refused_in_a_line(finished, damage):
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_a_flipped_bit_is_found_by_the_check(finished):
-    rows = np.load(finished / "train.npy")
-    rows[3, 4] ^= 1
-    np.save(finished / "train.npy", rows)
-    with pytest.raises(DataError, match=r"train\.npy damaged"):
-        check_tokens(str(finished), tokenizer=None)
-
-
-def test_the_check_reports_lengths_rows_and_round_trips(tmp_path):
-    texts = [f"a{n}aaaaaaa" for n in range(6)] + [f"{n}" + "b" * 18 for n in range(3)] + ["c" * 99]
-    write_documents(tmp_path, texts)
-    wanted = Request("jsonl", str(tmp_path), sequence_length=9, heldout_frac=0.2)
-    report = check(wanted)
-    assert "min 10, median 10, mean 22.0, 90 % 20, max 100" in report
-    assert "10 documents, 2 of them held out" in report
-    heldout = sum(len(texts[i]) + 1 for i in np.flatnonzero(packing.is_heldout(0, 10, 0.2)))
-    rows = f"{(220 - heldout) // 10} rows of 9 tokens to train on, {heldout // 10} held-out rows"
-    assert rows in report
-    assert "10 of 10 sampled documents (100.0%)" in report
-    assert "  | a0aaaaaaa<end of text>" in report
-    prepare.prepare(wanted, tmp_path / "out")
-    assert rows in check_tokens(str(tmp_path / "out"), tokenizer=None)
-
-
-def test_the_check_counts_documents_that_do_not_come_back(tmp_path, monkeypatch):
-    write_documents(tmp_path, ["Upper", "lower"])
-    encoder = load_tokenizer("bytes")
-    lossy = dataclasses.replace(encoder, decode=lambda ids: encoder.decode(ids).lower())
-    monkeypatch.setattr(check_module, "load_tokenizer", lambda name: lossy)
-    assert "1 of 2 sampled documents" in check(Request("jsonl", str(tmp_path)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["missing/file.jsonl", "--check"], 3, "no such file"),
-        (["x" * 300, "--check"], 3, "no path that can be read (File name too long)"),
-        (["stdlib"], 2, "either --output FOLDER or --check"),
+        (["missing/file.jsonl", "--output", "out"], 3, "no such file"),
+        (["x" * 300, "--output", "out"], 3, "no path that can be read (File name too long)"),
+        (["stdlib"], 2, "required: --output"),
         (["stdlib", "--output", "out", "--sequence_length", "0"], 2, "at least 1"),
     ],
 )
@@ -515,7 +442,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path, monkeypatch, capsys, argumen
 
 
 def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, capsys):
-    command = [str(source), "--sequence-length", "15", "--processes", "1"]
+    command = [str(source), "--sequence-length", "15"]
     command += ["--output", str(tmp_path / "out")]
     assert cli.main(["prepare", *command]) == 0
     first = capsys.readouterr().out
@@ -527,5 +454,3 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
     assert cli.main(["prepare", *command]) == 0
     assert "already prepared" in capsys.readouterr().out
-    assert cli.main(["prepare", str(tmp_path / "out"), "--check"]) == 0
-    assert "as they were written" in capsys.readouterr().out

@@ -7,7 +7,6 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.check import check
 from adloco_jax.data.labelled import load_labelled
 from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.tokenizers import check_round_trip
@@ -210,7 +209,6 @@ def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path)
         lambda: load_corpus(streamed),
         lambda: load_labelled(run),
         lambda: prepare(request, tmp_path / "out"),
-        lambda: check(request),
     ):
         with pytest.raises(DataError, match=r"of 30 sampled documents.* of 900 bytes come back"):
             refuse()

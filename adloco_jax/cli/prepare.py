@@ -1,14 +1,12 @@
 """Tokenise and pack text once, for training to read as rows: `data.source=tokens`.
 
     adloco prepare PATH --output FOLDER [--tokenizer NAME] [--sequence-length L]
-    adloco prepare PATH --check
 
 PATH is a file, folder or glob of C4 shards, JSON lines, parquet or text, a data set on the Hugging
 Face hub (`allenai/c4 --name en`), or `stdlib`. Stopped, the same command continues.
 """
 
 import dataclasses
-import os
 import shlex
 import sys
 import time
@@ -18,12 +16,37 @@ from pathlib import Path
 import numpy as np
 
 from adloco_jax.cli.parser import Parser
-from adloco_jax.data import packing, prepared
-from adloco_jax.data.check import check, check_tokens, guess_source, left_out
+from adloco_jax.data import packing, prepared, sources
 from adloco_jax.data.prepare import SOURCES, Request, prepare
+from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.errors import ConfigError
 from adloco_jax.run.config_help import meanings
+
+_SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl"}
+
+
+def guess_source(path: str) -> str:
+    """The source that a path most likely means: by its first file, else a data set on the hub.
+
+    Raises:
+      ConfigError: If the path is empty.
+      DataError: If it leads to no file and is no name of a data set.
+    """
+    if path == "stdlib":
+        return path
+    suffix = Path(path.removesuffix(".gz")).suffix
+    if HUB_NAME.fullmatch(path) and suffix not in (*_SOURCES, ".txt"):
+        if not sources.local_path(path, key="path").exists():
+            return "hub"
+    first = sources.find_files(path, key="path")[0]
+    return _SOURCES.get(Path(first.name.removesuffix(".gz")).suffix, "text")
+
+
+def left_out(shards: Sequence[dict]) -> list[str]:
+    """A line for each skipped file, and one for bad rows; see `Intake.shards`."""
+    lines = [f"left out: {shard['skipped']}" for shard in shards if "skipped" in shard]
+    num_bad_rows = sum(shard.get("bad_rows", 0) for shard in shards)
+    return lines + [f"left out: {num_bad_rows} bad rows"] * bool(num_bad_rows)
 
 
 class Progress:
@@ -48,10 +71,10 @@ class Progress:
             print(line, end="\r" if is_terminal else "\n", flush=True)
 
 
-def make(request: Request, output: Path, processes: int) -> None:
+def make(request: Request, output: Path) -> None:
     """Prepare the folder and say what is in it, and how to train on it."""
     progress = Progress()
-    sidecar = prepare(request, output, processes=processes, on_progress=progress)
+    sidecar = prepare(request, output, on_progress=progress)
     if progress.first_tokens is None:
         print(f"{output}: already prepared by this request, nothing to do")
         return
@@ -72,7 +95,7 @@ def make(request: Request, output: Path, processes: int) -> None:
     }
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     print(
-        f"{progress.tokens_per_s:.0f} tokens/s on {processes} processes\n"
+        f"{progress.tokens_per_s:.0f} tokens/s\n"
         f"{output}: {sidecar.train.rows} rows of {length} tokens from {sidecar.train.documents} "
         f"documents, {sidecar.heldout.rows} held-out rows from {sidecar.heldout.documents}; "
         "a model will see, for instance:\n"
@@ -82,19 +105,14 @@ def make(request: Request, output: Path, processes: int) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Makes a folder of rows, or shows what a model would see."""
+    """Makes a folder of rows."""
     parser = Parser("prepare", __doc__)
     parser.add_argument("path", help="file, folder, glob, name of a data set, or stdlib")
-    parser.add_argument("--output", type=Path, help="folder to make")
-    parser.add_argument("--check", action="store_true", help="show what a model would see")
-    parser.add_argument("--source", choices=(*SOURCES, "tokens"), help="by default from the path")
-    parser.add_argument("--tokenizer", help="default: bytes, or what a prepared folder names")
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="default: one per core"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--source", choices=SOURCES, help="by default from the path")
     meaning = meanings()
     for field in dataclasses.fields(Request):
-        if field.name not in ("source", "path", "tokenizer"):
+        if field.name not in ("source", "path"):
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=field.type,
@@ -102,19 +120,7 @@ def run(words: Sequence[str]) -> int:
                 help=f"{meaning[f'data.{field.name}']}; default: {field.default!r}",
             )
     options = vars(parser.parse(words))
-    path, output, processes = (options.pop(key) for key in ("path", "output", "processes"))
-    if options.pop("check") == bool(output):
-        raise ConfigError("give either --output FOLDER or --check")
+    path, output = (options.pop(key) for key in ("path", "output"))
     source = options.pop("source") or guess_source(path)
-    if source == "tokens":
-        if output:
-            raise ConfigError(f"path={path}: tokens already; nothing to prepare")
-        print(check_tokens(path, tokenizer=options["tokenizer"]))
-        return 0
-    options["tokenizer"] = options["tokenizer"] or "bytes"
-    request = Request(source, "" if source == "stdlib" else path, **options)
-    if output:
-        make(request, output, processes)
-    else:
-        print(check(request, processes=processes))
+    make(Request(source, "" if source == "stdlib" else path, **options), output)
     return 0

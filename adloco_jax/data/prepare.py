@@ -1,4 +1,4 @@
-"""Text to a prepared folder: tokenised shard by shard, on several processes, and resumable.
+"""Text to a prepared folder: tokenised shard by shard, and resumable.
 
 Everything is built in `<folder>.partial`. A shard's tokens are appended to one file; the shard is
 done once a file of its own holds the lengths and digests of its documents. A later start of the
@@ -8,23 +8,17 @@ of held-out ones, is decided when all are known: then rows are written, and thei
 Memory holds a few blocks of documents, and about 50 bytes for each document.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import platform
 import re
 import shutil
-import signal
-import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,15 +26,13 @@ import filelock
 import numpy as np
 
 from adloco_jax.data import hub, packing, prepared, sources
-from adloco_jax.data.packing import Documents
 from adloco_jax.data.prepared import SIDECAR, Side, Sidecar
 from adloco_jax.data.sources import Intake, stdlib_documents
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip, load_tokenizer
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import ConfigError, DataError
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hub")
 _SHARD_BYTES = 2**28  # of source files that are done together
-_NUM_AHEAD = 4 * (os.cpu_count() or 1)  # blocks read before the first of them is tokenised
 _OURS = re.compile(r"tokens|whole|\.lock|\.new|\d+\.npz")  # names in the folder
 
 
@@ -170,19 +162,17 @@ def prepare(
     request: Request,
     folder: str | Path,
     *,
-    processes: int = 1,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> Sidecar:
     """Make a prepared folder, or continue making it.
 
-    The result depends on the request and the text alone, not on `processes` or on interruptions:
+    The result depends on the request and the text alone, not on interruptions:
     the rows of `load_corpus` for the same text, except that too little held-out text is an error.
     A document that is the same as a held-out one, token by token, is left out of training.
 
     Args:
       request: What is wanted.
       folder: Where; a folder finished by the same request is left as it is.
-      processes: Processes that tokenise, besides this one; 1 does all in this one.
       on_progress: Called at the start and after each block with the number of shards done, of all
         shards, and of tokens so far.
 
@@ -193,11 +183,8 @@ def prepare(
       ConfigError: If the folder holds another request's result or beginning, or other files, or
         another process is preparing it.
       DataError: If text is missing, damaged, or too little.
-      ResourceError: If a tokenising process dies, as one out of memory does.
       OSError: If the disk is full; the same request continues later.
     """
-    if processes < 1:
-        raise ConfigError(f"processes={processes}: need at least 1")
     encoder = load_tokenizer(request.tokenizer)
     shards = find_shards(request)
     wanted: dict = dataclasses.asdict(request) | {"tokenizer": encoder.fingerprint}
@@ -211,85 +198,11 @@ def prepare(
         sidecar = _finished(folder, wanted)
         if not sidecar:
             job = _Job(request, encoder, shards, wanted, partial)
-            sidecar = _write_folder(job, *_tokenise(job, processes, on_progress))
+            sidecar = _write_folder(job, *_tokenise(job, on_progress))
             os.rename(partial / "whole", folder)
             sources.sync(folder.parent)
         shutil.rmtree(partial)
     return sidecar
-
-
-@contextlib.contextmanager
-def tokenising_pool(processes: int) -> Iterator[concurrent.futures.Executor | None]:
-    """Processes for `encode`; they end with the one that started them, however it ends.
-
-    Args:
-      processes: How many; 1 gives no pool, for this process does it all.
-
-    Raises:
-      ResourceError: If one of them dies.
-    """
-    if processes == 1:
-        yield None
-        return
-    context = multiprocessing.get_context("spawn")  # the libraries have threads: no fork
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _start_worker)
-    try:
-        yield pool
-    except BrokenProcessPool as error:
-        raise ResourceError(
-            "a tokenising process died, perhaps out of memory; run the same command again to "
-            "continue, perhaps with fewer processes"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def encoded(
-    texts: Iterable[str], encoder: Tokenizer, pool: concurrent.futures.Executor | None
-) -> Iterator[tuple[list[str], Documents]]:
-    """Tokenise texts in order, a block at a time or, in a pool, several.
-
-    Args:
-      texts: One document each.
-      encoder: A pool's processes load it by its name.
-      pool: See `tokenising_pool`; None tokenises in this process.
-
-    Yields:
-      A block of texts, and its tokens.
-    """
-    blocks = packing.chunks(texts)
-    if pool is None:
-        for block in blocks:
-            yield block, packing.encode_chunk(block, encoder)
-        return
-    pending = collections.deque()
-    for block in blocks:
-        pending.append((block, pool.submit(encode, block, encoder.name)))
-        if len(pending) > _NUM_AHEAD:
-            block, documents = pending.popleft()
-            yield block, documents.result()
-    for block, documents in pending:
-        yield block, documents.result()
-
-
-def encode(texts: list[str], tokenizer: str) -> Documents:
-    """`packing.encode_chunk` in a process of a pool, which loads the tokenizer once."""
-    return packing.encode_chunk(texts, worker_tokenizer(tokenizer))
-
-
-worker_tokenizer = functools.cache(load_tokenizer)  # of a process of the pool
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread to a process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 def _load_done(job: _Job, intake: Intake) -> list[np.ndarray]:
@@ -316,7 +229,7 @@ def _load_done(job: _Job, intake: Intake) -> list[np.ndarray]:
 
 
 def _tokenise(
-    job: _Job, processes: int, on_progress: Callable[[int, int, int], None]
+    job: _Job, on_progress: Callable[[int, int, int], None]
 ) -> tuple[np.ndarray, list[dict]]:
     """Tokenise the shards that are not done: all documents, `DOCUMENT` [N], and their records."""
     request, path = job.request, job.folder / "tokens"
@@ -324,14 +237,15 @@ def _tokenise(
     intake = Intake(request.max_bad_rows, request.on_bad_shard == "skip")
     done, total = _load_done(job, intake), len(job.shards)
     num_tokens = sum(int(documents["length"].sum()) for documents in done)
-    with open(path, "ab") as file, tokenising_pool(processes) as pool:
+    with open(path, "ab") as file:
         if file.tell() < num_tokens * itemsize:
             raise _damaged(path)
         file.truncate(num_tokens * itemsize)
         on_progress(len(done), total, num_tokens)
         for number in range(len(done), total):
             num_records, found = len(intake.shards), [np.empty(0, packing.DOCUMENT)]
-            for texts, block in encoded(job.shards[number].read(intake), job.encoder, pool):
+            for texts in packing.chunks(job.shards[number].read(intake)):
+                block = packing.encode_chunk(texts, job.encoder)
                 if not num_tokens:
                     check_round_trip(texts, job.encoder)
                 file.write(block.tokens.data)
