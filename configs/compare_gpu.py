@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, steps, trunk
 from adloco_jax.configs.compare_study_again import MILD, SKIP
 from adloco_jax.run.config import default_config
-from adloco_jax.study.cluster import Simulated
+from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
 
 WORKERS, BATCH, LENGTH = 8, 16, 512
@@ -89,5 +89,5 @@ def get_comparison() -> Comparison:
         baseline="DiLoCo, momentum 0.6, 50 steps",
         target_losses=(4.0, 3.8, 3.6),
         seeds=(1, 2, 3),
-        simulated=Simulated(num_devices=WORKERS, num_params=PARAMS[SIZE], sequence_length=LENGTH),
+        simulated=Cluster(num_params=PARAMS[SIZE], sequence_length=LENGTH),
     )

@@ -10,7 +10,8 @@ Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as i
 import os
 
 from adloco_jax.configs import microllama
-from adloco_jax.study.compare import Comparison, Simulated
+from adloco_jax.study.cluster import Cluster
+from adloco_jax.study.compare import Comparison
 
 
 def get_comparison() -> Comparison:
@@ -43,5 +44,5 @@ def get_comparison() -> Comparison:
         },
         baseline="DiLoCo, as in the paper",
         target_losses=(2.9,),  # nats per token; the published model's own is not known to us
-        simulated=Simulated(num_devices=16, num_params=304_600_000, sequence_length=512),
+        simulated=Cluster(num_params=304_600_000, sequence_length=512),
     )

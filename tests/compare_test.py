@@ -19,8 +19,9 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run import config_file
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import compare, curves, replay, results, summary
-from adloco_jax.study.compare import Comparison, Simulated, curve, markdown, runs_of
+from adloco_jax.study import compare, curves, results, summary
+from adloco_jax.study.cluster import Cluster, run_seconds
+from adloco_jax.study.compare import Comparison, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
 
 ROOT = Path(__file__).parents[1]
@@ -86,12 +87,10 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
         "d": {"merge.every_rounds": "x"},
     }
     with pytest.raises(ConfigError) as error:
-        simulated = Simulated(preset="mars")
-        rest = {"simulated": simulated, "target_losses": ()}
-        runs_of(comparison(variants=wrong, seeds=(1, 1), **rest), tmp_path)
+        runs_of(comparison(variants=wrong, seeds=(1, 1), target_losses=()), tmp_path)
     lines = str(error.value).splitlines()
-    assert len(lines) == 8
-    parts = ("seeds", "target_losses", "baseline", "simulated: preset", "a: batching.batchcap")
+    assert len(lines) == 7
+    parts = ("seeds", "target_losses", "baseline", "a: batching.batchcap")
     for part in (*parts, "b: inner.learning_rate", "c: batch", "d: Could not override"):
         assert sum(part in line for line in lines) == 1
     with pytest.raises(ConfigError, match="^seeds"):
@@ -158,7 +157,7 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
     evals = [(1, spent(3.0, 480, 1, 80, "best")), (2, spent(2.5, 960, 2, 160, "average"))]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
-    first, second = curve(events, Simulated(num_devices=3))
+    first, second = curve(events, Cluster())
     assert (first["syncs"], first["bytes"]) == (1, 80)  # the best needs no average
     assert (first["updates"], first["rounds"], first["tokens"]) == (5, 1, 480)
     assert (second["syncs"], second["bytes"]) == (3, 160 + 40)
@@ -173,11 +172,9 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
 def test_time_is_that_of_the_large_model_on_the_cluster():
     rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
     evals = [(2, spent(2.5, 640, 2, 160))]
-    simulated = Simulated(preset="two_sites", num_devices=2, num_params=10**9)
-    (point,) = curve(ledger(rounds=rounds, evals=evals), simulated)
-    large = ledger(rounds=rounds, evals=evals)
-    large[0]["num_params"] = 10**9
-    assert point["time_s"] == replay.replay(large, simulated.cluster()).end_s[2]
+    simulated, events = Cluster(num_params=10**9), ledger(rounds=rounds, evals=evals)
+    (point,) = curve(events, simulated)
+    assert point["time_s"] == run_seconds(events, simulated)[2] > run_seconds(events, Cluster())[2]
 
 
 def test_loss_at_equal_tokens_is_interpolated():
@@ -231,7 +228,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     assert conclusion == (
         "**To reach the final loss of DiLoCo, AdLoCo needed the fewest communications of the"
         " others, 2 against 3: 0.67 times the communications, 0.67 times the bytes moved, 0.67"
-        " times the tokens, 0.69 times the simulated seconds (the higher of two seeds).**"
+        " times the tokens, 0.67 times the simulated seconds (the higher of two seeds).**"
     )
     assert drawn_as.endswith("(front.png)")
 
@@ -249,7 +246,7 @@ def a_table(*losses_reached, values=(2,)):
         "target_losses": [1.5 - 0.1 * index for index in range(len(costs))],
         "seeds": [*range(len(values))],
         "budgets": dict.fromkeys(compare.MEASURES, 2),
-        "simulated": str(Simulated()),
+        "simulated": str(comparison().simulated),
         "charged": compare.CHARGED,
         "rows": {
             "a": ends | {"to_target": costs, "to_baseline": every},
@@ -275,16 +272,16 @@ def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
     nothing, caption_of_nothing = drawn(a_table(False))
     assert nothing.axes == [] and "No variant reached 1.5 nats/token" in caption_of_nothing
     for shown in (caption, text):  # the simulated cluster and model, and what is charged
-        assert "on the cluster two_sites, 4 × a100_80gb, as if the model had 300,000,000" in shown
+        assert "10 Gbit/s and 30 ms between them, as if the model had 300,000,000" in shown
         assert "gathering them is counted too" in shown
 
 
 def test_what_is_not_finite_is_no_point():
     rounds = [(1, 0, 2, 5), (2, 0, 2, 5)]
     evals = [(1, spent(None, 320, 1, 80)), (2, spent(2.5, 640, 2, 160))]
-    assert len(curve(ledger(rounds=rounds, evals=evals), Simulated())) == 1
+    assert len(curve(ledger(rounds=rounds, evals=evals), Cluster())) == 1
     with pytest.raises(DataError, match="no evaluation"):
-        curve(ledger(rounds=rounds, evals=evals[:1]), Simulated())
+        curve(ledger(rounds=rounds, evals=evals[:1]), Cluster())
 
 
 def test_a_spread_counts_what_was_not_reached_as_more_than_all():

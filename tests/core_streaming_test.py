@@ -31,7 +31,7 @@ from adloco_jax import (
     take_fragment,
 )
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
-from adloco_jax.core.compress import BITS_PER_PARAM, packed_bytes
+from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import Preempted
@@ -39,9 +39,7 @@ from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import deterministic_lines, read
-from adloco_jax.study.cluster import Cluster, Link
 from adloco_jax.study.curves import read_run, training_points
-from adloco_jax.study.replay import Traffic, replay
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
 
@@ -377,18 +375,6 @@ class Stopping:
             self.sent = True
             signal.raise_signal(signal.SIGTERM)
         return corpus().batch(trainer, stream, start, count)
-
-
-def test_a_replay_takes_fragments_and_whole_synchronisations_from_the_ledger(whole):
-    log = read(whole.workdir / "ledger.jsonl")
-    place = Cluster(3, 3, lambda size: 0.1 * size, Link(1e9, 0.0), Link(100.0, 0.1))
-    timed = replay(log, place)
-    assert timed == replay(log, place, traffic=Traffic(BITS_PER_PARAM["int8"], 3, 1))
-    fragments_only = replay([event for event in log if event["event"] != "sync"], place)
-    # Of three workers, or of two with one alone: 2 (m - 1) (P / m / bandwidth + latency).
-    whole_bytes = BITS_PER_PARAM["int8"] / 8 * 36
-    absorbed_s = sum(2 * (m - 1) * (whole_bytes / m / 100 + 0.1) for m in (2, 3))
-    assert 0 < timed.wall_s - fragments_only.wall_s <= absorbed_s + 1e-9
 
 
 def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):

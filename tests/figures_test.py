@@ -7,10 +7,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from ledgers import ROUNDS, write_run
 
-from adloco_jax.study import chart, curves, loss, predictions, run_figures, theory
+from adloco_jax.study import chart, cluster, curves, loss, run_figures, theory
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
-from adloco_jax.study.loss import Clock
 from adloco_jax.study.summary import short
 
 # Tokens after each round, all trainers: 512, +896, +1408, +4864, then twice +5120.
@@ -53,41 +52,41 @@ def variant(*runs):
 
 
 def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
-    clock = Clock("two_sites, 4 × l4", {tmp_path: {n: 100.0 * n for n in range(1, 7)}})
-    made = loss.charts([variant(read(tmp_path))], clock)
+    run = read(tmp_path)
+    made, time_s = loss.charts([variant(run)]), cluster.run_seconds(run.events, loss.CLUSTER)
     assert [name for name, _ in made] == ["Tokens", "Communications", "Bytes", "Simulated time"]
     moved = [10**6, 2 * 10**6, 3_250_000, 4_750_000, 6_250_000, 7_750_000]
-    spent = [TOKENS, [1, 2, 4, 5, 6, 7], moved, [n * 100 for n in range(1, 7)]]
+    spent = [TOKENS, [1, 2, 4, 5, 6, 7], moved, [*time_s.values()]]
     for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
         assert up == "held-out loss (nats/token)"
         assert points(lines["consensus"]) == near(x, CONSENSUS)
         absorbed = points(lines["1", "c1 thin"])  # in round 3
         assert absorbed == near(x[:2], [5.32, 4.52])
-    assert "two_sites, 4 × l4" in loss.reading(clock)
+    assert str(loss.CLUSTER) in loss.reading()
 
 
 def test_costs_that_stay_zero_have_no_chart(tmp_path):
     alone = [row for row in ROUNDS if row[1] == 2]
-    made = loss.charts([variant(read(tmp_path, rounds=alone, merge=False))], None)
-    assert [name for name, _ in made] == ["Tokens"]
+    made = loss.charts([variant(read(tmp_path, rounds=alone, merge=False))])
+    assert [name for name, _ in made] == ["Tokens", "Simulated time"]
 
 
 def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
-    loss.charts([variant(read(tmp_path / "a", evals=False))], None)  # before an evaluation
+    loss.charts([variant(read(tmp_path / "a", evals=False))])  # before an evaluation
     lines = drawn["training loss (nats/token)", "tokens, all trainers"]
     assert points(lines["1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
     run = read(tmp_path / "c", accuracy=0.75, no_loss=(2,))
-    loss.charts([variant(run)], None)
+    loss.charts([variant(run)])
     lines = drawn["held-out loss (nats/example)", "tokens, all trainers"]
     assert points(lines["consensus"]) == near(TOKENS, [5.25, math.nan, *CONSENSUS[2:]])
-    loss.charts([variant(run)], None, field="accuracy")
+    loss.charts([variant(run)], field="accuracy")
     lines = drawn["held-out accuracy (fraction)", "tokens, all trainers"]
     assert points(lines["consensus"]) == near(TOKENS, [0.75] * 6)
 
 
 def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
     seeds = [read(tmp_path / f"a{i}", seed=i, loss_shift=s) for i, s in enumerate((0, 2, 1))]
-    loss.charts([variant(*seeds), variant(read(tmp_path / "b", learning_rate=1.0))], None)
+    loss.charts([variant(*seeds), variant(read(tmp_path / "b", learning_rate=1.0))])
     lines = drawn["held-out loss (nats/token)", "tokens, all trainers"]
     assert points(lines["a0"]) == near(TOKENS, [y + 1 for y in CONSENSUS])
     low, high = lines["a0"].band
@@ -101,7 +100,7 @@ def test_a_variant_of_several_seeds_is_a_median_with_a_band(tmp_path, drawn):
 def test_a_steep_start_is_cut_off_and_named(tmp_path, drawn):
     losses = [12.0, *(3.0 - 0.02 * n for n in range(60))]
     rows = [(n, 0, 2, 2, 2, 1, y, 2, "kept") for n, y in enumerate(losses, start=1)]
-    loss.charts([variant(read(tmp_path, rounds=rows, merge=False))], None)
+    loss.charts([variant(read(tmp_path, rounds=rows, merge=False))])
     [(label, _), *_] = drawn
     assert "at first up to 11.8" in label  # held out: 0.2 below
     [lines, *_] = drawn.values()
@@ -277,24 +276,6 @@ def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
     bounds = [(p.num_steps, p.batch_bound) for p in found]
     assert points(batch["at least (Theorem 1)"]) == bounds
-
-
-def test_simulated_time_ends_where_the_replay_ends(tmp_path):
-    run = read(tmp_path, rounds=[row for row in ROUNDS if row[0] <= 3 and row[1] == 0], merge=False)
-    clock, reasons = predictions.simulate([run])
-    assert reasons == [] and clock.cluster == "two_sites, 2 × a100_80gb"
-    end_s = clock.end_s[tmp_path]
-    assert list(end_s) == [1, 2, 3] and sorted(end_s.values()) == list(end_s.values())
-    growing = [(1, 0, 2, 2, 2, 1, 5.5, 4, "grew"), (2, 0, 4, 2, 2, 1, 5.0, 4, "kept")]
-    pool = read(tmp_path / "pool", rounds=growing, merge=False)
-    joined = {"round": 1, "trainer": 0, "workers_before": 2, "workers_after": 4, "bytes": 1e6}
-    second = next(i for i, e in enumerate(pool.events) if e["event"] == "round" and e["round"] == 2)
-    pool.events.insert(second, {"event": "spawn", "syncs": 1, **joined})
-    clock, reasons = predictions.simulate([pool])
-    assert reasons == [] and clock.cluster == "two_sites, 4 × a100_80gb"
-    alone = read(tmp_path / "alone", rounds=[(1, 2, 1, 2, 2, 1, 5.0, 2, "kept")], merge=False)
-    clock, [reason] = predictions.simulate([alone])
-    assert clock is None and "1 devices in 2 sites" in reason
 
 
 def test_of_many_trainers_the_last_ones_stand_out(tmp_path):

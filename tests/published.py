@@ -58,6 +58,17 @@ TORCHFT = {
     ),
 }
 
+# Streaming DiLoCo (arXiv 2501.18512v1), Table 4, the 1 B model: the Gbit/s between sites at which
+# devices compute for so much of the time.
+UTILISATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
+STREAMING_GBITS = {
+    "data parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
+    "DiLoCo": (1.4, 6.2, 13.3, 23.3, 86.8),
+    "Streaming DiLoCo": (1.4, 5.2, 9.1, 16.0, 28.1),
+    "with overlapped communication": (1.4, 4.3, 6.2, 9.1, 11.0),
+    "and in 4 bits": (0.4, 0.9, 1.7, 2.0, 3.0),
+}
+
 # Scaling Laws for DiLoCo (Charles et al. 2025, arXiv 2503.09799), Table 6: parameters, seconds of a
 # step as printed, and by the inner steps of a round (1: data parallel) the Gbit/s between sites at
 # which devices compute for 50, 80, 90, 95 and 99 % of the time; infinite where it says 1000.0+.

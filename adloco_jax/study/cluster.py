@@ -1,141 +1,112 @@
-"""Clusters to simulate a run on: devices, their step times, and the links between them."""
+"""The seconds that a recorded run would take on a cluster, in closed form from its ledger.
 
-import functools
-from collections.abc import Callable, Mapping
+Every worker has a device of its own. All devices compute at one rate, and one bandwidth and one
+latency hold between any two of them.
+
+- **Compute.** A round of a trainer takes 6 * parameters * tokens FLOPs (Kaplan et al. 2020, section
+  2.1), divided among its workers.
+- **Synchronisation.** A ring all-reduce among the workers of a trainer: see `ring_s`. Its bytes are
+  the ledger's. A fragment may travel while its workers compute: see `blocked_s`.
+- **Merge, refused merge, hand-over to workers that join.** The ledger's bytes over one link, and
+  one latency for each of its `syncs`. The members of a merge wait for one another; trainers wait
+  for nobody else. A merge's members wait for all bytes of its line, also for those that go to
+  workers of other trainers.
+- **Left out**: evaluation, checkpoints, the batch-size test (some 4 % of a round), the optimizer's
+  update, quantisation, failures, and transfers that share a link.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from adloco_jax.errors import ConfigError
-
-StepTime = Callable[[int], float]
-"""Seconds of one forward and backward pass, by the number of sequences on one device."""
-
-EFFICIENCY = 0.4  # of the peak in matrix products; assumed, as reported of well tuned training
-# Memory traffic of a pass, whatever its batch: float32 weights are read forward and backward,
-# gradients read and written.
-PASS_BYTES_PER_PARAM = 16.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """The path of a transfer between two neighbours of a ring."""
-
-    bandwidth: float  # bytes/s, may be infinite
-    latency_s: float
-    jitter: float = 0.0  # coefficient of variation of a transfer's time (lognormal, mean 1)
+from adloco_jax.study.curves import SPENDING, last, lines
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind, in equal numbers per site."""
+    """A device for each worker, and equal links between the devices."""
 
-    num_devices: int
-    num_sites: int
-    step_time: StepTime
-    within: Link  # between devices of one site
-    between: Link  # between sites
-    compute_jitter: float = 0.0  # coefficient of variation of a replica's compute time in a round
-    failures_per_device_hour: float = 0.0
-    restart_s: float = 0.0  # from a failure until the replica restarts its round
-
-    def __post_init__(self) -> None:
-        if not self.num_devices >= self.num_sites >= 1:
-            raise ConfigError(
-                f"a cluster of {self.num_devices} devices in {self.num_sites} sites: expected at"
-                " least one site, and a device in each"
-            )
-
-
-class Device(NamedTuple):
-    """An accelerator's published figures."""
-
-    peak_flops: float  # dense bfloat16 tensor FLOP/s
-    memory_bandwidth: float  # bytes/s
-
-
-# NVIDIA's data sheets: A100 80 GB SXM, H100 SXM, H200 SXM, L4; figures without sparsity.
-DEVICES: Mapping[str, Device] = {
-    "a100_80gb": Device(312e12, 2.039e12),
-    "h100": Device(989e12, 3.35e12),
-    "h200": Device(989e12, 4.8e12),
-    "l4": Device(121e12, 0.3e12),
-}
-
-# NVLink is the A100's 600 GB/s, half of it in each direction. The other links are round figures of
-# our own: what one may rent, not what was measured.
-_NVLINK = Link(300e9, 5e-6)
-_ETHERNET = Link(100e9 / 8, 20e-6)
-PRESETS: Mapping[str, Callable[..., Cluster]] = {
-    # One host; `between` is never crossed.
-    "one_host": functools.partial(Cluster, num_sites=1, within=_NVLINK, between=_NVLINK),
-    # One data centre: every transfer over 100 Gbit/s Ethernet.
-    "one_datacenter": functools.partial(
-        Cluster, num_sites=1, within=_ETHERNET, between=_ETHERNET, compute_jitter=0.01
-    ),
-    # Two data centres, a leased line of 10 Gbit/s and 30 ms.
-    "two_sites": functools.partial(
-        Cluster, num_sites=2, within=_NVLINK, between=Link(1.25e9, 0.03, 0.1), compute_jitter=0.01
-    ),
-    # Eight sites on the open internet: 1 Gbit/s, 100 ms.
-    "eight_sites": functools.partial(
-        Cluster, num_sites=8, within=_ETHERNET, between=Link(125e6, 0.1, 0.3), compute_jitter=0.05
-    ),
-}
-"""Clusters by name, without their devices: `PRESETS[name](num_devices=..., step_time=...)`."""
-
-
-def roofline(device: str, *, num_params: int, sequence_length: int) -> StepTime:
-    """Step time of a device according to its data sheet.
-
-    Args:
-      device: One of `DEVICES`.
-      num_params: Parameters of the model.
-      sequence_length: Tokens per sequence.
-
-    Returns:
-      Seconds of a pass: the longer of compute, 6 * parameters * tokens FLOPs (Kaplan et al. 2020,
-      section 2.1; the attention scores, small for short sequences, are left out) at `EFFICIENCY`,
-      and of memory traffic, `PASS_BYTES_PER_PARAM` per parameter.
-
-    Raises:
-      ConfigError: If the device is unknown.
-    """
-    if device not in DEVICES:
-        raise ConfigError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
-    figures = DEVICES[device]
-    sequence_s = 6 * num_params * sequence_length / (figures.peak_flops * EFFICIENCY)
-    memory_s = PASS_BYTES_PER_PARAM * num_params / figures.memory_bandwidth
-    return lambda num_sequences: max(num_sequences * sequence_s, memory_s)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The cluster whose time is reported, and the size of the model trained there.
-
-    A small model's run is timed as if its schedule were a large one's.
-    """
-
-    preset: str = "two_sites"  # of `PRESETS`
-    num_devices: int = 4
-    device: str = "a100_80gb"
-    num_params: int = 300_000_000
-    sequence_length: int = 1024  # tokens
-
-    def cluster(self) -> Cluster:
-        """The cluster for the simulator.
-
-        Raises:
-          ConfigError: If there is no such preset or device, or fewer devices than sites.
-        """
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset = {self.preset!r}: expected one of {', '.join(PRESETS)}")
-        step_time = roofline(
-            self.device, num_params=self.num_params, sequence_length=self.sequence_length
-        )
-        return PRESETS[self.preset](num_devices=self.num_devices, step_time=step_time)
+    bandwidth: float = 10e9 / 8  # of a link, bytes/s
+    latency_s: float = 0.03
+    flops: float = 0.4 * 312e12  # of a device, as reached: 40 % of an A100's peak in bfloat16
+    # The model that is timed with the run's schedule; None: the run's own.
+    num_params: int | None = None
+    sequence_length: int | None = None  # tokens
 
     def __str__(self) -> str:
-        return (
-            f"on the cluster {self.preset}, {self.num_devices} × {self.device}, as if the model had"
-            f" {self.num_params:,} parameters and sequences of {self.sequence_length:,} tokens"
+        shown = (
+            f"with a device of {self.flops / 1e12:.3g} TFLOP/s for each worker, and"
+            f" {8 * self.bandwidth / 1e9:.3g} Gbit/s and {1000 * self.latency_s:.3g} ms between"
+            " them"
         )
+        if self.num_params is not None:
+            shown += f", as if the model had {self.num_params:,} parameters"
+        if self.sequence_length is not None:
+            shown += f", and sequences {self.sequence_length:,} tokens"
+        return shown
+
+
+def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
+    """Seconds from a run's start until every trainer had ended a round, by round.
+
+    Args:
+      events: A ledger's lines, also of a resumed or unfinished run.
+      cluster: Where the run is timed.
+    """
+    start = last(events, "start")
+    model, outer = start["num_params"], start["config"]["outer"]
+    length = start["config"]["data"]["sequence_length"]
+    num_params = cluster.num_params or model
+    token_s = 6 * num_params / cluster.flops * (cluster.sequence_length or length) / length
+    ready_s: dict[int, float] = defaultdict(float)  # by trainer
+    workers: dict[int, int] = {}
+    ended_s: dict[int, float] = {}
+    for event in lines(events, *SPENDING):
+        # The bytes of a ring are 2 (m - 1) times the parameters', and m links carry them.
+        link_s = num_params / model * event["bytes"] / cluster.bandwidth
+        latency_s = cluster.latency_s * event["syncs"]
+        if event["event"] == "round":
+            trainer, count = event["trainer"], event["workers"]
+            workers[trainer] = count
+            compute_s = token_s * event["tokens"] / count
+            wait_s = blocked_s(
+                link_s / count + 2 * (count - 1) * latency_s,
+                compute_s,
+                num_fragments=outer["fragments"],
+                hidden_frac=outer["delay_updates"] / (event["updates"] * event["num_accum_steps"]),
+            )
+            ready_s[trainer] += compute_s + wait_s
+        elif event["event"] == "sync":
+            several = [trainer for trainer in event["trainers"] if workers[trainer] > 1]
+            for trainer in several:
+                sum_s = link_s / sum(workers[t] for t in several)
+                ready_s[trainer] += sum_s + 2 * (workers[trainer] - 1) * cluster.latency_s
+        else:
+            waiting = event["members"] if "members" in event else [event["trainer"]]
+            met_s = max(ready_s[trainer] for trainer in waiting)
+            ready_s |= dict.fromkeys(waiting, met_s + link_s + latency_s)
+        ended_s[event["round"]] = max(ready_s.values())
+    return ended_s
+
+
+def ring_s(num_members: int, num_bytes: float, *, bandwidth: float, latency_s: float = 0) -> float:
+    """Seconds of a ring all-reduce: reduce-scatter, then all-gather (docs/algorithm.md, 6)."""
+    return 2 * (num_members - 1) * (num_bytes / num_members / bandwidth + latency_s)
+
+
+def blocked_s(
+    transfer_s: float, round_s: float, *, num_fragments: int = 1, hidden_frac: float = 0.0
+) -> float:
+    """Seconds that a trainer waits for a round's synchronisations.
+
+    Args:
+      transfer_s: Seconds of all fragments' transfers together.
+      round_s: Seconds in which the trainer's workers compute.
+      num_fragments: Fragments of equal size, synchronised in turn within the round.
+      hidden_frac: Part of the round that passes between sending a fragment and using it; a
+        fragment has arrived when the next one is sent, so that at most 1 / num_fragments counts.
+
+    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 to 2.4.
+    """
+    hidden_s = round_s * min(hidden_frac, 1 / num_fragments)
+    return max(0.0, transfer_s - num_fragments * hidden_s)

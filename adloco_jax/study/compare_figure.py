@@ -70,7 +70,7 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
     text = (
         f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
         f" held-out text: {spread}; down and left is better. Grey: the front, the variants that no"
-        f" other beats in both. {table['charged']} Simulated seconds are {table['simulated']}."
+        f" other beats in both. {table['charged']} Seconds are simulated {table['simulated']}."
     )
     missing = [name for name in table["rows"] if name not in costs]
     return text + (f" Not reached by {by} seeds: {'; '.join(missing)}." if missing else "")

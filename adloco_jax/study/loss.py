@@ -1,13 +1,14 @@
 """Loss (or accuracy) of runs against what it cost: a chart for each cost."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Axis, Curve
+from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import Run, Variant
+
+CLUSTER = Cluster()  # of the simulated time
 
 _MAX_NAMED = 12  # trainers that have colours of their own
 _MAX_LABEL = 22  # characters beside a curve
@@ -21,14 +22,6 @@ _COSTS = {
     "bytes": ("Bytes", "B"),
     "simulated_s": ("Simulated time", ""),
 }
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Simulated time: the cluster's name, and for each run's folder the end of each round (s)."""
-
-    cluster: str
-    end_s: Mapping[Path, Mapping[int, float]]
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
@@ -48,28 +41,25 @@ def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
     return {trainer: looks.get(trainer, ("other", "")) for trainer in trainers}
 
 
-def charts(
-    variants: Sequence[Variant], clock: Clock | None, *, field: str = "loss"
-) -> list[tuple[str, str]]:
+def charts(variants: Sequence[Variant], *, field: str = "loss") -> list[tuple[str, str]]:
     """A chart for each cost that was spent, by the cost's name.
 
     Args:
       variants: One run alone is drawn by trainer, with its consensus; several as a curve per
         variant, of several seeds a median with a band.
-      clock: For the simulated time; None leaves it out.
       field: "loss", or a classifier's "accuracy".
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: Run, trainer: int | None = None) -> list[dict]:
-        """Of a run or a trainer; also over simulated time, None where it is not known."""
+        """Evaluations of a run or a trainer, with the simulated time by then."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             own = curves.heldout_points(run.events, trainer=who, field=field)
         else:
             own = curves.training_points(run.events, trainer=trainer)
-        end_s = clock.end_s.get(run.folder, {}) if clock else {}
+        end_s = run_seconds(run.events, CLUSTER)
         return [point | {"simulated_s": end_s.get(point["round"])} for point in own]
 
     drawn = [
@@ -162,11 +152,11 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
     return f"{shown}."
 
 
-def reading(clock: Clock | None) -> str:
-    """How the charts of loss are to be read, which holds for all runs."""
-    shown = (
+def reading() -> str:
+    """How to read the charts of loss, of all runs alike."""
+    return (
         "Costs are summed over trainers. Communications are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"
-        " more than a decade apart. A gap is a value that was not finite."
+        " more than a decade apart. A gap is a value that was not finite. Time is simulated from"
+        f" the ledger for a cluster {CLUSTER}."
     )
-    return shown + (f" Time is simulated on the cluster “{clock.cluster}”." if clock else "")

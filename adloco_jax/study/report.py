@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import curves, loss, page, predictions, run_figures, theory
+from adloco_jax.study import curves, loss, page, run_figures, theory
 from adloco_jax.study.curves import Run, Variant
-from adloco_jax.study.loss import Clock
 from adloco_jax.study.page import Cell
-from adloco_jax.study.replay import PARTS
 from adloco_jax.study.summary import (
     closing_table,
     described,
@@ -128,8 +126,7 @@ def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) 
 
 def _page(variants: Sequence[Variant], command: str) -> str:
     runs = [run for variant in variants for run in variant.runs]
-    clock, not_simulated = predictions.simulate(runs)
-    losses = page.tabs("loss", dict(loss.charts(variants, clock)))
+    losses = page.tabs("loss", dict(loss.charts(variants)))
     figure = page.figure(losses, loss.caption(variants))
     if len(runs) == 1:
         title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
@@ -138,12 +135,10 @@ def _page(variants: Sequence[Variant], command: str) -> str:
         title, parts = f"{len(variants)} variants, {len(runs)} runs", _variants_parts(variants)
         beside, under = _totals_table(variants), ""
     if any(map(curves.is_classifier, runs)):
-        drawn = page.tabs("accuracy", dict(loss.charts(variants, clock, field="accuracy")))
+        drawn = page.tabs("accuracy", dict(loss.charts(variants, field="accuracy")))
         accuracy = page.figure(drawn, loss.caption(variants, "accuracy"))
         parts = {"Accuracy": accuracy} | parts
-    parts["How to read this page, and the commands that made it"] = _runs_table(
-        variants, clock, not_simulated, command
-    )
+    parts["How to read this page, and the commands that made it"] = _runs_table(variants, command)
     return page.page(
         title,
         _lead(variants),
@@ -257,9 +252,7 @@ def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
     return middle if low == high else (middle, f"{low} – {high}")
 
 
-def _runs_table(
-    variants: Sequence[Variant], clock: Clock | None, not_simulated: Sequence[str], command: str
-) -> str:
+def _runs_table(variants: Sequence[Variant], command: str) -> str:
     rows = [
         {
             "variant": variant.label,
@@ -274,16 +267,7 @@ def _runs_table(
     ]
     parts = [page.table("From these ledgers:", rows, texts=3)]
     parts += [page.paragraph("This page was made by"), page.verbatim(command)]
-    parts.append(page.paragraph(loss.reading(clock)))
-    if clock:
-        cluster = (
-            f"The cluster “{clock.cluster}” is {predictions.PRESET_IN_WORDS}, with a device for"
-            " each worker of the largest run, computing at the pace of its data sheet, and trains"
-            " the run's own model."
-        )
-        parts.append(page.paragraph(cluster))
-    if not_simulated:
-        parts.append(page.paragraph("Without simulated time: " + "; ".join(not_simulated)))
+    parts.append(page.paragraph(loss.reading()))
     return "\n".join(parts)
 
 
@@ -319,7 +303,6 @@ def _parts_of(run: Run) -> dict[str, str]:
     caption = f"The {len(slowest)} slowest of {len(programs)} programs. {_STALLED}"
     table = page.table(caption, slowest, texts=2) if slowest else ""
     parts["Time and compilation"] = f"{run_figures.times(run)}\n{table}"
-    parts["On other clusters"] = _cluster_table(run)
     parts["Theory"] = _theory(run)
     parts["All totals"] = _facts("", dict(described(totals(run.events))), texts=2)
     return parts
@@ -341,24 +324,6 @@ def _variants_parts(variants: Sequence[Variant]) -> dict[str, str]:
         "The trainers of each variant": f'<div class="lives">{"".join(details)}</div>',
         "Updates, merges and measured time": _variants_table(caption, _MORE, variants),
     }
-
-
-def _cluster_table(run: Run) -> str:
-    try:
-        times = predictions.on_clusters(run)
-    except DataError as error:
-        return page.paragraph(f"Not simulated: {error}")
-    rows = [
-        {"cluster": name, "devices": _count(num_devices), "time (s)": short(own.wall_s)}
-        | {f"{part.removesuffix('_s')} (%)": f"{100 * own.frac(part):z.1f}" for part in PARTS}
-        for (name, num_devices), own in times.items()
-    ]
-    caption = (
-        f"The simulator's replay of this run on {predictions.DEVICE} devices at the pace of their"
-        " data sheet: wall-clock time, and shares of all device-time. The devices are divided"
-        " among the run's workers; adloco_jax/study/replay.py states the model."
-    )
-    return page.table(caption, rows)
 
 
 def _theory(run: Run) -> str:
