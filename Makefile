@@ -1,15 +1,17 @@
-# make demo   train AdLoCo on this Python's own standard library, and draw the report
-# make test   the tests; `make slow` has the long ones
-# make check  lint, format, types, and the files for GitHub against their schemas
-# make dist   wheel and sdist, and the wheel tried in an empty environment
-# make parity  the same numbers as PyTorch's, which this installs
-# make gpu    measures this engine on one GPU, with the jax and torch for it, which this installs
-# make conformance  the lines of docs/conformance.md: others' numbers beside ours
-# make docs   the documentation site in docs/_build/html, with notebooks/ executed
-# make faults  kills, starves and corrupts runs for hours, and prints what came of it
-# make mutants  makes realistic mistakes, one at a time, and prints which of them no test notices
+# make demo   trains AdLoCo on the standard library of this Python, and writes the report
+# make test   runs the tests; `make slow` runs the long ones
+# make test-core  tests the pure functions alone
+# make notebooks  runs the scripts of the notebooks
+# make check  lint, format, types, and GitHub's files against their schemas
+# make dist   builds wheel and sdist, and tries the wheel in an empty environment
+# make parity  compares with PyTorch, which it installs
+# make gpu    measures the engine on one GPU, with jax and torch for CUDA, which it installs
+# make conformance  compares with published figures (docs/conformance.md)
+# make docs   builds the site in docs/_build/html and executes notebooks/
+# make faults  kills, starves and corrupts runs for hours, and prints the outcomes
+# make mutants  makes realistic mistakes in the code, one at a time, and prints those that no test kills
 #
-# PYTHON=<interpreter> chooses the Python, VENV=<folder> where its environment lives.
+# PYTHON=<interpreter> chooses the Python, VENV=<folder> the environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,16 +19,16 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2]
 INSTALLED := $(VENV)/installed-$(VERSION)
 WITH := $(VENV)/installed-$(VERSION)-with
 RUN := $(VENV)/bin/python
-# The newest jax needs Python 3.12, so 3.11 has versions of its own.
+# The newest jax needs Python 3.12, so Python 3.11 has its own file.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
-# Modules that nothing imports are not compiled: a third of the time.
+# Compiling all modules takes a third of the time; Python compiles those that are imported.
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
-# Much of a test is tracing, on one core; a process of them all takes up to 3 GiB.
+# Much of a test is tracing, on one core. A process takes up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core parity gpu conformance docs check dist extras faults mutants clean
+.PHONY: demo test slow test-core notebooks parity gpu conformance docs check dist extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -39,6 +41,9 @@ slow: $(INSTALLED)
 
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
+
+notebooks: $(INSTALLED)
+	for script in notebooks/*.py; do MPLBACKEND=agg $(RUN) $$script || exit; done
 
 parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py
@@ -79,7 +84,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -e '.[test]'
 	touch $@
 
-# Those of the targets above at once, so that none installs while another runs.
+# Installs for all of these targets at once, so that no target installs while another runs.
 extras: $(INSTALLED)
 	$(INSTALL) -e '.[parity,conformance,dist,docs]'
 	touch $(foreach extra,parity conformance dist docs,$(WITH)-$(extra))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Uses the wheel in dist/ as a stranger does: a fresh environment, an empty folder.
 #
-#   PYTHON=python3.12 scripts/try_wheel.sh constraints/py312.txt
+#   PYTHON=python3.13 scripts/try_wheel.sh constraints/py312.txt
 set -euo pipefail
 
 wheel=$(realpath dist/*.whl)
