@@ -7,10 +7,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from toy import settings_of
 
 from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
+from adloco_jax.engine.health import without_trainers
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes
@@ -258,7 +261,16 @@ def test_learning_rate_on_growth_follows_the_effective_batch(rule, batch, limit,
     ],
 )
 def test_auto_test_batch_is_4_percent_within_8_and_256(owners, micro_batches, counts):
-    batching = {"initial_batch_size": 4}
+    check_counts(owners, micro_batches, counts, "auto")
+
+
+@pytest.mark.parametrize(("workers", "each"), [(2, 4), (3, 2), (4, 2), (7, 2)])
+def test_a_declared_test_batch_is_raised_to_two_sequences_per_worker(workers, each):
+    check_counts((0,) * workers, 2, [each] * workers, 8)
+
+
+def check_counts(owners, micro_batches, counts, test_batch_size):
+    batching = {"initial_batch_size": 4, "test_batch_size": test_batch_size}
     settings = settings_of(inner={"steps_per_round": micro_batches}, batching=batching)
     control = a_control(batches=(4,), owners=owners)
     counts_R = batches.test_counts(control, plans_of(control, settings), settings)
@@ -308,27 +320,53 @@ GROWING = {"num_trainers": 2, "num_workers": 8, "initial_workers": 2}
 
 
 @pytest.mark.parametrize(
-    ("request_", "free", "growth", "size"),
+    ("request_", "free", "limit", "growth", "size"),
     [
-        (4.0, 9, "workers rounds batch", (2, 1, 4)),
-        (4.1, 9, "workers rounds batch", (4, 1, 4)),  # three are needed: they double
-        (9.0, 9, "workers rounds batch", (4, 1, 4)),
-        (90.0, 9, "workers rounds batch", (4, 1, 4)),  # before anything else grows, all work
-        (90.0, 1, "workers rounds batch", (3, 3, 12)),  # 180 = 3 x 3 x 20, capped
-        (20.0, 0, "workers rounds batch", (2, 3, 7)),
-        (20.0, 0, "batch rounds", (2, 2, 12)),
-        (20.0, 9, "batch workers", (4, 1, 12)),
-        (math.nan, 9, "workers rounds batch", (2, 1, 4)),
-        (0.1, 9, "workers rounds batch", (2, 1, 4)),
+        (4.0, 9, 800, "workers rounds batch", (2, 1, 4)),
+        (4.1, 9, 800, "workers rounds batch", (4, 1, 4)),  # three are needed: they double
+        (9.0, 9, 800, "workers rounds batch", (4, 1, 4)),
+        (90.0, 9, 800, "workers rounds batch", (4, 1, 4)),  # before anything else grows, all work
+        (90.0, 1, 800, "workers rounds batch", (3, 3, 12)),  # 180 = 3 x 3 x 20, capped
+        (90.0, 1, 40, "workers rounds batch", (3, 3, 4)),  # 36: nothing is rounded up past 40
+        (90.0, 9, 15, "workers rounds batch", (3, 1, 5)),
+        (90.0, 0, 15, "rounds batch", (2, 1, 7)),
+        (20.0, 0, 800, "workers rounds batch", (2, 3, 7)),
+        (20.0, 0, 800, "batch rounds", (2, 2, 12)),
+        (20.0, 9, 800, "batch workers", (4, 1, 12)),
+        (math.nan, 9, 800, "workers rounds batch", (2, 1, 4)),
+        (0.1, 9, 800, "workers rounds batch", (2, 1, 4)),
     ],
 )
-def test_a_request_is_spent_in_the_declared_order_up_to_each_cap(request_, free, growth, size):
+def test_a_request_is_spent_in_the_declared_order_up_to_each_cap(
+    request_, free, limit, growth, size
+):
     settings = settings_of(
         inner={"max_steps_per_round": 9},
         batching={"growth": tuple(growth.split()), "batch_cap": 12, "max_growth": 100},
     )
-    grown = batch_sizes.grown(Size(2, 1, 4), request_, settings, free_workers=free)
+    how = {"limit": limit, "free_workers": free}
+    grown = batch_sizes.grown(Size(2, 1, 4), request_, settings, **how)
     assert grown == size
+
+
+@given(
+    st.builds(Size, *[st.integers(1, 9)] * 3),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.floats(0, 1e300),
+    st.permutations(["workers", "rounds", "batch"]),
+)
+@example(Size(3, 1, 1), 2, 1, 99.0, ["workers", "rounds", "batch"])  # from 3 to 8, once
+def test_growth_is_limited_as_a_product_of_workers_rounds_and_batch(
+    now, factor, free, request_, by
+):
+    settings = settings_of(
+        inner={"max_steps_per_round": 27}, batching={"growth": tuple(by), "batch_cap": 99}
+    )
+    limit = factor * now.total
+    grown = batch_sizes.grown(now, request_, settings, limit=limit, free_workers=free)
+    assert now.total <= grown.total <= limit
+    assert all(before <= after for before, after in zip(now, grown, strict=True))
 
 
 def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads():
@@ -561,6 +599,46 @@ def test_demand_gives_the_workers_to_whoever_asks_for_more():
     # The representative has the first choice of what it absorbed, though trainer 0 comes before.
     control = a_control(batches=(4, 4, 1), owners=(0, 1, 2, 2))
     assert adloco.after_merge(control, (1, 2), settings_of())[1] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("merged_loss", "spawned"),
+    [
+        (0.0, []),  # the merge has divided the workers anew
+        # Refused: the requests stand. The attempt and the spawns are one communication.
+        (1.0, [(0, 2, 0, 300), (1, 2, 0, 300), (2, 3, 0, 300)]),
+    ],
+)
+def test_requests_for_workers_end_with_a_merge(merged_loss, spawned):
+    settings = settings_of(
+        num_rounds=2,
+        ensemble={"num_trainers": 3, "num_workers": 7, "initial_workers": 4},
+        merge={"every_rounds": 1, "max_barrier": 0.5},
+    )
+    control, engine = a_control(batches=(8, 2, 2), owners=(0, 1, 2, 2)), host_engine(merged_loss)
+    noisy = stats(1e3, 1.0, workers=4)  # every trainer asks for more workers
+    tested = [((0, 1, 2), (0, 1, 2, 2), np.full(4, 4, np.int32), noisy)]
+    engine.gradient_stats.side_effect = [tested, []]
+    engine.spawn.side_effect = lambda ensemble, *_: ensemble
+    seen = []
+    adloco.adloco(
+        State(None, control),
+        settings=settings,
+        engine=engine,
+        observers=[lambda state, boundary: seen.append((state.control, boundary.changes))],
+    )
+    after, (attempt, *spawns) = seen[0]
+    assert [(e["trainer"], e["workers_after"], e["syncs"], e["bytes"]) for e in spawns] == spawned
+    assert after.syncs_total == 1 + attempt["syncs"] == 2  # trainer 2's round, and the attempt
+    assert after.bytes_total == 8 + attempt["bytes"] + sum(e["bytes"] for e in spawns)
+
+
+def test_workers_of_a_quarantined_trainer_do_not_come_back():
+    settings = settings_of(ensemble=GROWING | {"spawn_frac": 0.25}, num_rounds=8)
+    control = a_control(batches=(4, 4), owners=[0, 0, 0, 0, 1, 1, 1, 1])
+    control, _ = without_trainers(control, [0])
+    control.round = 4
+    assert adloco.joining_workers(control, settings) == []
 
 
 def test_who_loses_a_worker_to_a_merge_synchronises_before_it():

@@ -84,7 +84,7 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     broken = run(tmp_path / "broken", Marked((1,), first=8), saved)
     (fault,) = events(broken.workdir, "fault", kind="quarantine")
     assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
-    assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"]}]
+    assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"], "workers": 2}]
     since = min(e["round"] for e in events(broken.workdir, "round") if e["skipped_updates"] == 6)
     assert fault["round"] == (since if since % 4 == 0 else since + 1)
 

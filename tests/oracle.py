@@ -366,7 +366,7 @@ def tested(s, trainer, rows, free):
     total = b.test_batch_size
     if total is None:
         total = min(max(math.ceil(Fraction(4, 100) * sequences), 8), 256)
-        total = max(total, least * len(rows))
+    total = max(total, least * len(rows))
     per_worker = min(total, sequences) // len(rows)
     if per_worker < least:
         return None, (len(rows), trainer.length, trainer.batch), None
@@ -393,16 +393,18 @@ def tested(s, trainer, rows, free):
 def grown(s, trainer, workers, free, request):
     """(workers, round length, batch): more workers first, then longer rounds, larger batches."""
     b, length, batch = s.batching, trainer.length, trainer.batch
-    total = workers * min(request, b.max_growth * length * batch)
+    largest = b.max_growth * workers * length * batch  # the product of the three
+    total = min(workers * request, largest)
     wanted = max(math.ceil(total / (length * batch)), workers)
     now = workers if wanted == workers else min(2 * workers, workers + free)
     if now < min(wanted, workers + free):
         return now, length, batch
     most = (s.inner.max_steps_per_round or s.inner.steps_per_round) // s.inner.steps_per_round
     each = total / now
-    longer = max(length, min(math.ceil(each / batch), most))
+    longer = max(length, min(math.ceil(each / batch), most, largest // (now * batch)))
     limits = {"max_growth": b.max_growth, "cap": b.batch_cap, "monotone": b.monotone}
-    return now, longer, limited(each / longer, batch=batch, **limits)
+    larger = limited(each / longer, batch=batch, **limits)
+    return now, longer, min(larger, largest // (now * longer))
 
 
 def learning_rate(s, update):
@@ -441,8 +443,8 @@ def merge_trainers(s, trainers, workers, members):
     counts_before = {t.id: sum(w.trainer == t.id for w in workers) for t in trainers}
     total_batches = {t.id: t.batch * counts_before[t.id] for t in trainers}
     total_batches[representative.id] = max(total_batches[member.id] for member in members)
-    representative.batch = max(member.batch for member in members)
-    representative.length = max(member.length for member in members)
+    largest = members[weights.index(max(weights))]
+    representative.batch, representative.length = largest.batch, largest.length
     for trainer in absorbed:
         trainers.remove(trainer)
 
@@ -459,6 +461,7 @@ def merge_trainers(s, trainers, workers, members):
         counts = allocated([t.batch * t.length for t in trainers], len(workers))
         own[representative.id] += orphans
     for trainer, count in zip(trainers, counts, strict=True):
+        trainer.wanted = count  # no worker joins until the trainer's test asks again
         for w in own[trainer.id][:count]:
             after[w] = trainer.id
     free = [w for w in range(len(workers)) if after[w] is None]

@@ -59,6 +59,14 @@ CASES = {
         merge={"every_rounds": 5},
         ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},
     ),
+    # At the merge after round 2 tests ask for workers, which the merge divides otherwise.
+    "merge among requests": settings_of(
+        num_rounds=5,
+        inner={"max_steps_per_round": 9},
+        batching={"eta": 0.3, "initial_batch_size": 1, "buckets": (1, 2, 4), "batch_cap": 8},
+        merge={"every_rounds": 2},
+        ensemble={"num_trainers": 3, "num_workers": 9, "initial_workers": 3},
+    ),
 }
 
 
@@ -136,22 +144,35 @@ def test_the_cases_cover_what_they_are_for():
     assert len(growing.spawns) >= 3 and {r["updates"] for r in growing.rounds} == {3, 6}
 
 
+ONE = [(1, 1)]
+
+
 @given(
     st.lists(st.integers(0, 4), min_size=2, max_size=9),
-    st.lists(st.integers(1, 30), min_size=5, max_size=5),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=5, max_size=5),
     st.sampled_from(["worst_with_worst", "best_with_worst"]),
     st.integers(2, 4),
     st.sampled_from(["demand", "retire"]),
     st.sampled_from(["max", "total"]),
 )
 # The absorbed trainer has the larger total batch; two free workers for two trainers that lack one.
-@example([0, 1, 1, 1, 1, 2], [10, 5, 30, 1, 1], "worst_with_worst", 2, "demand", "total")
-@example([0, 0, 0, 1, 1, 2, 3], [9, 9, 9, 9, 9], "worst_with_worst", 2, "demand", "max")
+@example(
+    [0, 1, 1, 1, 1, 2],
+    [(10, 1), (5, 1), (30, 1)] + 2 * ONE,
+    "worst_with_worst",
+    2,
+    "demand",
+    "total",
+)
+@example([0, 0, 0, 1, 1, 2, 3], 5 * [(9, 1)], "worst_with_worst", 2, "demand", "max")
 # The representative has the first choice of what it absorbed, though another trainer comes before.
-@example([0, 1, 2, 2], [4, 3, 1, 1, 1], "worst_with_worst", 2, "demand", "max")
-def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, allocation, batch):
+@example([0, 1, 2, 2], [(4, 1), (3, 1)] + 3 * ONE, "worst_with_worst", 2, "demand", "max")
+# The member with the largest demand has the smaller batch.
+@example([0, 1], [(8, 1), (3, 3)] + 3 * ONE, "worst_with_worst", 2, "demand", "max")
+def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width, allocation, batch):
     ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
-    owners, batches = [ids.index(owner) for owner in owners], batches[: len(ids)]
+    owners, sizes = [ids.index(owner) for owner in owners], sizes[: len(ids)]
+    demands = [batch_size * length for batch_size, length in sizes]
     base = CASES["defaults"]
     settings = dataclasses.replace(
         base,
@@ -162,11 +183,12 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
     )
     # Who asks for least has not been tested yet, and has no sums to average.
     sums = [
-        {"noise_sum": float(b), "noise_weight": 1.0} if b > min(batches) else {} for b in batches
+        {"noise_sum": float(b), "noise_weight": 1.0} if b > min(demands) else {} for b in demands
     ]
     control = adloco.Control(
         trainers=[
-            adloco.Trainer(10 + m, b, smoothing=dict(sums[m])) for m, b in enumerate(batches)
+            adloco.Trainer(10 + m, b, length, requested_workers=9, smoothing=dict(sums[m]))
+            for m, (b, length) in enumerate(sizes)
         ],
         owners=list(owners),
         streams=[100 + w for w in range(len(owners))],
@@ -175,8 +197,8 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
         round=1,
     )
     trainers = [
-        oracle.Trainer(10 + m, np.zeros(1), np.zeros(1), b, sums=dict(sums[m]))
-        for m, b in enumerate(batches)
+        oracle.Trainer(10 + m, np.zeros(1), np.zeros(1), b, length, wanted=9, sums=dict(sums[m]))
+        for m, (b, length) in enumerate(sizes)
     ]
     workers = [
         oracle.Worker(100 + w, 10 + m, (0, np.zeros(1), np.zeros(1))) for w, m in enumerate(owners)
@@ -185,13 +207,14 @@ def test_workers_batches_and_sums_after_a_merge(owners, batches, policy, width, 
         assert len(ids) == 1
         return
     members = adloco.choose_members(control, [0.0] * len(ids), settings)
-    assert list(members) == oracle.merge_members(batches, policy=policy, width=width)
+    assert list(members) == oracle.merge_members(demands, policy=policy, width=width)
     control, moved = adloco.after_merge(control, members, settings)
     oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
 
-    assert [(t.id, t.requested_batch_size, t.smoothing) for t in control.trainers] == [
-        (t.id, t.batch, t.sums) for t in trainers
-    ]
+    assert [
+        (t.id, t.requested_batch_size, t.round_length, t.requested_workers, t.smoothing)
+        for t in control.trainers
+    ] == [(t.id, t.batch, t.length, t.wanted, t.sums) for t in trainers]
     place = {trainer.id: position for position, trainer in enumerate(trainers)}
     assert control.streams == [worker.stream for worker in workers]
     assert control.owners == [place[worker.trainer] for worker in workers]

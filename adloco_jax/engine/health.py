@@ -88,7 +88,8 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
     workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
     for position in broken:
         trainer = control.trainers[position]
-        control.quarantined.append({"trainer": trainer.id, "round": control.round})
+        retired = {"workers": control.owners.count(position)}
+        control.quarantined.append({"trainer": trainer.id, "round": control.round} | retired)
     control.trainers = [control.trainers[m] for m in survivors]
     # As `core.take` orders them: each trainer's workers next to one another.
     workers.sort(key=lambda worker: control.owners[worker])

@@ -289,22 +289,26 @@ def intervals(group: Group, rate_TR: np.ndarray, settings: Settings) -> np.ndarr
     return (sum_R[firsts] / (inner.steps_per_round * inner.learning_rate)).astype(np.float32)
 
 
-def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:
-    """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
-    counts = np.zeros(len(control.owners), np.int32)
+def least_test_sequences(settings: Settings) -> int:
+    """Sequences per worker without which the batch-size test has no meaning."""
     batching = settings.batching
     needs = BATCH_TESTS[batching.test].needs
     least = MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
-    least *= CHUNK_SIZE if batching.estimator == "chunks" else 1
+    return least * (CHUNK_SIZE if batching.estimator == "chunks" else 1)
+
+
+def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:
+    """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
+    counts = np.zeros(len(control.owners), np.int32)
+    least = least_test_sequences(settings)
     for trainer, plan in plans.items():
         per_worker = plan.num_micro_batches * plan.micro_batch_size
         workers = control.workers_of(trainer)
-        total = batching.test_batch_size
+        total = settings.batching.test_batch_size
         if total is None:
             fraction = math.ceil(AUTO_TEST_FRAC * per_worker * len(workers))
             total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
-            total = max(total, least * len(workers))
-        share = min(total // len(workers), per_worker)
+        share = min(max(total // len(workers), least), per_worker)
         counts[workers] = share if share >= least else 0
     return counts
 

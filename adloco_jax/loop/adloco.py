@@ -28,7 +28,7 @@ from adloco_jax.loop.control import (
     merge_cost,
     with_cost,
 )
-from adloco_jax.loop.growth import Decision, Stats, with_batch_sizes
+from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
 from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.settings import Settings
 
@@ -143,8 +143,11 @@ def adloco(
             if members:  # algorithm 3, DoMerge
                 state, merged = merge_trainers(state, members, losses, settings, engine)
                 changes.append(merged)
+        merged_now = any(change["event"] in ("merge", "refusal") for change in changes)
         for trainer, size in joining_workers(state.control, settings):  # ours
-            state, spawned = spawn_workers(state, trainer, size, settings, engine)
+            state, spawned = spawn_workers(
+                state, trainer, size, settings, engine, after_merge=merged_now
+            )
             changes.append(spawned)
         for observer in observers:
             observer(state, Boundary(metrics, decisions, changes))
@@ -429,8 +432,9 @@ def after_merge(
     changed = copy.deepcopy(control)
     if not refused:
         merged = [changed.trainers[m] for m in members]
-        merged[0].requested_batch_size = max(t.requested_batch_size for t in merged)
-        merged[0].round_length = max(t.round_length for t in merged)
+        largest = max(merged, key=lambda trainer: trainer.demand)
+        merged[0].requested_batch_size = largest.requested_batch_size
+        merged[0].round_length = largest.round_length
         merged[0].smoothing = _mean_smoothing([t.smoothing for t in merged])
         totals[representative] = max(totals[m] for m in members)
     survivors = [m for m in range(len(control.trainers)) if m not in members[1:]]
@@ -439,6 +443,8 @@ def after_merge(
     if settings.ensemble.allocation == "demand":
         requested = [trainer.demand for trainer in changed.trainers]
         new_sizes = allocate_workers(requested, len(control.owners))
+    for trainer, size in zip(changed.trainers, new_sizes, strict=True):
+        trainer.requested_workers = size  # the division answers every earlier request for workers
     owners = divide_workers(control.owners, members, new_sizes)
     if settings.merge.representative_batch == "total":
         for trainer, old, size in zip(changed.trainers, survivors, new_sizes, strict=True):
@@ -455,7 +461,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
     sizes = [control.owners.count(m) for m in range(num_trainers)]
-    free = ensemble.num_workers - len(control.owners)
+    free = free_workers(control, settings)
     if ensemble.spawn_frac is None:
         wanted = [trainer.requested_workers for trainer in control.trainers]
     elif share_done(control.round, control.tokens_total, settings) >= ensemble.spawn_frac:
@@ -483,7 +489,13 @@ def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
 
 
 def spawn_workers(
-    state: State, trainer: int, num_workers: int, settings: Settings, engine: Engine
+    state: State,
+    trainer: int,
+    num_workers: int,
+    settings: Settings,
+    engine: Engine,
+    *,
+    after_merge: bool = False,
 ) -> tuple[State, dict]:
     """Let workers of the pool join a trainer, in one communication.
 
@@ -493,12 +505,16 @@ def spawn_workers(
       num_workers: Its workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
+      after_merge: Whether a merge or a refused attempt precedes it at this boundary: both are then
+        one communication, which the merge has counted.
 
     Returns:
       The new state, and the fields of its ledger line, `event` among them.
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)
+    if after_merge:
+        cost["syncs"] = 0
     event = {
         "event": "spawn",
         "round": state.control.round,

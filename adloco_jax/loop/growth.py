@@ -61,7 +61,7 @@ def with_batch_sizes(
     """
     control = copy.deepcopy(control)
     needs = BATCH_TESTS[settings.batching.test].needs
-    decisions, free = [], _unused_workers(control, settings)
+    decisions, free = [], _workers_for_tests(control, settings)
     with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
         tested = _by_trainer(stats)
         for position, trainer in enumerate(control.trainers):
@@ -83,30 +83,39 @@ def with_batch_sizes(
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
     """The control if every trainer's test requested `growth` times what it has."""
-    control, free = copy.deepcopy(control), _unused_workers(control, settings)
+    control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
-        size = grown(now, growth * trainer.demand, settings, free_workers=free)
+        limit = math.floor(growth * now.total)
+        size = grown(now, growth * trainer.demand, settings, limit=limit, free_workers=free)
         free -= size.num_workers - now.num_workers
         trainer.grow_to(size)
     return control
 
 
-def _unused_workers(control: Control, settings: Settings) -> int:
-    """Workers of the pool that a test may let join a trainer."""
-    ensemble = settings.ensemble
-    if ensemble.initial_workers is None or ensemble.spawn_frac is not None:
+def free_workers(control: Control, settings: Settings) -> int:
+    """Workers of the pool that have not begun; a quarantined trainer's workers never return."""
+    if settings.ensemble.initial_workers is None:
         return 0
-    return ensemble.num_workers - len(control.owners)
+    retired = sum(trainer["workers"] for trainer in control.quarantined)
+    return settings.ensemble.num_workers - retired - len(control.owners)
 
 
-def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 0) -> Size:
+def _workers_for_tests(control: Control, settings: Settings) -> int:
+    """Free workers that a test may let join a trainer."""
+    return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
+
+
+def grown(
+    now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
+) -> Size:
     """The size that a request leads to: `batching.growth` in order, each up to its cap.
 
     Args:
       now: What the trainer runs with.
       request: Sequences per worker, with as many workers as now; not finite: nothing changes.
       settings: The run's settings.
+      limit: Upper bound of the new `Size.total`, not below the present one.
       free_workers: How many may join.
 
     Returns:
@@ -116,18 +125,21 @@ def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 
     if not math.isfinite(request):
         return now
     batching, inner, size = settings.batching, settings.inner, now
+    request = min(request, limit / now.num_workers)
     for name in batching.growth:
         # Per worker, with those that have joined.
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
-            needed = math.ceil(share * size.num_workers / (size.round_length * size.batch_size))
-            pool = size.num_workers + free_workers
+            each = size.round_length * size.batch_size
+            most = min(size.num_workers + free_workers, limit // each)
+            needed = min(math.ceil(share * size.num_workers / each), most)
             if needed > size.num_workers:
-                size = size._replace(num_workers=min(2 * size.num_workers, pool))
-            if size.num_workers < min(needed, pool):
+                size = size._replace(num_workers=min(2 * size.num_workers, most))
+            if size.num_workers < needed:
                 break  # they double again before anything else grows
         elif name == "rounds":
             most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round
+            most = min(most, limit // (size.num_workers * size.batch_size))
             needed = min(math.ceil(share / size.batch_size), most)
             size = size._replace(round_length=max(size.round_length, needed))
         else:
@@ -138,7 +150,8 @@ def grown(now: Size, request: float, settings: Settings, *, free_workers: int = 
                 batch_cap=batching.batch_cap,
                 monotone=batching.monotone,
             )
-            size = size._replace(batch_size=batch)
+            most = limit // (size.num_workers * size.round_length)
+            size = size._replace(batch_size=min(batch, most))
     return size
 
 
@@ -201,8 +214,7 @@ def _tested(
     if is_blind and batching.max_blind_growth is not None:
         blind = max(batching.max_blind_growth * trainer.measured_size, now.total)
         limit, is_held = min(limit, blind), blind < limit
-    limited = min(value, limit / now.num_workers) if math.isfinite(value) else math.nan
-    size = grown(now, limited, settings, free_workers=free_workers)
+    size = grown(now, value, settings, limit=limit, free_workers=free_workers)
     if not math.isfinite(value):
         reason = "degenerate"
     elif is_blind:

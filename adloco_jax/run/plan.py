@@ -11,7 +11,7 @@ from adloco_jax import hf
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import Group, classes, round_keys
+from adloco_jax.engine.inputs import Group, classes, least_test_sequences, round_keys
 from adloco_jax.engine.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec, num_bytes
@@ -127,6 +127,12 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     test = [f"{batching.test} test", *(f"{k} {getattr(batching, k)}" for k in knobs if k in wanted)]
     if measures_gradients(settings):
         test += [batching.mode, f"estimator {spec.estimator}"]
+        least, given = least_test_sequences(settings), batching.test_batch_size
+        if given is not None and given < least * ensemble.num_workers:
+            test.append(
+                f"test_batch_size {given} (raised to {least} per worker for a trainer of more than"
+                f" {given // least} workers)"
+            )
     sizes = [str(size) for size in batching.buckets if size <= max_batch]
     owners = tuple(start(settings, max_batch).owners)
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
