@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.types import by_trainer, shares, where_leading
+from adloco_jax.core.types import map_trainers, shares, where_leading
 
 Aggregator: TypeAlias = Callable[..., PyTree]
 """`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
 
 `difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
-float32 [W], are the workers' weights, which sum to 1. A worker that is left out, and padding, has a
-share and differences of zero. The result has leaves [...]. Knobs are keywords with the names
-of the config's group `outer`.
+float32 [W], are the workers' weights, which sum to 1. A worker that is left out has a share and
+differences of zero. The result has leaves [...]. Knobs are keywords with the names of the config's
+group `outer`.
 """
 
 CANCELLED = 1e-6  # of a mean of unit vectors: shorter, it is rounding error and has no direction
@@ -132,18 +132,16 @@ def by_trainers(
     Only a positive finite weight counts; a trainer without one weighs its usable workers alike.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
-    (usable_MW, weights_MW, difference_MW), mask_MW = by_trainer(
-        (usable_R, weights_R, difference_R), owners
-    )
 
-    def one_trainer(usable_W, weights_W, difference_W):
+    def one_trainer(entries_W):
+        usable_W, weights_W, difference_W = entries_W
         share_W, chosen_W = shares(weights_W, usable_W)
         # Left out by selection: zero times NaN is NaN.
         zeros_W = jax.tree.map(jnp.zeros_like, difference_W)
-        return aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
+        pseudo_grad = aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
+        return pseudo_grad, jnp.any(usable_W)
 
-    usable_MW &= mask_MW
-    return jax.vmap(one_trainer)(usable_MW, weights_MW, difference_MW), jnp.any(usable_MW, axis=1)
+    return map_trainers(one_trainer, (usable_R, weights_R, difference_R), owners)
 
 
 def _weighted_sum(leaf_W: Array, share_W: Array) -> Array:

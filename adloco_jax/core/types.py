@@ -340,19 +340,27 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
     return jax.tree.map(lambda leaf_M: jnp.repeat(leaf_M, size, axis=0), tree_M)
 
 
-def by_trainer(tree_R: PyTree, owners: Sequence[int]) -> tuple[PyTree, np.ndarray]:
-    """Leaves [R, ...] -> [M, W, ...], W the most workers of a trainer, and bool [M, W]: is one.
+def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
+    """Results [M, ...] of `function(tree_W)`, called with each trainer's own entries of `tree_R`.
 
-    Equal blocks are a reshape, in which a partitioner sees that workers of different trainers have
-    nothing in common. Else a trainer with fewer than W is padded with worker 0.
+    Trainers with the same number of workers share one `vmap`, so that nothing is padded: time and
+    memory grow with R alone. Equal blocks are a reshape, in which a partitioner sees that workers
+    of different trainers have nothing in common.
     """
     counts_M = np.bincount(owners)
-    mask = np.arange(counts_M.max()) < counts_M[:, None]
-    if block_size(owners) is not None:
-        return jax.tree.map(lambda leaf: leaf.reshape(*mask.shape, *leaf.shape[1:]), tree_R), mask
-    index = np.zeros(mask.shape, np.int64)
-    index[mask] = np.argsort(owners, kind="stable")
-    return jax.tree.map(lambda leaf: leaf[index], tree_R), mask
+    mapped = jax.vmap(function)
+    if (size := block_size(owners)) is not None:
+        shape = (len(counts_M), size)
+        return mapped(jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), tree_R))
+    workers_M = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts_M)[:-1])
+    groups = [np.flatnonzero(counts_M == size) for size in np.unique(counts_M)]
+
+    def of_group(trainers_G):
+        index_GW = np.stack([workers_M[m] for m in trainers_G])
+        return mapped(jax.tree.map(lambda leaf: leaf[index_GW], tree_R))
+
+    order_M = np.argsort(np.concatenate(groups))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[order_M], *map(of_group, groups))
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
@@ -391,30 +399,29 @@ def move_workers(
     ensemble: Ensemble,
     source: np.ndarray,
     stays_R: Array | np.ndarray,
-    joined_R: Array | np.ndarray,
+    owner_R: Array | np.ndarray,
 ) -> PyTree:
     """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
 
-    The mean is over the workers that were already there; whole numbers, such as Adam's count of
-    updates, are rounded, and a PRNG key is the first one's. `source` and `joined_R` are positions
-    in `ensemble`.
+    The mean is over the workers that were already there. Whole numbers, such as Adam's count of
+    updates, are rounded; an entry that is equal in all of them stays what it is; a PRNG key is the
+    first worker's. `source` and `owner_R` are positions in `ensemble`.
     """
-    states_MW, mask_MW = by_trainer(ensemble.inner_state_R, ensemble.owners)
 
-    def move(leaf_R, leaf_MW):
-        if is_key(leaf_R):
-            joined = leaf_MW[:, 0]
-        else:
-            # Padding is left out by selection: zero times NaN is NaN.
-            mask = mask_MW.reshape(mask_MW.shape + (1,) * (leaf_R.ndim - 1))
-            wide_MW = leaf_MW.astype(at_least_float32(leaf_R.dtype))
-            joined = jnp.mean(wide_MW, axis=1, where=mask)
-            if not jnp.issubdtype(leaf_R.dtype, jnp.inexact):
-                joined = jnp.round(joined)
-            joined = joined.astype(leaf_R.dtype)
-        return where_leading(stays_R, leaf_R[source], joined[joined_R])
+    def join(leaf_W):
+        if is_key(leaf_W):
+            return leaf_W[0]
+        mean = jnp.mean(leaf_W.astype(at_least_float32(leaf_W.dtype)), axis=0)
+        if not jnp.issubdtype(leaf_W.dtype, jnp.inexact):
+            mean = jnp.round(mean)
+        is_equal = jnp.all(leaf_W == leaf_W[:1], axis=0)
+        return jnp.where(is_equal, leaf_W[0], mean.astype(leaf_W.dtype))
 
-    return jax.tree.map(move, ensemble.inner_state_R, states_MW)
+    def move(leaf_R):
+        joined_M = map_trainers(join, leaf_R, ensemble.owners)
+        return where_leading(stays_R, leaf_R[source], joined_M[owner_R])
+
+    return jax.tree.map(move, ensemble.inner_state_R)
 
 
 def place_workers(
