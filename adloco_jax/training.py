@@ -16,6 +16,7 @@ import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
+from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.engine import evaluate
@@ -36,13 +37,12 @@ from adloco_jax.run.build import (
     program_spec,
 )
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.config import KNOBS, validate
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.plan import data_header
 from adloco_jax.run.resume import check_config, exclusive, flat_settings
 from adloco_jax.run.trackers import check_installed
-from adloco_jax.settings import Settings
+from adloco_jax.settings import KNOBS, Settings
 from adloco_jax.study import report
 
 _OWN_KEYS = ("data.path", "data.heldout_path")  # may differ between processes: the data may not
@@ -197,7 +197,7 @@ def fit(
     workdir = Path(workdir)
     check_installed(settings.log)
     for key, given in (("inner.tx", inner_tx), ("outer.tx", outer_tx)):
-        group, name = getattr(settings, key[:5]), KNOBS[key].metadata["default"]
+        group, name = getattr(settings, key[:5]), KNOBS[key].default
         if given is not None and group.tx != name:
             raise ValueError(
                 f"{key[:5]}_tx: given beside {key}={group.tx!r}; leave {key} at {name!r}"

@@ -13,7 +13,7 @@ Source:    AdLoCo (arXiv 2508.18182) describes language modelling only; settings
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -10,7 +10,7 @@ Expected:  about five minutes; batches 4, 8, 32, 128 (docs/branches.png)
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from adloco_jax.config import default_config
 from adloco_jax.configs.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, steps, trunk
 from adloco_jax.configs.compare_study_again import MILD, SKIP
-from adloco_jax.run.config import default_config
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from adloco_jax.config import default_config
 from adloco_jax.configs.compare_quick import AVERAGE, batch
-from adloco_jax.run.config import default_config
 from adloco_jax.study.compare import Comparison
 
 ROUNDS, STEPS = 129, 30

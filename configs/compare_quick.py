@@ -9,7 +9,7 @@ Answers:   docs/published.md
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 from adloco_jax.study.compare import Comparison
 
 # Averages in place of DiLoCo's Nesterov momentum: better here for long rounds, which are few.

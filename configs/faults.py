@@ -9,7 +9,7 @@ Expected:  four seconds of training with a warm compilation cache, six in all
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -9,7 +9,7 @@ Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; each departure 
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -11,7 +11,7 @@ Expected:  about a minute, half of it compilation; about 2.05 nats per byte on h
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

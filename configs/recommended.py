@@ -12,7 +12,7 @@ Answers:   docs/choosing.md says when another method is the better choice
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -6,8 +6,8 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 import adloco_jax
-from adloco_jax.run.config import KNOBS, allowed
-from adloco_jax.run.config_help import meanings
+from adloco_jax.config import allowed
+from adloco_jax.settings import KNOBS
 
 project = "adloco_jax"
 author = "the authors of adloco_jax"
@@ -64,8 +64,8 @@ def tables(app, docname, source):
     """Fills in the table of every key of a config, by group, where a page asks for it."""
     if "<!-- KNOBS -->" not in source[0]:
         return
-    rows, group, meaning = [], None, meanings()
-    for key in sorted(KNOBS, key=lambda key: "." in key):
+    rows, group = [], None
+    for key in KNOBS:
         if key.rpartition(".")[0] != group:
             group = key.rpartition(".")[0]
             rows += [
@@ -75,7 +75,7 @@ def tables(app, docname, source):
                 "| key | meaning | values |",
                 "|---|---|---|",
             ]
-        cells = [f"`{key}`", meaning[key], allowed(key)]
+        cells = [f"`{key}`", KNOBS[key].doc, allowed(key)]
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     source[0] = source[0].replace("<!-- KNOBS -->", "\n".join(rows))
 

@@ -36,7 +36,7 @@ workdir = None  # a fresh folder under runs/
 
 # %%
 from adloco_jax import train
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 
 config = default_config()
 config.num_rounds = num_rounds

@@ -29,13 +29,13 @@ from side_by_side import SHAPES, InnerSteps, Shape, random_tokens, settings_of, 
 from timing import interleave, machine, ratio, report
 
 import adloco_jax
+from adloco_jax.config import Settings
 from adloco_jax.data import packing
 from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import build_model
-from adloco_jax.run.config import Settings
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 

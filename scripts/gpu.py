@@ -38,11 +38,11 @@ from side_by_side import (
 )
 from timing import interleave, machine, ratio, report
 
+from adloco_jax.config import validate
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.run.build import build_model, program_spec, row_length
-from adloco_jax.run.config import validate
 from adloco_jax.run.plan import max_batch_size, plan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,6 +26,7 @@ from timing import interleave
 
 import adloco_jax
 from adloco_jax import hf
+from adloco_jax.config import Settings, default_config, validate
 from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import (
@@ -35,7 +36,6 @@ from adloco_jax.run.build import (
     inner_transform,
     worker_parallelism,
 )
-from adloco_jax.run.config import Settings, default_config, validate
 from adloco_jax.run.throughput import flops_per_token
 
 

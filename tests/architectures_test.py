@@ -10,13 +10,12 @@ from toy import config_of, corpus
 
 from adloco_jax import ARCHITECTURES, hf
 from adloco_jax import main as cli
+from adloco_jax.config import default_config, load_config, validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.architectures import label_matrices
 from adloco_jax.models.layers import param_shapes
-from adloco_jax.run import config_file
 from adloco_jax.run.build import build_model, inner_transform, require_same_network
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -53,13 +52,14 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
     assert "the model has no Hugging Face names" in capsys.readouterr().out
     (file,) = (workdir / "export").iterdir()
     assert load_file(file)["Embed_0/embedding"].shape == (257, 16)
-    assert cli.main(["export", f"--workdir={workdir}", f"--out={out}"]) == 2 and not out.exists()
+    export = ["export", f"--workdir={workdir}", f"--out={out}", f"--config={own}"]
+    assert cli.main(export) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"
 
 
 def test_a_users_model_trains_through_fit(own, tmp_path):
-    config = config_file.load(own, "get_config", type(default_config()))
+    config = load_config(own, "get_config", type(default_config()))
     small = config_of(num_rounds=1, batching={"test": "constant"}, ensemble={"num_trainers": 1})
     small.model.update(dict(arch=config.model.arch, width=8))
     small.inner.steps_per_round, small.ensemble.num_workers = 30, 1
@@ -71,7 +71,7 @@ def test_a_users_model_trains_through_fit(own, tmp_path):
 
 
 def test_a_users_model_starts_from_no_checkpoint(own):
-    config = config_file.load(own, "get_config", type(default_config()))
+    config = load_config(own, "get_config", type(default_config()))
     config.model.init_from = "somewhere"
     with pytest.raises(ConfigError, match="model.arch = mlp: somewhere is a Llama"):
         require_same_network(validate(config), LLAMA)

@@ -12,11 +12,11 @@ from train_test import Exhausted
 from trees import assert_close, assert_equal
 
 import adloco_jax
+from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError, Preempted
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.branching import branch, branch_plans, branched, choose_branch
 from adloco_jax.loop.control import RoundPlan
-from adloco_jax.run.config import validate
 from adloco_jax.study import branch_figure
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals

@@ -8,11 +8,11 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import hf
+from adloco_jax.config import default_config, validate
 from adloco_jax.data.labelled import balanced, load_labelled
 from adloco_jax.engine import evaluate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.run.plan import data_header

@@ -15,9 +15,8 @@ from toy import config_of
 
 from adloco_jax import main as cli
 from adloco_jax.cli import compare as compare_command
+from adloco_jax.config import default_config, find_config, load_config
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
-from adloco_jax.run import config_file
-from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import compare, curves, results, summary
 from adloco_jax.study.cluster import Cluster, run_seconds
@@ -114,8 +113,8 @@ def test_a_variant_may_set_what_is_found_by_itself_otherwise(tmp_path):
     ],
 )
 def test_the_comparisons_of_this_project_can_run(name, tmp_path):
-    path = config_file.find(f"configs/{name}.py")
-    declared = config_file.load(path, "get_comparison", Comparison)
+    path = find_config(f"configs/{name}.py")
+    declared = load_config(path, "get_comparison", Comparison)
     runs = runs_of(declared, tmp_path)
     assert len(runs) == len(declared.seeds) * len(declared.variants) > 10
 
@@ -468,7 +467,7 @@ def test_the_guides_comparison_can_be_run(tmp_path):
     page = (ROOT / "docs" / "guides" / "comparing.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     (tmp_path / "two.py").write_text(snippet)
-    comparison = config_file.load(tmp_path / "two.py", "get_comparison", Comparison)
+    comparison = load_config(tmp_path / "two.py", "get_comparison", Comparison)
     assert [(r.variant, r.seed) for r in runs_of(comparison, tmp_path)] == [
         *(("AdLoCo", seed) for seed in (0, 1)),
         *(("DiLoCo", seed) for seed in (0, 1)),

@@ -8,10 +8,11 @@ from typing import get_args
 import ml_collections
 import pytest
 
+from adloco_jax import config as config_module
+from adloco_jax.config import default_config, validate
 from adloco_jax.errors import ConfigError
-from adloco_jax.run import config as run_config
-from adloco_jax.run import config_rules
-from adloco_jax.run.config import KNOBS, default_config, validate
+from adloco_jax.rules import RULES
+from adloco_jax.settings import KNOBS
 
 DEFAULTS = default_config().to_dict()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -53,7 +54,7 @@ def load(name: str, monkeypatch) -> ml_collections.ConfigDict:
 
 
 def flat(config) -> dict:
-    return {key: run_config._flatten(config)[0][key] for key in KNOBS}
+    return {key: config_module._flatten(config)[0][key] for key in KNOBS}
 
 
 # --- Values ---------------------------------------------------------------------------------
@@ -116,9 +117,9 @@ def test_wrong_types_are_refused():
     for key, knob in KNOBS.items():
         types = {knob.type, *get_args(knob.type)}
         wrong = [object(), [1], {"a": 1}, ml_collections.ConfigDict({"a": 1}), b"x"]
-        wrong += [] if knob.metadata["default"] is None else [None]
+        wrong += [] if knob.default is None else [None]
         wrong += [] if bool in types else [True]
-        wrong += [] if knob.metadata["default"] == "auto" else ["x\ny"] if str not in types else [5]
+        wrong += [] if knob.default == "auto" else ["x\ny"] if str not in types else [5]
         wrong += [] if {int, float} & types else [5, 1.5]
         wrong += [1.5] if int in types and float not in types else []
         assert_refused(key, wrong)
@@ -130,6 +131,19 @@ def test_senseless_numbers_are_refused():
         refused += [] if key in ZERO_IS_ALLOWED else [0, 0.0]
         refused += [1, 1.0] if key in ONE_IS_REFUSED else []
         assert_refused(key, refused)
+
+
+def test_what_is_removed_is_refused_with_what_to_do():
+    for name, instead in config_module.REMOVED.items():
+        key, is_value, value = name.partition("=")
+        assert is_value or key not in KNOBS
+        config = changed(**{key: value})
+        assert any(line.endswith(f": removed in 0.3: {instead}") for line in faults(config)), name
+
+
+def test_help_names_the_entries_that_ship():
+    for key, knob in KNOBS.items():
+        assert set(knob.table[1:]) == (set(knob.entries()) if knob.table else set()), key
 
 
 def test_zero_is_allowed_where_it_means_something():
@@ -158,12 +172,6 @@ def test_a_config_is_groups_of_keys():
 
 # --- Contradictions -------------------------------------------------------------------------
 
-BRANCHES = dict(
-    batching__test="branch",
-    ensemble__num_trainers=1,
-    inner__lr_on_growth="sqrt",
-    switch__mode="accumulate",
-)
 BERT = dict(model__arch="bert", data__source="jsonl", data__path="x")
 HUB = dict(data__source="hf", data__path="x")
 RAMP = dict(batching__test="ramp")
@@ -205,7 +213,6 @@ CONTRADICTIONS = {
     "no test to join by": dict(ensemble__initial_workers=4, batching__test="constant"),
     "a share of what?": dict(ensemble__spawn_frac=0.1),
     "twice": dict(batching__growth=("batch", "batch")),
-    "replaced": dict(switch__mode="lengthen"),
     "rounds that make fewer updates": dict(inner__unit="microbatches", inner__schedule="linear"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
@@ -232,14 +239,6 @@ CONTRADICTIONS = {
     "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
     "no replay": dict(batching__test="replay"),
     "replay unused": dict(batching__replay="runs/x"),
-    "branches of several": BRANCHES | dict(ensemble__num_trainers=2),
-    "branches in fragments": BRANCHES | dict(outer__delay_updates=1),
-    "a quarter of an update": BRANCHES | dict(inner__steps_per_round=6),
-    "branches of micro-batches": BRANCHES | dict(inner__unit="microbatches"),
-    "branches that are clipped": BRANCHES | dict(switch__mode="threshold"),
-    "branches of one rate": BRANCHES | dict(inner__lr_on_growth="none"),
-    "branches of unknown length": BRANCHES | dict(inner__schedule="cosine"),
-    "branches let nobody join": BRANCHES | dict(ensemble__initial_workers=1),
     "ramp falls": RAMP | dict(batching__ramp=((0, 1), (2, 3), (4, 2))),
 }
 
@@ -251,7 +250,7 @@ def test_a_contradiction_is_one_line_that_names_its_keys_and_every_rule_has_one(
         lines.append(line)
         keys = {key.replace("__", ".") for key in values}
         assert any(f"{key} = " in line for key in keys) and ";" in line
-    assert all(any(line.endswith(need) for line in lines) for need in config_rules.RULES)
+    assert all(any(line.endswith(need) for line in lines) for need in RULES)
 
 
 def test_what_is_no_contradiction_passes():

@@ -9,9 +9,9 @@ import optax
 import pytest
 from ensembles import draw
 
+from adloco_jax.config import default_config, validate
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.models.architectures import label_matrices
-from adloco_jax.run.config import default_config, validate
 
 INNER = dataclasses.replace(
     validate(default_config()).inner, beta1=0.8, beta2=0.95, weight_decay=0.3

@@ -30,6 +30,7 @@ from adloco_jax import (
     take,
     take_fragment,
 )
+from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import Programs, lower
@@ -37,7 +38,6 @@ from adloco_jax.engine.spec import Key
 from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import deterministic_lines, read
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals

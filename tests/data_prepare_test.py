@@ -20,10 +20,10 @@ from toy import data_settings
 from adloco_jax import main as cli
 from adloco_jax.cli import train
 from adloco_jax.cli.prepare import guess_source
+from adloco_jax.config import validate
 from adloco_jax.data import hub, load_corpus, prepare, sources
 from adloco_jax.data.prepare import Request
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.config import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,6 +10,7 @@ from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings
 from toy_runs import events, run
 from trees import assert_close
 
+from adloco_jax.config import validate
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
 from adloco_jax.engine import programs as programs_module
@@ -20,7 +21,6 @@ from adloco_jax.engine.spec import Key
 from adloco_jax.loop.adloco import State, round_plan, start
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.config import validate
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

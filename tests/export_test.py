@@ -10,10 +10,10 @@ from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
+from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
 from adloco_jax.training import train

@@ -20,8 +20,7 @@ from adloco_jax import (
     OUTER_OPTIMIZERS,
     ROUND_LENGTHS,
 )
-from adloco_jax.run import config_file
-from adloco_jax.run.config import validate
+from adloco_jax.config import load_config, validate
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -52,7 +51,7 @@ def run(workdir, settings, **others):
 def test_a_snippet_trains(index, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(SNIPPETS[index], encoding="utf-8")
-    own = validate(config_file.load(path, "get_config", ConfigDict))
+    own = validate(load_config(path, "get_config", ConfigDict))
     test, policy = own.batching.test, own.merge.policy
     settings = settings_of(
         num_rounds=3,

@@ -16,8 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu  # noqa: E402
 
-from adloco_jax.run import config_file  # noqa: E402
-from adloco_jax.run.config import validate  # noqa: E402
+from adloco_jax.config import load_config, validate  # noqa: E402
 from adloco_jax.run.plan import check_inputs  # noqa: E402
 
 SPEED = {"tokens": {"low": 9e4, "median": 1e5, "high": 2e5}, "flops_per_s": 4945e11}
@@ -133,7 +132,7 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
 
 @pytest.mark.parametrize("size", gpu.SIZES.values(), ids=gpu.SIZES)
 def test_the_run_that_is_resumed_is_a_valid_one(size):
-    config = config_file.load(ROOT / "configs" / f"{size.config}.py", "get_config", ConfigDict)
+    config = load_config(ROOT / "configs" / f"{size.config}.py", "get_config", ConfigDict)
     config.update_from_flattened_dict(size.changes)
     settings = validate(config)
     check_inputs(settings)

@@ -11,9 +11,9 @@ import pytest
 from toy import Table, config_of
 
 from adloco_jax import main as cli
+from adloco_jax.config import default_config, validate
 from adloco_jax.errors import ConfigError, DataError, DivergedError
 from adloco_jax.run.build import build_model, load_data
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.export import Trained, read_trained
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import gradients

@@ -54,7 +54,7 @@ def test_nothing_reads_a_file_that_can_run():
         assert set(offences(path.read_text())) <= allowed, path
         assert "torch.load" not in path.read_text(), path
     users = [path.name for path in SOURCES if "runpy" in path.read_text()]
-    assert users == ["config_file.py"]
+    assert users == ["config.py"]
 
 
 def test_the_walk_over_the_code_has_teeth():
@@ -126,7 +126,7 @@ def test_names_that_are_no_names_are_refused():
 # --- Folders that somebody sent ---------------------------------------------------------------
 
 CONFIG = """
-from adloco_jax.run.config import default_config
+from adloco_jax.config import default_config
 from adloco_jax.study.compare import Comparison
 
 def get_config():

@@ -7,10 +7,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from adloco_jax import DATA_SOURCES, main
+from adloco_jax.config import load_config, validate
 from adloco_jax.data import load_corpus
-from adloco_jax.run import config_file
 from adloco_jax.run.build import build_model
-from adloco_jax.run.config import validate
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -55,7 +54,7 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         return code, capsys.readouterr()
 
     def run_fit(workdir, num_rounds):
-        config = config_file.load(Path("own.py"), "get_config", ConfigDict)
+        config = load_config(Path("own.py"), "get_config", ConfigDict)
         config.update(changes | {"num_rounds": num_rounds})
         settings = validate(config)
         own = load_corpus(settings)

@@ -7,6 +7,7 @@ import pytest
 from toy import LENGTH, bigram_loss, init_fn, settings_of
 
 from adloco_jax import hf
+from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine import memory
 from adloco_jax.engine.memory import peak_bytes
@@ -16,7 +17,6 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
-from adloco_jax.run.config import default_config, validate
 from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
 

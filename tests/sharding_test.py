@@ -9,6 +9,7 @@ import pytest
 from hlo import collectives
 from toy import settings_of
 
+from adloco_jax.config import default_config, validate
 from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
@@ -19,7 +20,6 @@ from adloco_jax.engine.spec import Key
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import build_model, program_spec, row_length
-from adloco_jax.run.config import default_config, validate
 
 SCALARS = 1024  # bytes: losses, norms, flags
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from adloco_jax.run.config import default_config, validate
+from adloco_jax.config import default_config, validate
 from adloco_jax.settings import Settings
 
 VOCAB, LENGTH, NUM_ROWS = 6, 8, 997

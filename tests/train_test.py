@@ -18,6 +18,7 @@ from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, events, run
 
 from adloco_jax import training as train_module
+from adloco_jax.config import default_config
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.local import Metrics
 from adloco_jax.engine.programs import Programs
@@ -26,7 +27,6 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceE
 from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.build import replayed_batches
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.config import default_config
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import train
@@ -120,7 +120,7 @@ def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
 
 def test_fit_refuses_wrong_arguments_by_name(tmp_path):
     for wrong, expected in (
-        (dict(settings=default_config()), "settings: a ConfigDict; give what run.config.validate"),
+        (dict(settings=default_config()), "settings: a ConfigDict; give what config.validate"),
         (dict(workdir=3), "workdir: an int; give the path of a folder"),
         (dict(corpus=np.zeros((9, 9))), "corpus: a ndarray without heldout_rows, fingerprint, sha"),
         (

@@ -20,8 +20,8 @@ from typing import Any
 from filelock import FileLock
 
 from adloco_jax.cli.parser import Parser
+from adloco_jax.config import find_config, load_config
 from adloco_jax.errors import UserError
-from adloco_jax.run import config_file
 from adloco_jax.run.resume import finished
 from adloco_jax.study import compare, report, results
 from adloco_jax.study.compare_figure import figure
@@ -41,8 +41,8 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
     options, command = parser.parse(words), shlex.join(["adloco", "compare", *words])
-    path = config_file.find(options.config)
-    comparison = config_file.load(path, "get_comparison", compare.Comparison)
+    path = find_config(options.config)
+    comparison = load_config(path, "get_comparison", compare.Comparison)
     folder = options.workdir or Path("runs") / path.stem
     runs = compare.runs_of(comparison, folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Sequence
 
 from adloco_jax.cli.parser import Parser
-from adloco_jax.run.config_file import SHIPPED
+from adloco_jax.config import SHIPPED
 
 
 def run(words: Sequence[str]) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from adloco_jax import hf
 from adloco_jax.cli.parser import Parser
+from adloco_jax.config import add_entries
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_network
-from adloco_jax.run.config_file import add_entries
 from adloco_jax.run.export import read_trained
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from adloco_jax import hf
 from adloco_jax.cli.parser import Parser
+from adloco_jax.config import add_entries
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError
 from adloco_jax.models.llama import Llama, generate
-from adloco_jax.run.config_file import add_entries
 
 
 def run(words: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adloco_jax.cli.parser import Parser
+from adloco_jax.config import add_entries
 from adloco_jax.errors import ConfigError
-from adloco_jax.run.config_file import add_entries
 from adloco_jax.study.gradients import analyse_run
 from adloco_jax.study.gradients_figure import describe
 

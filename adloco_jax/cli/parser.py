@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
     def config_option(self) -> None:
-        """Adds `--config`, for `run.config_file.add_entries`."""
+        """Adds `--config`, for `config.add_entries`."""
         text = "the run's config file, where that adds the entry of a table that the run uses"
         self.add_argument("--config", help=text)
 

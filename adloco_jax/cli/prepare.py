@@ -20,7 +20,7 @@ from adloco_jax.data import packing, prepared, sources
 from adloco_jax.data.prepare import SOURCES, Request, prepare
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.run.config_help import meanings
+from adloco_jax.settings import KNOBS
 
 _SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl"}
 
@@ -110,14 +110,13 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("path", help="file, folder, glob, name of a data set, or stdlib")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
     parser.add_argument("--source", choices=SOURCES, help="by default from the path")
-    meaning = meanings()
     for field in dataclasses.fields(Request):
         if field.name not in ("source", "path"):
             parser.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 type=field.type,
                 default=field.default,
-                help=f"{meaning[f'data.{field.name}']}; default: {field.default!r}",
+                help=f"{KNOBS[f'data.{field.name}'].doc}; default: {field.default!r}",
             )
     options = vars(parser.parse(words))
     path, output = (options.pop(key) for key in ("path", "output"))

@@ -16,32 +16,28 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import ConfigDict
-from ml_collections.config_flags.tuple_parser import TupleParser
 
 from adloco_jax.cli.parser import with_separator
-from adloco_jax.errors import ConfigError, ResourceError
-from adloco_jax.run import config_file
-from adloco_jax.run.config import (
-    KNOBS,
+from adloco_jax.config import (
     allowed,
+    config_help,
     default_config,
+    define_flags,
+    find_config,
+    load_config,
+    override,
     unknown_key_fault,
     validate,
-    value_fault,
 )
-from adloco_jax.run.config_help import config_help
+from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.settings import KNOBS
 
 _MIN_ADDRESS_BYTES = 4 * 2**30
 
-_PARSERS: dict[Any, type[flags.ArgumentParser]] = {
-    **{int: flags.IntegerParser, float: flags.FloatParser, bool: flags.BooleanParser},
-    tuple: TupleParser,
-}
 # Of each: type, name, default, help, and limits.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_string, "config", None, "a file, or a name", {"allow_overwrite": False}),
@@ -90,10 +86,7 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     options.set_gnu_getopt(True)  # options may stand between other words
     for define, name, default, text, *limits in _FLAGS:
         define(name, default, text, flag_values=options, **dict(*limits))
-    for key, knob in KNOBS.items():
-        parser, is_bool = flags.ArgumentParser(), knob.type is bool
-        flag = flags.Flag(parser, None, f"config.{key}", None, allowed(key), boolean=is_bool)
-        flags.DEFINE_flag(flag, options)
+    define_flags(options)
     try:
         spelled = [with_separator(word, "_") for word in argv]
         words = options(["adloco", *spelled], known_only=True)
@@ -107,17 +100,17 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
     faults = [_unknown(word, options) for word in words]
     path, config, is_loaded = Path(), default_config(), False  # to check overrides without a file
     try:
-        path = config_file.find(options.config)
-        config, is_loaded = config_file.load(path, "get_config", ConfigDict), True
+        path = find_config(options.config)
+        config, is_loaded = load_config(path, "get_config", ConfigDict), True
     except ConfigError as error:
         faults.insert(0, str(error))
     for key in KNOBS:
         if (text := options[f"config.{key}"].value) is None:
             continue
         try:
-            _override(config, key, _value(key, text))
-        except (SyntaxError, TypeError, ValueError):
-            faults.append(value_fault(key, text))
+            override(config, key, text)
+        except ConfigError as error:
+            faults.append(str(error))
     if options.rebuild_ledger and options.workdir is None:
         faults.append("--rebuild-ledger: name the run's folder with --workdir")
     if is_loaded:
@@ -142,24 +135,6 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
     names = [f"--{name}" for name in options]
     nearest = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
     return f"{word}: no such option; did you mean {nearest[0]}?"
-
-
-def _value(key: str, text: str) -> Any:
-    """A key's value from the command line; ValueError if it is none of the key's type."""
-    kind, default = KNOBS[key].type, KNOBS[key].metadata["default"]
-    if NoneType in get_args(kind):
-        if text == ("none" if default is None else default):
-            return default
-        kind = get_args(kind)[0]
-    return _PARSERS.get(get_origin(kind) or kind, flags.ArgumentParser)().parse(text)
-
-
-def _override(config: ConfigDict, key: str, value: Any) -> None:
-    group, _, name = key.rpartition(".")
-    holder = config.get(group) if group else config
-    if isinstance(holder, ConfigDict) and name in holder:  # else `validate` names what is missing
-        with holder.ignore_type():
-            holder[name] = value
 
 
 def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_line: str) -> None:

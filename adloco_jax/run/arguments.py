@@ -31,7 +31,7 @@ def check_arguments(
     """
     faults = []
     if not isinstance(settings, Settings):
-        faults.append(f"settings: {_kind(settings)}; give what run.config.validate(config) returns")
+        faults.append(f"settings: {_kind(settings)}; give what config.validate(config) returns")
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
     if lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:

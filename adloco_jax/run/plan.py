@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from adloco_jax import hf
+from adloco_jax.config import validate
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.engine.evaluate import loss_key
@@ -30,7 +31,6 @@ from adloco_jax.run.build import (
     row_length,
 )
 from adloco_jax.run.checkpoint import list_rounds
-from adloco_jax.run.config import validate
 from adloco_jax.run.resume import check_config
 from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed

@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
+from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import hit
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
@@ -24,34 +25,10 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceE
 from adloco_jax.loop.adloco import Control, State, Trainer, share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.config import KNOBS, default_config, validate
 from adloco_jax.run.ledger import finish, read, rebuild, write_errors
-from adloco_jax.settings import Settings
+from adloco_jax.settings import KNOBS, Change, Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-Change = Literal["harmless", "accepted", "refused"]
-
-# What a change of a key, or of the rest of a group, means when a run is resumed; but see `_class`.
-_CLASSES: dict[Change, tuple[str, ...]] = {
-    "harmless": (
-        *("num_rounds", "num_tokens", "eval", "checkpoint", "log"),
-        *("data.path", "data.heldout_path"),  # the data's own fingerprint is compared
-        *("ensemble.model_shards", "ensemble.worker_parallelism"),
-        "batching.memory_frac",  # max_batch_size is found once, and saved
-    ),
-    "accepted": (
-        *("model.dtype", "model.attention", "model.remat", "model.loss_chunk"),
-        *("ensemble.allocation", "inner", "outer", "batching", "switch", "merge"),
-    ),
-    "refused": (
-        *("seed", "model", "data", "ensemble", "inner.tx", "outer.tx"),
-        # Workers' own parameters are part of the state, or are not.
-        *("outer.fragments", "outer.delay_updates"),
-        "batching.initial_batch_size",  # the learning rate's growth is counted from it
-        "batching.replay",  # the batches to come are part of the state
-    ),
-}
 
 
 def check_workdir(workdir: str | Path) -> None:
@@ -206,16 +183,6 @@ def _rebuild_ledger(folder: Path) -> str | None:
     )
 
 
-def change_class(key: str) -> Change:
-    """The class of changes of a config key: its own, else its group's.
-
-    Raises:
-      KeyError: If neither has one.
-    """
-    classes = {name: change for change, names in _CLASSES.items() for name in names}
-    return classes[key] if key in classes else classes[key.partition(".")[0]]
-
-
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
     """Compares the settings of a run to be resumed with those recorded in its folder.
 
@@ -275,7 +242,7 @@ def recorded_settings(workdir: Path) -> Settings:
         f"{path}: {key} = {known[key]!r}: no entry of this library; give --config the file that"
         " adds it"
         for key in known
-        if (table := KNOBS[key].metadata["table"]) is not None and known[key] not in [*table]
+        if KNOBS[key].table and known[key] not in [*KNOBS[key].entries()]
     ]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -316,7 +283,7 @@ def _class(key: str, settings: Settings) -> Change:
     lasting = lasting and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
-    return change_class(key)
+    return KNOBS[key].resume
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:

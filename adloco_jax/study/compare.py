@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from adloco_jax.config import unknown_key_fault, validate
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.config import KNOBS, unknown_key_fault, validate
 from adloco_jax.run.ledger import finish, read
+from adloco_jax.settings import KNOBS
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run

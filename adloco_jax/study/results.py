@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
-from adloco_jax.run.config import KNOBS
+from adloco_jax.settings import KNOBS
 from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path", "batching.replay")
@@ -38,7 +38,7 @@ def digest(config: ConfigDict) -> str:
     New knobs and other folders leave it as it is.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
-    changed = {key: v for key, v in values.items() if v != KNOBS[key].metadata["default"]}
+    changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 

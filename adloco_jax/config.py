@@ -1,0 +1,347 @@
+"""A run's config: from a file and the command line to checked settings, all faults at once.
+
+A config file starts from `default_config()`, a locked ConfigDict, and overrides what differs.
+`validate` turns it into frozen dataclasses; no code after it reads a ConfigDict. The knobs are
+declared in `adloco_jax.settings`.
+"""
+
+import difflib
+import inspect
+import itertools
+import operator
+import os
+import re
+import runpy
+import sys
+import textwrap
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from absl import flags
+from ml_collections import ConfigDict, FieldReference
+from ml_collections.config_flags.tuple_parser import TupleParser
+
+from adloco_jax.errors import ConfigError
+from adloco_jax.rules import RULES
+from adloco_jax.settings import GROUPS, KNOBS, Knob, Settings
+
+# In the repository the package's folder is a link to the top-level one.
+SHIPPED = (Path(__file__).parent / "configs").resolve()
+_MAX_BYTES = 2**20
+
+# What a broken config file raises: it is arbitrary Python, so most of the builtin errors.
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(OSError, RuntimeError, SyntaxError, SystemExit, TypeError, ValueError),
+)
+
+# Keys and values of 0.2 that are gone, each with what to do.
+REMOVED = {
+    "switch.mode=lengthen": (
+        "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
+    ),
+}
+
+T = TypeVar("T")
+
+
+# -- Values ----------------------------------------------------------------------------------
+
+
+def default_config() -> ConfigDict:
+    """Returns the locked config that every config file starts from: each knob at its default."""
+    config: dict[str, Any] = {group: {} for group in GROUPS}
+    for key, knob in KNOBS.items():
+        group, _, name = key.rpartition(".")
+        value = knob.default
+        if knob.is_optional:
+            # A field made from "auto" would take no int; one of type object takes both.
+            value = FieldReference(value, field_type=knob.kind if value is None else object)
+        (config[group] if group else config)[name] = value
+    return ConfigDict(config).lock()
+
+
+def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
+    """Checks a whole config and returns it as frozen dataclasses.
+
+    Args:
+      config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
+
+    Returns:
+      The settings; `batching.buckets` is resolved to every size in use, ascending.
+
+    Raises:
+      ConfigError: If anything is unknown, missing, of a wrong type, out of range or contradictory:
+        all faults at once, one line each.
+    """
+    given, faults = _flatten(config)
+    values = {}
+    for key, value in given.items():
+        try:
+            values[key] = _read(KNOBS[key], value)
+        except ValueError:
+            faults.append(value_fault(key, value))
+    faults += _contradictions(values)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    values["batching.buckets"] = _resolve_buckets(
+        values["batching.buckets"],
+        largest=values["batching.max_batch_size"] or values["batching.batch_cap"],
+    )
+    parts: dict[str, dict[str, Any]] = {group: {} for group in ("", *GROUPS)}
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        parts[group][name] = value
+    return Settings(**parts.pop(""), **{name: GROUPS[name](**part) for name, part in parts.items()})
+
+
+def _contradictions(values: Mapping[str, Any]) -> list[str]:
+    """A line for each rule that values which are allowed by themselves break together."""
+    rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
+    if arch := values.get("model.arch"):
+        for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
+            rules.append(([f"model.{name}" for name in names], holds, need))
+    broken = []
+    for keys, holds, need in rules:
+        if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
+            broken.append((keys, need))
+    if source := values.get("data.source"):
+        for name, reason in KNOBS["data.source"].entries()[source].refuses.items():
+            key = f"data.{name}"
+            if key in values and values[key] != KNOBS[key].default:
+                broken.append((["data.source", key], reason))
+    return [
+        f"{', '.join(f'{key} = {_shown(values[key])}' for key in keys)}: {need}"
+        for keys, need in broken
+    ]
+
+
+def allowed(key: str, names: tuple[str, ...] = ()) -> str:
+    """Describes what a known key may hold, and its default.
+
+    Args:
+      key: The key.
+      names: The entries of its table; by default those that the library ships.
+    """
+    knob = KNOBS[key]
+    names = names or knob.table[1:]
+    words = " or ".join(map(repr, names)) if names else _in_words(knob.kind, knob.within)
+    default = "unset" if knob.default is None else repr(knob.default)
+    return f"{words} (default: {default})"
+
+
+def value_fault(key: str, value: object) -> str:
+    """Returns the line that refuses a known key's value."""
+    if instead := REMOVED.get(f"{key}={value}"):
+        return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
+    names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
+    return f"{key} = {_shown(value)}: must be {allowed(key, names)}"
+
+
+def unknown_key_fault(key: str) -> str:
+    """Returns the line that refuses an unknown key and names the nearest known one."""
+    if key in REMOVED:
+        return f"{key}: removed in 0.3: {REMOVED[key]}"
+    name = key.rpartition(".")[2]
+    namesakes = [known for known in KNOBS if known.rpartition(".")[2] == name]
+    nearest = namesakes or difflib.get_close_matches(key, KNOBS, n=1, cutoff=0.0)
+    return f"{key}: no such key; did you mean {' or '.join(nearest)}?"
+
+
+def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
+    """The values of known keys, and a line for each key that is unknown, missing or no group."""
+    if not isinstance(config, ConfigDict | Mapping):
+        return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
+    given: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in GROUPS and isinstance(value, ConfigDict | Mapping):
+            given |= {f"{name}.{key}": member for key, member in value.items()}
+        else:
+            given[str(name)] = value
+    faults = [
+        f"{key} = {_shown(value)}: must be a group of keys; see default_config()"
+        if key in GROUPS
+        else unknown_key_fault(key)
+        for key, value in given.items()
+        if key not in KNOBS
+    ]
+    faults += [
+        f"{key}: missing; start from default_config(), which has every key"
+        for key in KNOBS
+        if key not in given and key.partition(".")[0] not in given
+    ]
+    return {key: given[key] for key in KNOBS if key in given}, faults
+
+
+def _read(knob: Knob, value: Any) -> Any:
+    """The value as Settings holds it; ValueError if the knob does not allow it."""
+    if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
+        return None
+    if not _fits(value, knob.kind, knob.within) or knob.table and value not in knob.entries():
+        raise ValueError
+    return float(value) if knob.kind is float else value
+
+
+def _fits(value: Any, annotation: Any, within: str) -> bool:
+    """Whether a value has the type: a bool is no int, a list no tuple, but an int is a float."""
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return type(value) is str and value in members
+    if get_origin(annotation) is tuple:
+        sized = type(value) is tuple and (members[-1] is ... or len(value) == len(members))
+        return sized and all(_fits(member, members[0], within) for member in value)
+    if annotation in (int, float):
+        low, high = map(float, within[1:-1].split(","))
+        above = operator.gt if within[0] == "(" else operator.ge
+        below = operator.lt if within[-1] == ")" else operator.le
+        return type(value) in (int, annotation) and above(value, low) and below(value, high)
+    return type(value) is annotation
+
+
+def _in_words(annotation: Any, within: str) -> str:
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(repr, members))
+    if get_origin(annotation) is tuple:
+        kind = "a tuple" if members[-1] is ... else "a pair"
+        return f"{kind}, each item {_in_words(members[0], within)}"
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+    return f"{names[annotation]} in {within}" if within else names[annotation]
+
+
+def _shown(value: object) -> str:
+    """A value on one line, cut where it would fill the screen."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
+    """The sizes to use, ascending: as given, else powers of two and their midpoints."""
+    powers = [2**n for n in range(largest.bit_length())]
+    sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
+    return tuple(sorted({size for size in sizes if size <= largest}))
+
+
+# -- Options ---------------------------------------------------------------------------------
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Defines an option `--config.KEY` for every knob; its value stays text."""
+    for key, knob in KNOBS.items():
+        parser, is_bool = flags.ArgumentParser(), knob.type is bool
+        flag = flags.Flag(parser, None, f"config.{key}", None, knob.doc, boolean=is_bool)
+        flags.DEFINE_flag(flag, options)
+
+
+def override(config: ConfigDict, key: str, text: str) -> None:
+    """Sets a key to a value from the command line.
+
+    Raises:
+      ConfigError: If the text is no value of the key's type.
+    """
+    group, _, name = key.rpartition(".")
+    holder = config.get(group) if group else config
+    if not isinstance(holder, ConfigDict) or name not in holder:
+        return  # `validate` says what is missing
+    knob = KNOBS[key]
+    try:
+        if knob.is_optional and text == ("none" if knob.default is None else knob.default):
+            value = knob.default
+        else:
+            parser = _PARSERS.get(get_origin(knob.kind) or knob.kind, flags.ArgumentParser)
+            value = parser().parse(text)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ConfigError(value_fault(key, text)) from error
+    with holder.ignore_type():
+        holder[name] = value
+
+
+_PARSERS: dict[Any, type[flags.ArgumentParser]] = {
+    **{int: flags.IntegerParser, float: flags.FloatParser, bool: flags.BooleanParser},
+    tuple: TupleParser,
+}
+
+
+def config_help() -> str:
+    """Every key by group: its meaning and unit, what it may hold, its default, how to unset it."""
+    lines = []
+    for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
+        card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
+        lines += ["", f"config.{group}".removesuffix("."), f"  {card}"]
+        for key in keys:
+            values = f"{allowed(key)}{_unset(KNOBS[key])}"
+            lines.append(f"  --config.{key}")
+            lines += [
+                textwrap.fill(text, 98, initial_indent=" " * 6, subsequent_indent=" " * 6)
+                for text in (KNOBS[key].doc, values)
+            ]
+    return "\n".join(lines[1:])
+
+
+def _unset(knob: Knob) -> str:
+    if knob.is_optional:
+        return f"; unset with ={'none' if knob.default is None else knob.default}"
+    return f"; unset with ={knob.default!r}" if knob.default in ("", ()) else ""
+
+
+# -- Files -----------------------------------------------------------------------------------
+
+
+def find_config(name: str | None) -> Path:
+    """Looks for a config file from here, then among those that ship as a path or a bare name.
+
+    Raises:
+      ConfigError: If there is none; lists those that ship.
+    """
+    if name is None:
+        raise ConfigError("--config: missing; name one that `adloco configs` lists, or a file")
+    for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
+        if os.path.isfile(path):
+            return path
+    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("[!_]*.py")))
+    raise ConfigError(f"--config {name}: no such file; those that come with adloco_jax: {known}")
+
+
+def load_config(path: Path, function: str, kind: type[T]) -> T:
+    """Runs a config file and returns what one of its functions returns.
+
+    Raises:
+      ConfigError: If the file does not run, lacks the function, or returns another kind.
+    """
+    made = _run(path, function)
+    if type(made) is not kind:
+        start = "; start it from adloco_jax.config.default_config()"
+        raise ConfigError(
+            f"{path}: needs a {function}() that returns a {kind.__name__}"
+            + (start if function == "get_config" else "")
+        )
+    return made
+
+
+def add_entries(name: str | None) -> None:
+    """Runs a config file, where one is named, for the entries that it adds to the tables."""
+    if name is not None:
+        _run(find_config(name), "get_config", "get_comparison")
+
+
+def _run(path: Path, *functions: str) -> object:
+    """Runs a file, and the first of these functions that it has; returns what that returns."""
+    if (size := path.stat().st_size) > _MAX_BYTES:
+        raise ConfigError(f"{path}: {size} bytes, no config is larger than {_MAX_BYTES}")
+    root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
+    sys.path.insert(0, root)
+    try:
+        names = runpy.run_path(str(path))
+        found = [names[name] for name in functions if callable(names.get(name))]
+        return found[0]() if found else None
+    except _ERRORS as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        # A locked ConfigDict lists all its fields before it names the nearest one.
+        text = re.sub(r"Other fields present: .*}\"", "", str(error)).replace("\\n", " ")
+        raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(text.split())}") from error
+    finally:
+        sys.path.remove(root)

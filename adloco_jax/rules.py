@@ -1,0 +1,224 @@
+"""What the knobs of a config must satisfy together.
+
+A rule is the keys that it reads and a predicate on their values, by the end of its message, which
+says what to do. It is checked if each of those values is allowed by itself; the message begins with
+them.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from adloco_jax.settings import KNOBS
+
+
+def _entry(key: str, name: str) -> Any:
+    return KNOBS[key].entries()[name]
+
+
+def _needs(source: str) -> Any:
+    """The keys that a data source needs."""
+    return _entry("data.source", source).needs
+
+
+def _is_labelled(arch: str) -> bool:
+    return _entry("model.arch", arch).data == "labelled"
+
+
+RULES: dict[str, tuple[str, Callable[..., bool]]] = {
+    "without a checkpoint every head is random; set model.init_from or leave it off": (
+        "model.init_from model.reinit_head",
+        lambda init_from, reinit: init_from != "" or not reinit,
+    ),
+    "trainers that start from a checkpoint share it; set ensemble.init=shared": (
+        "ensemble.init model.init_from",
+        lambda init, init_from: init == "shared" or init_from == "",
+    ),
+    "rows must not be longer than the model's context; lower the first or raise the second": (
+        "data.sequence_length model.max_length",
+        lambda length, longest: length <= longest,
+    ),
+    "the model classifies JSON lines of a text and a label; set data.source=jsonl": (
+        "model.arch data.source",
+        lambda arch, source: not _is_labelled(arch) or source == "jsonl",
+    ),
+    "a labelled row has a first and a last token of its own; set at least 3": (
+        "model.arch data.sequence_length",
+        lambda arch, length: not _is_labelled(arch) or length >= 3,
+    ),
+    "no field for the class; name it": ("data.label_column", lambda column: column != ""),
+    "bytes need 257 ids (256 and end of text); raise model.vocab_size": (
+        "data.tokenizer model.vocab_size",
+        lambda tokenizer, vocab_size: tokenizer != "bytes" or vocab_size >= 257,
+    ),
+    "no tokenizer; name bytes, a tokenizer.json, a .model file, a folder, or a hub name": (
+        "data.tokenizer",
+        lambda tokenizer: tokenizer != "",
+    ),
+    "this source needs a file, folder or glob (hf: or a hub name); set data.path": (
+        "data.source data.path",
+        lambda source, path: "path" not in _needs(source) or path != "",
+    ),
+    "this source reads no files; leave both paths empty or change data.source": (
+        "data.source data.path data.heldout_path",
+        lambda source, path, heldout: "path" in _needs(source) or path == heldout == "",
+    ),
+    "no field for a row's text; name it": (
+        "data.source data.text_column",
+        lambda source, column: "text_column" not in _needs(source) or column != "",
+    ),
+    "no split of the data set; name one, such as train": ("data.split", lambda split: split != ""),
+    "each trainer needs a worker; raise the first (the whole pool) or lower the second": (
+        "ensemble.num_workers ensemble.num_trainers",
+        lambda workers, trainers: workers >= trainers,
+    ),
+    "the first is part of the pool, and each trainer needs a worker; change the first": (
+        "ensemble.initial_workers ensemble.num_trainers ensemble.num_workers",
+        lambda initial, trainers, pool: initial is None or trainers <= initial <= pool,
+    ),
+    (
+        "nothing would let the other workers join; choose a test that measures gradients and name"
+        " 'workers' in batching.growth, set ensemble.spawn_frac, or leave initial_workers unset"
+    ): (
+        "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth",
+        lambda initial, spawn_frac, test, growth: (
+            initial is None
+            or spawn_frac is not None
+            or (
+                _entry("batching.test", test).needs not in ("nothing", "branches")
+                and "workers" in growth
+            )
+        ),
+    ),
+    "spawn_frac needs initial_workers; set ensemble.initial_workers": (
+        "ensemble.spawn_frac ensemble.initial_workers",
+        lambda spawn_frac, initial: spawn_frac is None or initial is not None,
+    ),
+    "rounds grow in whole multiples of steps_per_round; change the first": (
+        "inner.max_steps_per_round inner.steps_per_round",
+        lambda longest, steps: longest is None or longest % steps == 0,
+    ),
+    "each at most once, and one at least; correct the order": (
+        "batching.growth",
+        lambda growth: 0 < len(growth) == len(set(growth)),
+    ),
+    "the warm-up would outlast the run's updates; shorten it": (
+        "inner.warmup_updates num_rounds inner.steps_per_round",
+        lambda warmup, rounds, steps: warmup < rounds * steps,
+    ),
+    (
+        "rounds that grow make a number of updates that is not known in advance; end the run and"
+        " its schedule by num_tokens, or set inner.schedule=constant"
+    ): (
+        "inner.schedule num_tokens inner.max_steps_per_round inner.round_length",
+        lambda schedule, tokens, longest, length: (
+            schedule == "constant" or tokens or (longest, length) == (None, "fixed")
+        ),
+    ),
+    (
+        "rounds that accumulate make fewer updates; end the run and its schedule by num_tokens, or"
+        " set inner.schedule=constant"
+    ): (
+        "inner.schedule num_tokens inner.unit switch.mode",
+        lambda schedule, tokens, unit, mode: (
+            schedule == "constant" or tokens or unit == "updates" or mode == "clip"
+        ),
+    ),
+    "a constant rate does not fall; choose an inner.schedule or set inner.final_lr_frac=0.0": (
+        "inner.schedule inner.final_lr_frac",
+        lambda schedule, fraction: schedule != "constant" or fraction == 0,
+    ),
+    "linear rounds need an upper limit; set inner.max_steps_per_round": (
+        "inner.round_length inner.max_steps_per_round",
+        lambda length, longest: length != "linear" or longest is not None,
+    ),
+    "nesterov_by_interval synchronises whole rounds; set outer.tx='nesterov'": (
+        "outer.tx outer.fragments outer.delay_updates",
+        lambda tx, fragments, delay: tx != "nesterov_by_interval" or (fragments, delay) == (1, 0),
+    ),
+    "fragments go through outer.tx in every trainer; set outer.skip_single=False": (
+        "outer.skip_single outer.fragments outer.delay_updates",
+        lambda skips, fragments, delay: not skips or (fragments, delay) == (1, 0),
+    ),
+    "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
+        "inner.schedule merge.policy ensemble.num_trainers",
+        lambda schedule, policy, trainers: (
+            schedule != "linear_after_merge" or policy != "none" or trainers == 1
+        ),
+    ),
+    "sgd decays no weights; set inner.weight_decay=0.0": (
+        "inner.tx inner.weight_decay",
+        lambda tx, decay: tx != "sgd" or decay == 0,
+    ),
+    "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0": (
+        "outer.tx outer.weight_decay",
+        lambda tx, decay: tx not in ("sgd", "nesterov", "nesterov_by_interval") or decay == 0,
+    ),
+    "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round": (
+        "outer.fragments inner.steps_per_round",
+        lambda fragments, steps: steps % fragments == 0,
+    ),
+    "a fragment must arrive before the next leaves; keep delay * fragments below the steps": (
+        "outer.delay_updates outer.fragments inner.steps_per_round",
+        lambda delay, fragments, steps: delay * fragments < steps,
+    ),
+    "adamw counts updates of all parameters at once; set outer.tx='nesterov' or one fragment": (
+        "outer.tx outer.fragments",
+        lambda tx, fragments: tx != "adamw" or fragments == 1,
+    ),
+    "mixing needs fragments or a delay; set outer.mixing=0.0": (
+        "outer.mixing outer.fragments outer.delay_updates",
+        lambda mixing, fragments, delay: mixing == 0 or fragments > 1 or delay > 0,
+    ),
+    "this rule takes whole tensors, which fragments cut; set outer.aggregator='mean'": (
+        "outer.aggregator outer.fragments",
+        lambda aggregator, fragments: aggregator == "mean" or fragments == 1,
+    ),
+    "a run starts without accumulation; lower the first or raise the second": (
+        "batching.initial_batch_size batching.max_batch_size",
+        lambda first, largest: first <= (largest or math.inf),
+    ),
+    "the first request is above the cap; lower the first or raise the second": (
+        "batching.initial_batch_size batching.batch_cap",
+        lambda first, cap: first <= cap,
+    ),
+    "jvp measures inner products, which this test does not use; set batching.estimator='auto'": (
+        "batching.estimator batching.test",
+        lambda estimator, test: (
+            estimator != "jvp" or _entry("batching.test", test).needs == "inner_products"
+        ),
+    ),
+    "the largest bucket must be max_batch_size; add it, or remove what is above it": (
+        "batching.buckets batching.max_batch_size",
+        lambda buckets, largest: not buckets or largest in (None, max(buckets)),
+    ),
+    "no bucket is from the first batch to the cap; add one": (
+        "batching.buckets batching.max_batch_size batching.initial_batch_size batching.batch_cap",
+        lambda buckets, largest, first, cap: (
+            not buckets or largest is not None or any(first <= size <= cap for size in buckets)
+        ),
+    ),
+    "the two belong together; set test='ramp' and (round, batch) pairs, or neither": (
+        "batching.test batching.ramp",
+        lambda test, ramp: (test == "ramp") == (ramp != ()),
+    ),
+    "a ramp begins with (0, initial_batch_size) and its rounds increase; correct the pairs": (
+        "batching.ramp batching.initial_batch_size",
+        lambda ramp, first: (
+            ramp[:1] in ((), ((0, first),)) and all(a[0] < b[0] for a, b in pairwise(ramp))
+        ),
+    ),
+    "the two belong together; set test='replay' and the folder of a run, or neither": (
+        "batching.test batching.replay",
+        lambda test, folder: (test == "replay") == (folder != ""),
+    ),
+    "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
+        "batching.ramp batching.batch_cap",
+        lambda ramp, cap: all(1 <= size <= cap for _, size in ramp),
+    ),
+    "a monotone batch does not fall; order the batches or set batching.monotone=False": (
+        "batching.ramp batching.monotone",
+        lambda ramp, monotone: not monotone or all(a[1] <= b[1] for a, b in pairwise(ramp)),
+    ),
+}
