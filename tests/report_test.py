@@ -9,8 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
-import urllib.request
 from html import escape, unescape
 from html.parser import HTMLParser
 
@@ -20,7 +18,7 @@ from ledgers import ROUNDS, write_run
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import curves, live, report
+from adloco_jax.study import curves, report
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -140,7 +138,8 @@ def forty(tmp_path_factory):
         write_run(folder / str(i), learning_rate=float(i), loss_shift=i / 40, **settings)
         for i in range(40)
     ]
-    return report.html(runs, labels=[f"a variant with a long name {i}" for i in range(40)])
+    labels = [f"a variant with a long name {i}" for i in range(40)]
+    return report.write(runs, folder / "report", labels=labels).read_text()
 
 
 def test_one_run_leaves_a_page_and_the_totals(single):
@@ -217,7 +216,7 @@ def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
 
 def test_an_unfinished_classifier_has_its_accuracy_drawn(tmp_path):
     run = write_run(tmp_path / "run", accuracy=0.75, memory=False, end=False)
-    page = Page(report.html([run]))
+    page = Page(report.write([run], tmp_path / "report").read_text())
     assert "held-out accuracy (fraction)" in page.text and "accuracy 0.7500" in page.text
     assert "6 rounds, unfinished" in page.text
 
@@ -227,7 +226,7 @@ def test_workers_that_were_added_are_marked_and_counted(tmp_path):
     with Ledger(run / "ledger.jsonl") as ledger:
         added = {"round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3}
         ledger.write("spawn", **added, reason="batch", syncs=1, bytes=2**20)
-    page = Page(report.html([run]))
+    page = Page(report.write([run], tmp_path / "report").read_text())
     assert "trainer 0 from 2 to 3 workers (batch)" in page.text
     assert "8.391 MiB" in page.text
 
@@ -296,25 +295,30 @@ def test_in_a_browser_no_text_lies_over_another(browser, width, single, forty, t
         assert json.loads(unescape(measured)) == [width, []]
 
 
-def test_a_live_page_waits_for_a_round_and_follows_the_run(tmp_path):
-    run = tmp_path / "run"
-    with live.server([run]) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monkeypatch, capsys):
+    run, seen = tmp_path / "run", []
+    page, path = run / "report" / "index.html", run / "ledger.jsonl"
 
-        def seen():
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/") as answer:
-                return answer.read().decode()
+    def go_on(_):
+        seen.append(page.read_text() if page.exists() else "")
+        path.unlink(missing_ok=True)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        write_run(run, rounds=ROUNDS[: max(3, 3 * len(seen) - 3)], merge=False, end=False)
+        if len(seen) == 1:
+            path.write_text(path.read_text().splitlines(keepends=True)[0])
 
-        assert "Not yet: " in seen()
-        write_run(run, rounds=ROUNDS[:3], merge=False, end=False)
-        first = seen()
-        assert "1 rounds, unfinished" in first and "setInterval" in first
-        shutil.rmtree(run)
-        write_run(run)
-        assert "6 rounds, done" in seen()
-        with pytest.raises(ConfigError, match="--port"):
-            live.serve([run], port=server.server_port)
-        server.shutdown()
+    monkeypatch.setattr(report.time, "sleep", go_on)
+    assert cli.main(["report", str(run), "--watch"]) == 0
+    assert seen[:2] == ["", ""]  # no run, then no round yet
+    refresh = '<meta http-equiv="refresh"'
+    assert "1 rounds, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]
+    assert refresh in seen[2] and refresh in seen[3]
+    assert capsys.readouterr().out.count("report: ") == 1
+    write_run(run)
+    assert cli.main(["report", str(run), "--watch"]) == 0  # by itself: the run has ended
+    assert "6 rounds, done" in page.read_text() and refresh not in page.read_text()
+    assert {file.name for file in page.parent.iterdir()} == {"index.html", "summary.json"}
 
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):

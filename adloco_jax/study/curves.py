@@ -179,6 +179,11 @@ def read_rounds(events: Iterable[dict]) -> dict[int, list[dict]]:
     return dict(rounds)
 
 
+def is_ended(run: Run) -> bool:
+    """Whether the run has ended, and has not been started again since."""
+    return lines(run.events, "start", "end")[-1]["event"] == "end"
+
+
 def is_evaluated(run: Run) -> bool:
     """Whether the held-out loss of the consensus is on record."""
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))

@@ -17,7 +17,15 @@ Cell = str | tuple[str, str]
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
-def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_curves: int) -> str:
+def page(
+    title: str,
+    lead: str,
+    *,
+    html: Sequence[str],
+    details_html: str,
+    num_curves: int,
+    refresh_s: int | None = None,
+) -> str:
     """The whole page.
 
     Args:
@@ -26,7 +34,9 @@ def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_c
       html: The first screen: the large figure, what stands under it, and the table beside both.
       details_html: What is folded below.
       num_curves: Curves with a number, which stand out while their row of the table is touched.
+      refresh_s: Seconds after which a browser reads the page again; None for never.
     """
+    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     keys = [f'[data-k="{key}"]' for key in range(1, num_curves + 1)]
     highlights = "\n".join(
         f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
@@ -36,9 +46,22 @@ def page(title: str, lead: str, *, html: Sequence[str], details_html: str, num_c
         title=escape(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
+        refresh=refresh,
         kind="many" if num_curves else "single",
         details=details_html,
     )
+
+
+def write_files(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files by name into a folder, which is created; each replaces an older one in one move.
+
+    Characters that are no text, such as those of a strange file name, become question marks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        partial = folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(folder / name)
 
 
 def paragraph(text: str) -> str:

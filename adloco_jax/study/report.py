@@ -5,6 +5,7 @@ import os
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from adloco_jax.study.summary import (
     totals,
 )
 
-__all__ = ["closing_table", "conclude", "html", "write"]
+__all__ = ["closing_table", "conclude", "watch", "write"]
 
+_REFRESH_S = 3  # of a page that is watched
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 _MAX_PROGRAMS = 16  # rows of compiled programs
 
@@ -59,6 +61,7 @@ def write(
     folder: str | os.PathLike[str],
     *,
     labels: Sequence[str] | None = None,
+    refresh_s: int | None = None,
 ) -> Path:
     """Write `index.html`, and `summary.json` with the runs' totals.
 
@@ -66,8 +69,9 @@ def write(
 
     Args:
       runs: The runs' folders, also of unfinished runs.
-      folder: Where to write; created if it does not exist. Files of the same names are replaced.
+      folder: Where to write; created if it does not exist. Each file is replaced as a whole.
       labels: One per run, a variant takes its first run's; by default the folders' names.
+      refresh_s: Seconds after which a browser reads the page again; None for never.
 
     Returns:
       The path of `index.html`, which needs no other file.
@@ -81,13 +85,46 @@ def write(
     words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
     words += ["--labels", *labels] if labels else []
     files = {
-        "index.html": _page(variants, shlex.join(words)),
+        "index.html": _page(variants, shlex.join(words), refresh_s),
         "summary.json": json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n",
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8", errors="replace")
+    page.write_files(folder, files)
     return folder / "index.html"
+
+
+def watch(
+    runs: Sequence[str | os.PathLike[str]],
+    folder: str | os.PathLike[str],
+    *,
+    labels: Sequence[str] | None = None,
+) -> None:
+    """Write the report again whenever a ledger grows, until all runs have ended.
+
+    The page refreshes itself in a browser meanwhile. It is first written when each run has a
+    finished round.
+
+    Args:
+      runs: The runs' folders, which need not exist yet.
+      folder: As of `write`.
+      labels: As of `write`.
+
+    Raises:
+      ConfigError: As of `write`.
+      DataError: If a ledger is damaged.
+    """
+    ledgers, drawn, is_first = [Path(run) / "ledger.jsonl" for run in runs], [], True
+    while True:
+        sizes = [path.stat().st_size if path.exists() else 0 for path in ledgers]
+        read = [curves.read_run(run) for run in runs] if all(sizes) and sizes != drawn else []
+        if read and all(curves.lines(run.events, "round") for run in read):
+            drawn, goes_on = sizes, not all(map(curves.is_ended, read))
+            path = write(runs, folder, labels=labels, refresh_s=_REFRESH_S if goes_on else None)
+            if is_first:
+                print(f"report: {path}; Ctrl-C ends the command", flush=True)
+            is_first = False
+            if not goes_on:
+                return
+        time.sleep(_REFRESH_S)
 
 
 def conclude(workdir: str | os.PathLike[str]) -> None:
@@ -108,11 +145,6 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
         print(f"the report was not written: {error}", file=sys.stderr)
 
 
-def html(runs: Sequence[str | os.PathLike[str]], *, labels: Sequence[str] | None = None) -> str:
-    """The page that `write` writes, which see."""
-    return _page(_read(runs, labels), shlex.join(["adloco", "report", *map(str, runs), "--live"]))
-
-
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
     read = [curves.read_run(run) for run in runs]
     for run in read:
@@ -124,7 +156,7 @@ def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) 
     return curves.variants(read, labels=labels)
 
 
-def _page(variants: Sequence[Variant], command: str) -> str:
+def _page(variants: Sequence[Variant], command: str, refresh_s: int | None) -> str:
     runs = [run for variant in variants for run in variant.runs]
     losses = page.tabs("loss", dict(loss.charts(variants)))
     figure = page.figure(losses, loss.caption(variants))
@@ -148,6 +180,7 @@ def _page(variants: Sequence[Variant], command: str) -> str:
             for place, part in enumerate(parts.items())
         ),
         num_curves=0 if len(runs) == 1 else len(variants),
+        refresh_s=refresh_s,
     )
 
 
