@@ -1,8 +1,11 @@
-"""The files for Slurm and Kubernetes against the program."""
+"""The files for systemd, Slurm and Kubernetes against the program."""
 
+import configparser
 import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,75 +19,47 @@ KINDS = {
     part["kind"]: part
     for part in yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text("utf-8"))
 }
+UNIT = configparser.ConfigParser(interpolation=None)
+UNIT.read(ROOT / "scripts" / "adloco.service")
 MISTAKES = {ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code}
 
 
-@pytest.fixture
-def job(tmp_path):
-    """Runs the batch script once where srun ends with a code: its own, and if it is requeued."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in {
-        "srun": 'echo "$@" >>srun.log; eval "$DURING"; exit "$CODE"',
-        "scontrol": 'echo "$@" >>scontrol.log',
-    }.items():
+def slurm_job(folder, srun, **settings):
+    """Runs the batch script with a stand-in for srun: its exit code, what it requeued, stderr."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, text in {"srun": srun, "scontrol": 'echo "$@" >>scontrol.log'}.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    log = tmp_path / "scontrol.log"
-
-    def run(code, during=""):
-        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        settings = {"PATH": path, "CODE": str(code), "DURING": during, "SLURM_JOB_ID": "17"}
-        log.unlink(missing_ok=True)
-        done = subprocess.run(
-            ["bash", SBATCH],
-            cwd=tmp_path,
-            env=os.environ | settings,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return done.returncode, log.read_text() if log.exists() else "", done.stderr
-
-    return run
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = SBATCH.read_text("utf-8").replace("configs/microllama.py", "faults")
+    log = folder / "scontrol.log"
+    log.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "SLURM_JOB_ID": "17"} | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, log.read_text() if log.exists() else "", done.stderr
 
 
-def checkpoint(number):
-    return f"mkdir -p runs/slurm/checkpoints/{number}"
-
-
-def test_a_job_that_is_done_or_mistaken_is_not_requeued(job):
+def test_a_slurm_job_is_requeued_unless_it_is_done_mistaken_or_restarted_too_often(tmp_path):
     for code in (0, *MISTAKES):
-        assert job(code) == (code, "", "")
+        assert slurm_job(tmp_path, f"exit {code}") == (code, "", "")
+    for code in (1, 5, Preempted.exit_code, 137):
+        _, requeued, said = slurm_job(tmp_path, f"exit {code}", SLURM_RESTART_COUNT="19")
+        assert requeued == "requeue 17\n" and f"ended with {code}; requeued" in said
+    code, requeued, said = slurm_job(tmp_path, "exit 137", SLURM_RESTART_COUNT="20")
+    assert (code, requeued) == (137, "") and "gave up after 20 restarts" in said
 
 
-def test_a_job_that_was_preempted_or_failed_is_requeued(job, tmp_path):
-    for number, code in enumerate([1, 5, Preempted.exit_code, 137, 137], start=30):
-        _, requeued, said = job(code, checkpoint(number))
-        assert requeued == "requeue 17\n"
-        assert f"ended with {code}; goes on from round {number}" in said
-    assert "--distributed" in (tmp_path / "srun.log").read_text()
-
-
-def test_requeues_without_a_newer_checkpoint_end(job):
-    assert [job(137, checkpoint(9))[1] for _ in range(4)] == ["requeue 17\n"] * 3 + [""]
-    assert job(137, checkpoint(9))[1]  # submitted again
-    job(0, checkpoint(9))  # a job that is done leaves the next one all its restarts
-    assert [job(137, checkpoint(9))[1] for _ in range(4)] == ["requeue 17\n"] * 3 + [""]
-
-
-def test_a_smaller_micro_batch_to_try_allows_further_requeues(job):
-    for size in (64, 32, 16, 8):
-        note = f"mkdir -p runs/slurm; echo {size} >runs/slurm/.max_batch_size-round-1-process-1"
-        assert job(5, note)[1] == "requeue 17\n"
-    assert [job(5, note)[1] for _ in range(3)] == ["requeue 17\n"] * 2 + [""]
-
-
-def test_a_signal_to_the_batch_shell_waits_for_the_processes(job):
+def test_a_signal_to_the_batch_shell_waits_for_the_processes(tmp_path):
     # As at a preemption, where it may reach the shell beside its steps.
-    _, requeued, said = job(Preempted.exit_code, "kill -TERM $PPID; sleep 0.3")
+    _, requeued, _ = slurm_job(tmp_path, "kill -TERM $PPID; sleep 0.3; exit 75")
     assert requeued == "requeue 17\n"
-    assert "goes on from round -1" in said
 
 
 def test_the_pods_find_each_other():
@@ -101,7 +76,7 @@ def test_the_pods_find_each_other():
     assert KINDS["RoleBinding"]["roleRef"]["name"] == KINDS["Role"]["metadata"]["name"]
 
 
-def test_the_job_knows_the_exit_codes():
+def test_systemd_and_kubernetes_know_the_exit_codes():
     job = KINDS["Job"]["spec"]
     [container] = job["template"]["spec"]["containers"]
     rules = {
@@ -114,19 +89,37 @@ def test_the_job_knows_the_exit_codes():
     assert names == {container["name"]}
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["podFailurePolicy"]["rules"][2]["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    service = UNIT["Service"]
+    assert {*map(int, service["RestartPreventExitStatus"].split())} == MISTAKES
+    assert service["Restart"] == "on-failure"
 
 
-def test_the_watched_ledger_is_that_of_the_workdir():
-    [container] = KINDS["Job"]["spec"]["template"]["spec"]["containers"]
-    [workdir] = [word for word in container["command"] if word.startswith("--workdir=")]
-    probe = container["livenessProbe"]["exec"]["command"][-1]
-    assert f"{workdir.partition('=')[2]}/ledger.jsonl" in probe
+def command(words, workdir):
+    """A file's command for this machine: one process, a toy's config, another folder."""
+    text = shlex.join(word for word in words if word != "--distributed")
+    text = re.sub(r"--config[= ]\S+", "--config=faults", text)
+    text = re.sub(r"--workdir[= ]\S+", f"--workdir={workdir}", text)
+    assert "--config.checkpoint.watchdog_s=" in text
+    return [sys.executable, *shlex.split(text)[1:], "--config.num_rounds=1"]
 
 
-def test_the_launchers_give_the_options_of_the_program():
-    [container] = KINDS["Job"]["spec"]["template"]["spec"]["containers"]
-    [command] = re.findall(r"^srun .*\\\n.*$", SBATCH.read_text("utf-8"), re.M)
-    main = command[command.index("adloco_jax.main") :]
-    used = {word.partition("=")[0] for word in [*container["command"], *main.split()]}
-    options = {word for word in used if word.startswith("--")}
-    assert options == {"--distributed", "--config", "--workdir"}
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["systemd", "slurm", "kubernetes"])
+def test_the_command_of_each_file_trains(tmp_path, monkeypatch, scheduler):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    workdir = tmp_path / "run"
+    if scheduler == "slurm":
+        # As srun sets the environment of the only task of a job.
+        place = {"STEP_NODELIST": "localhost", "NTASKS": 1, "PROCID": 0, "LOCALID": 0}
+        names = " ".join(f"SLURM_{name}={value}" for name, value in place.items())
+        code, _, said = slurm_job(tmp_path, f'shift; {names} exec "$@" --config.num_rounds=1')
+        assert code == 0, said
+        workdir = tmp_path / "runs" / "slurm"
+    else:
+        [container] = KINDS["Job"]["spec"]["template"]["spec"]["containers"]
+        words = {
+            "systemd": shlex.split(UNIT["Service"]["ExecStart"]),
+            "kubernetes": container["command"],
+        }[scheduler]
+        subprocess.run(command(words, workdir), check=True, timeout=300, cwd=tmp_path)
+    assert (workdir / "report" / "index.html").exists()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -144,10 +145,14 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
 def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
     """The run of configs/faults.py on so many processes of so many devices; killed where left."""
     command = [sys.executable, "-m", "adloco_jax.main"]
+    command += [f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}", *overrides]
+    places = [[]]
     if num_processes > 1:
-        launcher = ROOT / "scripts" / "launch_local.py"
-        command = [sys.executable, launcher, f"--processes={num_processes}", "--max-restarts=0"]
-        command += ["--watchdog-s=240", "--"]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            coordinator = f"--coordinator=127.0.0.1:{probe.getsockname()[1]}"
+        several = [coordinator, f"--num_processes={num_processes}"]
+        places = [[*several, f"--process_id={number}"] for number in range(num_processes)]
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     settings = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
@@ -155,24 +160,22 @@ def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
-    config = f"--config={ROOT}/configs/faults.py"
-    command += [config, f"--workdir={workdir}", *overrides]
-    with (
-        open(f"{workdir}.log", "w") as log,
-        subprocess.Popen(
-            command, env=os.environ | settings, stdout=subprocess.DEVNULL, stderr=log
-        ) as process,
-    ):
+    how = {"env": os.environ | settings, "stdout": subprocess.DEVNULL}
+    with open(f"{workdir}.log", "w") as log:
+        processes = [subprocess.Popen([*command, *p], stderr=log, **how) for p in places]
         try:
-            yield process
+            yield processes
         finally:
-            process.kill()
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def run(workdir, *overrides, **where):
     """The same to its end; its ledger's lines."""
-    with started(workdir, *overrides, **where) as process:
-        assert process.wait(timeout=580) == 0, Path(f"{workdir}.log").read_text()[-3000:]
+    with started(workdir, *overrides, **where) as processes:
+        for process in processes:
+            assert process.wait(timeout=580) == 0, Path(f"{workdir}.log").read_text()[-3000:]
     return deterministic_lines(read(workdir / "ledger.jsonl"))
 
 
@@ -210,11 +213,14 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, settings, befo
     def rounds():
         return ledger.read_text().count('"event": "round"') if ledger.exists() else 0
 
-    with started(tmp_path / "run", *overrides, **before, cache=cache) as process:
-        while process.poll() is None and not rounds():
+    with started(tmp_path / "run", *overrides, **before, cache=cache) as processes:
+        while processes[0].poll() is None and not rounds():
             time.sleep(0.1)
-        process.terminate()
-        assert process.wait(timeout=580) == Preempted.exit_code
+        for process in processes:
+            process.terminate()
+        assert [process.wait(timeout=580) for process in processes] == (
+            [Preempted.exit_code] * len(processes)
+        )
     lines = run(tmp_path / "run", *overrides, **after, cache=cache)
     assert_alike(lines, expected)
     assert kinds < {line["event"] for line in lines}
