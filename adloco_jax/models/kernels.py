@@ -5,6 +5,7 @@ Dates refer to docs/LOG.md.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import compute_on
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 # docs/LOG.md, 2026-11-21: what the backward pass keeps chosen by name, not every product with a
@@ -109,10 +111,22 @@ def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
 
 def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
     """`attend` by cuDNN's fused kernel, which stores no scores: NVIDIA GPUs, bfloat16 only."""
-    q_BLHK, k_BLGK, v_BLGK = (x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK))
-    y_BLHK = jax.nn.dot_product_attention(
-        q_BLHK, k_BLGK, v_BLGK, scale=1.0, is_causal=True, implementation="cudnn"
-    )
+
+    def attend(*heads_BLHK: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            *heads_BLHK, scale=1.0, is_causal=True, implementation="cudnn"
+        )
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and mesh.auto_axes:
+        # XLA cannot partition the kernel's call where some axes are manual and others are not.
+        num_shares = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
+        batch = P() if q_BHLK.shape[0] % num_shares else P(mesh.auto_axes)
+        axes = set(mesh.auto_axes)
+        attend = jax.shard_map(
+            attend, in_specs=batch, out_specs=batch, axis_names=axes, check_vma=False
+        )
+    y_BLHK = attend(*(x.transpose(0, 2, 1, 3) for x in (q_BHLK, k_BGLK, v_BGLK)))
     return kept(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
 
