@@ -10,16 +10,18 @@ import argparse
 import math
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from study_tables import by_method
 
 from adloco_jax.study import results
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from studies.tables import by_method  # noqa: E402
+
 OUT = ROOT / "docs" / "images"
-STUDY = ROOT / "docs" / "study"
+STUDY = ROOT / "studies"
 BARRIER = STUDY / "barrier.jsonl"
 # Colours by Okabe and Ito, brighter on dark.
 NAMES = ("ink", "soft", "rule", "box", "A", "B", "C")

@@ -22,10 +22,10 @@ from jax import lax
 from published import TORCHFT, Row
 
 from adloco_jax import init, inner_steps, outer_step, start_round
-from adloco_jax.configs import compare_order_seeds, compare_shakespeare
 from adloco_jax.core.streaming import fragment_steps
 from adloco_jax.study import results
 from adloco_jax.study.compare import runs_of
+from studies import compare_order_seeds, compare_shakespeare
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 COLUMNS = ("whose number", "what was run", "theirs", "ours", "difference", "command")

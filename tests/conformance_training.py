@@ -7,11 +7,11 @@ from pathlib import Path
 
 from published import NANOGPT_CHAR_LOSS, SCALING_ORDER, Row
 
-from adloco_jax.configs import compare_order_seeds, compare_shakespeare
 from adloco_jax.study import results
 from adloco_jax.study.compare import Comparison, runs_of
+from studies import compare_order_seeds, compare_shakespeare
 
-STUDY = Path(__file__).parents[1] / "docs" / "study"
+STUDY = Path(__file__).parents[1] / "studies"
 SHAKESPEARE, ORDER = STUDY / "shakespeare.jsonl", STUDY / "order.jsonl"
 
 

@@ -3,16 +3,16 @@
 They are trials of 0.08 M parameters that did best there, at half of their learning rates; ours runs
 with the setting chosen there, since one setting is to do for both sizes.
 
-Command:   adloco compare --config compare_study_half
-             --results docs/study/half_tuning.jsonl
+Command:   adloco compare --config studies/compare_study_half.py
+             --results studies/half_tuning.jsonl
 Hardware:  two CPU cores, about 20 minutes for each run; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
-from adloco_jax.configs.compare_study import tuning
-from adloco_jax.configs.compare_study_again import named
-from adloco_jax.configs.compare_study_small import OURS
 from adloco_jax.study.compare import Comparison
+from studies.compare_study import tuning
+from studies.compare_study_again import named
+from studies.compare_study_small import OURS
 
 TRIED = (
     "one worker: rate 0.001, 13200 updates",

@@ -1,13 +1,13 @@
 """Tables of the study in docs/RESULTS.md, from the lines of a comparison's results.
 
-python scripts/study_tables.py choose docs/study/small_tuning.jsonl --target 1.6
-python scripts/study_tables.py claims docs/study/small.jsonl --target 1.6
+python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
+python studies/tables.py claims studies/small.jsonl --target 1.6
 
 Runs are variants named "method: setting". `choose` gives the trial of each method that reaches a
 loss first, by its median seed: the fewest serial updates win; of those within 5 % the fewest
 communications, then the fewest tokens. `claims` gives what each method spent, over seeds, and its
 ratios to DiLoCo and to the trunk of the same seed. A method named "data parallel" is one worker
-with the pool's batch, which communicates once per update (configs/compare_study.py).
+with the pool's batch, which communicates once per update (studies/compare_study.py).
 """
 
 import argparse

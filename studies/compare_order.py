@@ -10,10 +10,10 @@ the updates, text of which 20 tokens per parameter are less than an epoch.
 Rates are tuned on seed 0: the inner one at the paper's outer rate for each M, then the outer one at
 1e-3, the best inner rate but for M = 8. There the paper's outer rate of 1 is too high for this
 model at any inner rate, so the inner one is tuned again at its best outer rate. The best pair of
-each M runs with seeds 1, 2 and 3, see configs/compare_order_seeds.py.
+each M runs with seeds 1, 2 and 3, see studies/compare_order_seeds.py.
 
-Command:   adloco compare --config compare_order
-             --results docs/study/order_tuning.jsonl
+Command:   adloco compare --config studies/compare_order.py
+             --results studies/order_tuning.jsonl
 Hardware:  two CPU cores, some three minutes for each of 39 runs; stopped, the same command goes on
 Answers:   docs/conformance.md
 """

@@ -5,16 +5,16 @@ since one setting is to do for both texts.
 
 Before:    adloco prepare PROSE --output runs/prose --sequence-length 64, PROSE a
            folder of C4 shards and film reviews as JSON lines, 9.8 MB
-Command:   adloco compare --config compare_study_prose
-             --results docs/study/prose_tuning.jsonl
+Command:   adloco compare --config studies/compare_study_prose.py
+             --results studies/prose_tuning.jsonl
 Hardware:  two CPU cores, about a minute for each run; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
-from adloco_jax.configs.compare_study import tuning
-from adloco_jax.configs.compare_study_again import named
-from adloco_jax.configs.compare_study_small import OURS
 from adloco_jax.study.compare import Comparison
+from studies.compare_study import tuning
+from studies.compare_study_again import named
+from studies.compare_study_small import OURS
 
 TEXT = "runs/prose"
 TRIED = (

@@ -1,24 +1,24 @@
 """The study's main runs at 0.08 M parameters on prose: seeds that chose nothing.
 
-The baselines' settings are those of configs/compare_study_prose.py that reached 1.74 nats per byte
+The baselines' settings are those of studies/compare_study_prose.py that reached 1.74 nats per byte
 with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that DiLoCo reaches
 there. Ours has the setting that was chosen on the standard library. The linear ramp and the
 published method, which were not tuned on prose, have the settings chosen there, too.
 
-Before:    as for configs/compare_study_prose.py
-Command:   adloco compare --config compare_study_prose_seeds
-             --results docs/study/prose.jsonl
+Before:    as for studies/compare_study_prose.py
+Command:   adloco compare --config studies/compare_study_prose_seeds.py
+             --results studies/prose.jsonl
 Hardware:  two CPU cores, about a minute for each of 40 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
 import dataclasses
 
-from adloco_jax.configs.compare_study import tuning
-from adloco_jax.configs.compare_study_again import named
-from adloco_jax.configs.compare_study_prose import TEXT
-from adloco_jax.configs.compare_study_small import OURS
 from adloco_jax.study.compare import Comparison
+from studies.compare_study import tuning
+from studies.compare_study_again import named
+from studies.compare_study_prose import TEXT
+from studies.compare_study_small import OURS
 
 CHOSEN = (
     OURS,

@@ -1,17 +1,17 @@
 """The order of DiLoCo's workers at 0.39 M parameters: seeds that chose nothing.
 
-Each method with the inner and the outer rate that had the lowest loss in configs/compare_order.py.
+Each method with the inner and the outer rate that had the lowest loss in studies/compare_order.py.
 
-Command:   adloco compare --config compare_order_seeds
-             --results docs/study/order.jsonl
+Command:   adloco compare --config studies/compare_order_seeds.py
+             --results studies/order.jsonl
 Hardware:  two CPU cores, some three minutes for each of 15 runs; stopped, the same command goes on
 Answers:   docs/conformance.md
 """
 
 import dataclasses
 
-from adloco_jax.configs import compare_order
 from adloco_jax.study.compare import Comparison
+from studies import compare_order
 
 CHOSEN = (
     "M = 1: rate 0.001, outer 0.4",

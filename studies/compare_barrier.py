@@ -1,15 +1,15 @@
 """How long may trainers stay apart before they are averaged, from random weights and from a trunk?
 
-Command:   the trunk as in configs/compare_trunk.py, then
-           adloco compare --config compare_barrier
-             --results docs/study/barrier.jsonl
+Command:   the trunk as in studies/compare_trunk.py, then
+           adloco compare --config studies/compare_barrier.py
+             --results studies/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
-Model:     that of configs/compare_trunk.py; four trainers with a worker each, who try to become one
+Model:     that of studies/compare_trunk.py; four trainers with a worker each, who try to become one
            after so many updates apart; the guard refuses what would raise the loss
 """
 
-from adloco_jax.configs.compare_trunk import AVERAGE, get_base
 from adloco_jax.study.compare import Comparison
+from studies.compare_trunk import AVERAGE, get_base
 
 STEPS = 110  # of a round
 APART = (1, 2, 4, 8, 16, 32)  # rounds

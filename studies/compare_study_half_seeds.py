@@ -1,21 +1,21 @@
 """The study's main runs at 0.55 M parameters on the standard library: seeds that chose nothing.
 
-The baselines' settings are those of configs/compare_study_half.py that reached 1.32 nats per byte
+The baselines' settings are those of studies/compare_study_half.py that reached 1.32 nats per byte
 with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that both DiLoCo and data
 parallelism reach there. Ours has the setting that was chosen at 0.08 M parameters.
 
-Command:   adloco compare --config compare_study_half_seeds
-             --results docs/study/half.jsonl
+Command:   adloco compare --config studies/compare_study_half_seeds.py
+             --results studies/half.jsonl
 Hardware:  two CPU cores, some five minutes for each of 18 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
 
 import dataclasses
 
-from adloco_jax.configs.compare_study import tuning
-from adloco_jax.configs.compare_study_again import named
-from adloco_jax.configs.compare_study_small import OURS
 from adloco_jax.study.compare import Comparison
+from studies.compare_study import tuning
+from studies.compare_study_again import named
+from studies.compare_study_small import OURS
 
 CHOSEN = (
     OURS,

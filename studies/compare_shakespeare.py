@@ -6,16 +6,16 @@ serial updates, or each, and so a quarter of them. AdLoCo begins as one worker; 
 asks for are first more of four workers, then longer rounds. Their schedules fall over tokens, the
 recipe's over updates after the warm-up.
 
-Command:   adloco compare --config compare_shakespeare
-             --results docs/study/shakespeare.jsonl
+Command:   adloco compare --config studies/compare_shakespeare.py
+             --results studies/shakespeare.jsonl
 Hardware:  two CPU cores, some minutes for each of 12 runs; stopped, the same command goes on
 Text:      as for configs/shakespeare_char.py
 Answers:   docs/conformance.md
 """
 
 from adloco_jax.configs import shakespeare_char
-from adloco_jax.configs.compare_study import NESTEROV, batch, growing, steps
 from adloco_jax.study.compare import Comparison
+from studies.compare_study import NESTEROV, batch, growing, steps
 
 BY_TOKENS = {"num_tokens": 2000 * 12 * 64, "num_rounds": 1_000_000}  # tokens end the runs
 POOL = {**NESTEROV, **BY_TOKENS, "ensemble.num_workers": 4}

@@ -1,6 +1,6 @@
 """The study's choice among settings of DiLoCo, the trunk and ours, on three seeds.
 
-The first choice was made on seed 0 alone (configs/compare_study.py). Seeds 1 to 5 then showed that
+The first choice was made on seed 0 alone (studies/compare_study.py). Seeds 1 to 5 then showed that
 seed 0 is far from the others: one worker reached 1.6 after 8,360 updates on it and DiLoCo after
 4,730, against medians of 7,920 and 4,180. So the trials here run on seeds 0, 6 and 7; the fewest
 serial updates to 1.6 win by the median, ties within 5 % by communications. They were declared in
@@ -10,10 +10,10 @@ rates and shorter first rounds; outer momentum that begins with a trainer's seco
 falling rate. A fifth, after runs on five more seeds had missed the aims by a little, tries higher
 inner rates and averages that keep the workers' length for all three methods. docs/LOG.md has what
 each step taught. The winners run with seeds that no choice has seen
-(configs/compare_study_small.py).
+(studies/compare_study_small.py).
 
-Command:   adloco compare --config compare_study_again
-             --results docs/study/again.jsonl
+Command:   adloco compare --config studies/compare_study_again.py
+             --results studies/again.jsonl
 Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
 Answers:   docs/RESULTS.md
 """
@@ -23,7 +23,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from adloco_jax.configs.compare_quick import AVERAGE
-from adloco_jax.configs.compare_study import (
+from adloco_jax.study.compare import Comparison
+from studies.compare_study import (
     LINEAR,
     NESTEROV,
     STEPS,
@@ -35,7 +36,6 @@ from adloco_jax.configs.compare_study import (
     trunk,
     tuning,
 )
-from adloco_jax.study.compare import Comparison
 
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 SKIP = {"outer.skip_single": True}
@@ -147,7 +147,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
 
 
 def named(size: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Trials of this file and of configs/compare_study.py; "method, also: setting" is one, too."""
+    """Trials of this file and of studies/compare_study.py; "method, also: setting" is one, too."""
     tried = {**trials(size), **settings(size)}
     return {name: tried[re.sub(", [^:]*:", ":", name, count=1)] for name in names}
 
