@@ -39,6 +39,8 @@ _ERRORS = (
 
 # Keys and values of 0.2 that are gone, each with what to do.
 REMOVED = {
+    "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
+    "data.max_bad_rows": "a damaged line is refused; mend it",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),

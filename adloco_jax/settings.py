@@ -124,6 +124,8 @@ class Data:
     path: str = _knob("", "File, folder or glob; for hf also a hub name.", resume="harmless")
     name: str = _knob("", "Configuration of a data set; hf only.")
     split: str = _knob("train", "Split of a data set to train on; hf only.")
+    revision: str = _knob("main", "Branch, tag or commit of a data set on the hub; hf only.")
+    heldout_split: str = _knob("", "Split to evaluate on; hf only. Empty: as heldout_path.")
     heldout_path: str = _knob(
         "", "As path, to evaluate on. Empty: a fraction of the documents.", resume="harmless"
     )
@@ -138,8 +140,6 @@ class Data:
     subset_frac: float = _knob(
         1.0, "Fraction of the training rows that each trainer draws for itself.", "(0, 1]"
     )
-    on_bad_shard: Literal["reject", "skip"] = _knob("reject", "A damaged file: skip all of it?")
-    max_bad_rows: int = _knob(0, "Damaged JSON lines left out before an error.", _COUNT_OR_0)
 
 
 @dataclasses.dataclass(frozen=True)

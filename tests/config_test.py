@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get_args(knob.type)}]
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
 ZERO_IS_ALLOWED = """
-    checkpoint.every_s data.max_bad_rows seed model.loss_chunk inner.warmup_updates
+    checkpoint.every_s seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum outer.weight_decay
     outer.delay_updates outer.mixing batching.smoothing batching.branch_epsilon merge.max_barrier
     merge.max_harm""".split()

@@ -147,67 +147,14 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     assert len(long) == 240 and long.endswith("…")
 
 
-# --- Arrays of tokens -------------------------------------------------------------------------
-
-
-def write_tokens(folder, name="tokens.npy", dtype=np.uint16, texts=None):
-    """The stream of some documents as an array on disk."""
-    texts = numbered_documents(50) if texts is None else texts
-    stream = b"".join(text.encode() + b"\0" for text in texts)
-    tokens = np.frombuffer(stream, np.uint8).astype(dtype)
-    tokens[tokens == 0] = END
-    np.save(folder / name, tokens)
-    return folder / name, tokens
-
-
-def test_a_token_stream_gives_the_same_corpus_as_its_text(tmp_path, fifty):
-    path, tokens = write_tokens(tmp_path, dtype=">i4")
-    from_tokens, from_text = load(path, source="tokens"), load(fifty)
-    np.testing.assert_array_equal(from_tokens.rows, from_text.rows)
-    np.testing.assert_array_equal(from_tokens.heldout_rows, from_text.heldout_rows)
-    assert from_tokens.num_documents == from_text.num_documents
-    assert from_tokens.tokens_per_byte == from_text.tokens_per_byte
-    np.save(path, tokens[:-1])
-    unclosed = load(path, source="tokens", num_sequences=5)
-    assert unclosed.num_documents + unclosed.num_heldout_documents == 50
-    np.testing.assert_array_equal(unclosed.rows, from_text.rows[:5])
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_stay_memory_mapped_when_held_out_text_is_given(tmp_path, packed):
-    path, tokens = write_tokens(tmp_path)
-    if packed:
-        np.save(path, tokens[: len(tokens) // 16 * 16].reshape(-1, 16))
-    heldout, _ = write_tokens(tmp_path, "heldout.npy", texts=["kept apart " * 9])
-    corpus = load(path, source="tokens", heldout_path=str(heldout), num_sequences=20)
-    assert isinstance(corpus.rows, np.memmap)
-    np.testing.assert_array_equal(corpus.rows.reshape(-1), tokens[: 20 * 16])
-    assert corpus.tokens_per_byte == 100 / 99
-
-
-def test_arrays_that_cannot_be_split_or_decoded_are_refused(tmp_path):
-    np.save(tmp_path / "rows.npy", np.zeros((8, 16), np.uint16))
-    with pytest.raises(ConfigError, match=r"rows\.npy: ready-packed rows.*data.heldout_path"):
-        load(tmp_path / "rows.npy", source="tokens")
-    path, _ = write_tokens(tmp_path)
-    with pytest.raises(ConfigError, match="data.source=tokens reads one file, have 2"):
-        load(tmp_path, source="tokens")
-    np.save(tmp_path / "heldout.npy", np.full(64, END))
-    with pytest.raises(DataError, match="decode to no text"):
-        load(path, source="tokens", heldout_path=str(tmp_path / "heldout.npy"))
-
-
 # --- Documents that are held out too ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["jsonl", "tokens"])
-def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path, source):
+def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path):
     texts = numbered_documents(50)
     texts[4] = texts[12] = "<4>" * 30  # number 4 is held out
     path = write_documents(tmp_path, texts)
-    if source == "tokens":
-        path, _ = write_tokens(tmp_path, texts=texts)
-    corpus = load(path, source=source)
+    corpus = load(path)
     assert "4" in numbers_in(corpus.heldout_rows)
     assert corpus.num_also_heldout == 1
     assert (corpus.num_documents, corpus.num_heldout_documents) == (44, 5)
@@ -291,17 +238,6 @@ def test_the_check_reads_no_text_and_finds_missing_paths_and_tokenizers(tmp_path
 
 
 # --- The table of sources ---------------------------------------------------------------------
-
-
-def test_a_source_may_give_token_ids_which_are_checked(monkeypatch):
-    tokens = np.tile([*range(65, 80), END], 40)
-    tokens[::16] = np.arange(40)  # no two documents are the same
-    monkeypatch.setitem(DATA_SOURCES, "own", DataSource(lambda *_: tokens, needs=()))
-    corpus = load(source="own")
-    np.testing.assert_array_equal(np.sort(np.r_[corpus.rows, corpus.heldout_rows][:, 0]), range(40))
-    monkeypatch.setitem(DATA_SOURCES, "own", DataSource(lambda *_: tokens / 2, needs=()))
-    with pytest.raises(DataError, match="data.source=own: token ids are integers, have float64"):
-        load(source="own")
 
 
 @pytest.mark.parametrize(

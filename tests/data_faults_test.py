@@ -1,14 +1,11 @@
-"""Bad files and bad rows: refused by name and line, or left out whole and counted."""
+"""Bad files and bad rows: refused by name and line."""
 
 import gzip
 import json
 import os
 import random
 import resource
-import tracemalloc
-import zlib
 
-import numpy as np
 import pytest
 from toy import data_settings
 
@@ -23,8 +20,8 @@ def lines_of(rows):
     return "\n".join(json.dumps(row) for row in rows).encode()
 
 
-def jsonl(*paths, **options):
-    intake = Intake(**options)
+def jsonl(*paths):
+    intake = Intake()
     return list(sources.jsonl_documents(paths, intake, text_column="text")), intake
 
 
@@ -50,16 +47,12 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_refused_by_line_or_left_out_and_counted(tmp_path, bad, message):
+def test_a_bad_row_is_refused_by_line(tmp_path, bad, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}") as error:
         jsonl(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
-    texts, intake = jsonl(path, max_bad_rows=1)
-    assert texts == ["one", "two"]
-    assert intake.num_bad_rows == intake.shards[0]["bad_rows"] == 1
-    assert intake.shards[0]["rows"] == 2
 
 
 def test_harmless_rows_are_read_plain_and_compressed(tmp_path):
@@ -69,24 +62,20 @@ def test_harmless_rows_are_read_plain_and_compressed(tmp_path):
     assert jsonl(*sorted(tmp_path.iterdir()))[0] == ["one", "NUL \0"] * 2
 
 
-def test_the_budget_of_bad_rows_is_for_all_files_together(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_bytes(b'{"text": "x"}\nbad\n')
-    files = sorted(tmp_path.iterdir())
-    assert jsonl(*files, max_bad_rows=2)[1].num_bad_rows == 2
-    with pytest.raises(DataError, match=r"b\.jsonl:2: .*\(data.max_bad_rows=1\)"):
-        jsonl(*files, max_bad_rows=1)
-
-
-def test_two_thousand_random_rows_are_read_or_left_out(tmp_path):
+def test_two_thousand_random_rows_are_read_or_refused(tmp_path):
     rng = random.Random(1)
     alphabet = [b'{"text": "', b'"}', b"{", b"}", b"[", b'"', b"\\u", b"\\", b"\xff", b"\0", b"a"]
     alphabet += [b":", b",", b"null", b"1e999", b"NaN", b'"text"', b"\xef\xbb\xbf", b" ", b"\r"]
     rows = [b"".join(rng.choices(alphabet, k=rng.randint(1, 12))) for _ in range(2000)]
-    path = tmp_path / "fuzz.jsonl"
-    path.write_bytes(b"\n".join(rows))
-    texts, intake = jsonl(path, max_bad_rows=2000)
-    assert intake.num_bad_rows > 1500
+    path, num_refused = tmp_path / "fuzz.jsonl", 0
+    for row in rows:
+        path.write_bytes(row)
+        try:
+            jsonl(path)
+        except DataError as error:
+            assert "\n" not in str(error)
+            num_refused += 1
+    assert 1500 < num_refused < 2000
 
 
 WHOLE = gzip.compress(lines_of(GOOD))
@@ -100,7 +89,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("fault", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_shard_is_refused_before_its_rows_or_skipped_whole(tmp_path, fault, message):
+def test_a_damaged_shard_is_refused_before_its_rows(tmp_path, fault, message):
     for name, content in (("a", WHOLE), ("b", fault), ("c", WHOLE)):
         (tmp_path / f"{name}.json.gz").write_bytes(content)
     with pytest.raises(DataError, match=rf"b\.json\.gz: {message}") as error:
@@ -109,24 +98,6 @@ def test_a_damaged_shard_is_refused_before_its_rows_or_skipped_whole(tmp_path, f
     texts = sources.jsonl_documents([tmp_path / "b.json.gz"], Intake(), text_column="text")
     with pytest.raises(DataError):
         next(texts)
-    skipping = corpus(tmp_path, on_bad_shard="skip")
-    counts = ("num_documents", "num_heldout_documents", "num_also_heldout")
-    assert sum(getattr(skipping, name) for name in counts) == 80
-    record = skipping.shards[1]
-    assert record["name"] == "b.json.gz" and "b.json.gz" in record["skipped"]
-
-
-def test_a_bomb_takes_no_memory_whatever_it_unpacks_to(tmp_path):
-    packer = zlib.compressobj(9, wbits=31)
-    zeros = [packer.compress(b"\0" * 2**20) for _ in range((sources.FREE_GZIP_BYTES >> 21) + 1)]
-    content = b"".join([*zeros, packer.flush()])
-    (tmp_path / "bomb.json.gz").write_bytes(content * 3)
-    tracemalloc.start()
-    with pytest.raises(DataError, match=f"unpacks to more than {sources.FREE_GZIP_BYTES} bytes"):
-        next(sources.jsonl_documents([tmp_path / "bomb.json.gz"], Intake(), text_column="t"))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < sources.FREE_GZIP_BYTES / 8
 
 
 def test_only_regular_files_of_a_folder_are_read(tmp_path):
@@ -156,16 +127,6 @@ def test_strange_arrays_of_tokens_are_refused_before_memory_is_taken(tmp_path, h
     with pytest.raises(DataError, match=r"tokens\.npy: "):
         sources.open_tokens(tmp_path / "tokens.npy", row_length=17)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
-
-
-@pytest.mark.parametrize("bad", [-1, 257])
-def test_ids_outside_the_vocabulary_are_refused(tmp_path, bad):
-    tokens = np.resize(np.arange(257, dtype=np.int32), 2000)
-    tokens[1234] = bad
-    np.save(tmp_path / "tokens.npy", tokens)
-    message = rf"tokens\.npy: token id {bad} at position 1234.*0 to 256 .*vocab_size=257"
-    with pytest.raises(DataError, match=message):
-        corpus(tmp_path / "tokens.npy", source="tokens")
 
 
 def test_what_changed_between_two_readings_is_named(tmp_path):

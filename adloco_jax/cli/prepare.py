@@ -42,13 +42,6 @@ def guess_source(path: str) -> str:
     return _SOURCES.get(Path(first.name.removesuffix(".gz")).suffix, "text")
 
 
-def left_out(shards: Sequence[dict]) -> list[str]:
-    """A line for each skipped file, and one for bad rows; see `Intake.shards`."""
-    lines = [f"left out: {shard['skipped']}" for shard in shards if "skipped" in shard]
-    num_bad_rows = sum(shard.get("bad_rows", 0) for shard in shards)
-    return lines + [f"left out: {num_bad_rows} bad rows"] * bool(num_bad_rows)
-
-
 class Progress:
     """Shards done and tokens so far: one line, overwritten on a terminal, else now and then."""
 
@@ -78,8 +71,6 @@ def make(request: Request, output: Path) -> None:
     if progress.first_tokens is None:
         print(f"{output}: already prepared by this request, nothing to do")
         return
-    for line in left_out(sidecar.shards):
-        print(line)
     if sidecar.also_heldout:
         print(f"left out: {sidecar.also_heldout} documents that are held out too")
     rows, _ = prepared.open_rows(output, sidecar)

@@ -22,7 +22,7 @@ from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Data, Settings
 
-DocumentsFn = Callable[[Data, Sequence[Path], Intake], Iterable[str] | np.ndarray]
+DocumentsFn = Callable[[Data, Sequence[Path], Intake], Iterable[str]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ def _read_documents(settings: Settings) -> Corpus:
     """Tokenise, split and pack what `DataSource.documents` gives."""
     data = settings.data
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
-    intake = Intake(data.max_bad_rows, data.on_bad_shard == "skip")
+    intake = Intake()
     train, heldout = _read_sides(settings, tokenizer, intake)
     is_heldout_too = np.isin(train.about["digest"], heldout.about["digest"])
     if num_also_heldout := int(is_heldout_too.sum()):
@@ -174,12 +174,6 @@ def _read_documents(settings: Settings) -> Corpus:
     rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
     heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
     layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
-    num_bytes = packing.count_bytes(heldout, tokenizer)
-    if not num_bytes:
-        raise DataError(
-            f"{where_of(data, heldout=True)}: held-out ids decode to no text; is"
-            f" data.tokenizer={data.tokenizer} the tokenizer that made them?"
-        )
     return Corpus(
         rows=rows,
         heldout_rows=heldout_rows,
@@ -188,7 +182,7 @@ def _read_documents(settings: Settings) -> Corpus:
         shards=tuple(intake.shards),
         num_documents=len(train.about),
         num_heldout_documents=len(heldout.about),
-        tokens_per_byte=len(heldout.tokens) / num_bytes,
+        tokens_per_byte=len(heldout.tokens) / int(heldout.about["num_bytes"].sum()),
         num_also_heldout=num_also_heldout,
         order=row_order(settings, rows, heldout_rows, num_also_heldout),
     )
@@ -201,15 +195,14 @@ def _read_sides(
     data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
     files, heldout_files = find_sides(data)
 
-    def read(files: Sequence[Path], where: str, **options: Any) -> Documents:
+    def read(files: Sequence[Path], where: str, data: Data = data, **options: Any) -> Documents:
         assert source.documents is not None, f"data.source={data.source} has no documents"
-        found = source.documents(data, files, intake)
-        if not isinstance(found, np.ndarray):
-            texts = _checked(found, where)
-            return packing.encode_documents(texts, tokenizer, where=where, **options)
-        vocab_size = settings.model.vocab_size
-        return packing.read_token_documents(found, tokenizer, where=where, vocab_size=vocab_size)
+        texts = _checked(source.documents(data, files, intake), where)
+        return packing.encode_documents(texts, tokenizer, where=where, **options)
 
+    if data.heldout_split:
+        heldout = read([], where, dataclasses.replace(data, split=data.heldout_split))
+        return read(files, where, wanted=data, heldout=heldout), heldout
     if heldout_files:
         heldout = read(heldout_files, where_of(data, heldout=True))
         return read(files, where, wanted=data, heldout=heldout), heldout
@@ -240,24 +233,8 @@ def _check_files(settings: Settings) -> list[str]:
     return [f"data.source = {data.source}: whether it is text enough"]
 
 
-def _token_array(data: Data, files: Sequence[Path], intake: Intake) -> np.ndarray:
-    if len(files) > 1:
-        raise ConfigError(f"data.source=tokens reads one file, have {len(files)}: {files[0]}, …")
-    array = sources.open_tokens(files[0], row_length=data.sequence_length + 1)
-    if record := intake.open(files[0]):
-        record["rows"] = len(array)
-    if array.ndim == 2 and not data.heldout_path:
-        raise ConfigError(
-            f"{where_of(data)}: ready-packed rows cannot be split by document, need"
-            " data.heldout_path"
-        )
-    return array.reshape(-1)
-
-
 def _load_tokens(settings: Settings) -> Corpus:
     data = settings.data
-    if not prepared.is_prepared(data.path):
-        return _read_documents(settings)
     tokenizer, sidecar, (rows, heldout_rows) = _open_prepared(settings)
     rows = rows[: data.num_sequences]
     if not sidecar.heldout.text_bytes:
@@ -278,11 +255,7 @@ def _load_tokens(settings: Settings) -> Corpus:
 
 
 def _check_tokens(settings: Settings) -> list[str]:
-    if prepared.is_prepared(settings.data.path):
-        _open_prepared(settings)
-    else:
-        for file in sum(find_sides(settings.data), []):
-            sources.open_tokens(file, row_length=settings.data.sequence_length + 1)
+    _open_prepared(settings)
     return []
 
 
@@ -295,6 +268,8 @@ def _open_prepared(settings: Settings) -> tuple[Tokenizer, prepared.Sidecar, lis
             f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
             f"{data.heldout_path} empty"
         )
+    if not prepared.is_prepared(data.path):
+        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
     folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
     sidecar = prepared.read_sidecar(folder)
     prepared.check_fits(sidecar, tokenizer, where=where, row_length=row_length)
@@ -311,7 +286,13 @@ def _check_hf(settings: Settings) -> list[str]:
 
 
 def _hub_documents(data: Data, files: Sequence[Path], intake: Intake) -> Iterator[str]:
-    found = hub.open_stream(data.path, data.name, data.split, text_column=data.text_column)
+    found = hub.open_stream(
+        data.path,
+        data.name,
+        data.split,
+        text_column=data.text_column,
+        revision=data.revision,
+    )
     return intake.read_unfiled(data.path, hub.texts(found.open(), found.where, data.text_column))
 
 
@@ -322,8 +303,7 @@ class DataSource:
     Attributes:
       documents: `documents(data, files, intake)` reads the files of `data.path`, and if there is a
         `data.heldout_path`, is called for its files too. `data` is the config's group. It returns
-        texts in a fixed reading order, or one array of token ids [T], each document closed by the
-        tokenizer's end of text. `Intake.read` records the files and counts bad rows.
+        texts in a fixed reading order. `Intake.read` records the files.
       needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
         no files.
       refuses: Keys of the group `data` that must keep their default, each with the reason.
@@ -342,7 +322,7 @@ class DataSource:
 
 
 _PARTS = "only hf has configurations and splits; leave it as it is or set data.source=hf"
-_NO_PARTS = {"name": _PARTS, "split": _PARTS}
+_NO_PARTS = dict.fromkeys(("name", "split", "revision", "heldout_split"), _PARTS)
 
 DATA_SOURCES: dict[str, DataSource] = {
     "stdlib": DataSource(
@@ -360,7 +340,7 @@ DATA_SOURCES: dict[str, DataSource] = {
         needs=("path", "text_column"),
         refuses=_NO_PARTS,
     ),
-    "tokens": DataSource(_token_array, refuses=_NO_PARTS, load=_load_tokens, check=_check_tokens),
+    "tokens": DataSource(refuses=_NO_PARTS, load=_load_tokens, check=_check_tokens),
     "hf": DataSource(
         _hub_documents,
         needs=("path", "text_column"),
@@ -386,8 +366,8 @@ def load_corpus(settings: Settings) -> Corpus:
       settings: The run's; `data.source` names an entry of `DATA_SOURCES`.
 
     Returns:
-      The corpus, in memory in the smallest type that holds the ids. An array of tokens stays on
-      disk, memory-mapped, if no split is necessary and no document of it is held out too.
+      The corpus: of a prepared folder memory-mapped, else in memory in the smallest type that holds
+      the ids.
 
     Raises:
       ConfigError: If keys contradict one another, or the tokenizer does not suit the model.

@@ -50,15 +50,15 @@ def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str
 
     Args:
       files: Parquet files.
-      intake: Which damage is tolerated.
+      intake: Records what is read.
       text_column: Column that holds the text.
 
     Raises:
       DataError: While reading, naming the file and, from 1, the row, if a file is damaged or has no
-        such column of strings, or a row has no text; unless tolerated.
+        such column of strings, or a row has no text.
     """
 
-    def rows_of(file: Path) -> Iterator[str | DataError]:
+    def rows_of(file: Path) -> Iterator[str]:
         builder = _datasets().load_dataset_builder("parquet", data_files=glob.escape(str(file)))
         return texts(_open(builder, "train", str(file), text_column), str(file), text_column)
 
@@ -67,7 +67,7 @@ def parquet_documents(files: Sequence[Path], intake: Intake, *, text_column: str
 
 def hub_parts(
     path: str, name: str, split: str, *, text_column: str
-) -> list[tuple[str, Iterator[str | DataError]]]:
+) -> list[tuple[str, Iterator[str]]]:
     """The files of a data set, each with its name and its texts.
 
     Args and Raises: see `open_stream`.
@@ -82,7 +82,9 @@ def hub_parts(
     return [(part, texts(rows, part, text_column)) for part, rows in parts]
 
 
-def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened:
+def open_stream(
+    path: str, name: str, split: str, *, text_column: str, revision: str = "main"
+) -> Opened:
     """Find a data set for a run, and check its columns without reading its rows.
 
     Args:
@@ -90,6 +92,7 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
       name: Configuration, `""` if there is only one.
       split: Which part; files given by name or glob are all of this part.
       text_column: Column that holds the text.
+      revision: Branch, tag or commit on the hub.
 
     Raises:
       ConfigError: If there is no such data set, configuration or split, or no network.
@@ -110,7 +113,8 @@ def open_stream(path: str, name: str, split: str, *, text_column: str) -> Opened
         paths = find_files(path, key="data.path")
         found, files = _format(paths[0]), {split: [glob.escape(str(p.absolute())) for p in paths]}
     try:
-        builder = datasets.load_dataset_builder(found, name or None, data_files=files)
+        at = None if is_local else revision
+        builder = datasets.load_dataset_builder(found, name or None, data_files=files, revision=at)
     except Exception as error:  # deliberately broad, because each library raises its own
         if isinstance(error, OSError) and not is_local:
             raise ConfigError(
@@ -144,8 +148,8 @@ def _open(builder: Any, split: str, where: str, text_column: str) -> Any:
 
 def texts(
     dataset: Iterable[dict], where: str, text_column: str, *, first: int = 1
-) -> Iterator[str | DataError]:
-    """The text of each example of a stream, or an error that names it.
+) -> Iterator[str]:
+    """The text of each example of a stream.
 
     Args:
       dataset: An iterable of examples.
@@ -155,7 +159,7 @@ def texts(
 
     Raises:
       Unreachable: If the connection is lost, or a disk cannot be read.
-      DataError: If the data are damaged, or there is no such column.
+      DataError: If the data are damaged, a text is none, or there is no such column.
     """
     rows = iter(dataset)
     for number in itertools.count(first):
@@ -165,8 +169,11 @@ def texts(
             return
         _require_column(row, where, text_column)
         text = row[text_column]
-        problem = f"{text_column!r} must be a string, have {type(text).__name__}"
-        yield text if isinstance(text, str) else DataError(f"{where}:{number}: {problem}")
+        if not isinstance(text, str):
+            raise DataError(
+                f"{where}:{number}: {text_column!r} must be a string, have {type(text).__name__}"
+            )
+        yield text
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def load_labelled(settings: Settings) -> Corpus:
     """
     data, num_classes = settings.data, settings.model.num_classes
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
-    intake = sources.Intake(data.max_bad_rows, data.on_bad_shard == "skip")
+    intake = sources.Intake()
     texts, labels, is_heldout = _read(settings, intake)
     check_round_trip(texts, tokenizer)
     rows, num_truncated = _rows(texts, labels, tokenizer, data.sequence_length)

@@ -1,7 +1,7 @@
 """Documents to rows: tokenised, held out whole, laid end to end, cut every L+1 tokens.
 
-A document of which a copy is held out is not trained on. Copies are found by their ids, so that the
-arrays of tokens have them too; texts that differ in one character are no copies.
+A document of which a copy is held out is not trained on. Copies are found by their ids; texts that
+differ in one character are no copies.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
 MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
 
 _CHUNK_CHARS = 2**20  # read and tokenised at a time, and the grain at which reading stops
-_CHUNK_TOKENS = 2**24  # of an array on disk, checked at a time
 
 
 DOCUMENT = np.dtype([("length", np.int64), ("num_bytes", np.int64), ("digest", np.uint64)])
@@ -29,8 +28,8 @@ class Documents(NamedTuple):
 
     Attributes:
       tokens: [T], integers.
-      about: `DOCUMENT` [documents]: the tokens of each, which sum to T; its UTF-8 bytes, -1 where
-        only ids are known; a hash of its ids without the end of text.
+      about: `DOCUMENT` [documents]: the tokens of each, which sum to T; its UTF-8 bytes;
+        a hash of its ids without the end of text.
     """
 
     tokens: np.ndarray
@@ -126,48 +125,6 @@ def id_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
-def read_token_documents(
-    tokens: np.ndarray,
-    tokenizer: Tokenizer,
-    *,
-    where: str,
-    vocab_size: int,
-) -> Documents:
-    """Find the documents of a token stream and check every id; the stream is not copied.
-
-    Args:
-      tokens: Integers [T], each document closed by the end of text.
-      tokenizer: What made the ids.
-      where: The key and value the tokens come from, for messages.
-      vocab_size: The model's; every id must lie below it.
-
-    Raises:
-      DataError: If the stream is empty or an id is not in [0, vocab_size).
-    """
-    if not tokens.size:
-        raise DataError(f"{where}: no token in it")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(f"{where}: token ids are integers, have {tokens.dtype}")
-    ends = []
-    for start in range(0, tokens.size, _CHUNK_TOKENS):
-        chunk = tokens[start : start + _CHUNK_TOKENS]
-        strange = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
-        if strange.size:
-            raise DataError(
-                f"{where}: token id {chunk[strange[0]]} at position {start + strange[0]}, need ids "
-                f"from 0 to {vocab_size - 1} (model.vocab_size={vocab_size})"
-            )
-        ends.append(start + 1 + np.flatnonzero(chunk == tokenizer.eot_id))
-    all_ends = np.unique(np.concatenate([*ends, [tokens.size]]))  # the last may be unclosed
-    lengths = np.diff(all_ends, prepend=0)
-    plain = np.asarray(tokens)  # a slice of a memory map costs more than all the rest
-    ids = (
-        plain[end - length : end - (plain[end - 1] == tokenizer.eot_id)]
-        for end, length in zip(all_ends, lengths, strict=True)
-    )
-    return Documents(tokens, _describe(ids, lengths, -1))
-
-
 def split_documents(documents: Documents, data: Data, *, where: str) -> tuple[Documents, Documents]:
     """Training and held-out documents; no document is in both.
 
@@ -214,15 +171,6 @@ def require_heldout_rows(rows: np.ndarray, where: str) -> None:
             f" {rows.shape[1]} (data.sequence_length + 1); give more text, a larger"
             " data.heldout_frac or a smaller data.sequence_length"
         )
-
-
-def count_bytes(documents: Documents, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the documents, by decoding them where only ids are known."""
-    num_bytes = documents.about["num_bytes"]
-    if num_bytes.min() >= 0:
-        return int(num_bytes.sum())
-    pieces = cut_at_end_of_text(documents.tokens, tokenizer)
-    return sum(len(tokenizer.decode(piece).encode()) for piece in pieces)
 
 
 def cut_at_end_of_text(tokens: np.ndarray, tokenizer: Tokenizer) -> list[np.ndarray]:

@@ -49,8 +49,6 @@ class Request:
       tokenizer: See `load_tokenizer`.
       sequence_length: L; rows have L+1 tokens.
       heldout_frac: Share of the documents to hold out, in (0, 1).
-      on_bad_shard: `reject` a damaged file, or `skip` it whole.
-      max_bad_rows: Bad rows to leave out before one is an error.
     """
 
     source: str
@@ -61,8 +59,6 @@ class Request:
     tokenizer: str = "bytes"
     sequence_length: int = 128
     heldout_frac: float = 0.05
-    on_bad_shard: str = "reject"
-    max_bad_rows: int = 0
 
     def __post_init__(self):
         """ConfigError, a line for each value that is out of range."""
@@ -73,8 +69,6 @@ class Request:
                 ("path", bool(self.path) != (self.source == "stdlib"), "one, except for stdlib"),
                 ("sequence_length", self.sequence_length >= 1, "at least 1"),
                 ("heldout_frac", 0 < self.heldout_frac < 1, "more than 0 and less than 1"),
-                ("on_bad_shard", self.on_bad_shard in ("reject", "skip"), "reject or skip"),
-                ("max_bad_rows", self.max_bad_rows >= 0, "at least 0"),
             )
             if not good
         ]
@@ -232,9 +226,9 @@ def _tokenise(
     job: _Job, on_progress: Callable[[int, int, int], None]
 ) -> tuple[np.ndarray, list[dict]]:
     """Tokenise the shards that are not done: all documents, `DOCUMENT` [N], and their records."""
-    request, path = job.request, job.folder / "tokens"
+    path = job.folder / "tokens"
     itemsize = packing.id_dtype(job.encoder).itemsize
-    intake = Intake(request.max_bad_rows, request.on_bad_shard == "skip")
+    intake = Intake()
     done, total = _load_done(job, intake), len(job.shards)
     num_tokens = sum(int(documents["length"].sum()) for documents in done)
     with open(path, "ab") as file:

@@ -23,78 +23,48 @@ from adloco_jax.errors import ConfigError, DataError
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
-# A shard that decompresses to more than this many times its size, and to more than a few megabytes,
-# is no text: gzip gains a factor of 10 on prose, and 1,030 at most.
-MAX_GZIP_RATIO, FREE_GZIP_BYTES = 200, 2**26
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 @dataclasses.dataclass
 class Intake:
-    """Which damage reading tolerates, and a record of what it has read.
+    """A record of what has been read.
 
     Attributes:
-      max_bad_rows: Rows that may be left out, over all files.
-      skip_bad_shards: Whether a damaged file is left out whole, or refused.
-      shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256`, `rows` (the
-        documents taken from it), `bad_rows`; or `name` and why it was `skipped`.
+      shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256` and `rows`, the
+        documents taken from it.
     """
 
-    max_bad_rows: int = 0
-    skip_bad_shards: bool = False
     shards: list[dict] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_bad_rows(self) -> int:
-        """Rows left out so far."""
-        return sum(record.get("bad_rows", 0) for record in self.shards)
 
     def read(
         self,
         files: Iterable[Path],
-        rows_of: Callable[[Path], Iterable[T | DataError]],
+        rows_of: Callable[[Path], Iterable[T]],
         check: Callable[[Path], object] | None = None,
     ) -> Iterator[T]:
         """Rows of files in order, with a record of each file.
 
         Args:
           files: To be read.
-          rows_of: Rows of a file; empty ones are skipped, and an error among them is a bad row.
+          rows_of: Rows of a file; empty ones are skipped.
           check: Raises DataError for a damaged file, before any of its rows is used.
 
         Raises:
-          DataError: While reading, if a file is damaged, or there are more bad rows than tolerated.
+          DataError: While reading, if a file is damaged.
         """
         for file in files:
-            if record := self.open(file, check):
-                yield from self._take(rows_of(file), record)
-
-    def open(self, file: Path, check: Callable[[Path], object] | None = None) -> dict | None:
-        """A new record for a file that passes `check`; None to leave it out.
-
-        Raises:
-          DataError: If the file is damaged and may not be left out.
-        """
-        try:
             if check is not None:
                 check(file)
-            digest, size = file_sha256(file), file.stat().st_size
-        except DataError as error:
-            if not self.skip_bad_shards:
-                raise
-            self.shards.append({"name": file.name, "skipped": str(error)})
-            return None
-        return self._new_record(file.name, size, digest)
+            record = self._new_record(file.name, file.stat().st_size, file_sha256(file))
+            yield from self._take(rows_of(file), record)
 
-    def read_unfiled(self, name: str, rows: Iterable[str | DataError]) -> Iterator[str]:
+    def read_unfiled(self, name: str, rows: Iterable[str]) -> Iterator[str]:
         """Texts that no file holds; their record has the bytes and SHA-256 of those taken.
 
         Args:
           name: For the record.
-          rows: Texts; empty ones are skipped, and an error among them is a bad row.
-
-        Raises:
-          DataError: While reading, if there are more bad rows than tolerated.
+          rows: Texts; empty ones are skipped.
         """
         record, digest = self._new_record(name, 0, ""), hashlib.sha256()
         for text in self._take(rows, record):
@@ -105,22 +75,16 @@ class Intake:
         record["sha256"] = digest.hexdigest()
 
     def _new_record(self, name: str, size: int, sha256: str) -> dict:
-        record = {"name": name, "bytes": size, "sha256": sha256, "rows": 0, "bad_rows": 0}
+        record = {"name": name, "bytes": size, "sha256": sha256, "rows": 0}
         self.shards.append(record)
         return record
 
-    def _take(self, rows: Iterable[T | DataError], record: dict) -> Iterator[T]:
+    def _take(self, rows: Iterable[T], record: dict) -> Iterator[T]:
         """The rows that are not empty, counted in `record`."""
         for row in rows:
-            if not isinstance(row, DataError):
-                if row:
-                    record["rows"] += 1
-                    yield row
-                continue
-            if self.num_bad_rows >= self.max_bad_rows:
-                budget = f" (data.max_bad_rows={self.max_bad_rows})" if self.max_bad_rows else ""
-                raise DataError(f"{row}{budget}") from row
-            record["bad_rows"] += 1
+            if row:
+                record["rows"] += 1
+                yield row
 
 
 def file_sha256(path: Path) -> str:
@@ -227,10 +191,10 @@ def text_documents(files: Sequence[Path], intake: Intake) -> Iterator[str]:
 
     Args:
       files: To be read.
-      intake: Which damage is tolerated.
+      intake: Records what is read.
 
     Raises:
-      DataError: While reading, if a file is unreadable or not UTF-8 and may not be left out.
+      DataError: While reading, if a file is unreadable or not UTF-8.
     """
     return intake.read(files, lambda file: [_read_text(file)], check=_read_text)
 
@@ -243,13 +207,13 @@ def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) 
 
     Args:
       files: `.jsonl` or `.json`, each also with `.gz`.
-      intake: Which damage is tolerated.
+      intake: Records what is read.
       text_column: Name of the field that holds the text.
 
     Raises:
       DataError: While reading, naming file and line, if a file has another suffix, is empty,
-        truncated, no valid gzip or decompresses to too much, or a line is longer than
-        `MAX_LINE_BYTES` or not a JSON object with one string of text; unless tolerated.
+        truncated or no valid gzip, or a line is longer than
+        `MAX_LINE_BYTES` or not a JSON object with one string of text.
     """
     return _json_lines(files, intake, lambda record, where: _text(record, where, text_column))
 
@@ -261,7 +225,7 @@ def labelled_documents(
 
     Args:
       files: `.jsonl` or `.json`, each also with `.gz`.
-      intake: Which damage is tolerated.
+      intake: Records what is read.
       text_column: Name of the field that holds the text.
       label_column: Name of the field that holds the class.
       num_classes: C; a class is a whole number in [0, C).
@@ -295,14 +259,10 @@ def _json_lines(
                 "a glob leaves other files out"
             )
 
-    def rows_of(file: Path) -> Iterator[T | DataError]:
+    def rows_of(file: Path) -> Iterator[T]:
         for number, line in _lines(file):
             where = f"{file}:{number}"
-            try:
-                row = read(_json_object(line, where), where)
-            except DataError as error:
-                row = error
-            yield row
+            yield read(_json_object(line, where), where)
 
     yield from intake.read(files, rows_of, check=_check_decompresses)
 
@@ -365,18 +325,12 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
 
 
 def _check_decompresses(file: Path) -> None:
-    """DataError for a file that is empty, cannot be read to its end, or is larger than allowed."""
+    """DataError for a file that is empty, or cannot be read to its end."""
     try:
-        limit = max(FREE_GZIP_BYTES, MAX_GZIP_RATIO * file.stat().st_size)
         size = 0
         with _opened(file) as content:  # to the end, where gzip has its checksum
             while part := content.read(2**20):
                 size += len(part)
-                if size > limit:
-                    raise DataError(
-                        f"{file}: unpacks to more than {limit} bytes, {MAX_GZIP_RATIO} times its"
-                        " size; that is no text"
-                    )
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: damaged or unreadable ({error})") from error
     if not size:
@@ -406,7 +360,7 @@ def _read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
-            " out with data.on_bad_shard=skip"
+            " out by a glob"
         ) from error
     except OSError as error:
         raise DataError(f"{file}: unreadable ({error.strerror})") from error

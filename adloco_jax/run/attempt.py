@@ -377,8 +377,6 @@ def _write_start(
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,
     )
-    bad = [shard for shard in run.corpus.shards if shard.get("skipped") or shard.get("bad_rows")]
     found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
-    found += [{"kind": "bad_data", "round": control.round, **shard} for shard in bad]
     for fault in [*found, *faults]:
         ledger.write("fault", **fault)

@@ -111,9 +111,7 @@ def check_inputs(
 
 def data_header(corpus: Corpus) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
-    num_bad = sum(shard.get("bad_rows", 0) for shard in corpus.shards)
-    lines = [f"left out: {num_bad} bad rows"] if num_bad else []
-    lines += [f"left out: {shard['skipped']}" for shard in corpus.shards if "skipped" in shard]
+    lines = []
     if corpus.num_also_heldout:
         lines.append(f"left out: {corpus.num_also_heldout} documents that are held out too")
     return "\n".join([*lines, corpus.describe()])
