@@ -44,7 +44,7 @@ def test_a_python_block_runs(snippet, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("commands", blocks("bash"))
 def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
-    for name in ("scripts", "configs"):
+    for name in ("scripts", "configs", "studies"):
         (tmp_path / name).symlink_to(ROOT / name)
     script = 'set -e; python() { "$PYTHON" "$@"; }; adloco() { python -m adloco_jax "$@"; }\n'
     script += commands
@@ -64,7 +64,7 @@ def test_a_shell_block_runs_unless_its_page_says_why_not(commands, tmp_path):
 
 def test_the_readme_is_short_and_files_that_the_pages_name_exist():
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 130
-    pattern = r"`((?:configs|scripts|docs|notebooks|tests)/[\w./]+\.\w+)`"
+    pattern = r"`((?:configs|scripts|studies|docs|notebooks|tests)/[\w./]+\.\w+)`"
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -83,7 +83,7 @@ def test_every_public_name_is_in_the_reference():
     package = ROOT / "adloco_jax"
     files = [*package.glob("[!_]*.py"), *package.glob("core/[!_]*.py")]
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
-    private = {"crashpoints", "main", "training"}  # `train` and `fit` are shown as the package's
+    private = {"crashpoints", "main", "rules", "training"}  # `train` and `fit` are shown as the package's
     assert modules - shown == {f"adloco_jax.{name}" for name in private}
 
 
