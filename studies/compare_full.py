@@ -36,13 +36,6 @@ def get_comparison() -> Comparison:
             "DiLoCo, averages, 2,000 steps": TUNED | {"inner.steps_per_round": 2000},
             "DiLoCo, one worker": {"ensemble.num_workers": 1},
             "DiLoCo, ramp": RAMP,
-            "DiLoCo, AdLoCo's batches": {
-                "batching.test": "replay",
-                "batching.replay": "AdLoCo, batches grow",
-                "num_tokens": ADLOCO["num_tokens"],
-                **grown,
-                **AVERAGE,
-            },
             "AdLoCo, one trainer": ADLOCO | {"ensemble.num_trainers": 1},
             "AdLoCo": ADLOCO,
             "AdLoCo, batches grow": ADLOCO | grown | {"inner.max_steps_per_round": None} | capped,

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +49,6 @@ ADAPTIVE = {
     "merge.every_rounds": 2,
 }
 VARIANTS = {
-    "DiLoCo's batches": {"batching.test": "replay", "batching.replay": "AdLoCo"},
     "DiLoCo": {},
     "AdLoCo": ADAPTIVE,
 }
@@ -67,29 +65,26 @@ def comparison(**changes) -> Comparison:
     return Comparison(**fields | changes)
 
 
-def test_every_variant_runs_with_every_seed_and_sources_before_their_replays(tmp_path):
+def test_every_variant_runs_with_every_seed(tmp_path):
     runs = runs_of(comparison(), tmp_path)
-    names = ("DiLoCo", "AdLoCo", "DiLoCo's batches")
-    assert [run[:2] for run in runs] == [(name, seed) for name in names for seed in (0, 1, 2)]
-    replay = runs[-1]
-    assert replay.config.batching.replay == str(runs[5].workdir)  # of its own seed
-    assert replay.config.seed == 2 and runs[5].seed == 2
-    assert len({run.workdir for run in runs}) == 9
+    seeds = [(name, seed) for name in VARIANTS for seed in (0, 1, 2)]
+    assert [(run.variant, run.seed) for run in runs] == seeds
+    assert all(run.config.seed == run.seed for run in runs)
+    assert len({run.workdir for run in runs}) == 6
 
 
 def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
     wrong = {
         "a": {"batching.batchcap": 3},
         "b": {"inner.learning_rate": -1.0},
-        "c": {"batching.test": "replay", "batching.replay": "z"},
         "d": {"merge.every_rounds": "x"},
     }
     with pytest.raises(ConfigError) as error:
         runs_of(comparison(variants=wrong, seeds=(1, 1), target_losses=()), tmp_path)
     lines = str(error.value).splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 6
     parts = ("seeds", "target_losses", "baseline", "a: batching.batchcap")
-    for part in (*parts, "b: inner.learning_rate", "c: batch", "d: Could not override"):
+    for part in (*parts, "b: inner.learning_rate", "d: Could not override"):
         assert sum(part in line for line in lines) == 1
     with pytest.raises(ConfigError, match="^seeds"):
         runs_of(comparison(seeds=()), tmp_path)
@@ -353,11 +348,11 @@ from compare_test import comparison as get_comparison
 
 @pytest.mark.slow
 def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
-    """Three variants, three seeds; then nothing is run again."""
+    """Two variants, three seeds; then nothing is run again."""
     folder = tmp_path / "runs"
     (tmp_path / "tiny.py").write_text(CONFIG_FILE.format(tests=str(Path(__file__).parent)))
     command = [sys.executable, SCRIPT, "--config", str(tmp_path / "tiny.py"), "--workdir", folder]
-    for made, kept in ((9, 0), (0, 9)):
+    for made, kept in ((6, 0), (0, 6)):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert (done.stdout.count(": after "), done.stdout.count("was finished")) == (made, kept)
@@ -383,26 +378,17 @@ def execute(what, folder):
     return compare_command.execute(what, folder, on_end=note, results_file=file), made
 
 
-def test_a_run_whose_line_was_not_written_gets_it_and_what_is_replayed_stays(tmp_path, monkeypatch):
-    again = {"batching.test": "replay", "batching.replay": "DiLoCo"}
-    both = comparison(variants={"DiLoCo": {}, "again": again}, seeds=(3,))
-    file = tmp_path / "results.jsonl"
+def test_a_run_whose_line_was_not_written_gets_it_and_its_folder_goes(tmp_path, monkeypatch):
+    one = comparison(variants={"DiLoCo": {}}, seeds=(3,))
+    (run,), file = runs_of(one, tmp_path), tmp_path / "results.jsonl"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(results, "append", raising(KeyboardInterrupt))
-        execute(both, tmp_path)
-    assert results.read(file) == {}
-    assert execute(both, tmp_path) == (True, [("DiLoCo", False), ("again", True)])
-    assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo", "again"]
-    replayed, replaying = (run.workdir for run in runs_of(both, tmp_path))
-    assert replayed.exists() and not replaying.exists()
-    # With the file on another machine, where the folder that is replayed is not.
-    ended = replayed.rename(tmp_path / "ended")
-    make = lambda run, **_: shutil.copytree(ended, run.workdir)  # noqa: E731
-    monkeypatch.setattr(compare_command, "_train", make)
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text(lines[0])
-    assert execute(both, tmp_path) == (True, [("DiLoCo", True), ("again", True)])
-    assert len(file.read_text().splitlines()) == len(lines)
+        execute(one, tmp_path)
+    assert results.read(file) == {} and run.workdir.exists()
+    for _ in range(2):
+        assert execute(one, tmp_path) == (True, [("DiLoCo", False)])
+        assert [line["variant"] for line in results.read(file).values()] == ["DiLoCo"]
+        assert not run.workdir.exists()
 
 
 @pytest.mark.parametrize("error", [CheckpointError("none is whole"), FileNotFoundError("gone")])

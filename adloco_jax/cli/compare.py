@@ -59,16 +59,14 @@ def run(words: Sequence[str]) -> int:
     made_as = {"command": command, "results_file": options.results}
     make_runs = functools.partial(execute, comparison, folder, on_end=say, **made_as)
     try:
-        whole = make_runs()
+        is_whole = make_runs()
         codes = [other.wait() for other in others]
     finally:
         for other in others:
             other.terminate()  # saves, and ends with the round
     if options.only_run:
         return 0
-    # Another's replay may have waited for the run that this process made.
-    whole = whole or make_runs()
-    if not whole:
+    if not (is_whole or make_runs()):  # another process may have ended since, or stopped
         print("the other runs are in another process's hands")
         return max(codes, default=0)
     table = compare.write(comparison, folder, results_file=options.results)
@@ -102,7 +100,7 @@ def execute(
       on_end: Called with each run, and whether it was made just now.
       command: Recorded in the ledgers.
       results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
-        one already is not made again, unless a run to be made replays it and its folder is gone.
+        one already is not made again.
 
     Returns:
       Whether all are finished.
@@ -110,15 +108,13 @@ def execute(
     Raises:
       UserError: From `train`; calling again resumes the comparison.
     """
-    whole, runs = True, compare.runs_of(comparison, folder)
-    source_of = {run.workdir: run.config.batching.replay for run in runs}
-    replayed = {Path(source) for source in source_of.values() if source}
+    is_whole = True
 
     def has_line(run: Run) -> bool:
         return results_file is not None and results.key(run) in results.read(results_file)
 
     def keep(run: Run) -> None:
-        """Write the line of a finished run, and delete its folder unless other runs replay it.
+        """Write the line of a finished run, and delete its folder.
 
         A process killed between the two leaves them to the next, or to one that runs beside it.
         """
@@ -130,33 +126,27 @@ def execute(
                 points = compare.curve(events, comparison.simulated)
                 changes = comparison.variants[run.variant]
                 results.append(results_file, run, changes=changes, curve=points, events=events)
-            if run.workdir not in replayed and run.workdir.exists():
+            if run.workdir.exists():
                 shutil.rmtree(run.workdir)
 
-    to_replay = {Path(s) for run in runs if (s := source_of[run.workdir]) and not has_line(run)}
-    for run in runs:
-        is_there = run.workdir not in to_replay or compare.is_finished(run.workdir)
-        if has_line(run) and is_there:
+    for run in compare.runs_of(comparison, folder):
+        if has_line(run):
             on_end(run, False)
             continue
-        source = source_of[run.workdir]
         try:
             made = finished(run.workdir, run.config) is None
-            if made and source and not compare.is_finished(Path(source)):
-                whole = False  # another process is making the run that is replayed
-                continue
             if made:
                 _train(run, command=command)
         except (UserError, OSError) as error:
             if "another process runs there" in str(error):
-                whole = False
+                is_whole = False
                 continue
             if not has_line(run):
                 raise
             made = False  # another process has just finished it, and deleted its folder
         keep(run)
         on_end(run, made)
-    return whole
+    return is_whole
 
 
 def _train(run: Run, **how: Any) -> None:

@@ -50,8 +50,7 @@ class Comparison:
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
-    """By name, the keys that differ from `base`. `batching.replay` may name a variant, whose run of
-    the same seed is replayed."""
+    """By name, the keys that differ from `base`."""
     baseline: str
     """The variant whose final loss the others are to reach."""
     target_losses: Sequence[float]
@@ -61,14 +60,14 @@ class Comparison:
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
-    """The runs, checked, in the order in which they have to be made.
+    """The runs, checked, in the order in which they are made.
 
     Args:
       comparison: From a config file's `get_comparison()`.
       folder: Where they are, or will be: `<folder>/<variant>/seed-<seed>`.
 
     Returns:
-      Every variant with every seed; a run that is replayed comes before the run that replays it.
+      Every variant with every seed.
 
     Raises:
       ConfigError: All faults at once, each with its variant.
@@ -84,9 +83,6 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
     if len({_workdir(folder, name, 0) for name in variants}) < len(variants):
         faults.append(f"variants = {tuple(variants)}: two would share a folder; name them apart")
     for name, changes in variants.items():
-        source = changes.get("batching.replay")
-        if source is not None and (source not in variants or "batching.replay" in variants[source]):
-            faults.append(f"{name}: batching.replay = {source!r}: no variant that can be replayed")
         if unknown := [key for key in changes if key not in KNOBS]:
             faults += [f"{name}: {unknown_key_fault(key)}" for key in unknown]
             continue
@@ -95,8 +91,6 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
             for seed in seeds:
                 config = copy.deepcopy(comparison.base)
                 config.update_from_flattened_dict({**changes, "seed": seed})
-                if source:
-                    config.batching.replay = str(_workdir(folder, str(source), seed))
                 made.append(Run(name, seed, config, _workdir(folder, name, seed)))
             for run in made[-1:]:
                 validate(run.config)
@@ -105,7 +99,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
         runs += made
     if faults:
         raise ConfigError("\n".join(faults))
-    return sorted(runs, key=lambda run: "batching.replay" in variants[run.variant])
+    return runs
 
 
 def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:

@@ -101,8 +101,6 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> list[Variant]:
     """Group runs whose configs differ in `seed` alone, in the order of their first runs.
 
-    Runs that replay another run may also differ in the run that they replay.
-
     Args:
       runs: From `read_run`, each with a start line.
       labels: One per run; a variant takes its first run's. By default the run's folder, below the
@@ -122,8 +120,6 @@ def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> lis
     groups: dict[str, Variant] = {}
     for run, label in zip(runs, labels, strict=True):
         config = {k: v for k, v in run.start["config"].items() if k != "seed"}
-        if config["batching"].get("replay"):  # which run that is follows from the seed
-            config["batching"] = config["batching"] | {"replay": "a run"}
         group = groups.setdefault(json.dumps(config, sort_keys=True), Variant(label, []))
         group.runs.append(run)
     names = [variant.label for variant in groups.values()]

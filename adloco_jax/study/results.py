@@ -19,7 +19,7 @@ from adloco_jax.errors import DataError
 from adloco_jax.settings import KNOBS
 from adloco_jax.study.curves import lines, training_points
 
-_PATHS = ("data.path", "data.heldout_path", "batching.replay")
+_PATHS = ("data.path", "data.heldout_path")
 _NOTED = ("merge", "refusal", "spawn", "branch")
 
 
