@@ -205,7 +205,6 @@ def test_a_bad_command_is_refused(capsys):
         (["--config=a.py", "--config", "b.py"], "flag --config=b.py: already defined as a.py"),
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
-        (["--config=quickstart", "--rebuild-ledger"], "--rebuild-ledger: name the run's folder"),
         (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
         (["--config=microllama"], "data.tokenizer = ''"),
     ):
@@ -319,19 +318,6 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert (run / "ledger.jsonl").read_bytes() == ledger
     shutil.rmtree(run / "checkpoints")
     assert resume.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
-
-
-def test_a_flag_rebuilds_a_damaged_ledger(run, capsys):
-    path = run / "ledger.jsonl"
-    whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([whole[0], b"x\n", *whole[1:]]))
-    assert cli.main(TINY) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("run/ledger.jsonl:2: expected a JSON object") and "--rebuild-led" in line
-    assert cli.main([*TINY, "--rebuild-ledger"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert "lines that could not be read: 1, rounds without a line: none" in out[0]
-    assert path.read_bytes().splitlines(keepends=True)[:-1] == whole
 
 
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):

@@ -496,7 +496,7 @@ def test_a_history_with_a_gap_is_refused(tmp_path, growing):
     rest = [line for line in lines if '"event": "round", "round": 2,' not in line]
     assert len(rest) < len(lines)
     (tmp_path / "ledger.jsonl").write_text("".join(rest))
-    with pytest.raises(DataError, match="rounds are missing from that run's ledger"):
+    with pytest.raises(DataError, match="rounds are missing from that ledger"):
         replayed_batches(settings_of(batching={"test": "replay", "replay": str(tmp_path)}))
 
 

@@ -45,7 +45,6 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
     (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
     (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
-    (flags.DEFINE_bool, "rebuild_ledger", False, "resume with what is readable of the ledger"),
     (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
     (flags.DEFINE_string, "coordinator", None, "HOST:PORT of process 0 of several"),
     (flags.DEFINE_integer, "num_processes", None, "number of processes", {"lower_bound": 1}),
@@ -111,8 +110,6 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
             override(config, key, text)
         except ConfigError as error:
             faults.append(str(error))
-    if options.rebuild_ledger and options.workdir is None:
-        faults.append("--rebuild-ledger: name the run's folder with --workdir")
     if is_loaded:
         try:
             validate(config)
@@ -141,7 +138,7 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
     """Trains, resumes, or prints the plan."""
     from adloco_jax.run import processes  # here, so that a config error is reported at once
     from adloco_jax.run.plan import plan
-    from adloco_jax.run.resume import finished, rebuild_ledger
+    from adloco_jax.run.resume import finished
     from adloco_jax.study import report
     from adloco_jax.training import train
 
@@ -156,8 +153,6 @@ def _execute(options: flags.FlagValues, path: Path, config: ConfigDict, command_
             print(plan(config, options.workdir, **changes))
         return
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if options.rebuild_ledger and (gap := rebuild_ledger(folder)) and processes.is_first():
-        print(gap)
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, config, **changes)))
     if damage is None:
         accept_data = options.accept_data_change

@@ -167,8 +167,8 @@ def replayed_batches(settings: Settings) -> dict[str, list[int]]:
     rounds = sorted({event["round"] for event in events if event["event"] == "round"})
     if rounds != list(range(1, len(rounds) + 1)):
         raise DataError(
-            f"batching.replay = {batching.replay!r}: rounds are missing from that run's ledger, as"
-            " after --rebuild-ledger; name another run"
+            f"batching.replay = {batching.replay!r}: rounds are missing from that ledger; name"
+            " another run"
         )
     history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
     firsts = {batches[0] for batches in history.values()}

@@ -25,10 +25,7 @@ _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "branch", "merge", "
 # Written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
-_ADVICE = (
-    "restore the file from a copy, or give --rebuild-ledger to go on from the newest whole"
-    " checkpoint with the lines that can be read; `adloco export` makes a model of a checkpoint"
-)
+_ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
 
 
 def _position(content: bytes) -> dict:
@@ -190,68 +187,19 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
     Raises:
       CheckpointError: If the ledger does not begin with what it held then.
     """
-    content = _content(Path(path))
-    end = _end_of(content, position)
-    if end is None:
+    content, end = _content(Path(path)), position["bytes"]
+    if _position(content[:end]) != position:
         raise CheckpointError(
-            f"{path}: its first {position['bytes']} bytes are not those that the checkpoint was"
-            f" written with; {_ADVICE}"
+            f"{path}: its first {end} bytes are not those that the checkpoint was written with;"
+            f" {_ADVICE}"
         )
-    kept = b"".join(line.text for line in _lines(content) if _stays(line, end))
+    kept = b"".join(
+        line.text
+        for line in _lines(content)
+        if line.end <= end or (line.event and line.event["event"] not in _REPEATED_EVENTS)
+    )
     if kept != content:
         _replace(Path(path), kept)
-
-
-def rebuild(
-    path: str | os.PathLike[str],
-    *,
-    position: dict,
-    round_index: int,
-    earlier: Iterable[dict] = (),
-) -> dict | None:
-    """Replaces a damaged ledger by those of its lines that can be read, and says what is lost.
-
-    Lines of rounds after the checkpoint's are removed. A last line, "gap", stands for what the
-    checkpoint was written with, so that the run can go on from there.
-
-    Args:
-      path: The ledger's file.
-      position: From `Ledger.position`, when the checkpoint was written.
-      round_index: Rounds completed then.
-      earlier: Positions of older checkpoints, which may show how far the ledger is intact.
-
-    Returns:
-      The "gap" line: `round`; `unreadable_lines`, which were dropped; `lost_rounds`, of which no
-      line is left; `intact_bytes`, the beginning that is known to be as it was written (of the
-      lines after it this is not known); the `position` replaced and what was `kept`. None if
-      nothing is damaged: then nothing is written.
-
-    Raises:
-      ResourceError: If the disk is full or cannot be written.
-    """
-    content = _content(Path(path))
-    end = _end_of(content, position)
-    # An incomplete last line is no damage: a killed process left it.
-    lines = [line for line in _lines(content) if line.event or line.text.endswith(b"\n")]
-    unreadable = sum(line.event is None for line in lines)
-    if end is not None and not unreadable:
-        return None
-    lines = [line for line in lines if _stays(line, end, round_index)]
-    kept = b"".join(line.text.rstrip(b"\n") + b"\n" for line in lines)
-    events = [line.event for line in lines if line.event]
-    found = {event["round"] for event in events if event["event"] == "round"}
-    known = [each["bytes"] for each in (position, *earlier) if _holds(content, each)]
-    gap = {
-        "event": "gap",
-        "round": round_index,
-        "unreadable_lines": unreadable,
-        "lost_rounds": [number for number in range(1, round_index + 1) if number not in found],
-        "intact_bytes": max(known, default=0),
-        "position": position,
-        "kept": _position(kept),
-    }
-    _replace(Path(path), kept + json.dumps(gap).encode() + b"\n")
-    return gap
 
 
 class _Line(NamedTuple):
@@ -265,36 +213,6 @@ def _lines(content: bytes) -> Iterator[_Line]:
     for text in io.BytesIO(content):
         end += len(text)
         yield _Line(text, _parse(text), end)
-
-
-def _stays(line: _Line, end: int | None, round_index: int = -1) -> bool:
-    """Whether a line is kept when a run goes on from a checkpoint.
-
-    `end` is the end of the lines that the checkpoint knows; if that is None, they are those of
-    rounds up to `round_index`.
-    """
-    if line.event is None or line.event["event"] not in _REPEATED_EVENTS:
-        return line.event is not None
-    number = line.event.get("round")
-    return line.end <= end if end is not None else type(number) is int and number <= round_index
-
-
-def _holds(content: bytes, position: dict) -> bool:
-    """Whether a ledger begins as it did at a position."""
-    return _position(content[: position["bytes"]]) == position
-
-
-def _end_of(content: bytes, position: dict) -> int | None:
-    """Where the lines up to a position end, or those that `rebuild` left of them."""
-    if _holds(content, position):
-        return position["bytes"]
-    found, start = None, 0
-    for line in _lines(content):
-        gap = line.event or {}
-        if (gap.get("event"), gap.get("position")) == ("gap", position):
-            found = line.end if gap.get("kept") == _position(content[:start]) else found
-        start = line.end
-    return found
 
 
 def _content(path: Path) -> bytes:

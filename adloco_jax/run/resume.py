@@ -21,11 +21,11 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import hit
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
-from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.loop.adloco import Control, State, Trainer, share_done
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged
-from adloco_jax.run.ledger import finish, read, rebuild, write_errors
+from adloco_jax.run.ledger import finish, read, write_errors
 from adloco_jax.settings import KNOBS, Change, Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -127,60 +127,6 @@ def finished(
     except Damaged as error:
         return [str(error)]
     return []
-
-
-def rebuild_ledger(workdir: str | Path) -> str | None:
-    """Makes a damaged ledger one that the newest complete checkpoint can go on with.
-
-    Args:
-      workdir: The run's folder; it need not exist.
-
-    Returns:
-      What was lost, in a line; None if the ledger is intact, and was left alone.
-
-    Raises:
-      ConfigError: If another process runs there.
-      CheckpointError: If the ledger is damaged and no checkpoint is complete.
-      ResourceError: If the disk is full.
-    """
-    folder = Path(workdir)
-    check_workdir(folder)
-    if not (folder / "ledger.jsonl").exists() and not (folder / "checkpoints").exists():
-        return None
-    with exclusive(folder):
-        return processes.broadcast(processes.run_on_all(lambda: _rebuild_ledger(folder)))
-
-
-def _rebuild_ledger(folder: Path) -> str | None:
-    if not processes.is_first():
-        return None
-    path, checkpoints = folder / "ledger.jsonl", folder / "checkpoints"
-    positions = {}  # of the ledger, by checkpoint
-    for number in checkpoint.list_rounds(checkpoints):
-        with contextlib.suppress(Damaged, KeyError):
-            checkpoint.verify(checkpoints / str(number))
-            positions[number] = checkpoint.read_host(checkpoints / str(number))["ledger"]
-    if not positions:
-        with contextlib.suppress(DataError):
-            if path.exists():
-                read(path)
-            return None  # the run itself says what is wrong with the checkpoints
-        raise CheckpointError(
-            f"{path}: damaged, and {checkpoints} has no whole checkpoint to go on from; restore"
-            " either from a copy, or name another folder"
-        )
-    newest = max(positions)
-    gap = rebuild(
-        path, position=positions.pop(newest), round_index=newest, earlier=positions.values()
-    )
-    if gap is None:
-        return None
-    rounds = ", ".join(map(str, gap["lost_rounds"])) or "none"
-    return (
-        f"{path}: rebuilt for the checkpoint of round {newest}; lines that could not be read:"
-        f" {gap['unreadable_lines']}, rounds without a line: {rounds}; the first"
-        f" {gap['intact_bytes']} bytes are known to be as they were written"
-    )
 
 
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
