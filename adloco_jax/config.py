@@ -41,6 +41,7 @@ _ERRORS = (
 REMOVED = {
     "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
     "data.max_bad_rows": "a damaged line is refused; mend it",
+    "checkpoint.on_save_error": "a save that fails stops the run; the same command goes on",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),

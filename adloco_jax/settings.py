@@ -424,9 +424,6 @@ class Checkpoint:
     )
     every_s: float = _knob(300.0, "Seconds from save to save, at the end of a round.", "[0, 1e9]")
     keep: int = _knob(2, "Newest checkpoints to keep, beside that of the lowest loss.", _COUNT)
-    on_save_error: Literal["stop", "continue"] = _knob(
-        "stop", "What a failed save does to the run."
-    )
     watchdog_s: float | None = _knob(
         None,
         "Seconds without a new round after which the process prints its stacks and ends; more than"

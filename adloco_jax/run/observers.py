@@ -4,11 +4,10 @@ Observers are called after every round, in the order that `training` declares. E
 of the boundary it is called at, and changes nothing in the run.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Key, Spec
-from adloco_jax.errors import CheckpointError, Preempted, ResourceError
+from adloco_jax.errors import Preempted
 from adloco_jax.loop.adloco import (
     Boundary,
     Control,
@@ -253,7 +252,7 @@ class Checkpoints:
 
         Raises:
           Preempted: After a signal, once everything is saved.
-          ResourceError: If a save has failed, and the config says to stop then.
+          ResourceError: If a save has failed.
         """
         settings, index = self.recorder.settings, state.control.round
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
@@ -264,8 +263,7 @@ class Checkpoints:
         if not (last or stop_now):
             self._read_vote = self._ask()
             return
-        with self._save_errors(index):
-            self.saver.wait()
+        self.saver.wait()
         self.recorder.write_end(state.control, "preempted" if stop_now else "finished")
         if stop_now:
             folder = self.saver.folder
@@ -280,8 +278,7 @@ class Checkpoints:
 
     def _is_time(self) -> bool:
         """Whether a checkpoint is due by now; also reports a failure of the one before."""
-        with self._save_errors(0):
-            self.saver.wait(only_if_ended=True)
+        self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
 
@@ -289,24 +286,11 @@ class Checkpoints:
         recorder, index = self.recorder, state.control.round
         self._last_save_s = time.perf_counter()
         recorder.flush(state)
-        with self._save_errors(index):
-            self.saver.wait()
+        self.saver.wait()
         state = recorder.engine.settled(state)
         known = recorder.evaluated_round == index and np.isfinite(recorder.loss)
         loss = recorder.loss if known else None
-        with self._save_errors(index):
-            self.saver.save(index, state.ensemble, self.host(state), loss=loss)
-
-    @contextlib.contextmanager
-    def _save_errors(self, round_index: int) -> Iterator[None]:
-        """Raises the error of a failed save, or records it, as `checkpoint.on_save_error` says."""
-        try:
-            yield
-        except (CheckpointError, ResourceError) as error:
-            if self.recorder.settings.checkpoint.on_save_error == "stop":
-                raise
-            self.recorder.ledger.write("fault", kind="save", round=round_index, cause=str(error))
-            self.recorder.progress.note(str(error))
+        self.saver.save(index, state.ensemble, self.host(state), loss=loss)
 
 
 def prefetch(engine: LocalEngine) -> Observer:
