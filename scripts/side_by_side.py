@@ -36,7 +36,6 @@ from adloco_jax.run.build import (
     inner_transform,
     worker_parallelism,
 )
-from adloco_jax.run.throughput import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +129,11 @@ def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], rep
     return result
 
 
+def _is_matrix(path: tuple, leaf: np.ndarray) -> bool:
+    """Whether a leaf is multiplied with; an embedding is looked up."""
+    return leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path)
+
+
 def measure(
     shape: Shape, batch: int, num_trainers: int, repeats: int, *, with_torch: bool = True
 ) -> dict[str, dict]:
@@ -144,10 +148,13 @@ def measure(
     products = _products(settings.model.dtype, with_torch=with_torch)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    # What a run's own figure leaves out: attention's two products, of the half that is not masked.
+    # Six operations for each weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361, sec. 2.1), and
+    # attention's two products, of the half that is not masked.
+    leaves = jax.tree.leaves_with_path(params)
+    weights = sum(leaf.size for path, leaf in leaves if _is_matrix(path, leaf))
     attention = 6 * shape.model["num_layers"] * shape.sequence_length * shape.model["width"]
     num_tokens = tokens[..., 1:].size
-    flops = num_tokens * (flops_per_token(params) + attention)
+    flops = num_tokens * (6 * weights + attention)
     return {
         name: {
             "seconds": float(np.median(times[name])),

@@ -42,7 +42,6 @@ from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
 from adloco_jax.run.plan import devices, max_batch_size, run_header
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings
 
@@ -366,8 +365,6 @@ def _write_start(
         num_params=spec.num_params,
         state_bytes=spec.state_bytes._asdict(),
         attention=attention(settings),
-        flops_per_token=flops_per_token(spec.params),
-        matmul_flops_per_s=round(matmul_flops_per_s(settings.model.dtype)),
         devices=devices(),
         jax=jax.__version__,
         versions=versions(),

@@ -42,7 +42,6 @@ from adloco_jax.run import checkpoint, notes, processes
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.progress import Progress
-from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.settings import Settings
 
 
@@ -137,7 +136,6 @@ class Recorder:
             "batch": [line["requested_batch_size"] for line in metrics.lines],
             "accum": [line["num_accum_steps"] for line in metrics.lines],
             "tokens/s": tokens / step_s,
-            "of_matmul": self._share_of_matmul(tokens / step_s),
         }
         self.show()
         self.unshown = metrics.round, fields, share
@@ -161,17 +159,10 @@ class Recorder:
     def write_end(self, control: Control, reason: str) -> None:
         """Records the end of the run, or of this process's part of it."""
         self.write_memory(control)
-        fields = {"rounds": control.round, **_totals(control)}
+        fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
         if self.seconds:
-            rate = self.tokens / self.seconds
-            share = self._share_of_matmul(rate)
-            fields |= {"tokens_per_s": round(rate, 1), "share_of_matmul": share}
+            fields["tokens_per_s"] = round(self.tokens / self.seconds, 1)
         self.ledger.write("end", reason=reason, **fields, wall_s=self.wall_s())
-
-    def _share_of_matmul(self, tokens_per_s: float) -> float:
-        """The run's FLOP/s as a fraction of what the machine's matrix product reaches."""
-        machine = matmul_flops_per_s(self.settings.model.dtype)
-        return round(tokens_per_s * flops_per_token(self.engine.spec.params) / machine, 3)
 
 
 def _totals(control: Control) -> dict[str, int]:

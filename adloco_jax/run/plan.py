@@ -32,7 +32,6 @@ from adloco_jax.run.build import (
 )
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.resume import check_config
-from adloco_jax.run.throughput import flops_per_token, matmul_flops_per_s
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
 
@@ -118,7 +117,7 @@ def data_header(corpus: Corpus) -> str:
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
-    """The run in a few lines: model, speed, placement, ensemble, batches."""
+    """The run in a few lines: model, placement, ensemble, batches."""
     ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
     knobs = ("eta", "vartheta", "nu", "ramp", "replay")
@@ -134,8 +133,6 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     sizes = [str(size) for size in batching.buckets if size <= max_batch]
     owners = tuple(start(settings, max_batch).owners)
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
-    rate, flops = matmul_flops_per_s(settings.model.dtype), flops_per_token(spec.params)
-    speed = f"speed: a matrix product reaches {rate / 1e9:,.0f} GFLOP/s ({settings.model.dtype})"
     length, steps = f"{settings.num_rounds:,} rounds", f"{inner.steps_per_round}"
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
@@ -144,7 +141,6 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
         f" attention by {attention(settings)}; on {devices()}",
-        speed + (f"; at that rate {rate / flops:,.0f} tokens/s" if flops else ""),
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
         f" of {steps} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",

@@ -80,7 +80,7 @@ def totals(events: Sequence[dict]) -> dict:
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
         "device_peak_bytes": max(device, default=None),
         "program_bytes": max((e.get("needed_bytes") or 0 for e in programs), default=0) or None,
-        **{name: end.get(name) for name in ("tokens_per_s", "share_of_matmul")},
+        "tokens_per_s": end.get("tokens_per_s"),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
         "loss_round": final.get("round"),
@@ -116,7 +116,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
         " cache",
         "memory": ", ".join(known) or "-",
         "wall time": "{wall}",
-        "speed": "{tokens_per_s:,.0f} tokens/s, {share_of_matmul:.1%} of a matrix product's rate",
+        "speed": "{tokens_per_s:,.0f} tokens/s",
     }
     if not t["consensus_syncs"]:
         del facts[""]
