@@ -83,7 +83,12 @@ def test_every_public_name_is_in_the_reference():
     package = ROOT / "adloco_jax"
     files = [*package.glob("[!_]*.py"), *package.glob("core/[!_]*.py")]
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
-    private = {"crashpoints", "main", "rules", "training"}  # `train` and `fit` are shown as the package's
+    private = {
+        "crashpoints",
+        "main",
+        "rules",
+        "training",
+    }  # `train` and `fit` are shown as the package's
     assert modules - shown == {f"adloco_jax.{name}" for name in private}
 
 

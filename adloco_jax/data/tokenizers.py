@@ -1,4 +1,4 @@
-"""Tokenizers behind one small record: bytes, `tokenizer.json`, SentencePiece, Hugging Face.
+"""Tokenizers behind one small record: bytes, and what `transformers` loads.
 
 No special token is ever added to a text, and none is read out of it: the characters `</s>` in a
 web page stay characters, so only the packing ends a document.
@@ -23,6 +23,7 @@ from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_FILES = (".json", ".model")
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
 # Files of a hub repository from which a tokenizer of any kind is made.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
@@ -60,8 +61,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Args:
       name: `"bytes"` (id = UTF-8 byte, end of text 256), the path of a `tokenizer.json` or of a
-        SentencePiece `.model`, a local folder in Hugging Face layout, or a hub name. What exists
-        on disk comes first; a hub tokenizer already in the cache is used without the network.
+        SentencePiece `.model`, which `transformers` converts, a local folder in Hugging Face
+        layout, or a hub name. What exists on disk comes first; a hub tokenizer already in the
+        cache is used without the network.
 
     Returns:
       The tokenizer. One from a `tokenizer.json` that has no special token at all gets
@@ -87,19 +89,17 @@ def _load(name: str) -> Tokenizer:
                 f"data.tokenizer={file}: {file.stat().st_size} bytes, no tokenizer is larger than "
                 f"{MAX_FILE_BYTES}"
             )
-    if path.is_dir():
-        return _folder_tokenizer(path)
-    if path.is_file():
-        if path.suffix not in _FILES:
-            raise ConfigError(
-                f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
-            )
-        return _FILES[path.suffix](path)
+    if path.is_file() and path.suffix not in _FILES:
+        raise ConfigError(
+            f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
+        )
+    if path.exists():
+        return _hugging_face_tokenizer(path)
     if not HUB_NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"data.tokenizer={name}: no such file or folder")
     # Not by the library's own call, which tries for most of a minute without a network.
     where = f"data.tokenizer={name}"
-    return _folder_tokenizer(
+    return _hugging_face_tokenizer(
         snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
     )
 
@@ -183,43 +183,6 @@ def _bytes_tokenizer() -> Tokenizer:
     return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode, save)
 
 
-def _json_tokenizer(path: Path) -> Tokenizer:
-    import tokenizers  # heavy, and not every run needs it
-
-    with _damage_is_a_data_error(path):
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    # A file may have both saved with it; either would silently change the text.
-    backend.no_truncation()
-    backend.no_padding()
-    specials = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
-    present = [name for name in _END_OF_TEXT_NAMES if name in backend.get_vocab()]
-    if not present and specials:
-        raise ConfigError(
-            f"data.tokenizer={path}: no end-of-text token: have special tokens "
-            f"{', '.join(specials)}, need one of {', '.join(_END_OF_TEXT_NAMES)}; a folder in "
-            "Hugging Face layout can name its own (eos_token)"
-        )
-    if not present:
-        present = [_END_OF_TEXT_NAMES[0]]
-        backend.add_special_tokens(present)
-    vocab = backend.get_vocab()
-    backend.encode_special_tokens = True  # "special" texts in a document are plain text
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    return Tokenizer(
-        max(vocab.values()) + 1,
-        vocab[present[0]],
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-        encode_batch,
-        lambda ids: backend.decode([int(i) for i in ids]),
-        lambda folder: _save_backend(backend, present[0], folder),
-        vocab.get("[CLS]"),
-    )
-
-
 def _save_backend(backend, eot: str, folder: Path) -> None:
     backend.save(str(folder / "tokenizer.json"))
     settings = {
@@ -228,6 +191,83 @@ def _save_backend(backend, eot: str, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _hugging_face_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that `transformers` makes of a folder, a tokenizer.json or a .model file."""
+    _require_sentencepiece(path)
+    # Else its import advises on standard error to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer: Any
+    with _damage_is_a_data_error(path):
+        if path.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        elif path.suffix == ".json":
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
+    if path.suffix == ".json":
+        _name_special_tokens(tokenizer, path)
+    eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if eot_id is None:
+        raise ConfigError(
+            f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
+        )
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+
+    return Tokenizer(
+        max(tokenizer.get_vocab().values()) + 1,
+        eot_id,
+        hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
+        _encode_fast(tokenizer.backend_tokenizer) if tokenizer.is_fast else _encode_slow(tokenizer),
+        lambda ids: tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        ),
+        lambda folder: tokenizer.save_pretrained(str(folder)),
+        tokenizer.cls_token_id,
+    )
+
+
+def _name_special_tokens(tokenizer: Any, path: Path) -> None:
+    """Finds the end of text of a tokenizer.json, which has no configuration to name it."""
+    vocab = tokenizer.get_vocab()
+    specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
+    if not present and specials:
+        raise ConfigError(
+            f"data.tokenizer={path}: no end-of-text token: have special tokens "
+            f"{', '.join(specials)}, need one of {', '.join(_END_OF_TEXT_NAMES)}; a folder in "
+            "Hugging Face layout can name its own (eos_token)"
+        )
+    named = {"eos_token": (present or _END_OF_TEXT_NAMES)[0]}
+    tokenizer.add_special_tokens(named | ({"cls_token": "[CLS]"} if "[CLS]" in vocab else {}))
+
+
+def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    # A file may have both saved with it; either would silently change the text.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # "special" texts in a document are plain text
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    return encode_batch
+
+
+def _encode_slow(tokenizer: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(tokenizer(text, **options)["input_ids"], np.int32) for text in texts]
+
+    return encode_batch
 
 
 def _require_sentencepiece(path: Path) -> None:
@@ -241,122 +281,6 @@ def _require_sentencepiece(path: Path) -> None:
             f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
             " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
         )
-
-
-def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    _require_sentencepiece(path)
-    import sentencepiece
-
-    with _damage_is_a_data_error(path):
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    if processor.eos_id() < 0:
-        raise ConfigError(f"data.tokenizer={path}: no end-of-text token: need a model with </s>")
-
-    return Tokenizer(
-        processor.vocab_size(),
-        processor.eos_id(),
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-        lambda texts: [np.array(ids, np.int32) for ids in processor.encode(list(texts))],
-        lambda ids: processor.decode([int(i) for i in ids if i < processor.vocab_size()]),
-        lambda folder: _save_backend(_converted(path), "</s>", folder),
-    )
-
-
-def _converted(path: Path):
-    """A SentencePiece model as a `tokenizers` one of the same ids.
-
-    The exception is text that spells a control piece: a unigram model finds it there.
-    """
-    import tokenizers
-    from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import Regex, decoders, models, normalizers
-
-    proto = sentencepiece_model_pb2.ModelProto()  # pyrefly: ignore[missing-attribute]
-    proto.ParseFromString(path.read_bytes())
-    spec, trainer = proto.normalizer_spec, proto.trainer_spec
-    if trainer.model_type == trainer.UNIGRAM:
-        scores = [(piece.piece, piece.score) for piece in proto.pieces]
-        model = models.Unigram(scores, trainer.unk_id, trainer.byte_fallback)
-    elif trainer.model_type == trainer.BPE:
-        vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
-        pairs = [
-            (-piece.score, vocab[left], vocab[right], (left, right))
-            for piece in proto.pieces
-            for k in range(1, len(piece.piece))
-            if (left := piece.piece[:k]) in vocab and (right := piece.piece[k:]) in vocab
-        ]
-        model = models.BPE(
-            vocab=vocab,
-            merges=[pair for *_, pair in sorted(pairs)],
-            unk_token=proto.pieces[trainer.unk_id].piece,
-            fuse_unk=True,
-            byte_fallback=trainer.byte_fallback,
-        )
-    else:
-        raise ConfigError(f"data.tokenizer={path}: only unigram and BPE models can be exported")
-    backend = tokenizers.Tokenizer(model)
-    steps: list = []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-    if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    ends: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend("▁"))
-        ends.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(ends)
-    is_special = (proto.SentencePiece.CONTROL, proto.SentencePiece.UNKNOWN)
-    backend.add_special_tokens([p.piece for p in proto.pieces if p.type in is_special])
-    return backend
-
-
-def _folder_tokenizer(path: Path) -> Tokenizer:
-    _require_sentencepiece(path)
-    # Else its import advises on standard error to install PyTorch, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    with _damage_is_a_data_error(path):
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if eot_id is None:
-        raise ConfigError(
-            f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
-        )
-    if tokenizer.is_fast:
-        content = tokenizer.backend_tokenizer.to_str()
-    else:
-        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            split_special_tokens=True,
-            padding=False,
-            truncation=False,
-            verbose=False,  # a document longer than the model's context is no mistake here
-        )
-        return [np.array(ids, np.int32) for ids in encodings["input_ids"]]
-
-    def decode(ids: Iterable[int]) -> str:
-        return tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-    return Tokenizer(
-        max(tokenizer.get_vocab().values()) + 1,
-        eot_id,
-        hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
-        encode_batch,
-        decode,
-        lambda folder: tokenizer.save_pretrained(str(folder)),
-        tokenizer.cls_token_id,
-    )
-
-
-_FILES = {".json": _json_tokenizer, ".model": _sentencepiece_tokenizer}
 
 
 @contextlib.contextmanager
