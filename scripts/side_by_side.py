@@ -148,7 +148,7 @@ def measure(
     products = _products(settings.model.dtype, with_torch=with_torch)
     times = interleave(calls | products, repeats)
     machine = max(2 * _PRODUCT**3 / float(np.median(times[name])) for name in products)
-    # Six operations for each weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361, sec. 2.1), and
+    # Six operations for each weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
     # attention's two products, of the half that is not masked.
     leaves = jax.tree.leaves_with_path(params)
     weights = sum(leaf.size for path, leaf in leaves if _is_matrix(path, leaf))

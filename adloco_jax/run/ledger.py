@@ -47,8 +47,7 @@ class Ledger(contextlib.AbstractContextManager):
 
         Args:
           path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
-          on_write: Called with each line once it is on disk, in the file's order; must not wait,
-            nor write a line of its own.
+          on_write: Called with each line once it is on disk, on the thread that wrote it.
         """
         self._path = Path(path)
         self._on_write = on_write
@@ -90,7 +89,7 @@ class Ledger(contextlib.AbstractContextManager):
                 hit("ledger.written")
                 self._hash.update(text)
                 self._num_bytes += len(text)
-            self._on_write(line)
+        self._on_write(line)
 
     def position(self) -> dict:
         """Size and hash of the file, synced to disk: what `cut` needs to return to this place."""

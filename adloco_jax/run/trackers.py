@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases, fed with the ledger's lines; both are off by default.
 
-A tracker is third-party code that uses disks and networks. Each has a thread of its own, so that
-one that is slow, hangs or raises does not delay the run: it is dropped with a `fault` line.
+A tracker is third-party code that uses disks and networks. It is called directly, between two
+rounds; one that raises is dropped with a `fault` line.
 """
 
 import contextlib
@@ -9,15 +9,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError
 from adloco_jax.settings import Log
-
-CLOSE_S = 60.0  # how long the end of a run waits for a tracker
 
 Send = Callable[[dict], None]
 
@@ -153,7 +149,7 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Starts a thread per tracker, which opens it at the `start` line.
+        """Opens nothing yet: each tracker is opened at the `start` line.
 
         Args:
           log: Which trackers.
@@ -161,47 +157,41 @@ class Trackers:
           history: The ledger of a resumed run, sent again to each tracker.
           on_fault: Called when a tracker is dropped: its name, the round, the cause.
         """
+        self._names = [name for name in _TRACKERS if getattr(log, name)]
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
-        self._threads: dict[threading.Thread, queue.SimpleQueue] = {}
-        for name in _TRACKERS:
-            if getattr(log, name):
-                lines = queue.SimpleQueue()
-                thread = threading.Thread(
-                    target=self._work, args=(name, lines), name=name, daemon=True
-                )
-                self._threads[thread] = lines
-                thread.start()
+        self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
 
     def __call__(self, event: dict) -> None:
-        """Queues a line for every tracker, without waiting."""
-        for lines in self._threads.values():
-            lines.put(event)
+        """Sends a line to every tracker."""
+        if event["event"] == "start":
+            for name in self._names:
+                self._try(name, event, self._open)
+        elif event["event"] in (*_NAMES, *_AS_TEXT):
+            for name in [*self._opened]:
+                self._try(name, event, lambda name, event: self._opened[name][1](event))
 
     def close(self) -> None:
-        """Waits until every tracker has sent its lines, up to `CLOSE_S` seconds each."""
-        for lines in self._threads.values():
-            lines.put(None)
-        for thread in self._threads:
-            thread.join(CLOSE_S)
-            if thread.is_alive():
-                self._on_fault(thread.name, 0, f"not done {CLOSE_S} s after the run")
+        """Closes every tracker, which sends what it still holds."""
         self._on_fault = lambda *_: None  # the ledger closes next
+        for name, (stack, _) in [*self._opened.items()]:
+            self._try(name, {}, lambda name, event, stack=stack: stack.close())
 
-    def _work(self, name: str, lines: queue.SimpleQueue) -> None:
-        """Runs one tracker from its `start` line until the run ends or it raises."""
-        at_round, send = 0, None
+    def _open(self, name: str, event: dict) -> None:
+        with contextlib.ExitStack() as stack:
+            history = [*self._history, event]
+            send = stack.enter_context(_TRACKERS[name][1](self._workdir, history))
+            self._opened[name] = stack.pop_all(), send
+        for line in history:
+            send(line)
+
+    def _try(self, name: str, event: dict, act: Callable[[str, dict], None]) -> None:
+        """Calls a tracker, and drops it if it raises."""
         try:
-            with contextlib.ExitStack() as stack:
-                for event in iter(lines.get, None):
-                    at_round = event.get("round", at_round)
-                    if event["event"] == "start":
-                        history = [*self._history, event]
-                        send = stack.enter_context(_TRACKERS[name][1](self._workdir, history))
-                        for line in self._history:
-                            send(line)
-                    if send:
-                        send(event)
+            act(name, event)
         # Deliberately broad: third-party code may raise anything, and must not stop training.
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self._on_fault(name, at_round, cause)
+            stack, _ = self._opened.pop(name, (contextlib.ExitStack(), None))
+            with contextlib.suppress(Exception):
+                stack.close()
+            self._on_fault(name, event.get("round", 0), cause)
