@@ -1,4 +1,4 @@
-"""Losses that are not finite: skipped, counted, and their trainer quarantined; spikes counted."""
+"""Losses that are not finite: skipped, counted, and their trainer quarantined; spikes."""
 
 import dataclasses
 import math
@@ -136,7 +136,7 @@ def test_parameters_that_are_not_finite_from_the_start_are_quarantined(tmp_path)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.ensemble))
 
 
-def test_a_spike_is_counted_and_recovered_from(tmp_path):
+def test_a_run_recovers_from_a_spike(tmp_path):
     groups = {
         "num_rounds": 14,
         "ensemble": {"num_trainers": 2, "num_workers": 2},
@@ -150,8 +150,6 @@ def test_a_spike_is_counted_and_recovered_from(tmp_path):
     }
     control_run = run(tmp_path / "control", corpus(), groups)
     spiked = run(tmp_path / "spiked", Marked((1,), 60, 62, marker=VOCAB + 1), groups)
-    assert [e["round"] for e in events(spiked.workdir, "round") if e["spikes"]] == [6]
-    assert not any(e["spikes"] for e in events(control_run.workdir, "round"))
 
     def losses(result):
         return np.array([e["loss"] for e in events(result.workdir, "eval", trainer=1)])
@@ -170,19 +168,6 @@ def outcome(losses, skipped=()):
     loss_SR = np.array(losses, float)[:, None]
     skipped_SR = np.isin(np.arange(len(losses)), skipped)[:, None]
     return Outcome(np.where(skipped_SR, np.nan, loss_SR), skipped_SR, 1.0)
-
-
-def test_the_spike_window_holds_no_spike_and_nothing_that_is_not_finite():
-    control = alone()
-    rng = np.random.default_rng(0)
-    control, _ = with_outcomes(control, [outcome(rng.normal(2, 0.1, 40))], after_round=1)
-    wild = [2000.0, np.nan, 2.0, 2000.0]
-    control, (noted,) = with_outcomes(control, [outcome(wild, skipped=[1])], after_round=2)
-    assert noted == {"skipped_updates": 1, "spikes": 2}
-    (trainer,) = control.trainers
-    assert len(trainer.recent_losses) == 43 and max(trainer.recent_losses) < 5
-    control, _ = with_outcomes(control, [outcome(rng.normal(2, 0.1, 400))], after_round=3)
-    assert len(control.trainers[0].recent_losses) == 64
 
 
 @pytest.mark.parametrize(

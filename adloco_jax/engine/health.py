@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.loop.adloco import Control, Trainer
+from adloco_jax.loop.adloco import Control
 
 SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
-SPIKE_STDS, SPIKE_WINDOW, SPIKE_MIN = 6, 64, 16  # a spike stands out of the last updates' losses
 
 
 class Diverged(Exception):
@@ -39,11 +38,10 @@ class Outcome(NamedTuple):
 def with_outcomes(
     control: Control, outcomes: Sequence[Outcome], *, after_round: int
 ) -> tuple[Control, list[dict]]:
-    """Counts skipped updates and spikes of a round, and marks trainers that are broken.
+    """Counts skipped updates of a round, and marks trainers that are broken.
 
     A trainer is broken once every one of its workers has skipped its last updates, whatever it does
-    later. A spike is an update whose loss lies `SPIKE_STDS` standard deviations above the mean of
-    the last ones, themselves cut off there: neither a spike nor NaN may blind the window.
+    later.
 
     Args:
       control: Its trainers are still the round's, and so are their workers but for new ones.
@@ -51,7 +49,7 @@ def with_outcomes(
       after_round: The round they are of.
 
     Returns:
-      The changed copy, and ledger fields for each trainer: `skipped_updates`, `spikes`.
+      The changed copy, and ledger fields for each trainer: `skipped_updates`.
     """
     control = copy.deepcopy(control)
     noted = []
@@ -66,8 +64,7 @@ def with_outcomes(
         trainer.skipped_in_a_row = rows
         if trainer.broken_since is None and min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
             trainer.broken_since = after_round
-        skipped, spikes = int(outcome.skipped_SR.sum()), _count_spikes(trainer, outcome)
-        noted.append({"skipped_updates": skipped, "spikes": spikes})
+        noted.append({"skipped_updates": int(outcome.skipped_SR.sum())})
     control.outcomes_round = after_round
     return control, noted
 
@@ -104,20 +101,3 @@ def consensus_weights(control: Control) -> tuple[float, ...]:
         float(trainer.demand) if trainer.broken_since is None else 0.0
         for trainer in control.trainers
     )
-
-
-def _count_spikes(trainer: Trainer, outcome: Outcome) -> int:
-    spikes = 0
-    for loss_R, skipped_R in zip(outcome.loss_SR, outcome.skipped_SR, strict=True):
-        if skipped_R.all():
-            continue
-        loss, window = float(np.mean(loss_R[~skipped_R])), trainer.recent_losses
-        if len(window) >= SPIKE_MIN:
-            mean = float(np.mean(window))
-            # At least one per cent: losses that hardly vary do not make spikes of rounding.
-            limit = mean + SPIKE_STDS * max(float(np.std(window)), 0.01 * abs(mean))
-            spikes += loss > limit
-            loss = min(loss, limit)
-        window.append(loss)
-        del window[:-SPIKE_WINDOW]
-    return spikes

@@ -34,7 +34,6 @@ class Trainer:
     cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
     smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
-    recent_losses: list[float] = field(default_factory=list)  # of the last updates, all finite
     broken_since: int | None = None  # the round after which all its workers only skipped updates
 
     @property
