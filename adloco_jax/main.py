@@ -1,21 +1,30 @@
-"""The command `adloco`: its first word says what to do; without one it trains.
+"""The command `adloco`: its first word says what to do. `train` and `plan` are here.
 
-Only the module of that word is imported, so that `adloco --version` does not wait for JAX.
+Each other command is a module of `adloco_jax.cli`, imported when it is named.
 """
 
+import contextlib
 import difflib
 import importlib
-import io
 import os
+import re
+import resource
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
 
-from adloco_jax import __version__
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from adloco_jax import __version__, config
+from adloco_jax.cli.parser import with_separator
 from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.settings import KNOBS
 
-# Each is a module of `adloco_jax.cli`.
 COMMANDS = {
     "train": "train as a config describes, or resume a run that was stopped",
     "plan": "print what such a run would hold and communicate, and stop",
@@ -28,25 +37,35 @@ COMMANDS = {
     "gradients": "measure the gradient noise at a checkpoint",
 }
 
+_TRAIN = """Trains as a config describes, prints the plan, or resumes a run that was stopped.
 
-class _Outlived(io.FileIO):
-    """A standard stream that discards output once its terminal or pipe is gone."""
+adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
+adloco plan CONFIG [--config.GROUP.KEY=VALUE ...]
 
-    def write(self, data, /) -> int:
-        """Writes until an error; from then on to the null device."""
-        try:
-            return super().write(data)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return memoryview(data).nbytes
+CONFIG is a file, or a name that `adloco configs` lists. The same command with the same --workdir
+resumes a run that was stopped. Every key of the config is an option, of which the last value
+counts. To run on several processes, start each with this command and --distributed (under Slurm,
+Open MPI, Kubernetes) or --coordinator, --num-processes and --process-id.
+"""
+# Of each: type, name, default, help, and limits.
+_FLAGS: tuple[tuple[Any, ...], ...] = (
+    (flags.DEFINE_string, "config", None, "as CONFIG", {"allow_overwrite": False}),
+    (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
+    (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
+    (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
+    (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
+    (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
+    (flags.DEFINE_string, "coordinator", None, "HOST:PORT of process 0 of several"),
+    (flags.DEFINE_integer, "num_processes", None, "number of processes", {"lower_bound": 1}),
+    (flags.DEFINE_integer, "process_id", None, "index of this process", {"lower_bound": 0}),
+    (flags.DEFINE_integer, "meeting_s", 300, "seconds to wait for the other processes (300)"),
+    (flags.DEFINE_bool, "help", False, "print this, and stop"),
+)
+_MIN_ADDRESS_BYTES = 4 * 2**30
 
 
 def command() -> NoReturn:
-    """Runs `main` as a process of its own, which survives the loss of its terminal."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
-        raw = io.BufferedWriter(_Outlived(os.dup(stream.fileno()), "w"))
-        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, None, True))
+    """Runs `main` as a process of its own."""
     sys.unraisablehook = _unraisablehook
     try:
         code = main()
@@ -57,7 +76,8 @@ def command() -> NoReturn:
     # A library that ran out of files or memory may leave a thread that never ends.
     if code == ResourceError.exit_code or (processes is not None and not processes.all_end()):
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # the terminal has gone
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -99,15 +119,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     """Prints what needs no command, or runs the one that is named."""
-    first, *words = argv or [""]
+    first, *words = argv or ["--help"]
     if first in ("-h", "--help"):
         print(_overview())
         return 0
     if first == "--version":
         print(f"adloco_jax {__version__}")
         return 0
-    if not first or first.startswith("-"):
+    if first.startswith("-"):
         first, words = "train", list(argv)
+    if first in ("train", "plan"):
+        return _train(words, is_plan=first == "plan")
     if first not in COMMANDS:
         nearest = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.0)
         raise ConfigError(
@@ -121,12 +143,122 @@ def _overview() -> str:
     return "\n".join(
         [
             "Trains language models with AdLoCo (arXiv 2508.18182).\n",
-            "adloco [COMMAND] [OPTIONS]   without a command: train\n",
+            "adloco COMMAND [OPTIONS]\n",
             *lines,
-            "\nTo begin: adloco train --config quickstart",
+            "\nTo begin: adloco train quickstart",
             "adloco COMMAND --help lists the options, and of train every key of a config.",
         ]
     )
+
+
+def _train(argv: Sequence[str], *, is_plan: bool) -> int:
+    """Trains, resumes, or prints the plan or the options."""
+    options, words = _parse(argv)
+    if options.help:
+        own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
+        print("\n".join([_TRAIN, *own, "", config.config_help()]))
+        return 0
+    path, made = _configure(options, words)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY and addresses < _MIN_ADDRESS_BYTES:
+        raise ResourceError(
+            f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
+            "with less, JAX aborts while it starts its threads"
+        )
+    logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
+    varying = ("--coordinator=", "--num_processes=", "--process_id=")  # between processes
+    shared = [word for word in argv if not word.startswith(varying)]
+    _execute(options, path, made, shlex.join(["adloco", "train", *shared]), is_plan=is_plan)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """The options, values of config keys as text, and the words that are none."""
+    options = flags.FlagValues()
+    options.set_gnu_getopt(True)  # options may stand between other words
+    for define, name, default, text, *limits in _FLAGS:
+        define(name, default, text, flag_values=options, **dict(*limits))
+    config.define_flags(options)
+    try:
+        spelled = [with_separator(word, "_") for word in argv]
+        words = options(["adloco", *spelled], known_only=True)[1:]
+    except (flags.Error, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if options.config is None and words and not words[0].startswith("-"):
+        options.config = words.pop(0)
+    return options, words
+
+
+def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
+    """The config file's path and its config with all overrides; raises all faults at once."""
+    faults = [_unknown(word, options) for word in words]
+    path, made, is_loaded = Path(), config.default_config(), False  # to check without a file
+    try:
+        path = config.find_config(options.config)
+        made, is_loaded = config.load_config(path, "get_config", ConfigDict), True
+    except ConfigError as error:
+        faults.insert(0, str(error))
+    for key in KNOBS:
+        if (text := options[f"config.{key}"].value) is not None:
+            try:
+                config.override(made, key, text)
+            except ConfigError as error:
+                faults.append(str(error))
+    if is_loaded:
+        try:
+            config.validate(made)
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return path, made
+
+
+def _unknown(word: str, options: flags.FlagValues) -> str:
+    """The line that refuses an unknown word."""
+    if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
+        if key[1] in KNOBS:
+            return f"{key[1]}: no value given; must be {config.allowed(key[1])}"
+        return config.unknown_key_fault(key[1])
+    if not word.startswith("-"):
+        return f"{word}: unexpected; write adloco train CONFIG --config.GROUP.KEY=VALUE"
+    names = [f"--{name}" for name in options]
+    nearest = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
+    return f"{word}: no such option; did you mean {nearest[0]}?"
+
+
+def _execute(
+    options: flags.FlagValues, path: Path, made: ConfigDict, command_line: str, *, is_plan: bool
+) -> None:
+    """Trains, resumes, or prints the plan."""
+    from adloco_jax.run import processes  # here, so that a config error is reported at once
+    from adloco_jax.run.plan import plan
+    from adloco_jax.run.resume import finished
+    from adloco_jax.study import report
+    from adloco_jax.training import train
+
+    is_plan = is_plan or options.plan
+    several = {name: options[name].value for name in ("coordinator", "num_processes", "process_id")}
+    if options.distributed or any(value is not None for value in several.values()):
+        processes.connect(**several, timeout_s=options.meeting_s)
+        if options.workdir is None and not is_plan:
+            raise ConfigError("--workdir: several processes need the name of one folder")
+    accept = {"accept_config_change": options.accept_config_change}
+    if is_plan:
+        with processes.only_first_prints():
+            print(plan(made, options.workdir, **accept))
+        return
+    folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))
+    if damage is None:
+        accept_data = options.accept_data_change
+        train(made, folder, command=command_line, accept_data_change=accept_data, **accept)
+        return
+    if processes.is_first():
+        for line in damage:
+            print(f"damaged: {line}", file=sys.stderr)
+        report.conclude(folder)
+    processes.barrier("the report is written")
 
 
 if __name__ == "__main__":

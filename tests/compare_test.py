@@ -24,7 +24,6 @@ from adloco_jax.study.compare_figure import figure, front
 from studies import tables
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = str(ROOT / "scripts" / "compare.py")
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -351,7 +350,8 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
     """Two variants, three seeds; then nothing is run again."""
     folder = tmp_path / "runs"
     (tmp_path / "tiny.py").write_text(CONFIG_FILE.format(tests=str(Path(__file__).parent)))
-    command = [sys.executable, SCRIPT, "--config", str(tmp_path / "tiny.py"), "--workdir", folder]
+    command = [sys.executable, "-m", "adloco_jax", "compare", str(tmp_path / "tiny.py")]
+    command.append(f"--workdir={folder}")
     for made, kept in ((6, 0), (0, 6)):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax import main as cli
-from adloco_jax.cli import train
 from adloco_jax.cli.prepare import guess_source
 from adloco_jax.config import validate
 from adloco_jax.data import hub, load_corpus, prepare, sources
@@ -434,7 +433,7 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     *_, to_train = first.splitlines()
     assert to_train.startswith("train with: adloco train --config=quickstart ")
     words = shlex.split(to_train.partition("adloco train ")[2])
-    settings = validate(train._configure(*train._parse(words))[1])
+    settings = validate(cli._configure(*cli._parse(words))[1])
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
     assert cli.main(["prepare", *command]) == 0
     assert "already prepared" in capsys.readouterr().out

@@ -29,7 +29,7 @@ BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}
 BELOW["training"] = BELOW["study"] | {"study"}
 BELOW["cli"] = BELOW["training"] | {"training"}
-BELOW["main"] = {"cli", "errors", "__version__"}
+BELOW["main"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
 CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}

@@ -85,8 +85,10 @@ def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["/dev/full", "closed"])
-def test_a_closed_terminal_does_not_end_training(tmp_path, output):
+def test_a_run_whose_terminal_has_gone_ends_with_5_and_goes_on(tmp_path, output):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") if output == "closed" else open(output, "w") as stdout:
-        assert_finished(train(tmp_path, stdout=stdout), tmp_path)
+        done = train(tmp_path, stdout=stdout)
+    assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert_finished(train(tmp_path), tmp_path)

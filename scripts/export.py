@@ -1,8 +1,0 @@
-"""`adloco export`, from a checkout."""
-
-import sys
-
-from adloco_jax.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["export", *sys.argv[1:]]))

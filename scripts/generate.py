@@ -1,8 +1,0 @@
-"""`adloco generate`, from a checkout."""
-
-import sys
-
-from adloco_jax.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["generate", *sys.argv[1:]]))

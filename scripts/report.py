@@ -1,8 +1,0 @@
-"""`adloco report`, from a checkout."""
-
-import sys
-
-from adloco_jax.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["report", *sys.argv[1:]]))
