@@ -42,6 +42,8 @@ REMOVED = {
     "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
     "data.max_bad_rows": "a damaged line is refused; mend it",
     "checkpoint.on_save_error": "a save that fails stops the run; the same command goes on",
+    "model.attention": "the fastest kernel that the model and the device allow is chosen",
+    "model.reinit_head": "a head that the checkpoint lacks is random",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),
@@ -73,11 +75,14 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
       config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
 
     Returns:
-      The settings; `batching.buckets` is resolved to every size in use, ascending.
+      The settings; `batching.buckets` is resolved to every size in use, ascending, and sizes of the
+      model that are unset to those of the checkpoint that `model.init_from` names.
 
     Raises:
       ConfigError: If anything is unknown, missing, of a wrong type, out of range or contradictory:
-        all faults at once, one line each.
+        all faults at once, one line each. Or if sizes of the model are unset and the checkpoint of
+        `model.init_from` cannot be reached.
+      DataError: If that checkpoint cannot be used.
     """
     given, faults = _flatten(config)
     values = {}
@@ -86,7 +91,16 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
             values[key] = _read(KNOBS[key], value)
         except ValueError:
             faults.append(value_fault(key, value))
-    faults += _contradictions(values)
+    unset = [key for key in values if values[key] is None and KNOBS[key].size is not None]
+    read = _sizes_of_checkpoint(values).intersection(unset)
+    values |= {key: KNOBS[key].size for key in unset if key not in read}
+    faults += _contradictions({key: values[key] for key in values if key not in read})
+    if read and not faults:
+        from adloco_jax import hf  # JAX
+
+        found = hf.inspect(values["model.init_from"]).network
+        values |= {key: getattr(found, key.removeprefix("model.")) for key in read}
+        faults = _contradictions(values)
     if faults:
         raise ConfigError("\n".join(faults))
     values["batching.buckets"] = _resolve_buckets(
@@ -98,6 +112,14 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         group, _, name = key.rpartition(".")
         parts[group][name] = value
     return Settings(**parts.pop(""), **{name: GROUPS[name](**part) for name, part in parts.items()})
+
+
+def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
+    """Keys of the model's sizes that a checkpoint decides, if there is one to start from."""
+    if not values.get("model.init_from") or "model.arch" not in values:
+        return set()
+    names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
+    return set() if names is None else {f"model.{ours}" for ours, _ in names.sizes.values()}
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:

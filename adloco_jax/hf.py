@@ -62,6 +62,20 @@ class Loaded(NamedTuple):
     left_out: tuple[str, ...]
 
 
+class Description(NamedTuple):
+    """A checkpoint, described without its numbers.
+
+    Attributes:
+      network: As in `Loaded`.
+      has_head: Whether the head is stored, or tied to what is.
+      has_tensors: Whether names, shapes and types of its tensors were checked.
+    """
+
+    network: nn.Module
+    has_head: bool
+    has_tensors: bool
+
+
 def weight_map(network: nn.Module) -> WeightMap | None:
     """Hugging Face names of a model; None if its architecture has none."""
     return next((known for known in _weight_maps() if type(network) is known.model), None)
@@ -104,8 +118,8 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
     Args:
       path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
         an index and its shards; else a hub name, which is not downloaded if it is in the cache.
-      head: Whether to read the matrix to the vocabulary, or to the classes. Without, it may be
-        missing or another model's, and is left out of the parameters.
+      head: Whether the matrix to the vocabulary, or to the classes, must be stored. Otherwise a
+        missing one is left out of the parameters, and a head of another kind may be stored.
 
     Returns:
       Model, float32 weights, and the types they were stored in. A tied head becomes a separate
@@ -120,7 +134,7 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
     """
     name = str(path_or_name)
     folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
-    network, stored, left_out = _checked(folder, head=head)
+    network, stored, left_out = _checked(folder, needs_head=head)
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
         array = where.opened.get_tensor(where.name)
@@ -132,16 +146,14 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
     return Loaded(network, unflatten_dict(leaves), tuple(sorted(kinds)), left_out)
 
 
-def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, bool]:
-    """Check a checkpoint as `load` does, without reading the numbers.
+def inspect(path_or_name: str | Path) -> Description:
+    """Check a checkpoint as `load(..., head=False)` does, without reading the numbers.
 
     Args:
       path_or_name: A folder or hub name; of a hub name only `config.json` is fetched.
-      head: Whether the matrix to the vocabulary, or to the classes, would be read.
 
     Returns:
-      The model, and whether names, shapes and types of its tensors were checked too: those of a
-      folder are.
+      The model, and what is known of its tensors.
 
     Raises:
       ConfigError: If the hub has no such name, or cannot be reached.
@@ -150,8 +162,14 @@ def inspect(path_or_name: str | Path, *, head: bool = True) -> tuple[nn.Module, 
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
-        return _described(_of_hub(name, ("config.json",), "config.json"), head=head)[0], False
-    return _checked(folder, head=head)[0], True
+        network, names, config = _described(_of_hub(name, ("config.json",), "config.json"))
+        # Without a list of classes, the weights are taken to be of ours.
+        classes = config.get("architectures") or [names.class_name]
+        return Description(network, names.class_name in classes, has_tensors=False)
+    network, stored, _ = _checked(folder, needs_head=False)
+    names = weight_map(network)
+    has_head = any(tensor.path[0] == names.head for tensor in stored)
+    return Description(network, has_head, has_tensors=True)
 
 
 def save(
@@ -258,8 +276,8 @@ def _read_json(file: Path) -> dict:
 # --- config.json --------------------------------------------------------------------------------
 
 
-def _described(folder: Path, *, head: bool) -> tuple[Any, WeightMap, bool]:
-    """Reads a model, and whether its head is its embedding; DataError names all faults at once."""
+def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
+    """A model, its names and its config.json; DataError names all faults at once."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -271,7 +289,7 @@ def _described(folder: Path, *, head: bool) -> tuple[Any, WeightMap, bool]:
     if names is None:
         have = f"have {str(config.get('model_type'))[:80]!r}"
         raise DataError(f"{path}: model_type: {have}, need {' or '.join(map(repr, known))}")
-    content = names.normalise(config if head else config | {"problem_type": None}, fault)
+    content = names.normalise(config, fault)
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(names.model)}
     sizes: dict[str, Any] = {}
     for key, (ours, default) in names.sizes.items():
@@ -292,7 +310,7 @@ def _described(folder: Path, *, head: bool) -> tuple[Any, WeightMap, bool]:
         network = names.model(**sizes)
         try:
             param_shapes(network)
-            return network, names, config.get("tie_word_embeddings") is True
+            return network, names, config
         except (ValueError, OverflowError) as error:
             faults.append(f"{path}: {error}")
     raise DataError("\n".join(faults))
@@ -373,10 +391,10 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 
 
 def _checked(
-    folder: Path, *, head: bool
+    folder: Path, *, needs_head: bool
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
     """A model, its tensors, and those left out; DataError if a name, shape or type is wrong."""
-    network, names, is_tied = _described(folder, head=head)
+    network, names, config = _described(folder)
     # Google's converted BERT names the gains and biases of norms gamma and beta.
     stored = _joined(
         (re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)), where)
@@ -389,14 +407,17 @@ def _checked(
         )
     # Of two tied tensors either may be absent. If both are stored, both are used: training the
     # head alone, or merging a LoRA into it, unties them. transformers 5 does the same.
-    ties = names.ties | {second: first for first, second in names.ties.items()} if is_tied else {}
+    ties = names.ties | {second: first for first, second in names.ties.items()}
+    ties = ties if config.get("tie_word_embeddings") is True else {}
     wanted = {
         tensor: tensor.name if tensor.name in stored else ties.get(tensor.name, tensor.name)
         for tensor in tensors(network, names)
-        if head or tensor.path[0] != names.head
     }
+    head = {tensor: name for tensor, name in wanted.items() if tensor.path[0] == names.head}
+    if not needs_head and stored.keys().isdisjoint(head.values()):
+        wanted = {tensor: name for tensor, name in wanted.items() if tensor not in head}
     rest = stored.keys() - wanted.values()
-    left_out = {name for name in rest if not head and _HEADS.fullmatch(name)}
+    left_out = {name for name in rest if not needs_head and _HEADS.fullmatch(name)}
     buffers = {
         name: expected(network)
         for name in rest

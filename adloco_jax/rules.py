@@ -27,10 +27,6 @@ def _is_labelled(arch: str) -> bool:
 
 
 RULES: dict[str, tuple[str, Callable[..., bool]]] = {
-    "without a checkpoint every head is random; set model.init_from or leave it off": (
-        "model.init_from model.reinit_head",
-        lambda init_from, reinit: init_from != "" or not reinit,
-    ),
     "trainers that start from a checkpoint share it; set ensemble.init=shared": (
         "ensemble.init model.init_from",
         lambda init, init_from: init == "shared" or init_from == "",

@@ -32,6 +32,7 @@ class Knob:
       resume: What a change means when a run is resumed: "harmless", "accepted" (with the flag
         --accept-config-change) or "refused". Empty in a declaration: as the group says.
       type: Its annotation.
+      size: Of a model's size: its value where neither the config nor a checkpoint gives one.
     """
 
     default: Any
@@ -40,16 +41,17 @@ class Knob:
     table: tuple[str, ...] = ()
     resume: Change | Literal[""] = ""
     type: Any = None
+    size: Any = None
 
     @property
     def is_optional(self) -> bool:
-        """Whether the knob may be unset, which is None in `Settings`."""
-        return NoneType in get_args(self.type)
+        """Whether the knob may be unset, which is None in `Settings`, or there a model's size."""
+        return NoneType in get_args(self.type) or self.size is not None
 
     @property
     def kind(self) -> Any:
         """The annotation of a value that is set."""
-        return get_args(self.type)[0] if self.is_optional else self.type
+        return get_args(self.type)[0] if NoneType in get_args(self.type) else self.type
 
     def entries(self) -> Mapping[str, Any]:
         """The table as it is now, with entries that a config file has added."""
@@ -58,6 +60,11 @@ class Knob:
 
 def _knob(default: object, doc: str, within: str = "", **more: Any) -> Any:
     return dataclasses.field(metadata={"knob": Knob(default, doc, within, **more)})
+
+
+def _size(value: float, doc: str, within: str) -> Any:
+    """A knob for a size of the model, read from the checkpoint of `model.init_from` if unset."""
+    return _knob(None, f"{doc} Unset: the checkpoint's, else {value}.", within, size=value)
 
 
 def _group(resume: Change) -> Any:
@@ -74,24 +81,18 @@ class Model:
         "Architecture; bert classifies whole texts.",
         table=("ARCHITECTURES", "llama", "bert"),
     )
-    vocab_size: int = _knob(257, "V, token ids; bytes need 257, of which one ends a text.", _SIZE)
-    width: int = _knob(64, "D, numbers per token between layers.", _COUNT)
-    num_layers: int = _knob(2, "N, transformer layers.", _COUNT)
-    num_heads: int = _knob(4, "H, query heads.", _COUNT)
-    num_kv_heads: int = _knob(2, "G, key/value heads, a divisor of num_heads; llama only.", _COUNT)
-    mlp_width: int = _knob(176, "F, numbers per token inside a layer's MLP.", _COUNT)
-    max_length: int = _knob(512, "Longest context of the model, in tokens.", _COUNT)
-    norm_eps: float = _knob(1e-5, "Added to the variance in each normalisation.", "(0, 1)")
-    rope_theta: float = _knob(1e4, "Base of the rotary wavelengths; llama only.", "[1, 1e9]")
-    num_classes: int = _knob(2, "C, classes of texts; bert only.", _SIZE)
+    vocab_size: int = _size(257, "V, token ids; bytes need 257, of which one ends a text.", _SIZE)
+    width: int = _size(64, "D, numbers per token between layers.", _COUNT)
+    num_layers: int = _size(2, "N, transformer layers.", _COUNT)
+    num_heads: int = _size(4, "H, query heads.", _COUNT)
+    num_kv_heads: int = _size(2, "G, key/value heads, a divisor of num_heads; llama only.", _COUNT)
+    mlp_width: int = _size(176, "F, numbers per token inside a layer's MLP.", _COUNT)
+    max_length: int = _size(512, "Longest context of the model, in tokens.", _COUNT)
+    norm_eps: float = _size(1e-5, "Added to the variance in each normalisation.", "(0, 1)")
+    rope_theta: float = _size(1e4, "Base of the rotary wavelengths; llama only.", "[1, 1e9]")
+    num_classes: int = _size(2, "C, classes of texts; bert only.", _SIZE)
     dtype: Literal["float32", "bfloat16"] = _knob(
         "float32", "Type of the computations; parameters stay float32.", resume="accepted"
-    )
-    attention: Literal["auto", "xla", "cudnn"] = _knob(
-        "auto",
-        "Attention kernel. auto: cuDNN's fused one where it can be used (bfloat16 on newer NVIDIA"
-        " GPUs), else xla.",
-        resume="accepted",
     )
     remat: bool = _knob(
         False, "Recompute layers in the backward pass: less memory, more time.", resume="accepted"
@@ -104,10 +105,10 @@ class Model:
     )
     init_from: str = _knob(
         "",
-        "Folder in Hugging Face layout, or hub name, whose weights all trainers start from; the"
-        " sizes above must be the checkpoint's. Empty: random weights.",
+        "Folder in Hugging Face layout, or hub name, whose weights all trainers start from; sizes"
+        " that are set must be the checkpoint's. A head that it lacks is random, the same for all"
+        " trainers. Empty: random weights.",
     )
-    reinit_head: bool = _knob(False, "With init_from: all trainers start from one random head.")
 
 
 @dataclasses.dataclass(frozen=True)

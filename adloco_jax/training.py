@@ -116,17 +116,17 @@ def train(
         workdir = Path("runs") / f"train-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     workdir = Path(workdir)
 
-    def load() -> tuple[PyTree | None, Corpus]:
+    def load() -> tuple[PyTree | None, list[str], Corpus]:
         check_config(workdir, settings, accept=accept_config_change)
-        params = None
+        params, lines = None, []
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
-            params = pretrained_params(settings)
-        return params, load_data(settings)
+            params, lines = pretrained_params(settings)
+        return params, lines, load_data(settings)
 
-    params, corpus = processes.run_on_all(load)
+    params, lines, corpus = processes.run_on_all(load)
     init_fn, loss_fn = build_model(settings)
     with processes.only_first_prints():
-        print(data_header(corpus))
+        print(*lines, data_header(corpus), sep="\n")
         return fit(
             settings,
             corpus=corpus,

@@ -5,8 +5,8 @@ Command:   python -m adloco_jax.main --config configs/bert_imdb.py
 Data:      JSON lines with `text` and `label` (0 negative, 1 positive), such as the 25,000 reviews
            to train on and the 25,000 to test with of IMDB (Maas et al. 2011)
 Hardware:  one GPU of 24 GB
-Model:     109.5 M parameters, from google-bert/bert-base-uncased with a fresh classifier; from
-           scratch with --config.model.init_from='' --config.model.reinit_head=False
+Model:     109.5 M parameters, from google-bert/bert-base-uncased with a random classifier; from
+           scratch with --config.model.init_from=''
 Source:    AdLoCo (arXiv 2508.18182) describes language modelling only; settings of its table A.2
            unless marked
 """
@@ -32,7 +32,6 @@ def get_config() -> ConfigDict:
     config.model.num_classes = 2
     config.model.dtype = "bfloat16"
     config.model.init_from = "google-bert/bert-base-uncased"
-    config.model.reinit_head = True
 
     config.data.source = "jsonl"
     config.data.path = ""  # to be given

@@ -6,7 +6,6 @@ import jax
 import pytest
 import toy
 
-from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import attention
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
@@ -37,25 +36,20 @@ def settings_of(*, batching=(), **model):
 
 
 @pytest.mark.parametrize(
-    ("capability", "changes", "lacks"),
+    ("capability", "changes", "kernel"),
     [
-        ("9.0", {}, None),
-        ("7.5", {}, "older than compute capability 8.0"),
-        ("9.0", {"dtype": "float32"}, "needs model.dtype = bfloat16"),
-        ("9.0", {"width": 640}, "heads have 160 features"),
-        ("9.0", {"batching": {"test": "augmented"}}, "needs forward mode"),
+        ("9.0", {}, "cudnn"),
+        ("7.5", {}, "xla"),
+        ("9.0", {"dtype": "float32"}, "xla"),
+        ("9.0", {"width": 640}, "xla"),  # heads of 160 features
+        ("9.0", {"batching": {"test": "augmented"}}, "xla"),  # needs forward mode
+        ("9.0", {"arch": "bert"}, "xla"),
     ],
 )
-def test_cudnn_attends_where_all_it_needs_is_there(monkeypatch, capability, changes, lacks):
+def test_cudnn_attends_where_all_it_needs_is_there(monkeypatch, capability, changes, kernel):
     monkeypatch.setattr(jax, "local_devices", lambda: [a_gpu(capability)])
-    assert attention(settings_of(**changes)) == ("xla" if lacks else "cudnn")
-    assert attention(settings_of(**changes, attention="xla")) == "xla"
-    if lacks:
-        with pytest.raises(ConfigError, match=f"model.attention = cudnn: .*{lacks}"):
-            attention(settings_of(**changes, attention="cudnn"))
+    assert attention(settings_of(**changes)) == kernel
 
 
-def test_cudnn_on_a_cpu_is_refused():
+def test_a_cpu_has_no_cudnn():
     assert attention(settings_of()) == "xla"
-    with pytest.raises(ConfigError, match="model.attention = cudnn: needs an NVIDIA GPU"):
-        attention(settings_of(attention="cudnn"))

@@ -1,9 +1,11 @@
 """Classification: labelled rows, balanced held-out texts, scores by class, whole runs."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from texts import write_documents
 from toy import data_settings
 
@@ -198,12 +200,18 @@ def test_its_export_is_a_bert(classified):
     )
 
 
-def test_another_run_starts_from_it_with_a_fresh_classifier(classified):
+def test_another_run_starts_from_it_without_its_classifier(classified, tmp_path):
+    folder = shutil.copytree(classified.workdir / "export", tmp_path / "encoder")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["classifier.weight"], tensors["classifier.bias"]
+    tensors["cls.predictions.bias"] = np.ones(3, np.float32)
+    save_file(tensors, folder / "model.safetensors")
     config = bert_config("reviews.jsonl")
-    config.model.init_from, config.model.reinit_head = str(classified.workdir / "export"), True
-    config.model.num_classes = 3
-    params = pretrained_params(validate(config))
+    config.model.init_from, config.model.num_classes = str(folder), 3
+    params, lines = pretrained_params(validate(config))
     assert params["classifier"]["kernel"].shape == (16, 3)
+    assert "has no classifier; a random one" in lines[0]
+    assert "left out: cls.predictions.bias" in lines[1]
     np.testing.assert_array_equal(
         params["embed"]["embedding"], classified.params["embed"]["embedding"]
     )

@@ -183,7 +183,6 @@ CONTRADICTIONS = {
     "classes of unlabelled text": dict(model__arch="bert"),
     "no room for a text": BERT | dict(data__sequence_length=2),
     "no label": dict(data__label_column=""),
-    "head of no checkpoint": dict(model__reinit_head=True),
     "checkpoints apart": dict(model__init_from="x", ensemble__init="independent"),
     "context": dict(data__sequence_length=513),
     "bytes": dict(model__vocab_size=256),

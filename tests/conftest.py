@@ -75,7 +75,7 @@ def shared_programs(programs_given_back):
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
     def one_model(settings):
-        sizes = dataclasses.replace(settings.model, init_from="", reinit_head=False)
+        sizes = dataclasses.replace(settings.model, init_from="")
         key = (sizes, settings.batching.test, machine())
         if key not in models:
             models[key] = build_model(settings)

@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from trees import assert_close, assert_equal
 
 from adloco_jax import hf
@@ -16,6 +17,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
+from adloco_jax.settings import KNOBS
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -126,6 +128,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))
+    config.model.update(vars(validate(config).model))  # every size
     params_M = train(config, tmp_path / "r").ensemble.params_M
     for position in (0, 1):  # after two steps of at most 0.01 and an outer update
         assert_close(trainer_of(params_M, position), far, rtol=0, atol=0.1)
@@ -134,13 +137,33 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     assert train(config, tmp_path / "r").controller.round == 2
 
 
-def test_a_head_is_drawn_at_random_on_request(trained):
-    config = tiny(init_from=str(trained.workdir / "export"), reinit_head=True)
-    params = pretrained_params(validate(config))
+def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
+    folder = shutil.copytree(trained.workdir / "export", tmp_path / "headless")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    params, lines = pretrained_params(validate(tiny(init_from=str(folder))))
+    assert lines == [f"model.init_from = {folder}: has no head; a random one is used"]
     head = np.asarray(params["head"]["kernel"])
     assert abs(head.std() - 0.02) < 2e-3
     assert np.any(head != trained.params["head"]["kernel"])
     assert_equal(params | {"head": trained.params["head"]}, trained.params)
+
+
+def test_sizes_that_are_unset_are_the_checkpoints(trained):
+    config = tiny(init_from=str(trained.workdir / "export"))
+    sizes = [key for key, knob in KNOBS.items() if knob.size is not None]
+    for key in sizes:
+        config.model[key.removeprefix("model.")] = None
+    found = validate(config).model
+    config.model.init_from = ""
+    alone = validate(config).model
+    network = hf.load(trained.workdir / "export").network
+    for key in sizes:
+        name = key.removeprefix("model.")
+        assert getattr(found, name) == getattr(network, name, KNOBS[key].size)
+        assert getattr(alone, name) == KNOBS[key].size
+    assert found.width != alone.width
 
 
 def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_context(
@@ -151,9 +174,9 @@ def test_another_size_is_refused_before_anything_is_made_but_not_a_longer_contex
         train(config, tmp_path / "r")
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["model.width = 32", "model.norm_eps = 1e-06"]
-    assert "has 16; set --config.model.width to that" in lines[0]
+    assert "has 16; leave --config.model.width unset" in lines[0]
     with pytest.raises(DataError, match="no such folder"):
         train(tiny(init_from="./nowhere"), tmp_path / "r")
     assert list(tmp_path.iterdir()) == []
     config = tiny(init_from=str(trained.workdir / "export"), max_length=64)
-    assert_equal(pretrained_params(validate(config)), trained.params)
+    assert_equal(pretrained_params(validate(config))[0], trained.params)

@@ -19,11 +19,11 @@ BELOW = {
     "__version__": set(),
 }
 BELOW["rules"] = {"settings"}
-BELOW["config"] = {"rules", "settings", "errors"}
 BELOW["crashpoints"] = {"errors"}
 BELOW["loop"] = {"core", "models", "settings"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
+BELOW["config"] = BELOW["hf"] | {"hf", "rules"}
 BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}
 BELOW["run"] = BELOW["engine"] | {"config", "engine", "__version__"}
 BELOW["study"] = BELOW["run"] | {"run"}

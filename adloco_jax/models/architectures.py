@@ -42,8 +42,9 @@ class Architecture:
 
     Attributes:
       build: `build(settings.model)` gives a Flax module; `module.init(key, tokens_BL)["params"]`
-        must give the parameters, an array for each leaf. `settings.model.attention` is "xla" or
-        "cudnn" here.
+        must give the parameters, an array for each leaf. Of these keywords it is given those that
+        it has parameters for: `attention`, "xla" or "cudnn" (chosen where the model and the device
+        allow it); `scan_layers`, whether the compiled program should hold one scanned layer.
       loss: `loss(module, settings.model)` gives `loss_fn(params, rows)`, the mean loss over int32
         rows; where it also takes the keyword `tap_B` (`models.layers`), batch-size tests measure
         gradients by taps.
@@ -52,7 +53,6 @@ class Architecture:
       rules: What the `model` group must satisfy, checked with the config.
       weight_map: Hugging Face names; without it there is no export and no `model.init_from`.
       label_params: Labels of the parameters, see `label_matrices`.
-      fused_attention: Whether `model.attention = cudnn` is supported.
     """
 
     build: Callable[[Any], Any]
@@ -61,32 +61,34 @@ class Architecture:
     rules: tuple[Rule, ...] = ()
     weight_map: WeightMap | None = None
     label_params: Callable[[PyTree], PyTree] = label_matrices
-    fused_attention: bool = False
 
 
-def _builder(module: type[nn.Module]) -> Callable[[Any], nn.Module]:
-    """A builder that passes on the config keys named like the module's attributes."""
+def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
+    """The config keys named like the module's attributes."""
     names = {field.name for field in dataclasses.fields(module)}
+    return {name: value for name, value in vars(model).items() if name in names}
 
-    def build(model: Any) -> nn.Module:
-        sizes = {name: value for name, value in vars(model).items() if name in names}
-        return module(**sizes, scan_layers=jax.default_backend() != "cpu")
 
-    return build
+def _build_llama(model: Any, *, attention: str = "xla", scan_layers: bool = True) -> llama.Llama:
+    sizes = _sizes(llama.Llama, model)
+    return llama.Llama(**sizes, attention=attention, scan_layers=scan_layers)
+
+
+def _build_bert(model: Any, *, scan_layers: bool = True) -> bert.Bert:
+    return bert.Bert(**_sizes(bert.Bert, model), scan_layers=scan_layers)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        build=_builder(llama.Llama),
+        build=_build_llama,
         loss=lambda module, model: llama.next_token_loss(
             module, sequences_per_chunk=model.loss_chunk
         ),
         rules=llama.RULES,
         weight_map=LLAMA,
-        fused_attention=True,
     ),
     "bert": Architecture(
-        build=_builder(bert.Bert),
+        build=_build_bert,
         loss=lambda module, model: bert.classification_loss(module),
         data="labelled",
         rules=bert.RULES,

@@ -24,7 +24,7 @@ class WeightMap:
       modules: Path of a module in our parameter tree -> theirs, `{}` for the layer's number. Our
         `kernel` is their `weight` transposed, `scale` and `embedding` are `weight`, `bias` is
         `bias`.
-      head: Our module that `model.reinit_head` initialises at random.
+      head: Our module that is random where a checkpoint lacks it.
       sizes: Key of config.json -> our attribute; and its default where the key may be absent.
       fixed: Keys whose other values mean a model that ours does not compute.
       normalise: `normalise(content, fault) -> content` brings other spellings of config.json into

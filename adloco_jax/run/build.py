@@ -27,7 +27,6 @@ from adloco_jax.engine.spec import Spec
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.models.weight_maps import WeightMap
 from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.settings import Settings
 
@@ -60,15 +59,8 @@ def row_length(settings: Settings) -> int:
 
 
 def attention(settings: Settings) -> Literal["xla", "cudnn"]:
-    """How the configured model attends: "cudnn" where all that it needs is there, else "xla".
-
-    Raises:
-      ConfigError: If `model.attention` asks for cuDNN in vain; says why.
-    """
-    lacks = _cudnn_lacks(settings)
-    if settings.model.attention == "cudnn" and lacks:
-        raise ConfigError(f"model.attention = cudnn: {lacks}; use auto")
-    return "xla" if lacks or settings.model.attention == "xla" else "cudnn"
+    """How the configured model attends: "cudnn" where all that it needs is there, else "xla"."""
+    return "xla" if _cudnn_lacks(settings) else "cudnn"
 
 
 def _cudnn_lacks(settings: Settings) -> str:
@@ -78,7 +70,7 @@ def _cudnn_lacks(settings: Settings) -> str:
     """
     model = settings.model
     head_size = model.width // model.num_heads
-    if not ARCHITECTURES[model.arch].fused_attention:
+    if not takes(ARCHITECTURES[model.arch].build, "attention"):
         return f"not for model.arch = {model.arch}"
     if model.dtype != "bfloat16":
         return "needs model.dtype = bfloat16"
@@ -96,8 +88,8 @@ def _cudnn_lacks(settings: Settings) -> str:
 
 def build_network(settings: Settings) -> nn.Module:
     """The configured model, as its architecture builds it."""
-    model = dataclasses.replace(settings.model, attention=attention(settings))
-    return ARCHITECTURES[model.arch].build(model)
+    how = {"attention": attention(settings), "scan_layers": jax.default_backend() != "cpu"}
+    return with_knobs(ARCHITECTURES[settings.model.arch].build, how)(settings.model)
 
 
 def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
@@ -110,47 +102,54 @@ def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
     return init_fn, ARCHITECTURES[settings.model.arch].loss(network, settings.model)
 
 
-def pretrained_params(settings: Settings) -> PyTree:
+def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     """The weights that `model.init_from` names, for the configured model.
+
+    Returns:
+      Parameters; and a line each on a head that the checkpoint lacks, which is random, and on
+      tensors of other heads, which are left out.
 
     Raises:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.
       DataError: If it cannot be used.
     """
-    model = settings.model
-    loaded = hf.load(model.init_from, head=not model.reinit_head)
-    head = require_same_network(settings, loaded.network).head
-    if not model.reinit_head:
-        return loaded.params
-    init_fn, _ = build_model(settings)
-    return loaded.params | {head: jax.jit(init_fn)(jax.random.key(settings.seed))[head]}
+    source = settings.model.init_from
+    loaded = hf.load(source, head=False)
+    names = hf.weight_map(loaded.network)
+    assert names is not None
+    params, lines = loaded.params, []
+    has_head = names.head in params
+    require_same_network(settings, hf.Description(loaded.network, has_head, has_tensors=True))
+    if not has_head:
+        init_fn, _ = build_model(settings)
+        params |= {names.head: jax.jit(init_fn)(jax.random.key(settings.seed))[names.head]}
+        lines.append(f"model.init_from = {source}: has no {names.head}; a random one is used")
+    if loaded.left_out:
+        lines.append(f"model.init_from = {source}: left out: {', '.join(loaded.left_out)}")
+    return params, lines
 
 
-def require_same_network(settings: Settings, found: nn.Module) -> WeightMap:
+def require_same_network(settings: Settings, found: hf.Description) -> None:
     """Compares the model of `model.init_from` with the configured one.
-
-    Returns:
-      What Hugging Face calls both.
 
     Raises:
       ConfigError: Naming all sizes that differ.
     """
     model, network = settings.model, build_network(settings)
     names = hf.weight_map(network)
-    if names is None or type(found) is not names.model:
+    if names is None or type(found.network) is not names.model:
         raise ConfigError(
-            f"model.arch = {model.arch}: {model.init_from} is a {type(found).__name__}"
+            f"model.arch = {model.arch}: {model.init_from} is a {type(found.network).__name__}"
         )
-    free = names.free | ({"num_classes"} if model.reinit_head else set())
+    free = names.free | (set() if found.has_head else {"num_classes"})
     faults = [
         f"model.{ours} = {getattr(network, ours)}: {model.init_from} has"
-        f" {getattr(found, ours)}; set --config.model.{ours} to that"
+        f" {getattr(found.network, ours)}; leave --config.model.{ours} unset"
         for ours, _ in names.sizes.values()
-        if ours not in free and getattr(network, ours) != getattr(found, ours)
+        if ours not in free and getattr(network, ours) != getattr(found.network, ours)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    return names
 
 
 def replayed_batches(settings: Settings) -> dict[str, list[int]]:

@@ -98,9 +98,9 @@ def check_inputs(
     if rounds:
         unchecked.append(f"{workdir}: whether its checkpoints are whole, and the data its own")
     elif model.init_from:
-        network, knows_tensors = hf.inspect(model.init_from, head=not model.reinit_head)
-        require_same_network(settings, network)
-        which = "whether all its numbers are finite" if knows_tensors else "its weights on the hub"
+        found = hf.inspect(model.init_from)
+        require_same_network(settings, found)
+        which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings)
     if not rounds:
