@@ -99,7 +99,8 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         from adloco_jax import hf  # JAX
 
         found = hf.inspect(values["model.init_from"]).network
-        values |= {key: getattr(found, key.removeprefix("model.")) for key in read}
+        for key in read:  # of another architecture some are missing; the run refuses it
+            values[key] = getattr(found, key.removeprefix("model."), KNOBS[key].size)
         faults = _contradictions(values)
     if faults:
         raise ConfigError("\n".join(faults))

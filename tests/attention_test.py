@@ -43,7 +43,6 @@ def settings_of(*, batching=(), **model):
         ("9.0", {"dtype": "float32"}, "xla"),
         ("9.0", {"width": 640}, "xla"),  # heads of 160 features
         ("9.0", {"batching": {"test": "augmented"}}, "xla"),  # needs forward mode
-        ("9.0", {"arch": "bert"}, "xla"),
     ],
 )
 def test_cudnn_attends_where_all_it_needs_is_there(monkeypatch, capability, changes, kernel):
