@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         next_batch_size,
         norm_test,
         ramp,
-        replay,
         switch_mode,
     )
     from adloco_jax.core.gradstats import gradient_stats, pool
@@ -102,7 +101,6 @@ __all__ = [
     "ramp",
     "reassign",
     "receive_fragment",
-    "replay",
     "spawn",
     "start_round",
     "switch_mode",

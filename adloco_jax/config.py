@@ -44,6 +44,11 @@ REMOVED = {
     "checkpoint.on_save_error": "a save that fails stops the run; the same command goes on",
     "model.attention": "the fastest kernel that the model and the device allow is chosen",
     "model.reinit_head": "a head that the checkpoint lacks is random",
+    "batching.test=branch": "set batching.test=norm",
+    "batching.branch_every_rounds": "set batching.test=norm",
+    "batching.branch_epsilon": "set batching.test=norm",
+    "batching.test=replay": "declare the batches by batching.test=ramp",
+    "batching.replay": "declare the batches by batching.test=ramp",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),

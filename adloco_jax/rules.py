@@ -81,10 +81,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         lambda initial, spawn_frac, test, growth: (
             initial is None
             or spawn_frac is not None
-            or (
-                _entry("batching.test", test).needs not in ("nothing", "branches")
-                and "workers" in growth
-            )
+            or (_entry("batching.test", test).needs != "nothing" and "workers" in growth)
         ),
     ),
     "spawn_frac needs initial_workers; set ensemble.initial_workers": (
@@ -204,10 +201,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         lambda ramp, first: (
             ramp[:1] in ((), ((0, first),)) and all(a[0] < b[0] for a, b in pairwise(ramp))
         ),
-    ),
-    "the two belong together; set test='replay' and the folder of a run, or neither": (
-        "batching.test batching.replay",
-        lambda test, folder: (test == "replay") == (folder != ""),
     ),
     "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
         "batching.ramp batching.batch_cap",

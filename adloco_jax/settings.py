@@ -316,8 +316,6 @@ class Batching:
             "augmented",
             "constant",
             "ramp",
-            "replay",
-            "branch",
         ),
     )
     mode: Literal["unbiased", "paper"] = _knob(
@@ -366,9 +364,6 @@ class Batching:
     ramp: tuple[tuple[int, int], ...] = _knob(
         (), "Pairs (from round, batch) of test=ramp, such as ((0, 4), (10, 8)).", _COUNT_OR_0
     )
-    branch_every_rounds: int = _knob(4, "Rounds per round of branches; test=branch.", _COUNT)
-    branch_epsilon: float = _knob(0.01, "Nats/token a larger branch may lose.", "[0, 1e9]")
-    replay: str = _knob("", "Folder of a run whose batches test=replay uses.", resume="refused")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from adloco_jax.loop import growth as batch_sizes
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
 from adloco_jax.loop.learning_rates import learning_rate
-from adloco_jax.run.ledger import batch_history
 from adloco_jax.run.resume import control_from_json
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -525,22 +524,6 @@ def test_the_rate_falls_from_the_last_merge_on_and_a_resumed_run_has_the_same(
     expected = [1.0] * 12 + [1 - k / num_decaying for k in range(num_decaying)]
     np.testing.assert_allclose(rates(resumed=False), expected, rtol=1e-6)
     assert rates(resumed=True) == rates(resumed=False)
-
-
-def test_a_history_is_replayed_by_trainer_or_as_the_mean_over_workers():
-    def line(index, trainer, workers, size):
-        shape = {"workers": workers, "requested_batch_size": size}
-        return {"event": "round", "round": index, "trainer": trainer, **shape}
-
-    events = [
-        *({"event": "start"}, line(1, 0, 2, 4), line(1, 1, 1, 4)),
-        *(line(2, 0, 2, 5), line(2, 1, 1, 9), {"event": "merge"}, line(3, 1, 3, 12)),
-    ]
-    assert batch_history(events, num_trainers=2) == {"0": [4, 5, 5], "1": [4, 9, 12]}
-    # (2 x 5 + 9) / 3, up
-    assert batch_history(events, num_trainers=1) == {"0": [4, 7, 12]}
-    assert batch_history(events, num_trainers=3) == dict.fromkeys("012", [4, 7, 12])
-    assert batch_history(events[:1], num_trainers=1) == {}
 
 
 def test_accounting_of_rounds():

@@ -21,7 +21,7 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 ZERO_IS_ALLOWED = """
     checkpoint.every_s seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum outer.weight_decay
-    outer.delay_updates outer.mixing batching.smoothing batching.branch_epsilon merge.max_barrier
+    outer.delay_updates outer.mixing batching.smoothing merge.max_barrier
     merge.max_harm""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
@@ -236,8 +236,6 @@ CONTRADICTIONS = {
     "ramp's first batch": RAMP | dict(batching__ramp=((0, 2),)),
     "ramp above the cap": RAMP | dict(batching__ramp=((0, 1), (2, 1025))),
     "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
-    "no replay": dict(batching__test="replay"),
-    "replay unused": dict(batching__replay="runs/x"),
     "ramp falls": RAMP | dict(batching__ramp=((0, 1), (2, 3), (4, 2))),
 }
 

@@ -19,7 +19,6 @@ from adloco_jax import (
     next_batch_size,
     norm_test,
     ramp,
-    replay,
     switch_mode,
 )
 
@@ -167,12 +166,6 @@ def test_ramp_refuses_rounds_that_do_not_increase_from_zero(rounds):
         ValueError, match="schedule: rounds .*expected increasing whole numbers from 0"
     ):
         ramp(schedule=[(r, 4) for r in rounds], round_index=1)
-
-
-def test_replay_takes_the_recorded_batch_and_then_stays_at_the_last():
-    assert [replay(history=[4, 4, 9], round_index=r) for r in range(5)] == [4, 4, 9, 9, 9]
-    with pytest.raises(ValueError, match="empty"):
-        replay(history=[], round_index=0)
 
 
 @pytest.mark.parametrize(("test", "mode"), [("inner_product", "paper"), ("augmented", "unbiased")])

@@ -114,7 +114,6 @@ def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch):
         ({"data": {"tokenizer": "EXPORT"}, "model": {"vocab_size": 256}}, "EXPORT has 257 ids"),
         ({"model": {"init_from": "no/where"}}, "no/where: no file or folder of that name"),
         ({"model": {"init_from": "EXPORT"}}, "model.num_layers = 1: EXPORT has 2"),
-        ({"batching": {"test": "replay", "replay": "nowhere"}}, "nowhere/ledger.jsonl: cannot"),
     ):
         config = tiny_config()
         config.data.update(TEXT)

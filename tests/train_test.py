@@ -3,9 +3,8 @@
 import collections
 import dataclasses
 import functools
-import json
+import itertools
 import re
-import shutil
 import threading
 import time
 import types
@@ -19,15 +18,14 @@ from toy_runs import GROWING, events, run
 
 from adloco_jax import training as train_module
 from adloco_jax.config import default_config
+from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.local import Metrics
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
-from adloco_jax.run.build import replayed_batches
 from adloco_jax.run.checkpoint import Saver
-from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import train
 
@@ -76,19 +74,11 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
     assert evals[-1]["perplexity"] == pytest.approx(np.exp(result.loss))
 
 
-def test_a_round_in_groups_counts_once(tmp_path):
-    """Trainers at micro-batches 2 and 4 run apart; a recorded history keeps them there."""
-    lines = [
-        {"event": "round", "round": 1, "trainer": m, "workers": 1, "requested_batch_size": 2}
-        for m in range(3)
-    ]
-    lines += [line | {"round": 2, "requested_batch_size": 2 + line["trainer"]} for line in lines]
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = settings_of(
-        num_rounds=2,
-        batching={"test": "replay", "replay": str(tmp_path)},
-        merge=APART,
-    )
+def test_a_round_in_groups_counts_once(tmp_path, monkeypatch):
+    """Trainers at micro-batches 2 and 4 run apart."""
+    sizes = itertools.cycle([2, 3, 4])
+    monkeypatch.setitem(BATCH_TESTS, "in turn", BatchTest(lambda stats: next(sizes), "nothing"))
+    settings = settings_of(num_rounds=2, batching={"test": "in turn"}, merge=APART)
     result = run(tmp_path / "r", settings)
     assert [size for *_, size in batches(tmp_path / "r")] == [2, 2, 2, 2, 4, 4]
     assert int(result.ensemble.round) == result.controller.round == 2
@@ -462,42 +452,6 @@ def batches(workdir):
         (e["round"], e["trainer"], e["requested_batch_size"], e["micro_batch_size"])
         for e in events(workdir, "round")
     ]
-
-
-def test_a_replayed_run_has_the_recorded_batches_and_is_the_recorded_run(tmp_path, growing):
-    replay = {"batching": {"test": "replay", "replay": str(growing.workdir)}}
-    replayed = run(tmp_path / "r", settings_of(**GROWING | replay))
-    assert len({size for _, _, size, _ in batches(tmp_path / "r")}) > 2
-    assert batches(tmp_path / "r") == batches(growing.workdir)
-    assert replayed.loss == growing.loss  # merged alike: nothing else was different
-
-
-def test_a_history_of_several_trainers_is_replayed_by_one_after_a_resume_too(tmp_path, growing):
-    """The recorded run is gone by then: its batches are in the state."""
-    shutil.copytree(growing.workdir, tmp_path / "recorded")
-    expected = batch_history(read(tmp_path / "recorded" / "ledger.jsonl"), num_trainers=1)["0"]
-    replay = {"test": "replay", "replay": str(tmp_path / "recorded")}
-    alone = {"ensemble": FOUR, "batching": replay, "merge": APART}
-    run(tmp_path / "r", settings_of(**alone | {"num_rounds": 4}))
-    shutil.rmtree(tmp_path / "recorded")
-    run(tmp_path / "r", settings_of(**alone | {"num_rounds": 7}))
-    assert [size for _, _, size, _ in batches(tmp_path / "r")] == expected
-
-
-def test_a_history_that_does_not_fit_the_config_is_refused(growing):
-    replay = {"test": "replay", "replay": str(growing.workdir)}
-    for change in ({"initial_batch_size": 1}, {"batch_cap": 4}):
-        with pytest.raises(ConfigError, match="begins with 2 and reaches [0-9]+"):
-            replayed_batches(settings_of(batching=replay | change))
-
-
-def test_a_history_with_a_gap_is_refused(tmp_path, growing):
-    lines = (growing.workdir / "ledger.jsonl").read_text().splitlines(keepends=True)
-    rest = [line for line in lines if '"event": "round", "round": 2,' not in line]
-    assert len(rest) < len(lines)
-    (tmp_path / "ledger.jsonl").write_text("".join(rest))
-    with pytest.raises(DataError, match="rounds are missing from that ledger"):
-        replayed_batches(settings_of(batching={"test": "replay", "replay": str(tmp_path)}))
 
 
 def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):

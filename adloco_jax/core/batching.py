@@ -159,50 +159,16 @@ def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
     return next(size for first, size in reversed(schedule) if first <= round_index)
 
 
-def replay(*, history: Sequence[int], round_index: int) -> int:
-    """A recorded batch history: separates the effect of batches from that of merging.
-
-    Args:
-      history: Sequences per worker of the recorded run's rounds, in order.
-      round_index: Rounds completed.
-
-    Returns:
-      Sequences per worker of the round to come; after the recorded ones, the last.
-
-    Raises:
-      ValueError: If the history is empty.
-    """
-    if not history:
-        raise ValueError("history: empty, expected at least one round's batch")
-    return history[min(round_index, len(history) - 1)]
-
-
-def noise_scale(stats: GradientStats, *, num_workers: int = 1) -> Scalar:
-    """The simple noise scale, an estimate of the critical batch, per worker.
-
-    Args:
-      stats: As for `norm_test`.
-      num_workers: Over which it is divided.
-
-    Returns:
-      Sequences per worker, float; the signal is floored, see `norm_test`.
-
-    Source: McCandlish et al. 2018, B_simple: the norm test's request at eta = 1.
-    """
-    return norm_test(stats, eta=1.0, num_workers=num_workers)
-
-
 class BatchTest(NamedTuple):
     """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
 
     request: Callable[..., Scalar]
     """`request(stats, *, ...) -> sequences per worker`, not yet rounded or capped. It names the
     keywords that it wants: `num_workers` and `mode`, those of `norm_test`; `batch_size`, sequences
-    per worker so far; `round_index`, rounds completed; `history`, of the run that `batching.replay`
-    names; and any knob of the config's group `batching`, such as `eta`."""
-    needs: Literal["norms", "inner_products", "nothing", "branches"] = "norms"
-    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is. With
-    "branches" the result (of norms) is only recorded, and branch rounds decide: `branching`."""
+    per worker so far; `round_index`, rounds completed; and any knob of the config's group
+    `batching`, such as `eta`."""
+    needs: Literal["norms", "inner_products", "nothing"] = "norms"
+    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -213,11 +179,6 @@ BATCH_TESTS: dict[str, BatchTest] = {
     "ramp": BatchTest(
         lambda stats, *, ramp, round_index: _ramp(schedule=ramp, round_index=round_index), "nothing"
     ),
-    "replay": BatchTest(
-        lambda stats, *, history, round_index: replay(history=history, round_index=round_index),
-        "nothing",
-    ),
-    "branch": BatchTest(noise_scale, "branches"),
 }
 """By the name that `batching.test` gives; add an entry to have one of your own."""
 

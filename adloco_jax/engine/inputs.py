@@ -18,7 +18,6 @@ from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Kind, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import round_steps
-from adloco_jax.loop.branching import branch_plans, branched
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.learning_rates import learning_rate
@@ -146,8 +145,6 @@ def round_keys(
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec.model_shards)]
-    if branches := branch_plans(control, plans, settings):
-        control, plans = branched(control, branches), dict(enumerate(branches))
     for group in group_trainers(control, plans, spec.model_shards):
         steps = group.steps_key()
         if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:

@@ -43,7 +43,6 @@ from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.loop.adloco import State, Stats, merge_due, smaller_plan
-from adloco_jax.loop.branching import branch
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.settings import Settings
 
@@ -328,26 +327,6 @@ class LocalEngine:
         hit("spawn.decided")
         return _spawn(ensemble, trainer, num_workers)
 
-    def branch(self, ensemble: Ensemble, count: int) -> Ensemble:
-        """`branching.branch` of the only trainer."""
-        return _branch(ensemble, 0, count)
-
-    def keep_branch(
-        self, ensemble: Ensemble, metrics: Metrics, chosen: int
-    ) -> tuple[Ensemble, Metrics]:
-        """`core.take` of one branch; its metrics are those that the loop's state will lack."""
-        # Each branch has a plan, and so a group, of its own.
-        place = [group.trainers for group in metrics.groups].index((chosen,))
-        metrics = dataclasses.replace(
-            metrics,
-            lines=[metrics.lines[chosen]],
-            groups=[metrics.groups[place]._replace(trainers=(0,))],
-            measured=[metrics.measured[place]],
-            norms=[metrics.norms[place]],
-        )
-        self._unread[-1] = metrics
-        return _take(ensemble, (chosen,)), metrics
-
     def flush(self, state: State, trainers: Sequence[int]) -> State:
         """Synchronises all that the trainers' workers have not synchronised yet.
 
@@ -395,7 +374,6 @@ def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
 
 
-_branch = jax.jit(branch, static_argnums=(1, 2))
 _spawn = jax.jit(spawn, static_argnums=(1, 2))
 _take = jax.jit(take, static_argnums=1)
 _put = jax.jit(put, static_argnums=1, donate_argnums=0)

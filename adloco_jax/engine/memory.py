@@ -103,7 +103,6 @@ def find_max_batch(
     keys_of: Callable[[int], Iterable[Key]],
     sizes: Sequence[int],
     memory_frac: float,
-    num_copies: int = 0,
 ) -> int:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
 
@@ -116,7 +115,6 @@ def find_max_batch(
       keys_of: The programs that a run with a micro-batch of some size needs.
       sizes: To choose from, ascending; the first is the initial batch.
       memory_frac: Share of a device's memory to plan with.
-      num_copies: Of the ensemble, which a device must hold besides.
 
     Returns:
       One of the sizes.
@@ -124,9 +122,7 @@ def find_max_batch(
     Raises:
       ResourceError: If not even the smallest size fits; says how much it needs.
     """
-    at = placement(programs.spec, Key("stats", owners))
-    copied = num_copies * _bytes_here(ensemble_spec(programs.spec, owners, at))
-    budget = int(memory_frac * device_bytes()) - copied
+    budget = int(memory_frac * device_bytes())
 
     def peak(size, kinds=None):
         keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]

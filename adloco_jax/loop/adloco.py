@@ -19,7 +19,6 @@ from adloco_jax.core.batching import switch_mode
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
 from adloco_jax.core.round_lengths import ROUND_LENGTHS
 from adloco_jax.core.types import Ensemble
-from adloco_jax.loop.branching import branch_plans, branched, choose_branch, kept
 from adloco_jax.loop.control import (
     Control,
     RoundPlan,
@@ -45,8 +44,8 @@ class Boundary(NamedTuple):
 
     metrics: Any  # the engine's, on the devices still
     decisions: list[Decision]  # by trainer, in the round's stack
-    # Ledger fields, `event` among them, of the round's branches, the merge, or its refusal, and of
-    # the workers that have joined, in order.
+    # Ledger fields, `event` among them, of the merge, or its refusal, and of the workers that have
+    # joined, in order.
     changes: list[dict]
 
 
@@ -96,12 +95,6 @@ class Engine(Protocol):
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """`core.spawn`."""
 
-    def branch(self, ensemble: Ensemble, count: int) -> Ensemble:
-        """`branching.branch` of the only trainer."""
-
-    def keep_branch(self, ensemble: Ensemble, metrics: Any, chosen: int) -> tuple[Ensemble, Any]:
-        """One trainer of a stack of branches, after their round, and the round's metrics of it."""
-
 
 def adloco(
     state: State, *, settings: Settings, engine: Engine, observers: Sequence[Observer] = ()
@@ -128,11 +121,7 @@ def adloco(
         batch = engine.batch(state, plans)
         stats = engine.gradient_stats(state, batch)  # 4.2, at the round's common point
         changes = []
-        if branches := branch_plans(state.control, plans, settings):  # ours, in the step's place
-            state, metrics, measured = branch_round(state, branches, settings, engine)
-            changes.append(measured)
-        else:
-            state, metrics = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
+        state, metrics = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
         control, decisions = with_batch_sizes(state.control, stats, settings)  # eq. 10 to 13
         state = engine.without_broken(state._replace(control=control))
         if is_over(state.control, settings):
@@ -143,7 +132,7 @@ def adloco(
             if members:  # algorithm 3, DoMerge
                 state, merged = merge_trainers(state, members, losses, settings, engine)
                 changes.append(merged)
-        merged_now = any(change["event"] in ("merge", "refusal") for change in changes)
+        merged_now = bool(changes)
         for trainer, size in joining_workers(state.control, settings):  # ours
             state, spawned = spawn_workers(
                 state, trainer, size, settings, engine, after_merge=merged_now
@@ -274,31 +263,6 @@ def smaller_plan(plan: RoundPlan, control: Control, settings: Settings) -> Round
         count * size // micro for count in (plan.num_accum_steps, plan.num_micro_batches)
     )
     return RoundPlan(micro, accum, num_micro_batches, plan.num_updates)
-
-
-def branch_round(
-    state: State, plans: Sequence[RoundPlan], settings: Settings, engine: Engine
-) -> tuple[State, Any, dict]:
-    """Run branches of the only trainer, and go on with the largest batch that loses nothing.
-
-    Args:
-      state: A single trainer.
-      plans: Of the branches, from `branch_plans`.
-      settings: The run's settings.
-      engine: Runs a round of the branches, and measures their losses.
-
-    Returns:
-      The state with the chosen branch as the trainer, the metrics of its round, and the fields of
-      the ledger line, `event` among them.
-    """
-    before = state.control
-    state = State(engine.branch(state.ensemble, len(plans)), branched(before, plans))
-    state, metrics = engine.outer_step(state, engine.batch(state, dict(enumerate(plans))))
-    losses = engine.guard_losses(state)
-    chosen = choose_branch(losses, epsilon=settings.batching.branch_epsilon)
-    ensemble, metrics = engine.keep_branch(state.ensemble, metrics, chosen)
-    control, event = kept(before, state.control, chosen, losses)
-    return State(ensemble, control), metrics, event
 
 
 def merge_due(control: Control, settings: Settings) -> bool:

@@ -70,7 +70,6 @@ class Control:
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    replayed: dict[str, list[int]] = field(default_factory=dict)  # batches by trainer id, by round
     single_since: dict[str, int] = field(default_factory=dict)  # see `single_since`
 
     def workers_of(self, trainer: int) -> list[int]:

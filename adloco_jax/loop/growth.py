@@ -41,11 +41,6 @@ def measures_gradients(settings: Settings) -> bool:
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
-def has_branches(settings: Settings) -> bool:
-    """Whether branch rounds decide the batch size; see `branching`."""
-    return BATCH_TESTS[settings.batching.test].needs == "branches"
-
-
 def with_batch_sizes(
     control: Control, stats: Stats, settings: Settings
 ) -> tuple[Control, list[Decision]]:
@@ -60,20 +55,17 @@ def with_batch_sizes(
       The changed copy, and one decision per trainer, in stack order.
     """
     control = copy.deepcopy(control)
-    needs = BATCH_TESTS[settings.batching.test].needs
+    measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
     with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
         tested = _by_trainer(stats)
         for position, trainer in enumerate(control.trainers):
             request, now = _request(control, position, settings), control.size(position)
-            if needs == "nothing":
+            if measures:
+                decision = _tested(trainer, tested.get(position), request, now, free, settings)
+            else:
                 size = now._replace(batch_size=int(request(None)))
                 decision = _decision(size, "kept" if size == now else "schedule")
-            else:
-                decision = _tested(trainer, tested.get(position), request, now, free, settings)
-            if needs == "branches":  # which decide in its place: what was measured is recorded
-                measured = (decision.noise, decision.signal, decision.test_value)
-                decision = _decision(now, "kept", *measured)
             trainer.grow_to(decision.size)
             free -= decision.next_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
@@ -177,7 +169,6 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
         "num_workers": num_workers if batching.scope == "trainer" else 1,
         "batch_size": trainer.requested_batch_size,
         "round_index": control.round,
-        "history": control.replayed.get(str(trainer.id), []),
     }
     return with_knobs(BATCH_TESTS[batching.test].request, available)
 

@@ -37,7 +37,7 @@ from adloco_jax.loop.adloco import (
     start,
 )
 from adloco_jax.run import checkpoint, memory_notes, observers, processes, resume
-from adloco_jax.run.build import InitFn, attention, replayed_batches
+from adloco_jax.run.build import InitFn, attention
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
 from adloco_jax.run.plan import devices, max_batch_size, run_header
@@ -99,15 +99,13 @@ def begin(
     settings, spec, start_s = run.settings, run.spec, time.perf_counter()
     restored, damage, end = _restore(run)
     host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
-    known = restored.state.control.replayed if restored else {}
-    replayed = known or processes.run_on_all(lambda: replayed_batches(settings))
     num_rounds = settings.num_rounds if settings.num_tokens is None else None
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
     stack.callback(programs.close)
-    control, noted = _control(run, restored, programs, failures.changes | {"replayed": replayed})
+    control, noted = _control(run, restored, programs, failures.changes)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
     engine.underway = control

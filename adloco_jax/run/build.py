@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import flax.linen as nn
@@ -24,10 +23,9 @@ from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import AUTO_TEST_MAX
 from adloco_jax.engine.spec import Spec
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.architectures import ARCHITECTURES
-from adloco_jax.run.ledger import batch_history, read
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
@@ -150,36 +148,6 @@ def require_same_network(settings: Settings, found: hf.Description) -> None:
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-
-
-def replayed_batches(settings: Settings) -> dict[str, list[int]]:
-    """The batches that `batching.replay` names, by trainer; none where it names no run.
-
-    Raises:
-      ConfigError: If they do not fit the config.
-      DataError: If the run's ledger cannot be read, or rounds are missing from it.
-    """
-    batching = settings.batching
-    if batching.test != "replay":
-        return {}
-    events = read(Path(batching.replay) / "ledger.jsonl")
-    rounds = sorted({event["round"] for event in events if event["event"] == "round"})
-    if rounds != list(range(1, len(rounds) + 1)):
-        raise DataError(
-            f"batching.replay = {batching.replay!r}: rounds are missing from that ledger; name"
-            " another run"
-        )
-    history = batch_history(events, num_trainers=settings.ensemble.num_trainers)
-    firsts = {batches[0] for batches in history.values()}
-    largest = max((max(batches) for batches in history.values()), default=0)
-    if firsts != {batching.initial_batch_size} or largest > batching.batch_cap:
-        found = f"begins with {firsts.pop()} and reaches {largest}" if firsts else "has no round"
-        raise ConfigError(
-            f"batching.replay = {batching.replay!r}: that run {found}; set"
-            " batching.initial_batch_size to its first batch and batching.batch_cap to no less"
-            " than its largest"
-        )
-    return history
 
 
 def measures_inner_products(settings: Settings) -> bool:

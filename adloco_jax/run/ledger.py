@@ -21,7 +21,7 @@ import numpy as np
 from adloco_jax.crashpoints import hit
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
 
-_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "branch", "merge", "refusal", "spawn"})
+_DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
@@ -143,36 +143,6 @@ def finish(events: Iterable[dict]) -> dict | None:
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
-def batch_history(events: Iterable[dict], *, num_trainers: int) -> dict[str, list[int]]:
-    """The requested batches of a run, for another run to replay.
-
-    Args:
-      events: The ledger's lines.
-      num_trainers: Of the run that replays them. If the recorded one had as many, each trainer has
-        its own batches; else all have the mean over the round's workers, rounded up.
-
-    Returns:
-      Sequences per worker by trainer id and round; empty if the ledger has no round.
-    """
-    rounds: dict[int, dict[int, dict]] = {}
-    for event in events:
-        if event["event"] == "round":
-            rounds.setdefault(event["round"], {})[event["trainer"]] = event
-    history: dict[str, list[int]] = {}
-    for _, lines in sorted(rounds.items()):
-        workers = sum(line["workers"] for line in lines.values())
-        total = sum(line["requested_batch_size"] * line["workers"] for line in lines.values())
-        for trainer in range(num_trainers):
-            past = history.setdefault(str(trainer), [])
-            if len(rounds[min(rounds)]) != num_trainers:
-                past.append(-(-total // workers))
-            elif trainer in lines:
-                past.append(lines[trainer]["requested_batch_size"])
-            else:  # merged: as it was last
-                past.append(past[-1] if past else 0)
-    return history
-
-
 def cut(path: str | os.PathLike[str], position: dict) -> None:
     """Truncates a ledger to what it held when a checkpoint was written.
 
@@ -239,7 +209,7 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
       events: Ledger lines, from `read`.
 
     Returns:
-      The round, branch, sync, eval, merge, refusal and spawn lines in order, without the fields
+      The round, sync, eval, merge, refusal and spawn lines in order, without the fields
       ending in `_s` (seconds).
     """
     return [

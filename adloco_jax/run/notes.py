@@ -1,4 +1,4 @@
-"""What the terminal says of growth, branches, workers that join, and merges."""
+"""What the terminal says of growth, workers that join, and merges."""
 
 from adloco_jax.loop.growth import Decision
 from adloco_jax.settings import Settings
@@ -48,14 +48,6 @@ def _spawn(event: dict, settings: Settings) -> str:
     )
 
 
-def _branch(event: dict, settings: Settings) -> str:
-    losses = ", ".join(f"{loss:.4f}" for loss in event["losses"])
-    return (
-        f"round {event['round']}: branches with batches {event['batch_sizes']} per worker end at"
-        f" held-out losses {losses}; {event['chosen']} goes on"
-    )
-
-
 def _merge(event: dict, settings: Settings) -> str:
     if "action" in event:
         merge = settings.merge
@@ -72,5 +64,5 @@ def _merge(event: dict, settings: Settings) -> str:
     )
 
 
-OF_CHANGES = dict(branch=_branch, spawn=_spawn, merge=_merge, refusal=_merge)
+OF_CHANGES = dict(spawn=_spawn, merge=_merge, refusal=_merge)
 """By event, the line for the terminal: `note(fields of the ledger's line, settings)`."""

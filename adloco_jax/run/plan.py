@@ -17,16 +17,14 @@ from adloco_jax.engine.memory import device_bytes, find_max_batch, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec, num_bytes
 from adloco_jax.loop.adloco import start
-from adloco_jax.loop.branching import FACTORS
 from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
-from adloco_jax.loop.growth import has_branches, measures_gradients
+from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.run import processes
 from adloco_jax.run.build import (
     attention,
     build_model,
     class_count,
     program_spec,
-    replayed_batches,
     require_same_network,
     row_length,
 )
@@ -103,8 +101,6 @@ def check_inputs(
         which = "whether all its numbers are finite" if found.has_tensors else "its weights"
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings)
-    if not rounds:
-        replayed_batches(settings)
     return unchecked
 
 
@@ -120,7 +116,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
     """The run in a few lines: model, placement, ensemble, batches."""
     ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
     wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    knobs = ("eta", "vartheta", "nu", "ramp", "replay")
+    knobs = ("eta", "vartheta", "nu", "ramp")
     test = [f"{batching.test} test", *(f"{k} {getattr(batching, k)}" for k in knobs if k in wanted)]
     if measures_gradients(settings):
         test += [batching.mode, f"estimator {spec.estimator}"]
@@ -185,7 +181,6 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
         ],
         sizes=sizes,
         memory_frac=batching.memory_frac,
-        num_copies=len(FACTORS) if has_branches(settings) else 0,
     )
 
 
@@ -230,7 +225,6 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     least = inner.steps_per_round * initial_workers * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
-    most *= len(FACTORS) if has_branches(settings) else 1
     total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
     if inner.round_length != "fixed" and inner.max_steps_per_round is None:
         total = f"{least * settings.num_rounds:,} or more in the run"
@@ -241,7 +235,6 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
         f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
-        *_branch_lines(settings, state_bytes),
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
         f" of {_human(device_bytes())} per device",
@@ -272,16 +265,6 @@ def _planned_keys(settings: Settings, spec: Spec, max_batch: int, groups: list[G
 
 def _accumulates(settings: Settings) -> bool:
     return settings.switch.mode != "clip" and settings.batching.test != "constant"
-
-
-def _branch_lines(settings: Settings, state_bytes: int) -> list[str]:
-    """A line on branch rounds, if there are any."""
-    if not has_branches(settings):
-        return []
-    return [
-        f"branches: up to {len(FACTORS)} once in {settings.batching.branch_every_rounds} rounds,"
-        f" each with the round's tokens; they hold up to {_human(len(FACTORS) * state_bytes)} more"
-    ]
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:

@@ -43,7 +43,7 @@ _NAMES = {
     "merge": {"barrier": "merge/barrier", "loss_after": "merge/loss_after"},
     "memory": {"host_peak_bytes": "memory/host_peak_bytes"},
 }
-_AS_TEXT = ("branch", "merge", "refusal", "spawn", "fault")
+_AS_TEXT = ("merge", "refusal", "spawn", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:

@@ -119,8 +119,6 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
     updates: dict[int, int] = {}
     for event in lines(events, "round"):
         updates[event["round"]] = max(updates.get(event["round"], 0), event["updates"])
-    for event in lines(events, "branch"):  # one after the other
-        updates[event["round"]] += event["updates"]
     points = [
         {cost: found[cost] for cost in COSTS}
         | {

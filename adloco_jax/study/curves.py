@@ -24,14 +24,13 @@ COSTS = {
 }
 
 # Lines with `syncs` and `bytes` of their own.
-SPENDING = ("round", "branch", "sync", "merge", "refusal", "spawn")
+SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
 # The fields that reports read, by event.
 _FIELDS = {
     "start": "run command config num_params max_batch_size state_bytes",
     "round": "round trainer workers requested_batch_size micro_batch_size num_accum_steps"
     " next_batch_size updates tokens syncs bytes train_loss noise signal test_value step_s stall_s",
-    "branch": "round trainer batch_sizes losses chosen updates tokens syncs bytes",
     "eval": "round trainer loss tokens_total syncs_total bytes_total",
     "sync": "round trainers syncs bytes",
     "merge": "round into members weights loss_before loss_after barrier syncs bytes",

@@ -20,7 +20,7 @@ from adloco_jax.settings import KNOBS
 from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path")
-_NOTED = ("merge", "refusal", "spawn", "branch")
+_NOTED = ("merge", "refusal", "spawn")
 
 
 class Run(NamedTuple):

@@ -70,8 +70,7 @@ def totals(events: Sequence[dict]) -> dict:
         "consensus_bytes": gathered.get("bytes", 0),
         "num_merges": len(lines(events, "merge")),
         "num_refusals": len(lines(events, "refusal")),
-        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds)
-        + sum(e["chosen"] > e["batch_sizes"][0] for e in lines(events, "branch")),
+        "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
         "first_accumulating_round": min(accumulating, default=None),
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
