@@ -13,7 +13,6 @@ from adloco_jax import main as cli
 from adloco_jax.config import default_config, load_config, validate
 from adloco_jax.errors import ConfigError
 from adloco_jax.models import Bert, Llama
-from adloco_jax.models.architectures import label_matrices
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.build import build_model, inner_transform, require_same_network
 from adloco_jax.run.ledger import read
@@ -78,22 +77,26 @@ def test_a_users_model_starts_from_no_checkpoint(own):
 
 
 def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
+    label_params, params = ARCHITECTURES["llama"].label_params, param_shapes(LLAMA)
     kernels = {name: {"kernel": "stacked_matrix"} for name in ("query", "key", "value", "out")}
     mlp = {name: {"kernel": "stacked_matrix"} for name in ("gate", "up", "down")}
-    norm = {"scale": "other"}
-    layers = {"attention": kernels, "mlp": mlp, "attention_norm": norm, "mlp_norm": norm}
-    assert ARCHITECTURES["llama"].label_params(param_shapes(LLAMA)) == {
-        "embed": {"embedding": "other"},
-        "layers": layers,
-        "norm": norm,
-        "head": {"kernel": "other"},
+    norm = {"scale": "stacked_other"}
+    assert label_params(params) == {
+        "embed": {"embedding": "embedding"},
+        "layers": {"attention": kernels, "mlp": mlp, "attention_norm": norm, "mlp_norm": norm},
+        "norm": {"scale": "other"},
+        "head": {"kernel": "head"},
     }
     labels = ARCHITECTURES["bert"].label_params(param_shapes(BERT))
     assert labels["pooler"] == {"kernel": "matrix", "bias": "other"}
-    assert labels["classifier"] == {"kernel": "other", "bias": "other"}
-    assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "other"}
-    assert jax.tree.leaves(labels).count("stacked_matrix") == 6
-    assert label_matrices(param_shapes(LLAMA)["norm"]) == norm  # a tree of any depth
+    assert labels["classifier"] == {"kernel": "head", "bias": "head"}
+    assert labels["position"] == {"embedding": "embedding"}
+    assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "stacked_other"}
+    # Names that only resemble ours say nothing; another depth is another leaf.
+    foreign = {"players": params["layers"], "layers": [params["head"]], "lm_head": params["head"]}
+    labels = {*jax.tree.leaves(label_params(foreign))}
+    assert labels == {"matrix", "other"}
+    assert label_params(foreign)["layers"] == [{"kernel": "matrix"}]
 
 
 def test_muon_takes_what_the_architecture_labels_as_matrices(monkeypatch):
@@ -105,10 +108,12 @@ def test_muon_takes_what_the_architecture_labels_as_matrices(monkeypatch):
 
     assert num_left_to_adamw() == 5  # embedding, head and three gains
 
-    def with_tables(params):
-        return label_matrices(params) | {"embed": {"embedding": "matrix"}}
+    llama = ARCHITECTURES["llama"]
 
-    own = dataclasses.replace(ARCHITECTURES["llama"], label_params=with_tables)
+    def with_tables(params):
+        return llama.label_params(params) | {"embed": {"embedding": "matrix"}}
+
+    own = dataclasses.replace(llama, label_params=with_tables)
     monkeypatch.setitem(ARCHITECTURES, "llama", own)
     assert num_left_to_adamw() == 4
 

@@ -11,12 +11,20 @@ from ensembles import draw
 
 from adloco_jax.config import default_config, validate
 from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from adloco_jax.models.architectures import label_matrices
 
 INNER = dataclasses.replace(
     validate(default_config()).inner, beta1=0.8, beta2=0.95, weight_decay=0.3
 )
-MUON = INNER_OPTIMIZERS["muon"](INNER, label_params=label_matrices)
+LABELS = {
+    "embed": {"embedding": "embedding"},
+    "layers": {
+        "mlp": {"up": {"kernel": "stacked_matrix"}, "down": {"kernel": "stacked_matrix"}},
+        "norm": {"scale": "stacked_other"},
+    },
+    "pooler": {"kernel": "matrix", "bias": "other"},
+    "head": {"kernel": "head"},
+}
+MUON = INNER_OPTIMIZERS["muon"](INNER, label_params=lambda params: LABELS)
 SHAPES = {
     "embed": {"embedding": (7, 4)},
     "layers": {
@@ -103,7 +111,7 @@ def test_embeddings_head_and_vectors_move_exactly_as_with_adamw(updates):
 
 def test_a_model_without_hidden_matrices_is_refused():
     with pytest.raises(ValueError, match="no parameter is labelled as a hidden layer's matrix"):
-        MUON.init({"w": jnp.zeros((3, 3))})
+        INNER_OPTIMIZERS["muon"](INNER).init({"w": jnp.zeros((2, 3, 3))})
 
 
 # --- Nesterov by interval, in float64

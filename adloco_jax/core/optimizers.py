@@ -20,7 +20,14 @@ def adamw(inner: Any) -> optax.GradientTransformation:
     return optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
 
 
-def muon(inner: Any, *, label_params: Callable[[PyTree], PyTree]) -> optax.GradientTransformation:
+def label_by_shape(params: PyTree) -> PyTree:
+    """Labels each leaf by its own shape: "matrix" where it has two axes, else "other"."""
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
+
+
+def muon(
+    inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
+) -> optax.GradientTransformation:
     """Muon for the matrices of hidden layers, each layer's on its own, and AdamW for the rest.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
@@ -30,7 +37,7 @@ def muon(inner: Any, *, label_params: Callable[[PyTree], PyTree]) -> optax.Gradi
     Args:
       inner: The settings' group `inner`.
       label_params: Gives a tree of the parameters' structure: "matrix" for [in, out],
-        "stacked_matrix" for [layers, in, out], "other" for what AdamW updates.
+        "stacked_matrix" for [layers, in, out], anything else for what AdamW updates.
 
     Returns:
       A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
@@ -40,8 +47,11 @@ def muon(inner: Any, *, label_params: Callable[[PyTree], PyTree]) -> optax.Gradi
     """
 
     def label(params):
-        labels = label_params(params)
-        if not {"matrix", "stacked_matrix"} & {*jax.tree.leaves(labels)}:
+        labels = jax.tree.map(
+            lambda label: label if label in ("matrix", "stacked_matrix") else "other",
+            label_params(params),
+        )
+        if {*jax.tree.leaves(labels)} == {"other"}:
             raise ValueError(
                 "inner_tx: no parameter is labelled as a hidden layer's matrix, so muon has none to"
                 " update; give the Architecture its own label_params, or take inner.tx='adamw'"

@@ -5,35 +5,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
-import jax
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn
 from adloco_jax.models import bert, llama
 from adloco_jax.models.layers import Rule
 from adloco_jax.models.weight_maps import BERT, LLAMA, WeightMap
-
-
-def label_matrices(params: PyTree) -> PyTree:
-    """Labels each leaf for an optimizer that treats the matrices of hidden layers on their own.
-
-    Args:
-      params: Parameters named as in `models.layers`: matrices `kernel`, tables `embedding`, stacked
-        layers under `layers`, a head named `head` or `classifier`.
-
-    Returns:
-      A tree of the same structure: "matrix" for [in, out], "stacked_matrix" for [layers, in, out],
-      and "other": vectors, tables, and the head, whose columns are tokens or classes.
-    """
-
-    def label(path: tuple, leaf: Any) -> str:
-        names = [str(getattr(key, "key", key)) for key in path]
-        if names[-1:] != ["kernel"] or names[0] in ("head", "classifier"):
-            return "other"
-        shape = (leaf.ndim, names[0] == "layers")
-        return {(2, False): "matrix", (3, True): "stacked_matrix"}.get(shape, "other")
-
-    return jax.tree.map_with_path(label, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +29,9 @@ class Architecture:
         [label, number of tokens n, L tokens], the loss is in nats per example.
       rules: What the `model` group must satisfy, checked with the config.
       weight_map: Hugging Face names; without it there is no export and no `model.init_from`.
-      label_params: Labels of the parameters, see `label_matrices`.
+      label_params: Gives a tree of the parameters' structure for rules that treat leaves apart:
+        "matrix" for a hidden layer's [in, out], "embedding", "head", "other", each with the prefix
+        "stacked_" where the first axis is that of the layers. None: rules go by a leaf's own shape.
     """
 
     build: Callable[[Any], Any]
@@ -60,7 +39,7 @@ class Architecture:
     data: Literal["text", "labelled"] = "text"
     rules: tuple[Rule, ...] = ()
     weight_map: WeightMap | None = None
-    label_params: Callable[[PyTree], PyTree] = label_matrices
+    label_params: Callable[[PyTree], PyTree] | None = None
 
 
 def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
@@ -86,6 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         rules=llama.RULES,
         weight_map=LLAMA,
+        label_params=LLAMA.label_params,
     ),
     "bert": Architecture(
         build=_build_bert,
@@ -93,6 +73,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         data="labelled",
         rules=bert.RULES,
         weight_map=BERT,
+        label_params=BERT.label_params,
     ),
 }
 """By the name that `model.arch` gives."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
+from jaxtyping import PyTree
 
 from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import Llama
@@ -46,6 +48,21 @@ class WeightMap:
     extra: Callable[[Any], dict] = lambda model: {}
     ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: frozenset[str] = frozenset()
+
+    def label_params(self, params: PyTree) -> PyTree:
+        """Labels of the parameters, see `Architecture`; leaves that are not ours go by shape."""
+
+        def label(path: tuple, leaf: Any) -> str:
+            *names, kind = (str(getattr(key, "key", key)) for key in path)
+            module = "/".join(names)
+            stacked = "stacked_" if "{}" in self.modules.get(module, "") else ""
+            if kind == "embedding" and module in self.modules:
+                return f"{stacked}embedding"
+            if module == self.head:
+                return "head"
+            return f"{stacked}matrix" if leaf.ndim - bool(stacked) == 2 else f"{stacked}other"
+
+        return jax.tree.map_with_path(label, params)
 
 
 _SIZES = {

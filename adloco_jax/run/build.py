@@ -169,7 +169,8 @@ def inner_transform(
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
-        labels = {"label_params": ARCHITECTURES[settings.model.arch].label_params}
+        label_params = ARCHITECTURES[settings.model.arch].label_params
+        labels = {} if label_params is None else {"label_params": label_params}
         tx = with_knobs(INNER_OPTIMIZERS[inner.tx], labels)(inner)
     return optax.chain(clip, tx)
 
