@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from adloco_jax.cli import compare as compare_command
 from adloco_jax.config import default_config, find_config, load_config
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import compare, curves, results, summary
+from adloco_jax.study import chart, compare, curves, results, summary
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.compare import Comparison, curve, markdown, runs_of
 from adloco_jax.study.compare_figure import figure, front
@@ -211,7 +212,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     text = (tmp_path / "comparison.md").read_text()
     assert text == markdown(table) and all(f"| {name} |" in text for name in losses)
     title, ran, conclusion, drawn_as, *_ = text.split("\n\n")
-    assert title == f"# Comparison {tmp_path.name}"
+    assert title == f"# Comparison {summary.markdown(tmp_path.name)}"
     assert ran == (
         "4 runs: 2 variants with seeds 0, 1. Trained: 2026-11-23, on 1 x cpu, jax 0.10.2. Model:"
         " llama of 10 parameters. Data: stdlib, rows of 16 tokens."
@@ -221,7 +222,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
         " others, 2 against 3: 0.67 times the communications, 0.67 times the bytes moved, 0.67"
         " times the tokens, 0.67 times the simulated seconds (the higher of two seeds).**"
     )
-    assert drawn_as.endswith("(front.png)")
+    assert drawn_as.endswith("(front.svg)")
 
 
 def a_table(*losses_reached, values=(2,)):
@@ -247,9 +248,11 @@ def a_table(*losses_reached, values=(2,)):
 
 
 def drawn(table):
-    """The front of a table, and its caption on one line."""
-    page = figure(table, command="c")
-    return page, page.get_supxlabel().replace("\n", " ")
+    """Titles of the panels of a table's front, and all its text on one line."""
+    root = ET.fromstring(figure(table, command="c"))
+    texts = [element for element in root.findall(".//{*}text")]
+    titles = [text.text for text in texts if text.get("class") == "heading"]
+    return titles, " ".join("".join(text.itertext()) for text in texts)
 
 
 def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
@@ -257,11 +260,11 @@ def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
     text = compare.markdown(table)
     assert "| - |" not in text and "0 of 1" not in text
     assert text.count("No seed did: b.") == 2 and "No seed did: a; b." in text
-    page, caption = drawn(table)
-    assert len(page.axes) == 3
+    titles, caption = drawn(table)
+    assert len(titles) == 3 and all(title.endswith("?") for title in titles)
     assert "first reached 1.5 nats" in caption and "of the seeds: b." in caption
     nothing, caption_of_nothing = drawn(a_table(False))
-    assert nothing.axes == [] and "No variant reached 1.5 nats/token" in caption_of_nothing
+    assert nothing == [] and "No variant reached 1.5 nats/token" in caption_of_nothing
     for shown in (caption, text):  # the simulated cluster and model, and what is charged
         assert "10 Gbit/s and 30 ms between them, as if the model had 300,000,000" in shown
         assert "gathering them is counted too" in shown
@@ -300,37 +303,49 @@ def spent_by(variants):
     table = a_table(True, True)
     every = {name: dict.fromkeys(compare.MEASURES, compare._spread([v])) for name, v in variants}
     ends = {"final": {"loss": compare._spread([2])}}
-    rows = {name: ends | {"to_target": [c, c], "to_baseline": c} for name, c in every.items()}
+    rows = {
+        name: ends | {"to_target": [c, c], "to_baseline": c, "at_equal": c}
+        for name, c in every.items()
+    }
     return table | {"rows": rows}
 
 
-@pytest.mark.parametrize("values", [(0, 4), (7e-3, 2e9), (999_999, 1_000_001)])
-def test_tick_labels_of_the_front_never_overlap(values):
-    """By the boxes that Matplotlib's renderer draws them in; nor does anything else."""
-    names = [(f"a variant with a long name {n}", value) for n, value in enumerate(values)]
-    names += [(f"another {n}", values[0]) for n in range(12)]
-    page = figure(spent_by(names), command="a command " * 20)
-    page.draw_without_rendering()
-    for ax in page.axes:
-        for axis in (ax.xaxis, ax.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            ticks = [t for t in axis.get_major_ticks() if low <= t.get_loc() <= high]
-            shown = [tick.label1 for tick in ticks if tick.label1.get_text()]
-            boxes = [label.get_window_extent() for label in shown]
-            assert len(boxes) >= 1
-            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-    others = [ax.get_tightbbox() for ax in page.axes]
-    others += [legend.get_window_extent() for legend in page.legends]
-    others.append(page._supxlabel.get_window_extent())
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(others, 2))
-    assert all(page.bbox.padded(2).contains(*corner) for box in others for corner in box.corners())
+@pytest.mark.parametrize("values", [(0, 4), (7e-3, 2e9), (0, 5, 999_999)])
+def test_the_front_has_each_variant_where_its_costs_are(values):
+    names = [(f"variant {n}", value) for n, value in enumerate(values)]
+    panel, *_ = ET.fromstring(figure(spent_by(names), command="c")).findall("{*}svg")
+    marks = [
+        curve.find("{*}svg/{*}path[@class='line']").get("d")
+        for curve in panel.findall(".//{*}g")
+        if "mark" in curve.get("class")
+    ]
+    at = [[int(part) for part in re.findall(r"[0-9]+", mark)[:2]] for mark in marks]
+    assert at == sorted(at) and len({x for x, _ in at}) == len(values)  # more is further right
+    assert all(abs(x + y - chart._UNITS) <= 1 for x, y in at)  # and further up: both are one cost
 
 
 def test_the_front_is_drawn_at_the_lowest_loss_that_most_reached():
-    table = a_table(True, True, False)
-    assert "first reached 1.4 nats/token" in drawn(table)[1]
-    titles = [ax.get_title() for ax in drawn(table)[0].axes]
-    assert len(titles) == 3 and all(title.endswith("?") for title in titles)
+    assert "first reached 1.4 nats/token" in drawn(a_table(True, True, False))[1]
+
+
+NAMES = ("_baseline", "$a_$", "a|b", "*bold* ~x~")
+NAMES += ("<script>&lt;", "`tick`", "[x](y)", "# no\ntitle")
+
+
+def test_a_variants_name_is_plain_text_in_every_file(tmp_path):
+    """Where names have a meaning: Markdown and its tables, mathematics, HTML, SVG."""
+    names = [*NAMES, "bell \x07"]
+    table = spent_by([(name, number + 1) for number, name in enumerate(names)])
+    table |= {"baseline": names[0], "name": NAMES[-2], "ran": NAMES[4]}
+    text = markdown(table)
+    assert not re.search(r"(?<!\\)[$`<*~](?!\*)", re.sub(r"\*\*|!\[.*", "", text))
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "variant" not in line]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {9}
+    shown = [re.sub(r"\\(.)", r"\1", re.split(r" (?<!\\)\| ", row[2:])[0]) for row in rows]
+    assert set(shown) == {" ".join(name.split()) for name in names}
+    _, svg_text = drawn(table)
+    for number, name in enumerate(names):
+        assert f"{number + 1} {name}".replace("\x07", "?") in svg_text
 
 
 def test_the_front_is_what_no_other_beats_in_both():
@@ -356,7 +371,7 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert (done.stdout.count(": after "), done.stdout.count("was finished")) == (made, kept)
-    assert (folder / "front.png").exists() and (folder / "report" / "index.html").exists()
+    assert (folder / "front.svg").exists() and (folder / "report" / "index.html").exists()
     table = compare.tabulate(comparison(), folder)
     assert json.loads((folder / "comparison.json").read_text()) == table
     assert list(table["rows"]) == list(VARIANTS)

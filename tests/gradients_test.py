@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +261,7 @@ def test_the_command_prints_and_writes_the_same(run, capsys):
     code, out, err = script(*numbers, "--round", "1")
     assert (code, err) == (0, "")  # and no progress bar where no one watches
     assert "noise scale tr(Sigma)/|G|^2" in out and "\n   2*        0  " in out
-    assert (run / "report" / "gradient_analysis.png").read_bytes().startswith(b"\x89PNG")
+    assert len(ET.parse(run / "report" / "gradient_analysis.svg").findall("{*}svg")) == 3
     written = json.loads((run / "report" / "gradient_analysis.json").read_text())
     assert written.pop("command").endswith("--seed 1 --round 1")
     expected = json.loads(json.dumps(analyse(run, run / "analysis")))
@@ -301,24 +303,35 @@ def result_of(measured, **changed):
     return measured | where | counts | {"command": command, "ledger": []} | changed
 
 
+def curves_of(panel):
+    """By label the points of each curve, as fractions of the box from the left and from below."""
+    found = {}
+    for curve in panel.findall(".//{*}g"):
+        pairs = re.findall(r"(\d+),(\d+)", curve.find("{*}svg/{*}path").get("d"))
+        label = "".join(text.text for text in curve.findall(".//{*}tspan"))
+        found[label] = np.array(pairs, float) / 4000 * [1, -1] + [0, 1]
+    return found
+
+
 def test_the_figure_shows_law_and_histograms(measured):
     result = result_of(measured)
-    shown = figure(result)
-    pooled, own, norms = shown.axes
-    for ax in (pooled, own):
-        labels = [label.get_text() for label in ax.get_legend().get_texts()]
-        assert labels == ["b = 5", "b = 20", "normal, same variance"]
-    size, height = norms.lines[1].get_xydata()[100]
-    assert height == pytest.approx(gradients.deviation_law(measured["noise"], size, 40))
-    assert result["command"] in shown.get_supxlabel().replace("\n", " ")
-    values, edges, _ = pooled.patches[0].get_data()
-    assert np.nansum(values * np.diff(edges)) == pytest.approx(1.0)
+    root = ET.fromstring(figure(result))
+    pooled, own, norms = map(curves_of, root.findall("{*}svg"))
+    for panel in (pooled, own):
+        assert list(panel) == ["b = 5", "b = 20", "normal, same variance"]
+    # A quarter of the batch, half of the law; as much of both axes for the law itself.
+    law, mean = norms["√(tr Σ / b): independent"], norms["mean, 10 % to 90 %"]
+    assert law[0, 0] == 0 and law[-1, 0] == 1 and np.all(np.diff(law[:, 1]) <= 0)
+    exact = norms["without replacement of 40"]
+    nearest = exact[np.argmin(abs(exact[:, 0] - mean[0, 0]))]
+    assert nearest[1] == pytest.approx(mean[0, 1], abs=0.05)
+    assert result["command"] in " ".join(text.text or "" for text in root.findall(".//{*}text"))
 
 
-def test_a_figure_without_signal_or_tests_is_drawn(measured, tmp_path):
+def test_a_figure_without_signal_or_tests_is_drawn(measured):
     batches = [measured["batches"][0] | {"batch_size": b} for b in range(1, 9)]
     result = result_of(measured, signal=-1.0, noise_scale=None, batches=batches, command="")
-    figure(result).savefig(tmp_path / "x.png")
+    assert len(ET.fromstring(figure(result)).findall("{*}svg")) == 3
     lines = describe(result)
     assert "noise scale tr(Sigma)/|G|^2 - sequences" in lines
     assert lines[-1] == "the run tested no batch around this round"

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import xml.etree.ElementTree as ET
 from html import escape, unescape
 from html.parser import HTMLParser
 
@@ -103,6 +104,7 @@ class Page(HTMLParser):
             self.charts[-1]["texts"][-1]["text"] += data
 
 
+FILES = {"index.html", "loss.svg", "summary.json"}
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> & $a_$ \"'"
 
 
@@ -144,7 +146,8 @@ def forty(tmp_path_factory):
 
 def test_one_run_leaves_a_page_and_the_totals(single):
     run, path = single
-    assert {file.name for file in path.parent.iterdir()} == {"index.html", "summary.json"}
+    assert {file.name for file in path.parent.iterdir()} == FILES
+    assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 4
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
     assert len(page.charts) == 4 + 1 + 2 + 3 + 1 + 3  # costs, trainers, batches, test, time, theory
@@ -318,7 +321,7 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
     write_run(run)
     assert cli.main(["report", str(run), "--watch"]) == 0  # by itself: the run has ended
     assert "6 rounds, done" in page.read_text() and refresh not in page.read_text()
-    assert {file.name for file in page.parent.iterdir()} == {"index.html", "summary.json"}
+    assert {file.name for file in page.parent.iterdir()} == FILES
 
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):

@@ -26,6 +26,7 @@ from adloco_jax.run.resume import finished
 from adloco_jax.study import compare, report, results
 from adloco_jax.study.compare_figure import figure
 from adloco_jax.study.curves import read_run
+from adloco_jax.study.page import write_files
 from adloco_jax.study.results import Run
 from adloco_jax.training import train
 
@@ -71,12 +72,12 @@ def run(words: Sequence[str]) -> int:
         return max(codes, default=0)
     table = compare.write(comparison, folder, results_file=options.results)
     print(compare.markdown(table))
-    figure(table, command=command).savefig(folder / "front.png", dpi=150)
-    print(f"front: {folder / 'front.png'}")
     if options.results is None:
         labels = [run.variant for run in runs]
         page = report.write([run.workdir for run in runs], folder / "report", labels=labels)
         print(f"report: {page}")
+    write_files(folder, {"front.svg": figure(table, command=command)})
+    print(f"front: {folder / 'front.svg'}")
     return 0
 
 

@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
     del options.config
     result = analyse_run(**vars(options), command=shlex.join(["adloco", "gradients", *words]))
     print("\n".join(describe(result)))
-    print(f"report: {(options.out or options.workdir / 'report') / 'gradient_analysis.png'}")
+    print(f"report: {(options.out or options.workdir / 'report') / 'gradient_analysis.svg'}")
     return 0
 
 

@@ -1,10 +1,12 @@
-"""Charts as SVG that stretch with the page, while letters and lines keep their size.
+"""Charts as SVG, in a page or as files: one engine for reports, comparisons and documentation.
 
-A chart is a box as wide as its place. Positions are percentages of the box; colours and dashes are
-classes of `chart.css`, which a dark page gives other values.
+A chart is a box whose positions are percentages, so that it stretches while letters and lines keep
+their size. Colours and dashes are classes of `chart.css`, which a dark page gives other values.
 """
 
 import math
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -12,9 +14,14 @@ from typing import NamedTuple
 
 from adloco_jax.study.summary import short
 
-STYLE = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+# The file begins with the colours of a light page and of a dark one.
+_LIGHT, _DARK, _RULES = re.split(
+    r"(?<=\})\n(?=:root|\.c0)", Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+)
+STYLE = f"{_LIGHT}\n@media (prefers-color-scheme: dark) {{ {_DARK} }}\n{_RULES}"
+_NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_UNITS = 4000  # of a curve's own coordinates, across and up the box
+_UNITS = 4000  # of a curve's coordinates, across and up the box
 _MAX_BINS = 4000  # of all curves of a chart, each with up to four points
 _MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
 _LABEL_PX = 14  # from one line of text to the next
@@ -25,6 +32,11 @@ NUM_COLORS, NUM_DASHES = 7, 6  # no common factor: 42 looks before one comes bac
 def look(index: int) -> str:
     """Classes of the curve with this number, the same in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
+
+
+def escaped(text: str) -> str:
+    """Text for HTML and SVG; a character that these do not allow becomes a question mark."""
+    return escape(_NO_TEXT.sub("?", text))
 
 
 class Axis(NamedTuple):
@@ -88,7 +100,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         if last - first < most:
             break
-    return [float(f"{step * place:.12g}") for place in range(first, last + 1)]
+    return [float(f"{step * number:.12g}") for number in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
@@ -111,7 +123,7 @@ class Curve(NamedTuple):
     y: Sequence[float]
     classes: str  # of `chart.css`
     label: str = ""  # beside its end
-    key: str = ""  # in the label's place where there is little room
+    key: str = ""  # in place of the label where there is little room
     band: tuple[Sequence[float], Sequence[float]] | None = None  # an area around it
 
 
@@ -125,29 +137,57 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
     return x, y
 
 
-def chart(x: Axis, y: Axis, curves: Sequence[Curve], *, title: str, height: int = 190) -> str:
+class Panel(NamedTuple):
+    """One chart, for a page or a file."""
+
+    title: str  # what it shows, for who hears the page; a file shows it
+    body: str  # SVG elements, whose positions are percentages of the box
+    height: int  # of the box, in pixels
+    x_label: str
+    y_label: str
+    classes: str = ""  # of the whole chart
+
+    def html(self) -> str:
+        """The chart as a part of a page."""
+        return (
+            f'<div class="chart{self.classes}"><p class="axis">{escaped(self.y_label)}</p>\n'
+            f'<svg role="img" aria-label="{escaped(self.title)}" height="{self.height}">'
+            f'{self.body}</svg>\n<p class="axis x">{escaped(self.x_label)}</p></div>'
+        )
+
+
+def chart(
+    x: Axis,
+    y: Axis,
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    height: int = 190,
+    label_px: int = _LABEL_PX,
+) -> Panel:
     """Curves over two axes, each with its label beside its end, apart from the others'.
 
     Args:
       x: Across.
       y: Up.
       curves: From back to front.
-      title: What it shows, for who hears the page.
+      title: What it shows.
       height: Of the box, in pixels.
+      label_px: From one label to the next, in pixels.
     """
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
-    ends = {place: end for place, c in enumerate(curves) if c.label and (end := _end(c, x, y))}
-    gap = min(_LABEL_PX, height / max(1, len(ends) - 1))
+    ends = {index: end for index, c in enumerate(curves) if c.label and (end := _end(c, x, y))}
+    gap = min(label_px, height / max(1, len(ends) - 1))
     rows = apart([up * height for _, up in ends.values()], gap, height)
-    for (place, end), row in zip(ends.items(), rows, strict=True):
-        drawn[place] += _label(curves[place], end, row / height)
+    for (index, end), row in zip(ends.items(), rows, strict=True):
+        drawn[index] += _label(curves[index], end, row / height)
     body = "".join(
-        f'<g class="curve {curve.classes}" data-k="{escape(curve.key)}">{own}</g>'
-        for curve, own in zip(curves, drawn, strict=True)
+        f'<g class="curve {curve.classes}" data-k="{escaped(curve.key)}">{path}</g>'
+        for curve, path in zip(curves, drawn, strict=True)
     )
     left = [(1 - y.at(tick), short(tick, y.unit)) for tick in y.ticks]
-    crowded = " crowded" if gap < _LABEL_PX - 1 else ""
+    crowded = " crowded" if gap < label_px - 1 else ""
     return frame(x, body, title=title, height=height, left=left, y_label=y.label, classes=crowded)
 
 
@@ -160,47 +200,133 @@ def frame(
     left: Sequence[tuple[float, str]],
     y_label: str,
     classes: str = "",
-) -> str:
+) -> Panel:
     """The box around what is drawn: grid, ticks and the axes' names.
 
     Args:
       x: Across.
       body: SVG elements, whose positions are percentages of the box.
-      title: What it shows, for who hears the page.
+      title: What it shows.
       height: Of the box, in pixels.
-      left: Texts beside the box, each with its place from the top, 0 to 1.
+      left: Texts beside the box, each with its distance from the top, 0 to 1.
       y_label: What they are.
       classes: Of the whole chart.
     """
     across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
-    up = [(f"{100 * place:.2f}%", text) for place, text in left]
+    up = [(f"{100 * row:.2f}%", text) for row, text in left]
     grid = [f'<line class="grid" x1="{p}" x2="{p}" y1="0" y2="100%"/>' for p, _ in across]
     grid += [f'<line class="grid" x1="0" x2="100%" y1="{p}" y2="{p}"/>' for p, _ in up]
     ticks = [f'<text class="tick" x="{p}" y="100%" dy="1.4em">{t}</text>' for p, t in across]
-    ticks += [f'<text class="tick left" x="0" dx="-.6em" y="{p}">{escape(t)}</text>' for p, t in up]
-    return (
-        f'<div class="chart{classes}"><p class="axis">{escape(y_label)}</p>\n'
-        f'<svg role="img" aria-label="{escape(title)}" height="{height}">'
-        f"{''.join(grid)}{body}{''.join(ticks)}</svg>\n"
-        f'<p class="axis x">{escape(x.label)}</p></div>'
-    )
+    ticks += [
+        f'<text class="tick left" x="0" dx="-.6em" y="{p}">{escaped(t)}</text>' for p, t in up
+    ]
+    inside = "".join([*grid, body, *ticks])
+    return Panel(title, inside, height, x.label, y_label, classes)
 
 
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
-    """Places between 0 and `high`, `gap` apart, in the order of the wanted ones and near them."""
-    order = sorted(range(len(wanted)), key=lambda place: wanted[place])
+    """Positions between 0 and `high`, `gap` apart, in the order of the wanted ones and near."""
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[list[int], float]] = []  # members, and where the first of them stands
-    for place in order:
-        own, first = [place], wanted[place]
+    for index in order:
+        members, first = [index], wanted[index]
         while True:
-            first = max(0.0, min(first, high - gap * (len(own) - 1)))
+            first = max(0.0, min(first, high - gap * (len(members) - 1)))
             if not blocks or blocks[-1][1] + gap * len(blocks[-1][0]) <= first + 1e-9:
                 break
-            own = blocks.pop()[0] + own
-            first = sum(wanted[m] - gap * index for index, m in enumerate(own)) / len(own)
-        blocks.append((own, first))
-    rows = {m: first + gap * index for own, first in blocks for index, m in enumerate(own)}
-    return [rows[place] for place in range(len(wanted))]
+            members = blocks.pop()[0] + members
+            first = sum(wanted[m] - gap * n for n, m in enumerate(members)) / len(members)
+        blocks.append((members, first))
+    rows = {m: first + gap * n for members, first in blocks for n, m in enumerate(members)}
+    return [rows[index] for index in range(len(wanted))]
+
+
+def document(
+    panels: Sequence[Panel],
+    *,
+    title: str,
+    caption: str = "",
+    legend: Sequence[str] = (),
+    columns: int = 1,
+    width: int = 1000,
+    right_px: int = 40,
+    font_px: int = 13,
+) -> str:
+    """An SVG file: panels in a grid, a legend above and a caption below them; see `svg`.
+
+    Args:
+      panels: In rows, from the left.
+      title: For who hears the figure.
+      caption: What the figure shows, in words.
+      legend: Names of what the panels number from 1 on, each with its `look`.
+      columns: Panels in a row.
+      width: Of the figure, in pixels.
+      right_px: Room for labels right of each box.
+      font_px: Size of the letters.
+    """
+    em, parts, left, top = font_px, [], 1.0 * font_px, 2.0 * font_px
+    for number, name in enumerate(legend):
+        room = (len(name) * 0.58 + 5) * em
+        if left > em and left + room > width:
+            left, top = em, top + 1.5 * em
+        parts.append(
+            f'<g class="{look(number)}"><path class="line" d="M{left:g} {top - 0.35 * em:g}h'
+            f'{1.8 * em:g}"/></g>{text(left + 2.3 * em, top, f"{number + 1} {name}")}'
+        )
+        left += room
+    for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
+        top += 3.6 * em
+        for column, panel in enumerate(row):
+            left = column * width / columns + 5 * em
+            box_px = width / columns - 5 * em - right_px
+            parts.append(text(left - 4 * em, top - 2 * em, panel.title, "heading"))
+            parts.append(text(left - 4 * em, top - 0.7 * em, panel.y_label, "tick start"))
+            below = top + panel.height + 2.9 * em
+            parts.append(text(left + box_px / 2, below, panel.x_label, "tick"))
+            parts.append(
+                f'<svg class="chart{panel.classes}" x="{left:g}" y="{top:g}" width="{box_px:g}"'
+                f' height="{panel.height}" overflow="visible">{panel.body}</svg>'
+            )
+        top += max(panel.height for panel in row) + 3.6 * em
+    for line in textwrap.wrap(caption, int(width / em / 0.55)):
+        top += 1.5 * em
+        parts.append(text(em, top, line, "tick start"))
+    return svg(width, math.ceil(top + em), title, parts, font_px=font_px)
+
+
+def text(x: float, y: float, words: str, classes: str = "") -> str:
+    """One line of text in a figure."""
+    return f'<text x="{x:g}" y="{y:g}" class="{classes}">{escaped(words)}</text>'
+
+
+def svg(
+    width: int,
+    height: int,
+    title: str,
+    parts: Sequence[str],
+    *,
+    font_px: int = 13,
+    theme: str | None = None,
+) -> str:
+    """An SVG file of these elements.
+
+    Args:
+      width: In pixels.
+      height: In pixels.
+      title: For who hears the figure.
+      parts: SVG elements.
+      font_px: Size of the letters.
+      theme: "light" or "dark", on the page's own paper; None has paper of its own, and follows
+        what the reader prefers.
+    """
+    style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
+    paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        f' width="{width}" height="{height}" role="img">\n<title>{escaped(title)}</title>\n'
+        f"<style>{style}\nsvg {{ font: {font_px}px system-ui, sans-serif; }}</style>\n"
+        f"{paper}{''.join(parts)}\n</svg>\n"
+    )
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
@@ -212,16 +338,16 @@ def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
     """The text right of the box, with a thin line to it from the curve's end."""
     leader = [f"{100 * value:.1f}%" for value in (*end, row)]
-    key = f'<tspan class="key">{escape(curve.key)}</tspan> ' if curve.key else ""
+    key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
         f'<line class="leader" x1="{leader[0]}" y1="{leader[1]}" x2="100%" y2="{leader[2]}"/>'
         f'<text class="end" x="100%" dx=".4em" y="{leader[2]}">{key}'
-        f'<tspan class="name">{escape(curve.label)}</tspan></text>'
+        f'<tspan class="name">{escaped(curve.label)}</tspan></text>'
     )
 
 
 def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
-    """The line and its band, in coordinates of their own that stretch with the box."""
+    """The line and its band, in coordinates that stretch with the box."""
     points = [_thinned(run, num_bins) for run in _placed(curve.x, curve.y, x, y)]
     area = ""
     if curve.band:
@@ -261,13 +387,13 @@ def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}
-    for place, (across, _) in enumerate(points):
-        bins.setdefault(across * num_bins // (_UNITS + 1), []).append(place)
+    for index, (across, _) in enumerate(points):
+        bins.setdefault(across * num_bins // (_UNITS + 1), []).append(index)
     kept = []
-    for own in bins.values():
-        by_height = sorted(own, key=lambda place: points[place][1])
-        kept += sorted({own[0], own[-1], by_height[0], by_height[-1]})
-    return [points[place] for place in kept]
+    for members in bins.values():
+        by_height = sorted(members, key=lambda index: points[index][1])
+        kept += sorted({members[0], members[-1], by_height[0], by_height[-1]})
+    return [points[index] for index in kept]
 
 
 def _drawn(points: Sequence[tuple[int, int]]) -> str:

@@ -24,6 +24,7 @@ from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
 from adloco_jax.study.results import Run
+from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
 
 MEASURES = {
@@ -207,7 +208,7 @@ def markdown(table: dict) -> str:
       table: From `tabulate`.
 
     Returns:
-      Title, what ran on what, a conclusion and the figure `front.png` in Markdown; then tables:
+      Title, what ran on what, a conclusion and the figure `front.svg` in Markdown; then tables:
       loss at equal cost, cost of the baseline's loss, cost of each target.
     """
     rows, num_seeds = table["rows"], len(table["seeds"])
@@ -221,16 +222,16 @@ def markdown(table: dict) -> str:
         for name, row in rows.items()
     ]
     parts = [
-        f"# Comparison {table['name']}",
-        table["ran"],
-        f"**{_conclusion(table)}**",
-        "![What each variant spent to reach one and the same loss](front.png)",
+        f"# Comparison {plain(table['name'])}",
+        plain(table["ran"]),
+        f"**{plain(_conclusion(table))}**",
+        "![What each variant spent to reach one and the same loss](front.svg)",
         f"{table['charged']} Seconds are simulated {table['simulated']}.",
         f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
         f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
         f" {shown}.",
         markdown_table([["variant", *equal, "at its end"], *losses]),
-        f"What it took to reach the final loss of {table['baseline']}, seed by seed; a dash"
+        f"What it took to reach the final loss of {plain(table['baseline'])}, seed by seed; a dash"
         f" {dash}.",
         *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
     ]
@@ -353,7 +354,7 @@ def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
     if rows:
         yield markdown_table([["variant", *MEASURES.values(), "seeds that did"], *rows])
     if others := [name for name in costs if name not in reached]:
-        yield f"No seed did: {'; '.join(others)}."
+        yield f"No seed did: {plain('; '.join(others))}."
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:

@@ -1,16 +1,10 @@
 """The front of a comparison: what each variant spent to reach one and the same loss."""
 
-import textwrap
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
-
 from adloco_jax.study import chart
+from adloco_jax.study.chart import Axis, Curve
 from adloco_jax.study.compare import MEASURES
-from adloco_jax.study.figures import finish, legend, look, small_letters
-from adloco_jax.study.summary import short
 
 _DECADES = 30  # the ratio from which an axis is logarithmic
 
@@ -22,8 +16,7 @@ _QUESTIONS = {
 }
 
 
-@small_letters
-def figure(table: dict, *, command: str) -> Figure:
+def figure(table: dict, *, command: str) -> str:
     """Draw what each variant spent to reach a target loss, a panel for each question.
 
     The loss is the one that most variants reached, of several the lowest.
@@ -31,32 +24,40 @@ def figure(table: dict, *, command: str) -> Figure:
     Args:
       table: From `compare.tabulate`. If no variant reached a loss, there are no panels.
       command: What made the comparison, for the caption.
+
+    Returns:
+      An SVG file.
     """
     rows, losses = table["rows"], table["target_losses"]
     spent = [{name: row["to_target"][i] for name, row in rows.items()} for i in range(len(losses))]
     reached = [
-        {name: cost for name, cost in own.items() if cost["tokens"]["median"] is not None}
-        for own in spent
+        {name: cost for name, cost in costs.items() if cost["tokens"]["median"] is not None}
+        for costs in spent
     ]
-    page = Figure(figsize=(11, 5 if any(reached) else 1.6), layout="constrained")
     best = max(range(len(losses)), key=lambda index: (len(reached[index]), -losses[index]))
-    looks = {name: look(place) | {"linestyle": ""} for place, name in enumerate(rows)}
-    if costs := reached[best]:
-        axes = page.subplots(1, len(_QUESTIONS))
-        for ax, (question, (x, y)) in zip(axes, _QUESTIONS.items(), strict=True):
-            for name, cost in costs.items():
-                _mark(ax, cost[x], cost[y], label=name, **looks[name])
-            edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
-            ax.plot(*zip(*edge, strict=True), color="0.6", lw=1.5, zorder=0)
-            for name, key in (("x", x), ("y", y)):
-                _span(ax, name, [cost[key] for cost in costs.values()], is_whole=key != "time_s")
-            ax.set(title=question, xlabel=MEASURES[x], ylabel=MEASURES[y])
-            finish(ax)
-        legend(page)
-    text = _caption(table, losses[best], costs)
-    text = "\n".join(textwrap.wrap(f"{text} Made by: {command}", 150))
-    page.supxlabel(text, fontsize=8, x=0.01, ha="left", parse_math=False)
-    return page
+    numbers = {name: number for number, name in enumerate(rows)}
+    panels = []
+    for question, (x, y) in _QUESTIONS.items() if reached[best] else ():
+        costs = [(numbers[name], cost[x], cost[y]) for name, cost in reached[best].items()]
+        edge = front([(across["median"], up["median"]) for _, across, up in costs])
+        curves = [Curve(*zip(*edge, strict=True), "other thin")]
+        for number, across, up in costs:
+            color, middle = chart.look(number).split()[0], (across["median"], up["median"])
+            curves += [
+                Curve([across["low"], _high(across)], [middle[1]] * 2, f"{color} thin"),
+                Curve([middle[0]] * 2, [up["low"], _high(up)], f"{color} thin"),
+                Curve([middle[0]], [middle[1]], f"{color} mark", str(number + 1)),
+            ]
+        axes = [_axis(key, [spread[i] for spread in costs]) for i, key in ((1, x), (2, y))]
+        panels.append(chart.chart(*axes, curves, title=question, height=300))
+    return chart.document(
+        panels,
+        title=f"What each variant of {table['name']} spent to reach {losses[best]:g} nats/token",
+        caption=f"{_caption(table, losses[best], reached[best])} Made by: {command}",
+        legend=list(rows) if panels else (),
+        columns=len(_QUESTIONS),
+        width=1200,
+    )
 
 
 def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
@@ -67,13 +68,13 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
     spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
     if num_seeds == 2:
         spread, by = "range of 2 seeds, with a mark at the higher", "both"
-    text = (
+    shown = (
         f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
         f" held-out text: {spread}; down and left is better. Grey: the front, the variants that no"
         f" other beats in both. {table['charged']} Seconds are simulated {table['simulated']}."
     )
     missing = [name for name in table["rows"] if name not in costs]
-    return text + (f" Not reached by {by} seeds: {'; '.join(missing)}." if missing else "")
+    return shown + (f" Not reached by {by} seeds: {'; '.join(missing)}." if missing else "")
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -85,28 +86,22 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def _mark(ax: Axes, x: dict, y: dict, **style) -> None:
-    """A point at the medians, with bars over the ranges."""
-    across, up = ([[s["median"] - s["low"]], [_high(s) - s["median"]]] for s in (x, y))
-    style |= {"xerr": across, "yerr": up, "ms": 8, "lw": 1, "capsize": 2}
-    ax.errorbar(x["median"], y["median"], **style)
-
-
-def _span(ax: Axes, name: str, spreads: Sequence[dict], *, is_whole: bool) -> None:
-    """An axis from zero, as ratios are what counts; logarithmic where the values span decades."""
-    positive = [v for spread in spreads for v in (spread["low"], _high(spread)) if v > 0]
-    low, high = min(positive, default=1), max(positive, default=1 / 1.1)
-    is_log = high > _DECADES * low
-    limit = (2 if is_log else 1.1) * high
-    ticks = chart.axis("", [low if is_log else 0, limit], base=10 * is_log, whole=is_whole).ticks
-    if is_log:  # symlog, as a variant may also communicate nothing
-        getattr(ax, f"set_{name}scale")("symlog", linthresh=low)
-        ticks = [0, *ticks]
-    axis = getattr(ax, f"{name}axis")
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: short(value))
-    ax.set(**{f"{name}lim": (0, limit)})
+def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
+    """From zero, as ratios are what counts; logarithmic where the values span decades."""
+    values = [value for spread in spreads for value in (spread["low"], _high(spread))]
+    positive = [value for value in values if value > 0]
+    is_log = bool(positive) and max(positive) > _DECADES * min(positive)
+    axis = chart.axis(
+        MEASURES[measure],
+        values if is_log else [0.0, *values],
+        base=10 if is_log else 0,
+        whole=measure != "time_s",
+        margin=0.05,
+        max_ticks=4,
+    )
+    if is_log and len(positive) < len(values):  # a variant may also communicate nothing
+        axis = axis._replace(low=axis.low / 3, ticks=[0.0, *axis.ticks])
+    return axis
 
 
 def _high(spread: dict) -> float:

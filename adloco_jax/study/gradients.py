@@ -30,6 +30,7 @@ from adloco_jax.run.resume import check_workdir
 from adloco_jax.settings import Settings
 from adloco_jax.study.curves import last, lines
 from adloco_jax.study.gradients_figure import figure
+from adloco_jax.study.page import write_files
 
 MAX_COORDINATES = 100_000
 MAX_DEVIATIONS = 10_000_000  # of all draws of one batch size: 40 MB, and four times that in float64
@@ -283,7 +284,7 @@ def analyse_run(
     out: str | os.PathLike[str] | None = None,
     command: str = "",
 ) -> dict:
-    """Write `gradient_analysis.json` and `gradient_analysis.png` for a checkpoint of a run.
+    """Write `gradient_analysis.json` and `gradient_analysis.svg` for a checkpoint of a run.
 
     Args:
       workdir: The run's folder; only `report/` in it is written.
@@ -350,8 +351,8 @@ def analyse_run(
     }
     text = json.dumps(result, indent=2, allow_nan=False)
     with ledger.write_errors(folder):
-        (folder / "gradient_analysis.json").write_text(text + "\n", encoding="utf-8")
-        figure(result).savefig(folder / "gradient_analysis.png", dpi=150)
+        files = {"gradient_analysis.json": f"{text}\n", "gradient_analysis.svg": figure(result)}
+        write_files(folder, files)
     return result
 
 

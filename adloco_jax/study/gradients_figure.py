@@ -1,13 +1,9 @@
 """The figure and the printed lines of a gradient analysis, from its numbers (`study.gradients`)."""
 
-import textwrap
-
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from adloco_jax.study.figures import finish, look, plain_decades
+from adloco_jax.study import chart
+from adloco_jax.study.chart import Curve, Panel
 from adloco_jax.study.summary import columns
 
 _BATCH = ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt.")
@@ -48,50 +44,50 @@ def describe(result: dict) -> list[str]:
     ]
 
 
-def figure(result: dict) -> Figure:
+def figure(result: dict) -> str:
     """Draw histograms on two scales, and the norm against batch size.
 
     Args:
       result: What `analyse_run` returns.
 
     Returns:
-      The figure, for print at 150 dots per inch.
+      An SVG file.
     """
-    shown = Figure(figsize=(12.5, 9.5), layout="constrained")
-    pooled, own, norms = shown.subplot_mosaic("AB;CC").values()
-    _draw_histograms(pooled, result, "")
-    pooled.set(xlabel="deviation of a coordinate / standard deviation of all (dimensionless)")
-    pooled.set_title("All coordinates on one scale", fontsize=10)
-    _draw_histograms(own, result, "own_")
-    own.set(xlabel="deviation of a coordinate / its own root mean square (dimensionless)")
-    own.set_title("Each coordinate on its own scale", fontsize=10)
-    _draw_norms(norms, result)
-    for ax in (pooled, own, norms):
-        finish(ax)
-        ax.legend(fontsize=8, frameon=False)
-    shown.supxlabel(_caption(result), fontsize=8, x=0.01, ha="left", parse_math=False)
-    return shown
+    panels = [
+        _histograms(result, "", "All coordinates on one scale", "standard deviation of all"),
+        _histograms(result, "own_", "Each coordinate on its own scale", "its root mean square"),
+        _norms(result),
+    ]
+    return chart.document(
+        panels,
+        title=f"Gradients of run {result['run']}, round {result['round']}",
+        caption=_caption(result),
+        columns=2,
+        width=1200,
+        right_px=190,
+    )
 
 
-def _draw_histograms(ax: Axes, result: dict, scale: str) -> None:
+def _histograms(result: dict, scale: str, title: str, unit: str) -> Panel:
     """Densities by batch size, and the normal density of the same variance: 1, in these units."""
-    edges, lowest = np.array(result["bin_edges"]), 1.0
-    for place, batch in enumerate(result["batches"]):
+    edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
+    for index, batch in enumerate(result["batches"]):
         total = max(1, batch[f"num_{scale}deviations"])
         density = np.array(batch[f"{scale}counts"]) / (total * np.diff(edges))
         lowest = min([lowest, *density[density > 0]])
-        shown, style = np.where(density > 0, density, np.nan), look(place)
-        del style["marker"]
+        heights = np.where(density > 0, density, np.nan).repeat(2)
         label = f"b = {batch['batch_size']:,}"
-        ax.stairs(shown, edges, baseline=None, label=label, lw=1.4, **style)
+        curves.append(Curve(edges.repeat(2)[1:-1], heights, chart.look(index), label))
     x = np.linspace(edges[0], edges[-1], 801)
     normal = np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)
-    ax.plot(x, normal, color="black", lw=1, label="normal, same variance", zorder=1)
-    ax.set(yscale="log", ylim=(lowest / 2, None), xlim=(edges[0], edges[-1]))
-    ax.set_ylabel("density (per unit of the axis below)")
+    shown = np.where(normal > lowest / 2, normal, np.nan)
+    curves.append(Curve(x, shown, "c6 thin", "normal, same variance"))
+    across = chart.axis(f"deviation of a coordinate / {unit} (dimensionless)", edges)
+    up = chart.axis("density (per unit of the axis below)", [lowest / 2, 1.0], base=10)
+    return chart.chart(across, up, curves, title=title, height=300)
 
 
-def _draw_norms(ax: Axes, result: dict) -> None:
+def _norms(result: dict) -> Panel:
     """Norms of the deviations by batch size, beside their laws."""
     batches, n = result["batches"], result["num_sequences"]
     sizes, mean, rms = (
@@ -101,34 +97,38 @@ def _draw_norms(ax: Axes, result: dict) -> None:
     low, high = np.quantile([batch["norms"] for batch in batches], (0.1, 0.9), axis=1)
     b = np.geomspace(max(1, sizes[0] / 1.6), min((sizes[-1] + n) / 2, sizes[-1] * 1.6), 200)
     law = np.sqrt(result["noise"] / b)
-    label = r"law for independent draws, $\sqrt{\mathrm{tr}\,\Sigma/b}$"
-    ax.plot(b, law, color="0.45", ls="--", lw=1.2, label=label)
-    label = f"law for draws without replacement from n = {n:,}"
-    ax.plot(b, law * np.sqrt(1 - b / n), color="black", lw=1.2, label=label)
-    spread = np.maximum(0.0, [mean - low, high - mean])
-    label = f"mean, 10th to 90th percentile, {result['draws']:,} draws"
-    ax.errorbar(sizes, mean, spread, fmt="o", color=look(0)["color"], capsize=4, label=label)
-    label = "root mean square, to which the law applies"
-    ax.plot(sizes, rms, "D", color=look(1)["color"], mfc="none", ms=8, label=label)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    ax.xaxis.set_minor_locator(NullLocator())
-    plain_decades(ax, *ax.get_ylim())
-    ax.set_xlabel("batch size b (sequences)")
-    ax.set_ylabel(rf"norm of the deviation, $|g_b - G|$ ({result['unit']})")
-    ax.set_title("Norm of a batch gradient's deviation", fontsize=10)
+    curves = [
+        Curve(b, law, "other d4", "√(tr Σ / b): independent"),
+        Curve(b, law * np.sqrt(1 - b / n), "c6", f"without replacement of {n:,}"),
+        *(Curve([s, s], ends, "c0") for s, *ends in zip(sizes, low, high, strict=True)),
+        *_marks(sizes, mean, "c0 mark", "mean, 10 % to 90 %"),
+        *_marks(sizes, rms, "c1 mark", "root mean square"),
+    ]
+    across = chart.axis("batch size b (sequences)", b, base=2)
+    up = chart.axis(
+        f"norm of the deviation, |g_b - G| ({result['unit']})",
+        [value for curve in curves for value in curve.y],
+        base=10,
+        margin=0.05,
+    )
+    title = "Norm of a batch gradient's deviation"
+    return chart.chart(across, up, curves, title=title, height=300)
+
+
+def _marks(x: np.ndarray, y: np.ndarray, classes: str, label: str) -> list[Curve]:
+    """Points, the last of which has the label."""
+    labels = [""] * (len(x) - 1) + [label]
+    return [Curve([a], [b], classes, name) for a, b, name in zip(x, y, labels, strict=True)]
 
 
 def _caption(result: dict) -> str:
-    shown = (
+    return (
         "Top: deviations of single coordinates of g_b, the gradient of a random batch of b"
         " sequences, from those of G, the mean over all n; deviations beyond the axis count"
         " in the variance. Bottom: the norm over all coordinates. Gradients are in"
         f" {result['unit']}, as parameters are dimensionless."
+        + (f" Made by: {result['command']}" if result["command"] else "")
     )
-    command = f"Command: {result['command']}" if result["command"] else ""
-    return "\n".join(textwrap.wrap(shown, 205) + textwrap.wrap(command, 205, max_lines=3))
 
 
 def _batch_cells(batch: dict) -> tuple[str, ...]:

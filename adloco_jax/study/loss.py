@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from adloco_jax.study import chart, curves
-from adloco_jax.study.chart import Axis, Curve
+from adloco_jax.study.chart import Axis, Curve, Panel
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import Run, Variant
 
@@ -41,7 +41,7 @@ def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
     return {trainer: looks.get(trainer, ("other", "")) for trainer in trainers}
 
 
-def charts(variants: Sequence[Variant], *, field: str = "loss") -> list[tuple[str, str]]:
+def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
     """A chart for each cost that was spent, by the cost's name.
 
     Args:
@@ -73,7 +73,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> list[tuple[st
             for trainer, (classes, label) in trainer_looks(runs[0]).items()
         ]
         drawn += [("consensus", "", "c6 bold", whole)] if heldout else []
-    made = []
+    made = {}
     for cost, (name, unit) in _COSTS.items():
         label = curves.COSTS.get(cost, "simulated time (s)")
         shown = [_curve(cost, *item) for item in drawn]
@@ -90,7 +90,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> list[tuple[st
         base = 10 if spans and field == "loss" else 0
         y = chart.axis(label_y, values, base=base, margin=0.03, max_ticks=7)
         title = f"{field.capitalize()} over {label}"
-        made.append((name, chart.chart(x, y, shown, title=title, height=430)))
+        made[name] = chart.chart(x, y, shown, title=title, height=430)
     return made
 
 

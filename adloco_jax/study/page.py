@@ -5,11 +5,11 @@ argument is called `html`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from string import Template
 
 from adloco_jax.study import chart
+from adloco_jax.study.chart import Panel, escaped
 
 Cell = str | tuple[str, str]
 """Text of a table's cell; the second of two is smaller and below, such as a range."""
@@ -43,7 +43,7 @@ def page(
     )
     return _TEMPLATE.substitute(
         dict(zip(("figure", "under", "beside"), html, strict=True)),
-        title=escape(title),
+        title=escaped(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
         refresh=refresh,
@@ -66,43 +66,43 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
 
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{escaped(text)}</p>"
 
 
 def bullets(items: Iterable[str]) -> str:
     """A list of plain sentences."""
-    return "<ul>\n" + "\n".join(f"<li>{escape(item)}</li>" for item in items) + "\n</ul>"
+    return "<ul>\n" + "\n".join(f"<li>{escaped(item)}</li>" for item in items) + "\n</ul>"
 
 
 def verbatim(text: str) -> str:
     """Text that keeps its line breaks and columns, such as a command."""
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{escaped(text)}</pre>"
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
     """A part that opens on a click, and is open on paper."""
     opened = " open" if is_open else ""
-    return f"<details{opened}>\n<summary>{escape(summary)}</summary>\n{html}\n</details>"
+    return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:
     """Charts with what they show in words."""
-    return f"<figure>\n{html}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
+    return f"<figure>\n{html}\n<figcaption>{escaped(caption)}</figcaption>\n</figure>"
 
 
-def tabs(name: str, html: Mapping[str, str]) -> str:
-    """Parts of which one is seen, chosen by its tab; the first to begin with.
+def tabs(name: str, panels: Mapping[str, Panel]) -> str:
+    """Charts of which one is seen, chosen by its tab; the first to begin with.
 
     Args:
       name: Of the choice, letters alone; no two on the page are the same.
-      html: Each part by the tab's text.
+      panels: Each chart by the tab's text.
     """
     parts = []
-    for place, (text, part) in enumerate(html.items()):
-        key, checked = f"{name}-{place}", "" if place else " checked"
+    for number, (text, panel) in enumerate(panels.items()):
+        key, checked = f"{name}-{number}", "" if number else " checked"
         parts.append(
             f'<input type="radio" name="{name}" id="{key}"{checked}>'
-            f'<label for="{key}">{escape(text)}</label>\n<div class="tab">{part}</div>'
+            f'<label for="{key}">{escaped(text)}</label>\n<div class="tab">{panel.html()}</div>'
         )
     return '<div class="tabs">\n' + "\n".join(parts) + "\n</div>"
 
@@ -121,7 +121,7 @@ def table(
     """
     classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
-        f'<th{kind} scope="col">{escape(name)}</th>'
+        f'<th{kind} scope="col">{escaped(name)}</th>'
         for kind, name in zip(classes, rows[0], strict=True)
     ]
     body = []
@@ -134,7 +134,7 @@ def table(
         body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
     # A caption within the table would be as wide, and scroll away with it.
     return (
-        f'<p class="caption">{escape(caption)}</p>\n<div class="wide"><table>\n'
+        f'<p class="caption">{escaped(caption)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"
         "</table></div>"
     )
@@ -150,5 +150,5 @@ def _in_legend(place: int, html: str) -> str:
 
 def _cell(content: Cell) -> str:
     if isinstance(content, str):
-        return escape(content)
-    return "{}<small>{}</small>".format(*map(escape, content))
+        return escaped(content)
+    return "{}<small>{}</small>".format(*map(escaped, content))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import curves, loss, page, run_figures, theory
+from adloco_jax.study import chart, curves, loss, page, run_figures, theory
+from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import Run, Variant
 from adloco_jax.study.page import Cell
 from adloco_jax.study.summary import (
@@ -63,7 +64,7 @@ def write(
     labels: Sequence[str] | None = None,
     refresh_s: int | None = None,
 ) -> Path:
-    """Write `index.html`, and `summary.json` with the runs' totals.
+    """Write `index.html`, its first figure as `loss.svg`, and `summary.json` with the runs' totals.
 
     Runs whose configs differ in the seed alone are one variant, drawn as a median with a band.
 
@@ -84,8 +85,17 @@ def write(
     folder = Path(folder)
     words = ["adloco", "report", *map(str, runs), "--out", str(folder)]
     words += ["--labels", *labels] if labels else []
+    panels = loss.charts(variants)
     files = {
-        "index.html": _page(variants, shlex.join(words), refresh_s),
+        "index.html": _page(variants, panels, shlex.join(words), refresh_s),
+        "loss.svg": chart.document(
+            [*panels.values()],
+            title=loss.caption(variants),
+            caption=f"{loss.caption(variants)} {loss.reading()}",
+            columns=2,
+            width=1300,
+            right_px=180,
+        ),
         "summary.json": json.dumps(_summary(variants), indent=2, allow_nan=False) + "\n",
     }
     page.write_files(folder, files)
@@ -156,10 +166,11 @@ def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) 
     return curves.variants(read, labels=labels)
 
 
-def _page(variants: Sequence[Variant], command: str, refresh_s: int | None) -> str:
+def _page(
+    variants: Sequence[Variant], panels: Mapping[str, Panel], command: str, refresh_s: int | None
+) -> str:
     runs = [run for variant in variants for run in variant.runs]
-    losses = page.tabs("loss", dict(loss.charts(variants)))
-    figure = page.figure(losses, loss.caption(variants))
+    figure = page.figure(page.tabs("loss", panels), loss.caption(variants))
     if len(runs) == 1:
         title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
         beside, under = _totals_of(runs[0]), run_figures.life(runs[0])
@@ -167,7 +178,7 @@ def _page(variants: Sequence[Variant], command: str, refresh_s: int | None) -> s
         title, parts = f"{len(variants)} variants, {len(runs)} runs", _variants_parts(variants)
         beside, under = _totals_table(variants), ""
     if any(map(curves.is_classifier, runs)):
-        drawn = page.tabs("accuracy", dict(loss.charts(variants, field="accuracy")))
+        drawn = page.tabs("accuracy", loss.charts(variants, field="accuracy"))
         accuracy = page.figure(drawn, loss.caption(variants, "accuracy"))
         parts = {"Accuracy": accuracy} | parts
     parts["How to read this page, and the commands that made it"] = _runs_table(variants, command)

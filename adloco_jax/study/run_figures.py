@@ -3,10 +3,9 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
 from adloco_jax.study import chart, curves, loss, theory
-from adloco_jax.study.chart import Axis, Curve, steps
+from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import Run
 from adloco_jax.study.page import figure
 
@@ -53,7 +52,7 @@ def life(run: Run) -> str:
     )
     marks = "; ".join(text for name, text in _MARKS.items() if curves.lines(happened, name))
     text = "The trainers: number and thickness are the sequences of an update, of all workers."
-    return figure(drawn, text + (f" Marks: {marks}." if marks else ""))
+    return figure(drawn.html(), text + (f" Marks: {marks}." if marks else ""))
 
 
 def _across(rounds: Iterable[float]) -> Axis:
@@ -109,7 +108,7 @@ def _lane(
         )
         parts.append(
             f'<rect x="{left:.2%}" y="{middle - size / 2:.2%}" width="{right - left:.2%}"'
-            f' height="{size:.2%}"><title>{escape(title)}</title></rect>'
+            f' height="{size:.2%}"><title>{escaped(title)}</title></rect>'
         )
         text = str(_batch(e))
         if lane_px >= 18 and left >= free:
@@ -146,7 +145,7 @@ def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
             f'<circle cx="{across}" cy="{row}" r="7"/><text x="{across}" y="{row}">{sign}</text>'
         )
     kind = "event refused" if name == "refusal" else "event"
-    return f'<g class="{kind}"><title>round {number}: {escape(title)}</title>{marks}</g>'
+    return f'<g class="{kind}"><title>round {number}: {escaped(title)}</title>{marks}</g>'
 
 
 def _over_rounds(
@@ -163,7 +162,7 @@ def _over_rounds(
             drawn.append(Curve(x, y, f"{look} {classes}", "" if classes else end, str(trainer)))
     across = _across(v for curve in drawn for v in curve.x)
     up = chart.axis(label, [v for curve in drawn for v in curve.y], base=base)
-    return chart.chart(across, up, drawn, title=label)
+    return chart.chart(across, up, drawn, title=label).html()
 
 
 def batches(run: Run) -> str:
@@ -220,7 +219,8 @@ def times(run: Run) -> str:
         f"Measured seconds of each round, {total_s:.4g} s in all, of which {stall_s:.4g} s went by"
         " waiting for compilation. Evaluations and checkpoints are not in it."
     )
-    return figure(chart.chart(across, up, drawn, title="Seconds of each round"), text)
+    panel = chart.chart(across, up, drawn, title="Seconds of each round")
+    return figure(panel.html(), text)
 
 
 # The panels of theory: its label, and by field of a `theory.Point` a label, a key and classes.
@@ -264,7 +264,7 @@ def theory_beside(run: Run, constants: theory.Constants | None) -> str:
                 own.append(Curve(x, y, classes, name, key))
         across = chart.axis("updates of a worker, N", [value for c in own for value in c.x])
         up = chart.axis(label, [value for c in own for value in c.y], base=10)
-        drawn += chart.chart(across, up, own, title=label) if own else ""
+        drawn += chart.chart(across, up, own, title=label).html() if own else ""
     text = (
         "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared"
         " norm of the gradient, bounded from above by Lemma 2; the requested batch of all workers"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -150,9 +151,14 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
+def markdown(text: str) -> str:
+    """Text on one line in which nothing is Markdown's, HTML's or mathematics."""
+    return re.sub(r"([\\`*_{}\[\]<>|$#~&])", r"\\\1", " ".join(text.split()))
+
+
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, whose first row is its header."""
-    header, *body = [f"| {' | '.join(row)} |" for row in rows]
+    """A table of plain texts in Markdown, whose first row is its header."""
+    header, *body = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
     return "\n".join([header, "|" + "---|" * len(rows[0]), *body])
 
 
