@@ -49,6 +49,8 @@ REMOVED = {
     "batching.branch_epsilon": "set batching.test=norm",
     "batching.test=replay": "declare the batches by batching.test=ramp",
     "batching.replay": "declare the batches by batching.test=ramp",
+    "ensemble.init": "all trainers start from the same parameters",
+    "batching.monotone": "a batch never falls",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),

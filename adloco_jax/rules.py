@@ -27,10 +27,6 @@ def _is_labelled(arch: str) -> bool:
 
 
 RULES: dict[str, tuple[str, Callable[..., bool]]] = {
-    "trainers that start from a checkpoint share it; set ensemble.init=shared": (
-        "ensemble.init model.init_from",
-        lambda init, init_from: init == "shared" or init_from == "",
-    ),
     "rows must not be longer than the model's context; lower the first or raise the second": (
         "data.sequence_length model.max_length",
         lambda length, longest: length <= longest,
@@ -206,8 +202,8 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "batching.ramp batching.batch_cap",
         lambda ramp, cap: all(1 <= size <= cap for _, size in ramp),
     ),
-    "a monotone batch does not fall; order the batches or set batching.monotone=False": (
-        "batching.ramp batching.monotone",
-        lambda ramp, monotone: not monotone or all(a[1] <= b[1] for a, b in pairwise(ramp)),
+    "a batch never falls; order the batches": (
+        "batching.ramp",
+        lambda ramp: all(a[1] <= b[1] for a, b in pairwise(ramp)),
     ),
 }

@@ -160,11 +160,6 @@ class Ensemble:
     spawn_frac: float | None = _knob(
         None, "Fraction of the run after which all other workers join at once.", "(0, 1)"
     )
-    init: Literal["shared", "independent"] = _knob(
-        "shared",
-        "Parameters at the start. independent: each trainer draws its own, as a negative control"
-        " (docs/algorithm.md, 1).",
-    )
     model_shards: int | None = _knob(
         "auto",
         "Devices that share one worker's parameters and optimizer state (fully sharded data"
@@ -353,7 +348,6 @@ class Batching:
         " unset: no limit (AdLoCo).",
         _COUNT,
     )
-    monotone: bool = _knob(True, "Whether a request never falls.")
     smoothing: float = _knob(0.9, "Decay per test of the averaged statistics.", "[0, 1)")
     test_batch_size: int | None = _knob(
         "auto", "Sequences per trainer and test. auto: 4 % of the round's, 8 to 256.", "[8, 1e9]"

@@ -41,7 +41,6 @@ def get_config() -> ConfigDict:
     # Table A.2 has "4 nodes per GPU", 6.1 four GPUs (simulated on one): read as a pool of 4 x 4
     # workers, so each of the four trainers starts with four.
     config.ensemble.num_workers = 16
-    config.ensemble.init = "shared"  # as the paper, whose trainers share a checkpoint
     config.ensemble.allocation = "demand"  # as the reference
 
     config.inner.steps_per_round = 200  # table A.2

@@ -124,18 +124,6 @@ def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
     assert events(tmp_path / "r", "end")[-1]["reason"] == "diverged"
 
 
-def test_parameters_that_are_not_finite_from_the_start_are_quarantined(tmp_path):
-    def poisoned(key):
-        return {"w": jnp.where(jax.random.uniform(key) < 0.5, jnp.nan, 0.0) + jnp.zeros((6, 6))}
-
-    groups = {"num_rounds": 3, "batching": {"test": "constant"}}
-    groups |= {"ensemble": {"num_trainers": 3, "num_workers": 3, "init": "independent"}}
-    result = run(tmp_path / "r", corpus(), groups | {"seed": 1}, init_fn=poisoned)
-    assert 0 < len(result.controller.quarantined) < 3
-    assert math.isfinite(result.loss)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.ensemble))
-
-
 def test_a_run_recovers_from_a_spike(tmp_path):
     groups = {
         "num_rounds": 14,

@@ -183,7 +183,6 @@ CONTRADICTIONS = {
     "classes of unlabelled text": dict(model__arch="bert"),
     "no room for a text": BERT | dict(data__sequence_length=2),
     "no label": dict(data__label_column=""),
-    "checkpoints apart": dict(model__init_from="x", ensemble__init="independent"),
     "context": dict(data__sequence_length=513),
     "bytes": dict(model__vocab_size=256),
     "no tokenizer": dict(data__tokenizer=""),
@@ -263,7 +262,6 @@ def test_what_is_no_contradiction_passes():
         dict(inner__tx="sgd", inner__weight_decay=0, outer__tx="adamw", outer__weight_decay=0.1),
         dict(batching__initial_batch_size=16, batching__batch_cap=16),
         RAMP | dict(batching__ramp=((0, 1), (3, 4), (5, 4), (6, 1024))),
-        RAMP | dict(batching__ramp=((0, 1), (3, 4), (5, 2)), batching__monotone=False),
     ):
         validate(changed(**values))
 

@@ -402,7 +402,7 @@ def grown(s, trainer, workers, free, request):
     most = (s.inner.max_steps_per_round or s.inner.steps_per_round) // s.inner.steps_per_round
     each = total / now
     longer = max(length, min(math.ceil(each / batch), most, largest // (now * batch)))
-    limits = {"max_growth": b.max_growth, "cap": b.batch_cap, "monotone": b.monotone}
+    limits = {"max_growth": b.max_growth, "cap": b.batch_cap}
     larger = limited(each / longer, batch=batch, **limits)
     return now, longer, min(larger, largest // (now * longer))
 

@@ -35,7 +35,6 @@ CASES = {
             "test": "inner_product",
             "scope": "worker",
             "vartheta": 0.7,
-            "monotone": False,
             "test_batch_size": 14,
             "smoothing": 0.5,
         },

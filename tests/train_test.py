@@ -157,21 +157,34 @@ def test_evaluation_does_not_change_the_training(tmp_path, growing):
 
 
 def two_valleys(params, tokens):
-    """A loss whose minima lie apart: between two of them it is high."""
-    return bigram_loss(params, tokens) + 0.1 * (params["x"] ** 2 - 1) ** 2
+    """A loss with minima at x = -1 and 1, and a row's first id says towards which."""
+    side = jnp.mean(jnp.where(tokens[:, 0] == 0, 1.0, -1.0))
+    x = params["x"]
+    return bigram_loss(params, tokens) + 0.1 * (x**2 - 1) ** 2 + 0.01 * side * x
+
+
+class Sided(type(corpus())):
+    """The toy's rows, of which each begins with the trainer's id."""
+
+    def batch(self, trainer, stream, start, count):
+        rows = super().batch(trainer, stream, start, count)
+        rows[:, 0] = trainer
+        return rows
 
 
 def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path):
-    def apart(key):
-        return init_fn(key) | {"x": jax.random.rademacher(key, (), float)}
+    def central(key):
+        return init_fn(key) | {"x": jnp.zeros(())}
 
     settings = settings_of(
         num_rounds=3,
-        seed=1,
-        ensemble={"num_trainers": 2, "num_workers": 3, "init": "independent"},
+        ensemble={"num_trainers": 2, "num_workers": 3},
+        inner={"steps_per_round": 20},
         merge={"every_rounds": 2, "max_barrier": 0.01, "on_refusal": "retire"},
     )
-    result = run(tmp_path / "r", settings, init_fn=apart, loss_fn=two_valleys)
+    result = run(
+        tmp_path / "r", settings, corpus=Sided(corpus().rows), init_fn=central, loss_fn=two_valleys
+    )
     (refusal,) = events(tmp_path / "r", "refusal")
     assert refusal["barrier"] > 0.01 and refusal["action"] == "retire"
     assert events(tmp_path / "r", "merge") == []

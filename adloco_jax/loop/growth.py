@@ -111,8 +111,7 @@ def grown(
       free_workers: How many may join.
 
     Returns:
-      More workers (twice as many, or all), longer rounds, or another batch. Of these only a batch
-      that need not be monotone can fall.
+      More workers (twice as many, or all), longer rounds, or a larger batch; none of them falls.
     """
     if not math.isfinite(request):
         return now
@@ -140,7 +139,6 @@ def grown(
                 batch_size=size.batch_size,
                 max_growth=batching.max_growth,
                 batch_cap=batching.batch_cap,
-                monotone=batching.monotone,
             )
             most = limit // (size.num_workers * size.round_length)
             size = size._replace(batch_size=min(batch, most))

@@ -304,9 +304,6 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
         sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
         txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
         stack = init(run.init_fn(key) if params is None else params, **sizes, **txs)
-        if settings.init == "independent":
-            keys_M = jax.random.split(key, settings.num_trainers)
-            stack = stack.replace(params_M=jax.vmap(run.init_fn)(keys_M))
         if spec.outer.own_params:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
