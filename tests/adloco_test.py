@@ -129,7 +129,6 @@ def test_a_control_survives_json():
     control = a_control()
     control.trainers[1].cursors["2"] = 7
     control.trainers[1].smoothing = {"noise_sum": 0.1}
-    control.redo_round, control.redo_max_batch_size = 3, 8
     text = json.dumps(dataclasses.asdict(control))
     assert control_from_json(json.loads(text)) == control
 
@@ -162,46 +161,6 @@ def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
     # A round accumulates no more micro-batches than it has.
     control.trainers[0].requested_batch_size = 99
     assert adloco.round_plan(control, 0, settings) == RoundPlan(2, 7, 7, 1)
-
-
-@pytest.mark.parametrize(
-    ("requested", "before", "after", "inner", "switch", "micro_accum"),
-    [
-        (48, 16, 12, {}, {"mode": "accumulate"}, (12, 4)),
-        (7, 7, 3, {}, {}, (1, 7)),
-        (4, 4, 3, {}, {}, (2, 2)),
-        (36, 12, 8, {"unit": "microbatches"}, {"mode": "accumulate"}, (6, 6)),
-    ],
-)
-def test_after_running_out_of_memory_the_same_sequences_make_the_same_updates(
-    requested, before, after, inner, switch, micro_accum
-):
-    settings = settings_of(
-        inner={"steps_per_round": 5} | inner,
-        switch=switch,
-        batching={"max_batch_size": before, "buckets": (), "batch_cap": 64},
-    )
-    control = a_control(batches=(requested,), owners=(0,), max_batch_size=before)
-    control.trainers[0].round_length = 2
-    planned = adloco.round_plan(control, 0, settings)
-    control.max_batch_size = after
-    smaller = adloco.smaller_plan(planned, control, settings)
-    assert smaller[:2] == micro_accum
-    # A round that is run again is planned as it was, and then made smaller; those after it are not.
-    now = adloco.round_plan(control, 0, settings)
-    control.redo_round, control.redo_max_batch_size = 1, before
-    assert adloco.round_plan(control, 0, settings) == smaller
-    control.round = 1
-    assert adloco.round_plan(control, 0, settings) == now
-
-    def sequences(plan):
-        ends = np.flatnonzero(batches.update_flags(plan))
-        return np.diff(ends, prepend=-1) * plan.micro_batch_size
-
-    assert sequences(smaller).sum() == sequences(planned).sum()
-    assert smaller.num_updates == len(sequences(smaller))
-    assert smaller.num_micro_batches % 5 == 0  # whole calls
-    assert sequences(smaller).tolist() == sequences(planned).tolist()
 
 
 def test_learning_rate_follows_the_trainers_own_updates():

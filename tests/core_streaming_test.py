@@ -33,7 +33,7 @@ from adloco_jax import (
 from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.engine.programs import Programs, lower
+from adloco_jax.engine.programs import lower
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
@@ -397,36 +397,6 @@ def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whol
         assert one["event"] == other["event"] and one.get("bytes") == other.get("bytes")
         loss = "train_loss" if one["event"] == "round" else "loss"
         assert one.get(loss, 0) == pytest.approx(other.get(loss, 0), rel=2e-3)
-
-
-def test_out_of_memory_undoes_a_round_with_what_workers_had(tmp_path, monkeypatch):
-    """As `train_test` has it for whole synchronisations; here in the second round."""
-    groups = ONE_TRAINER | {
-        "batching": ONE_TRAINER["batching"] | {"ramp": ((0, 2), (1, 4))},
-        "outer": {"fragments": 4, "mixing": 0.5},
-    }
-    plain = run(tmp_path / "plain", settings_of(**groups), linear=True)
-    real = Programs.__getitem__
-
-    def program(programs, key):
-        compiled = real(programs, key)
-
-        def fail(*arguments):
-            compiled(*arguments)  # its buffers are gone, as on a device that fails late
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
-
-        if key.micro_batch_size <= 2 or key.kind != "fragment":
-            return compiled
-        return mock.Mock(side_effect=fail, input_shardings=compiled.input_shardings)
-
-    monkeypatch.setattr(Programs, "__getitem__", program)
-    halved = run(tmp_path / "halved", settings_of(**groups), linear=True)
-    (fault,) = events(tmp_path / "halved", "fault")
-    assert (fault["kind"], fault["round"]) == ("out_of_memory", 2)
-    plans = [(e["micro_batch_size"], e["num_accum_steps"]) for e in events(halved.workdir, "round")]
-    assert plans == [(2, 1), (2, 2)]
-    for name, leaf in plain.params.items():
-        np.testing.assert_allclose(halved.params[name], leaf, rtol=1e-5, atol=1e-6)
 
 
 def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from adloco_jax.errors import ConfigError, DataError, Preempted, ResourceError
-from adloco_jax.run import memory_notes, processes
+from adloco_jax.run import processes
 from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,19 +96,6 @@ def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(jax, "process_index", lambda: 1)  # and process 0 is on another machine
     with pytest.raises(ConfigError, match="not the folder that process 0 has"):
         processes.require_shared(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_notes_are_of_a_round_and_a_process(tmp_path):
-    assert memory_notes.least(tmp_path) is None
-    for round_index, process, size in ((3, 0, 8), (3, 0, 4), (3, 1, 16), (5, 1, 6)):
-        memory_notes.leave(tmp_path, round_index=round_index, process=process, max_batch_size=size)
-    assert memory_notes.least(tmp_path) == 4
-    assert memory_notes.least(tmp_path, after_round=3) == 6
-    assert memory_notes.least(tmp_path, after_round=5) is None
-    memory_notes.forget(tmp_path, up_to_round=4)
-    assert memory_notes.least(tmp_path) == 6
-    memory_notes.forget(tmp_path, up_to_round=5)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import bigram_loss, corpus, init_fn, settings_of
-from toy_runs import GROWING, events, run
+from toy_runs import GROWING, assert_same_end, events, run
 
 from adloco_jax import training as train_module
 from adloco_jax.config import default_config
@@ -25,7 +25,6 @@ from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
-from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import train
 
@@ -245,83 +244,58 @@ class Exhausted:
         return Failing()
 
 
-RETRIED = {
-    "num_rounds": 4,
-    # SGD, since Adam would turn rounding of a gradient near zero into a whole step.
-    "inner": {"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
-    "batching": FULL,
-    "merge": APART,
-    "switch": {"mode": "accumulate"},
-    "checkpoint": {"every_rounds": 1},
-}
-
-
 def plans_of(workdir):
     names = ("round", "micro_batch_size", "num_accum_steps")
     return [tuple(e[name] for name in names) for e in events(workdir, "round", trainer=0)]
 
 
-def test_out_of_memory_restores_the_checkpoint_and_accumulates_the_same_sequences(
+def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_batch(
     tmp_path, monkeypatch
 ):
-    plain = run(tmp_path / "plain", settings_of(**RETRIED))
-    Exhausted(monkeypatch, largest=2, from_call=3)
-    halved = run(tmp_path / "r", settings_of(**RETRIED))
+    """From there on the run is one that resumes with that size."""
+    each = {"every_rounds": 1}
+    settings = settings_of(num_rounds=5, batching=FULL, checkpoint=each, eval=each)
+    with monkeypatch.context() as patch:
+        Exhausted(patch, largest=2, from_call=3)
+        halved = run(tmp_path / "r", settings)
     (fault,) = events(tmp_path / "r", "fault")
     assert (fault["kind"], fault["round"]) == ("out_of_memory", 3)
     assert (fault["max_batch_size_before"], fault["max_batch_size"]) == (4, 2)
+    assert "batches may differ" in fault["effect"]
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 2]
-    assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 2), (4, 2, 2)]
-    # The same sequences in the same updates: the same training up to rounding.
-    tokens = [[e["tokens"] for e in events(r.workdir, "round")] for r in (plain, halved)]
-    assert tokens[0] == tokens[1]
-    np.testing.assert_allclose(halved.params["w"], plain.params["w"], atol=1e-5)
-    monkeypatch.undo()
-    assert run(tmp_path / "r", settings_of(**RETRIED)).controller.max_batch_size == 2  # as saved
+    assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 1), (4, 2, 1), (5, 2, 1)]
+    assert halved.controller.max_batch_size == 2  # as saved
+    run(tmp_path / "resumed", dataclasses.replace(settings, num_rounds=2))
+    smaller = dataclasses.replace(settings.batching, max_batch_size=2)
+    resumed = run(
+        tmp_path / "resumed",
+        dataclasses.replace(settings, batching=smaller),
+        accept_config_change=True,
+    )
+    assert_same_end(halved, resumed)
 
 
-def test_rounds_run_again_after_running_out_of_memory_use_the_same_sequences(tmp_path, monkeypatch):
-    """Where the smaller device would clip the batch, as it does from the next round on."""
+def test_out_of_memory_before_the_first_checkpoint_begins_again(tmp_path, monkeypatch):
     Exhausted(monkeypatch, largest=2, from_call=3)
     run(tmp_path / "r", settings_of(num_rounds=4, ensemble=ONE, batching=FULL))
-    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 0]  # nothing was saved
-    assert plans_of(tmp_path / "r") == [(1, 2, 2), (2, 2, 2), (3, 2, 2), (4, 2, 1)]
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 0]
+    assert plans_of(tmp_path / "r") == [(index, 2, 1) for index in (1, 2, 3, 4)]
 
 
-def test_a_note_of_one_of_several_processes_survives_an_older_save(tmp_path, monkeypatch):
-    """It ends while the checkpoint of the round before, which knows nothing, is being written."""
-    after_failure, finish = train_module.after_failure, Saver._finish
-    last_checkpoint, noted = attempt_module._last_checkpoint, threading.Event()
+def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, monkeypatch):
+    two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 1, errors=jax.errors)
+    real = train_module.after_failure
 
     def as_one_of_two(*failure):
         with monkeypatch.context() as patch:
-            two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 0)
-            patch.setattr(attempt_module, "jax", two)  # for nobody else: Orbax writes meanwhile
-            return after_failure(*failure)
+            patch.setattr(attempt_module, "jax", two)
+            return real(*failure)
 
-    def waited_for(*attempt):
-        noted.set()
-        return last_checkpoint(*attempt)
-
-    def slowly(self, round_index, *rest):
-        assert round_index < 2 or noted.wait(60)
-        return finish(self, round_index, *rest)
-
-    with monkeypatch.context() as patch:
-        Exhausted(patch, largest=2, from_call=3)
-        patch.setattr(train_module, "after_failure", as_one_of_two)
-        patch.setattr(attempt_module, "_last_checkpoint", waited_for)
-        patch.setattr(Saver, "_finish", slowly)
-        with pytest.raises(ResourceError, match="round 3: process 0 failed .*all start again"):
-            run(tmp_path / "r", settings_of(**RETRIED))
-    assert [e["round"] for e in events(tmp_path / "r", "checkpoint")] == [1, 2]
-    (note,) = (tmp_path / "r").glob(".max_batch_size-*")
-
-    run(tmp_path / "r", settings_of(**RETRIED))
-    (fault,) = events(tmp_path / "r", "fault")
-    assert (fault["kind"], fault["round"], fault["max_batch_size"]) == ("out_of_memory", 3, 2)
-    assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 2), (4, 2, 2)]
-    assert not note.exists()  # the checkpoints know now
+    Exhausted(monkeypatch, largest=2, from_call=3)
+    monkeypatch.setattr(train_module, "after_failure", as_one_of_two)
+    wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
+    with pytest.raises(ResourceError, match=wanted):
+        run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ there are several devices and trainers have unequal numbers of workers, each suc
 has devices of its own, so that what a synchronisation moves is what is accounted.
 """
 
-import dataclasses
 import functools
 import math
 import time
@@ -42,7 +41,7 @@ from adloco_jax.engine.inputs import (
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Spec
-from adloco_jax.loop.adloco import State, Stats, merge_due, smaller_plan
+from adloco_jax.loop.adloco import State, Stats, merge_due
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.settings import Settings
 
@@ -114,7 +113,6 @@ class LocalEngine:
         self.events: list[Event] = []  # not yet recorded
         self.underway: Control  # before the round under way, for who deals with its failure
         self._unread: list[Metrics] = []  # rounds whose outcomes the loop's state lacks
-        self._tried: set[Key] = set()  # programs that have run without exhausting the memory
         self._flushed: set[int] = set()  # trainers, by id, with nothing left unsynchronised
 
     @property
@@ -143,29 +141,10 @@ class LocalEngine:
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Dispatches a round. Where its programs exhaust the memory, it is undone and halved.
-
-        The ensemble's buffers are donated, so a copy is kept on the host while a program has not
-        proved itself. The same sequences are then used in smaller micro-batches.
-        """
+        """Dispatches a round."""
         control = self.underway = state.control
         start_s, stalled_s = time.perf_counter(), self.programs.stall_s
-        keys = {group.steps_key() for group in batch.groups}
-        untried = control.max_batch_size > 1 and not self._tried.issuperset(keys)
-        # Of several processes the others may have begun the round: all go back to a checkpoint.
-        can_undo = untried and jax.process_count() == 1
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state.ensemble)
-        backup = jax.tree.map(np.array, state.ensemble) if can_undo else None
-        try:
-            ensemble, measured, norms = self._dispatch(state, batch)
-            if untried:
-                jax.block_until_ready((ensemble, measured))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or backup is None:
-                raise
-            state = state._replace(ensemble=reshard(backup, shardings))
-            return self._retry_smaller(state, batch, error)
-        self._tried |= keys
+        ensemble, measured, norms = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
             control,
@@ -186,20 +165,6 @@ class LocalEngine:
         )
         self._unread.append(metrics)
         return State(ensemble, control), metrics
-
-    def _retry_smaller(self, state: State, batch: Batch, error: Exception) -> tuple[State, Metrics]:
-        before, index = state.control.max_batch_size, state.control.round + 1
-        sizes = {"max_batch_size_before": before, "max_batch_size": before // 2}
-        fault = {"kind": "out_of_memory", "round": index, "cause": str(error).splitlines()[0]}
-        note = (
-            f"round {index}: out of memory; the round is undone and max_batch_size is"
-            f" {before // 2} from here on (was {before})"
-        )
-        self.events.append(Event("fault", fault | sizes, note))
-        control = dataclasses.replace(state.control, max_batch_size=before // 2)
-        plans = {m: smaller_plan(plan, control, self.settings) for m, plan in batch.plans.items()}
-        state = state._replace(control=control)
-        return self.outer_step(state, self.batch(state, plans))
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list]:
         ensemble, measured, norms = state.ensemble, [], []

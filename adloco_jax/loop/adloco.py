@@ -178,15 +178,13 @@ def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     steps = round_steps(control, trainer, settings)
     if settings.inner.unit == "microbatches":
         accum = min(accum, steps)  # a round has no more to average
-        plan = RoundPlan(bucket, accum, steps, -(-steps // accum))
-    else:
-        plan = RoundPlan(bucket, accum, steps * accum, steps)
-    return smaller_plan(plan, control, settings)
+        return RoundPlan(bucket, accum, steps, -(-steps // accum))
+    return RoundPlan(bucket, accum, steps * accum, steps)
 
 
 def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[int, int]:
     """The micro-batch of a trainer's next round, and how many of them an update averages."""
-    largest = planned_max_batch_size(control)
+    largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[trainer].requested_batch_size,
         max_batch_size=largest,
@@ -236,33 +234,6 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
         sequences += bucket * (accum if inner.unit == "updates" else 1)
     tokens = inner.steps_per_round * sequences * settings.data.sequence_length
     return (settings.num_tokens - control.tokens_total) / tokens
-
-
-def planned_max_batch_size(control: Control) -> int:
-    """The `max_batch_size` to plan with; of a round that is re-run, the one it was planned with."""
-    is_redone = control.round < control.redo_round
-    return control.redo_max_batch_size if is_redone else control.max_batch_size
-
-
-def smaller_plan(plan: RoundPlan, control: Control, settings: Settings) -> RoundPlan:
-    """The same sequences with the `max_batch_size` now in force; what does not fit is accumulated.
-
-    Updates keep their sequences. A micro-batch is the largest bucket that divides what it replaces,
-    else the largest divisor.
-    """
-    largest, size = control.max_batch_size, plan.micro_batch_size
-    if size <= largest:
-        return plan
-    # Calls are all equally long: of updates, or of micro-batches of which some are averaged.
-    by_updates = settings.inner.unit == "updates"
-    sequences = size * (plan.num_accum_steps if by_updates else 1)
-    buckets = {*settings.batching.buckets, largest}
-    divisors = [n for n in range(1, largest + 1) if sequences % n == 0]
-    micro = max(divisors, key=lambda n: (n in buckets, n))
-    accum, num_micro_batches = (
-        count * size // micro for count in (plan.num_accum_steps, plan.num_micro_batches)
-    )
-    return RoundPlan(micro, accum, num_micro_batches, plan.num_updates)
 
 
 def merge_due(control: Control, settings: Settings) -> bool:

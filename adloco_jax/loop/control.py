@@ -64,9 +64,6 @@ class Control:
     syncs_total: int = 0
     bytes_total: int = 0
     outcomes_round: int = 0  # the last round whose losses are known here
-    # Rounds up to this one are run again after running out of memory, and planned as they were.
-    redo_round: int = 0
-    redo_max_batch_size: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)

@@ -8,10 +8,10 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,11 +32,10 @@ from adloco_jax.loop.adloco import (
     State,
     adloco,
     is_over,
-    planned_max_batch_size,
     share_done,
     start,
 )
-from adloco_jax.run import checkpoint, memory_notes, observers, processes, resume
+from adloco_jax.run import checkpoint, observers, processes, resume
 from adloco_jax.run.build import InitFn, attention
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
@@ -67,7 +66,7 @@ class Failures:
     """Faults of the attempts so far, and what the next one does differently."""
 
     faults: tuple[dict, ...] = ()  # to record
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of control, to need less
+    max_batch_size: int | None = None  # after memory ran out
     round: int | None = None  # before which the last one failed
 
 
@@ -105,7 +104,7 @@ def begin(
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
     stack.callback(programs.close)
-    control, noted = _control(run, restored, programs, failures.changes)
+    control = _control(run, restored, programs, failures.max_batch_size)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
     engine.underway = control
@@ -115,19 +114,18 @@ def begin(
     ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
     ended = ended and is_over(control, settings)
     if not ended:  # a finished run whose checkpoint is damaged trains again
-        _write_start(run, ledger, control, damage, [*failures.faults, *noted])
+        _write_start(run, ledger, control, damage, failures.faults)
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
     ensemble = restored.state.ensemble if restored else _initial_ensemble(run, control)
 
-    def record(saved: dict) -> None:
-        if processes.is_first():
-            memory_notes.forget(run.workdir, up_to_round=saved["round"])
-        ledger.write("checkpoint", **saved)
-
-    saver = Saver(run.workdir / "checkpoints", keep=settings.checkpoint.keep, on_saved=record)
+    saver = Saver(
+        run.workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        on_saved=lambda saved: ledger.write("checkpoint", **saved),
+    )
     stack.callback(saver.close)
     evaluator = observers.Evaluator(recorder, run.num_classes)
     checkpoints = observers.Checkpoints(
@@ -192,28 +190,26 @@ def after_failure(
             " smaller model or shorter sequences, or model.remat"
         ) from error
     if jax.process_count() > 1:
-        process = jax.process_index()
-        if exhausted:
-            memory_notes.leave(
-                run.workdir, round_index=index, process=process, max_batch_size=size // 2
-            )
+        mend = (
+            f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
+            if exhausted
+            else ""
+        )
         raise ResourceError(
-            f"round {index}: process {process} failed ({cause}); all start again from the"
-            f" newest checkpoint: {_last_checkpoint(run, attempt)}"
+            f"round {index}: process {jax.process_index()} failed ({cause}){mend}; all start again"
+            f" from the newest checkpoint: {_last_checkpoint(run, attempt)}"
         ) from error
     if not exhausted and control.round == before.round:
         raise error
     note = f"round {index} failed ({cause}); restoring the newest checkpoint"
-    attempt.recorder.progress.note(note)
-    fault, changes = {"kind": "round_failed", "round": index, "cause": cause}, before.changes
+    fault, largest = {"kind": "round_failed", "round": index, "cause": cause}, before.max_batch_size
     if exhausted:
-        fault = _out_of_memory(index, cause, size, size // 2)
-        changes = {
-            "max_batch_size": size // 2,
-            "redo_round": max(index, control.redo_round),
-            "redo_max_batch_size": planned_max_batch_size(control),
-        }
-    return Failures((*before.faults, fault), changes, control.round)
+        largest = size // 2
+        note += f" with max_batch_size {largest} (was {size}); batches may differ from there on"
+        fault |= {"kind": "out_of_memory", "max_batch_size_before": size, "max_batch_size": largest}
+        fault["effect"] = "batches may differ from the restored round on"
+    attempt.recorder.progress.note(note)
+    return Failures((*before.faults, fault), largest, control.round)
 
 
 def versions() -> dict[str, str]:
@@ -269,9 +265,9 @@ def _open_ledger(
 
 
 def _control(
-    run: Run, restored: resume.Restored | None, programs: Programs, changes: dict[str, Any]
-) -> tuple[Control, list[dict]]:
-    """The control to resume with, and a fault if an earlier start ran out of memory."""
+    run: Run, restored: resume.Restored | None, programs: Programs, max_batch: int | None
+) -> Control:
+    """The control to start or to resume with; `max_batch` replaces its `max_batch_size`."""
     settings = run.settings
     if restored is None:
         control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
@@ -279,21 +275,7 @@ def _control(
         control, given = restored.state.control, settings.batching.max_batch_size
         if given is not None and given != restored.host["max_batch_size_given"]:
             control = dataclasses.replace(control, max_batch_size=given)
-    control = dataclasses.replace(control, **changes)
-    before = control.max_batch_size
-    # A process may not yet see what another has written, but what it has written itself.
-    noted = memory_notes.least(run.workdir, after_round=control.round)
-    least = min(processes.gather(noted or before))
-    if least >= before:
-        return control, []
-    cause = "a process had run out of memory"
-    fault = _out_of_memory(control.round + 1, cause, before, least)
-    return dataclasses.replace(control, max_batch_size=least), [fault]
-
-
-def _out_of_memory(index: int, cause: str, before: int, now: int) -> dict[str, Any]:
-    fault = {"kind": "out_of_memory", "round": index, "cause": cause}
-    return fault | {"max_batch_size_before": before, "max_batch_size": now}
+    return control if max_batch is None else dataclasses.replace(control, max_batch_size=max_batch)
 
 
 def _initial_ensemble(run: Run, control: Control) -> Ensemble:
@@ -348,7 +330,7 @@ def _compile_fields(compiled: Compiled) -> dict:
 
 
 def _write_start(
-    run: Run, ledger: Ledger, control: Control, damage: list[str], faults: list[dict]
+    run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
     settings, spec = run.settings, run.spec
     ledger.write(
