@@ -66,6 +66,11 @@ _MIN_ADDRESS_BYTES = 4 * 2**30
 
 def command() -> NoReturn:
     """Runs `main` as a process of its own."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
+        # No text and no file name ends a command, whatever the encoding of the output.
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
     try:
         code = main()

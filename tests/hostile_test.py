@@ -3,10 +3,12 @@
 import ast
 import contextlib
 import hashlib
+import io
 import json
 import os
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -223,6 +225,43 @@ def test_what_is_no_config_file_is_refused_at_once(tmp_path, capsys, kind):
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "config" in err
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("command", "encoding"), [("train", "latin-1"), ("report", "utf-8"), ("generate", "ascii")]
+)
+def test_no_text_and_no_name_ends_a_command(
+    honest, tmp_path, monkeypatch, one_device, command, encoding
+):
+    monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
+    (Path("texts") / "a.txt").rename("texts/caf\udce9 \u4e2d.txt")
+    Path("texts/b.txt").write_text("caf\u00e9 \u4e2d\u6587 " * 80)
+    words = {
+        "train": ["--config=tiny.py", "--workdir=new", "--config.data.path=texts/[!\udce8]*"],
+        "report": [SENT, f"--out={tmp_path}/caf\udce9"],
+        "generate": [f"--model={SENT}/export", "--tokens=2", "--prompt=caf\udce9 \u4e2d"],
+    }
+    output = io.TextIOWrapper(io.BytesIO(), encoding, "strict")
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "argv", ["adloco", command, *words[command]])
+    with pytest.raises(SystemExit) as ended:
+        cli.command()
+    assert ended.value.code == 0 and output.errors == "backslashreplace"
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.py").write_text(CONFIG)
+    for words in (
+        ["train", "--config=tiny.py", "--workdir=caf\udce9"],
+        ["plan", "--config=tiny.py", "--workdir=caf\udce9"],
+        ["compare", "--config=tiny.py", "--workdir=caf\udce9"],
+        ["export", "--workdir=run", "--out=caf\udce9"],
+    ):
+        assert cli.main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("not UTF-8; name another")
+    assert os.listdir() == ["tiny.py"]
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):

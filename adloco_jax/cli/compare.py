@@ -22,7 +22,7 @@ from filelock import FileLock
 from adloco_jax.cli.parser import Parser
 from adloco_jax.config import find_config, load_config
 from adloco_jax.errors import UserError
-from adloco_jax.run.resume import finished
+from adloco_jax.run.resume import check_workdir, finished
 from adloco_jax.study import compare, report, results
 from adloco_jax.study.compare_figure import figure
 from adloco_jax.study.curves import read_run
@@ -45,6 +45,7 @@ def run(words: Sequence[str]) -> int:
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", compare.Comparison)
     folder = options.workdir or Path("runs") / path.stem
+    check_workdir(folder)
     runs = compare.runs_of(comparison, folder)
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
@@ -153,8 +154,9 @@ def execute(
 def _train(run: Run, **how: Any) -> None:
     """Makes a run, whose output goes to `output.txt` in its folder."""
     run.workdir.mkdir(parents=True, exist_ok=True)
+    path = run.workdir / "output.txt"
     with (
-        open(run.workdir / "output.txt", "a", encoding="utf-8") as output,
+        open(path, "a", encoding="utf-8", errors="backslashreplace") as output,
         contextlib.redirect_stdout(output),
     ):
         train(run.config, run.workdir, **how)

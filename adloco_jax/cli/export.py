@@ -15,6 +15,7 @@ from adloco_jax.config import add_entries
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import build_network
 from adloco_jax.run.export import read_trained
+from adloco_jax.run.resume import require_utf8
 
 
 def run(words: Sequence[str]) -> int:
@@ -33,6 +34,7 @@ def run(words: Sequence[str]) -> int:
     parser.config_option()
     options = parser.parse(words)
     add_entries(options.config)
+    require_utf8("--out", options.out)
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: exists already; name another folder")
     trained = read_trained(options.workdir, round=options.round, trainer=options.trainer)

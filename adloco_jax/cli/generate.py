@@ -3,6 +3,7 @@
 adloco generate --model runs/my-first/export --prompt "Once upon a time" --tokens 100
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     if not isinstance(network, Llama):
         raise ConfigError(f"--model {options.model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(options.model)
-    (ids,) = tokenizer.encode_batch([options.prompt])
+    text = os.fsencode(options.prompt).decode(errors="replace")  # bytes of argv may be no UTF-8
+    (ids,) = tokenizer.encode_batch([text])
     prompt = np.concatenate([[tokenizer.eot_id], ids]).astype(np.int32)
     room = network.max_length - len(prompt)
     if min(options.tokens, options.samples) < 1 or options.temperature < 0:

@@ -106,7 +106,7 @@ def is_first() -> bool:
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
     """Discards the standard output of all other processes."""
-    with open(os.devnull, "w") as null:
+    with open(os.devnull, "w", errors="backslashreplace") as null:
         with contextlib.redirect_stdout(sys.stdout if is_first() else null):
             yield
 

@@ -31,6 +31,18 @@ from adloco_jax.settings import KNOBS, Change, Settings
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+def require_utf8(option: str, path: Path) -> None:
+    """Refuses a name that is not UTF-8: libraries that write there know no other.
+
+    Raises:
+      ConfigError: Names the option.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{option} {str(path)[:200]!r}: not UTF-8; name another") from error
+
+
 def check_workdir(workdir: str | Path) -> None:
     """Refuses a folder that cannot hold a run.
 
@@ -38,6 +50,7 @@ def check_workdir(workdir: str | Path) -> None:
       ConfigError: Says why, and what to do.
     """
     folder = Path(workdir)
+    require_utf8("--workdir", folder)
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
