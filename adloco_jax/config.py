@@ -50,6 +50,8 @@ REMOVED = {
     "batching.test=replay": "declare the batches by batching.test=ramp",
     "batching.replay": "declare the batches by batching.test=ramp",
     "ensemble.init": "all trainers start from the same parameters",
+    "inner.lr_on_growth": "the learning rate does not change with the batch",
+    "inner.max_lr_growth": "the learning rate does not change with the batch",
     "batching.monotone": "a batch never falls",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"

@@ -231,12 +231,6 @@ class Inner:
     state: Literal["keep", "reset"] = _knob(
         "keep", "What a new round does with the optimizer's state; AdLoCo's code resets it."
     )
-    lr_on_growth: Literal["none", "sqrt", "linear"] = _knob(
-        "none", "How the learning rate grows with the batch over the initial batch."
-    )
-    max_lr_growth: float | None = _knob(
-        None, "Upper limit of the learning rate's growth; unset: none.", "[1, 1e9]"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +319,7 @@ class Batching:
     estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob(
         "auto", "How per-example gradients are measured; auto: taps where the model has them."
     )
-    initial_batch_size: int = _knob(  # the learning rate's growth is counted from it
+    initial_batch_size: int = _knob(
         1, "Sequences per worker at the start (AdLoCo table A.2).", _COUNT, resume="refused"
     )
     max_batch_size: int | None = _knob(

@@ -147,17 +147,12 @@ def test_trainers_with_one_plan_share_a_group_with_all_their_workers():
 
 def test_micro_batches_as_the_unit_make_fewer_updates_and_a_short_last_one():
     inner = {"unit": "microbatches", "steps_per_round": 7}
-    rates = {"learning_rate": 1.0, "lr_on_growth": "linear"}
     batching = {"max_batch_size": 2, "buckets": (2,)}
-    settings = settings_of(batching=batching, inner=inner | rates)
+    settings = settings_of(batching=batching, inner=inner)
     control = a_control(batches=(6,), owners=(0,), max_batch_size=2)
     plan = adloco.round_plan(control, 0, settings)
     assert (plan.num_micro_batches, plan.num_updates) == (7, 3)
     assert batches.update_flags(plan).tolist() == [False, False, True] * 2 + [True]
-    # Growth counts the micro-batches that an update really averages.
-    (group,) = groups_of(control, settings)
-    rate_TR = batches.learning_rates(control, group, settings)
-    assert rate_TR[:, 0].tolist() == [3.0] * 6 + [1.0]
     # A round accumulates no more micro-batches than it has.
     control.trainers[0].requested_batch_size = 99
     assert adloco.round_plan(control, 0, settings) == RoundPlan(2, 7, 7, 1)
@@ -179,32 +174,10 @@ def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
     inner = {"learning_rate": 1e-3, "warmup_updates": 5, "steps_per_round": 5}
     settings = settings_of(num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1})
     done = (np.arange(5, 45) - 5) / 40
-    how = {"updates": np.arange(5, 46), "tokens": 0, "batch_size": np.array(1)}
+    how = {"updates": np.arange(5, 46), "tokens": 0}
     rate = learning_rate(a_control(), settings, **how)
     expected = [*(1e-4 + 9e-4 * (1 + np.cos(np.pi * done)) / 2), 1e-4]
     np.testing.assert_allclose(rate, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("rule", "batch", "limit", "factor"),
-    [
-        ("none", 20, None, 1),
-        ("sqrt", 7, None, 2),
-        ("linear", 20, None, 12),
-        ("sqrt", 20, 3.0, 3),  # of sqrt(12)
-        ("sqrt", 7, 3.0, 2),
-    ],
-)
-def test_learning_rate_on_growth_follows_the_effective_batch(rule, batch, limit, factor):
-    settings = settings_of(
-        inner={"learning_rate": 0.1, "lr_on_growth": rule, "max_lr_growth": limit},
-        batching={"initial_batch_size": 2, "max_batch_size": 8, "buckets": (2, 8)},
-    )
-    control = a_control(batches=(batch,), owners=(0,), max_batch_size=8)
-    (group,) = groups_of(control, settings)
-    rate_TR = batches.learning_rates(control, group, settings)
-    # From 2 to 8, the bucket that holds 7, or to three accumulated micro-batches of 8.
-    np.testing.assert_allclose(rate_TR, 0.1 * factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

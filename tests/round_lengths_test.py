@@ -48,8 +48,8 @@ def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps()
 
 
 def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
-    """Warm-up, schedule and the growth of the batch from 2 to 4 are all in it."""
-    inner = {"learning_rate": 0.1, "schedule": "cosine", "lr_on_growth": "sqrt"}
+    """Warm-up and schedule are in it."""
+    inner = {"learning_rate": 0.1, "schedule": "cosine"}
     settings = settings_of(inner=inner | {"warmup_updates": 5}, num_tokens=10_000)
     seen = []
 

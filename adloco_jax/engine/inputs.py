@@ -261,8 +261,6 @@ def learning_rates(
     """
     plan = group.plan
     update_T = np.cumsum(update_flags(plan)) - update_flags(plan)
-    # A round may end with an update of fewer micro-batches.
-    effective_T = plan.micro_batch_size * np.bincount(update_T)[update_T]
     start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
     used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
     rate_TR = learning_rate(
@@ -270,7 +268,6 @@ def learning_rates(
         settings,
         updates=update_T[:, None] + start_R[None, :],
         tokens=used_T[:, None],
-        batch_size=effective_T[:, None],
     )
     return rate_TR.astype(np.float32)
 

@@ -201,14 +201,7 @@ def round_steps(control: Control, trainer: int, settings: Settings) -> int:
     more than reach the end of a run that tokens end.
     """
     inner, its = settings.inner, control.trainers[trainer]
-    bucket, accum = _micro_batches(control, trainer, settings)
-    rate = learning_rate(
-        control,
-        settings,
-        updates=its.updates,
-        tokens=control.tokens_total,
-        batch_size=bucket * accum,
-    )
+    rate = learning_rate(control, settings, updates=its.updates, tokens=control.tokens_total)
     available = {
         **vars(inner),
         "next_rate": float(rate),

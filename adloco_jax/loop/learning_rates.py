@@ -1,4 +1,4 @@
-"""The learning rate of inner updates: growth with the batch, warm-up and schedule."""
+"""The learning rate of inner updates: warm-up and schedule."""
 
 import numpy as np
 
@@ -12,7 +12,6 @@ def learning_rate(
     *,
     updates: int | np.ndarray,
     tokens: float | np.ndarray,
-    batch_size: int | np.ndarray,
 ) -> np.ndarray:
     """The learning rate of inner updates; arguments that are arrays broadcast.
 
@@ -24,15 +23,11 @@ def learning_rate(
       settings: The run's settings.
       updates: The trainer's inner updates before each.
       tokens: Of all trainers together before each.
-      batch_size: Sequences that each averages.
 
     Returns:
       Float64, of the shape to which the arguments broadcast.
     """
     inner = settings.inner
-    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[inner.lr_on_growth]
-    growth = (batch_size / settings.batching.initial_batch_size) ** exponent
-    growth = np.minimum(growth, inner.max_lr_growth or np.inf)
     warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
     horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
 
@@ -51,4 +46,4 @@ def learning_rate(
         "linear_after_merge": (1 - done) / left if since else 1.0,
     }[inner.schedule]
     final = inner.final_lr_frac
-    return inner.learning_rate * growth * warmup * (final + (1 - final) * decay)
+    return inner.learning_rate * warmup * (final + (1 - final) * decay)
