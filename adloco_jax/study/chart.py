@@ -127,6 +127,15 @@ class Curve(NamedTuple):
     band: tuple[Sequence[float], Sequence[float]] | None = None  # an area around it
 
 
+def point(x: Sequence[float], y: Sequence[float], color: str, label: str = "") -> list[Curve]:
+    """A dot with bars over its ranges: lowest, middle and highest value across and up."""
+    bars = (
+        Curve([x[0], x[2]], [y[1]] * 2, f"{color} thin"),
+        Curve([x[1]] * 2, [y[0], y[2]], f"{color} thin"),
+    )
+    return [*bars, Curve([x[1]], [y[1]], f"{color} mark", label)]
+
+
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Points of a value that is constant within each round; NaN between rounds that are apart."""
     x, y = [], []
@@ -251,6 +260,7 @@ def document(
     width: int = 1000,
     right_px: int = 40,
     font_px: int = 13,
+    theme: str | None = None,
 ) -> str:
     """An SVG file: panels in a grid, a legend above and a caption below them; see `svg`.
 
@@ -263,8 +273,10 @@ def document(
       width: Of the figure, in pixels.
       right_px: Room for labels right of each box.
       font_px: Size of the letters.
+      theme: As of `svg`.
     """
-    em, parts, left, top = font_px, [], 1.0 * font_px, 2.0 * font_px
+    em, parts, left = font_px, [], 1.0 * font_px
+    top = 2.0 * em if legend else 0.0
     for number, name in enumerate(legend):
         room = (len(name) * 0.58 + 5) * em
         if left > em and left + room > width:
@@ -291,7 +303,7 @@ def document(
     for line in textwrap.wrap(caption, int(width / em / 0.55)):
         top += 1.5 * em
         parts.append(text(em, top, line, "tick start"))
-    return svg(width, math.ceil(top + em), title, parts, font_px=font_px)
+    return svg(width, math.ceil(top + em), title, parts, font_px=font_px, theme=theme)
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:

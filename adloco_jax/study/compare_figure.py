@@ -42,12 +42,8 @@ def figure(table: dict, *, command: str) -> str:
         edge = front([(across["median"], up["median"]) for _, across, up in costs])
         curves = [Curve(*zip(*edge, strict=True), "other thin")]
         for number, across, up in costs:
-            color, middle = chart.look(number).split()[0], (across["median"], up["median"])
-            curves += [
-                Curve([across["low"], _high(across)], [middle[1]] * 2, f"{color} thin"),
-                Curve([middle[0]] * 2, [up["low"], _high(up)], f"{color} thin"),
-                Curve([middle[0]], [middle[1]], f"{color} mark", str(number + 1)),
-            ]
+            color = chart.look(number).split()[0]
+            curves += chart.point(_range(across), _range(up), color, str(number + 1))
         axes = [_axis(key, [spread[i] for spread in costs]) for i, key in ((1, x), (2, y))]
         panels.append(chart.chart(*axes, curves, title=question, height=300))
     return chart.document(
@@ -88,7 +84,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
     """From zero, as ratios are what counts; logarithmic where the values span decades."""
-    values = [value for spread in spreads for value in (spread["low"], _high(spread))]
+    values = [value for spread in spreads for value in _range(spread)]
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and max(positive) > _DECADES * min(positive)
     axis = chart.axis(
@@ -104,5 +100,7 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
     return axis
 
 
-def _high(spread: dict) -> float:
-    return spread["median"] if spread["high"] is None else spread["high"]
+def _range(spread: dict) -> tuple[float, float, float]:
+    """Lowest, middle and highest; the middle for the highest where a seed never got there."""
+    high = spread["median"] if spread["high"] is None else spread["high"]
+    return spread["low"], spread["median"], high

@@ -100,10 +100,12 @@ def _norms(result: dict) -> Panel:
     curves = [
         Curve(b, law, "other d4", "√(tr Σ / b): independent"),
         Curve(b, law * np.sqrt(1 - b / n), "c6", f"without replacement of {n:,}"),
-        *(Curve([s, s], ends, "c0") for s, *ends in zip(sizes, low, high, strict=True)),
-        *_marks(sizes, mean, "c0 mark", "mean, 10 % to 90 %"),
-        *_marks(sizes, rms, "c1 mark", "root mean square"),
     ]
+    labels = [""] * (len(sizes) - 1) + ["mean, 10 % to 90 %"]
+    for *spread, size, label in zip(low, mean, high, sizes, labels, strict=True):
+        curves += chart.point([size] * 3, spread, "c0", label)
+    dots = [c for s, v in zip(sizes, rms, strict=True) for c in chart.point([s] * 3, [v] * 3, "c1")]
+    curves += [*dots[:-1], dots[-1]._replace(label="root mean square")]
     across = chart.axis("batch size b (sequences)", b, base=2)
     up = chart.axis(
         f"norm of the deviation, |g_b - G| ({result['unit']})",
@@ -113,12 +115,6 @@ def _norms(result: dict) -> Panel:
     )
     title = "Norm of a batch gradient's deviation"
     return chart.chart(across, up, curves, title=title, height=300)
-
-
-def _marks(x: np.ndarray, y: np.ndarray, classes: str, label: str) -> list[Curve]:
-    """Points, the last of which has the label."""
-    labels = [""] * (len(x) - 1) + [label]
-    return [Curve([a], [b], classes, name) for a, b, name in zip(x, y, labels, strict=True)]
 
 
 def _caption(result: dict) -> str:
