@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ensembles import ADAMW, NESTEROV, TXS, batch_of, ensemble_of
+from ensembles import ADAMW, TXS, batch_of, ensemble_of
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from toy import bigram_loss, corpus, init_fn, settings_of
 from trees import assert_close
 
-from adloco_jax import gradient_stats, inner_steps, outer_step, outer_update, start_round
+from adloco_jax import gradient_stats, inner_steps, outer_step, start_round
 from adloco_jax.engine.inputs import _group, _streams
 from adloco_jax.engine.programs import _keyed
 from adloco_jax.loop.adloco import start
@@ -177,46 +175,6 @@ def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
     settings = settings_of(**one, outer=outer, batching={"test_batch_size": 8, "test": test})
     how = {"corpus": corpus(), "init_fn": init_fn, "workdir": tmp_path / "r"}
     assert np.isfinite(fit(settings, loss_fn=loss, **how).loss)
-
-
-# --- Meshes with explicit axes
-
-
-def test_arrays_may_be_on_explicit_mesh_axes():
-    """The ensemble keeps its shardings; the parts take such arrays too."""
-    mesh = jax.make_mesh((8,), ("worker",), axis_types=(AxisType.Explicit,))
-    whole, pool = NamedSharding(mesh, P()), NamedSharding(mesh, P("worker"))
-
-    ensemble = ensemble_of([0, 0, 0, 1, 1, 2, 2, 2], PARAMS)
-    placed = jax.device_put(ensemble, whole).replace(
-        inner_state_R=jax.device_put(ensemble.inner_state_R, pool)
-    )
-    batch = batch_of(2, 8, 4)
-    on_mesh = jax.device_put(batch, NamedSharding(mesh, P(None, "worker")))
-    step = jax.jit(lambda e, b, w: outer_step(e, b, of_dict, weights_R=w, **TXS))
-    weights_R = np.arange(1.0, 9.0, dtype=np.float32)
-    expected, metrics = step(ensemble, batch, weights_R)
-    actual, on_metrics = step(placed, on_mesh, jax.device_put(weights_R, pool))
-    workers = start_round(placed, accumulate=True)
-    assert workers.params_R["w"].sharding.spec == P("worker", None, None)
-    workers, *measured = inner_steps(
-        start_round(placed), on_mesh, of_dict, inner_tx=ADAMW, learning_rate_TR=np.ones((2, 8))
-    )
-    parts, _ = outer_update(placed, workers, outer_tx=NESTEROV, weights_R=weights_R)
-    for one in (actual, parts):
-        assert one.inner_state_R[0].mu["w"].sharding.spec == P("worker", None, None)
-        assert_close(one, expected)
-    for loss_SR in (on_metrics.loss_SR, measured[0]):
-        np.testing.assert_allclose(loss_SR, metrics.loss_SR, rtol=1e-6)
-    examples = jax.tree.map(lambda leaf: leaf[0].reshape(32, -1), batch)
-    stats, on_stats = (
-        stats_of(of_dict, params, jax.device_put(examples, at))
-        for params, at in (
-            (PARAMS, None),
-            (jax.device_put(PARAMS, whole), pool),
-        )
-    )
-    np.testing.assert_allclose(on_stats.noise, stats.noise, rtol=1e-5)
 
 
 # --- What is refused, with what to do

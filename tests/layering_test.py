@@ -32,11 +32,12 @@ BELOW["cli"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
-CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress", "merge")}
-CORE["types"] = CORE["optimizers"] = CORE["round_lengths"] = set()
-CORE["gradstats"] = CORE["inner"] = {"types", "arguments"}
-CORE["outer"] = {"types", "arguments", "aggregate", "compress", "inner"}
-CORE["streaming"] = {"types", "compress", "outer"}
+CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress")}
+CORE["meshes"] = CORE["optimizers"] = CORE["round_lengths"] = set()
+CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
+CORE["gradstats"] = CORE["inner"] = {"types", "meshes", "arguments"}
+CORE["outer"] = {"types", "meshes", "arguments", "aggregate", "compress", "inner"}
+CORE["streaming"] = {"types", "meshes", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {
     "dataclasses",

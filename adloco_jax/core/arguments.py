@@ -1,4 +1,4 @@
-"""Checks and adapters for arguments: losses, learning rates, transformations, meshes."""
+"""Checks and adapters for arguments: losses, learning rates, transformations."""
 
 import functools
 import inspect
@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
@@ -67,46 +65,6 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
     shape = np.broadcast_shapes(*(np.shape(number) for number in numbers))
     flat = [jnp.broadcast_to(jnp.asarray(number), shape).reshape(-1) for number in numbers]
     return jax.vmap(fold)(*flat).reshape(shape)
-
-
-def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
-    """Let a function take arrays on mesh axes of type Explicit: it runs with automatic ones.
-
-    Explicit axes would have each operation name its result's sharding. `shardings` gives those of
-    the results, as a prefix of their tree: of the replicated sharding, the shardings of the first
-    argument's leaves, and the keyword arguments.
-    """
-
-    def sharding_of(leaf):
-        return jax.typeof(leaf).sharding if isinstance(leaf, Array | np.ndarray) else None
-
-    def decorate(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            meshes = [at.mesh for at in map(sharding_of, leaves) if at is not None]
-            mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
-            if mesh is None:
-                return function(*args, **kwargs)
-            places = [i for i, leaf in enumerate(leaves) if sharding_of(leaf) is not None]
-
-            def of_arrays(*arrays):
-                filled = dict(zip(places, arrays, strict=True))
-                whole = [filled.get(i, leaf) for i, leaf in enumerate(leaves)]
-                args, kwargs = structure.unflatten(whole)
-                return function(*args, **kwargs)
-
-            first = jax.tree.map(
-                lambda leaf: (at := sharding_of(leaf)) and NamedSharding(mesh, at.spec), args[0]
-            )
-            out = shardings(NamedSharding(mesh, P()), first, **kwargs)
-            arrays = [jnp.asarray(leaves[i]) for i in places]
-            # A program: outside one, a result that depends on no argument is on one device.
-            return jax.jit(jax.sharding.auto_axes(of_arrays, out_sharding=out))(*arrays)
-
-        return call
-
-    return decorate
 
 
 def checked_batch_length(

@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from adloco_jax.core.arguments import on_any_mesh, trainable_loss, with_fixed_key
+from adloco_jax.core.arguments import trainable_loss, with_fixed_key
+from adloco_jax.core.meshes import on_any_mesh
 from adloco_jax.core.types import (
     GradientStats,
     LossFn,
@@ -159,6 +160,7 @@ def _with_products(
     )
 
 
+@on_any_mesh(lambda whole, *_, **__: whole)
 def per_example_products(
     loss_fn: LossFn,
     params: PyTree,

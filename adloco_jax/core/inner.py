@@ -14,10 +14,10 @@ from adloco_jax.core.arguments import (
     checked_batch_length,
     checked_factors,
     checked_update,
-    on_any_mesh,
     takes,
     trainable_loss,
 )
+from adloco_jax.core.meshes import on_any_mesh
 from adloco_jax.core.types import (
     LossFn,
     Workers,
@@ -36,7 +36,7 @@ _KEEPS_PARAMS = (
 )
 
 
-@on_any_mesh(lambda whole, workers, has_aux=False, **_: (workers, whole, whole, *[whole] * has_aux))
+@on_any_mesh(lambda whole, result, workers, *_, **__: (workers, *[whole] * (len(result) - 1)))
 def inner_steps(
     workers: Workers,
     batch_TRB: PyTree,

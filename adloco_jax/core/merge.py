@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 from adloco_jax.core.types import (
     Ensemble,
     at_least_float32,
@@ -100,6 +101,7 @@ def choose_merge(
     return MERGE_POLICIES[policy](candidates, width=width)
 
 
+@on_any_mesh(like_ensemble)
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
@@ -177,6 +179,7 @@ def merge(
     )
 
 
+@on_any_mesh(like_ensemble)
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     """Move workers between trainers; workers may join the pool or retire from it.
 

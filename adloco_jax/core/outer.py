@@ -24,10 +24,10 @@ from adloco_jax.core.arguments import (
     checked_factors,
     checked_update,
     fold_in_each,
-    on_any_mesh,
 )
 from adloco_jax.core.compress import Precision, check_precision, pack, unpack
 from adloco_jax.core.inner import inner_steps
+from adloco_jax.core.meshes import on_any_mesh
 from adloco_jax.core.types import (
     Ensemble,
     LossFn,
@@ -43,7 +43,7 @@ from adloco_jax.core.types import (
 )
 
 
-@on_any_mesh(lambda whole, ensemble, **_: (ensemble, whole))
+@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
 def outer_step(
     ensemble: Ensemble,
     batch: PyTree,
@@ -160,7 +160,7 @@ def outer_step(
     )
 
 
-def _workers_shardings(whole: NamedSharding, ensemble: Ensemble, **_) -> Workers:
+def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
     """Like the workers' inner states: what is [R, ...] is spread as their first axis is."""
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
@@ -205,7 +205,7 @@ def start_round(
     return workers
 
 
-@on_any_mesh(lambda whole, ensemble, **_: (ensemble, whole))
+@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
 def outer_update(
     ensemble: Ensemble,
     workers: Workers,

@@ -24,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from adloco_jax.core.compress import Precision
+from adloco_jax.core.meshes import on_any_mesh
 from adloco_jax.core.outer import outer_update, start_round
 from adloco_jax.core.types import (
     Ensemble,
@@ -37,6 +38,7 @@ from adloco_jax.core.types import (
 )
 
 
+@on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:
     """One fragment of some parameters.
 
@@ -62,6 +64,7 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
     return jax.tree.map(take, tree_X)
 
 
+@on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
 def put_fragment(
     tree_X: PyTree, part_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int
 ) -> PyTree:
@@ -92,6 +95,7 @@ def put_fragment(
     return jax.tree.map(put, tree_X, part_X)
 
 
+@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
 def outer_update_fragment(
     ensemble: Ensemble,
     sent_R: PyTree,
@@ -172,6 +176,7 @@ def outer_update_fragment(
     return ensemble, norm_M
 
 
+@on_any_mesh(lambda whole, _, workers, *args, **kwargs: workers)
 def receive_fragment(
     workers: Workers,
     ensemble: Ensemble,

@@ -25,6 +25,8 @@ from flax import struct
 from jax import Array
 from jaxtyping import PyTree
 
+from adloco_jax.core.meshes import like_ensemble, on_any_mesh
+
 LossFn: TypeAlias = Callable[..., Any]
 """`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
 
@@ -249,6 +251,7 @@ def init(
     )
 
 
+@on_any_mesh(like_ensemble)
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     """The sub-ensemble of some trainers and their workers, which can run a round of its own.
 
@@ -278,6 +281,7 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
     )
 
 
+@on_any_mesh(like_ensemble)
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """Write back a sub-ensemble after a round: the inverse of `take`.
 

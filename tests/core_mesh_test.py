@@ -1,0 +1,108 @@
+"""Every public function of arrays on a mesh with explicit axes, the default of `jax.make_mesh`."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+from ensembles import ADAMW, NESTEROV, TXS, batch_of, draw, ensemble_of, filled, loss_fn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from trees import assert_close
+
+import adloco_jax as aj
+from adloco_jax.core import streaming
+from adloco_jax.core.gradstats import per_example_products
+
+MESH = ((4, 2), ("pool", "model"), (AxisType.Explicit, AxisType.Explicit))
+OWNERS = (0, 0, 0, 1, 2, 2, 3, 3)
+PARAMS = draw({"w": (4, 2), "b": (2,), "scale": ()})
+F = {"num_fragments": 2}
+
+
+def steps(workers, batch):
+    return aj.inner_steps(workers, batch, loss_fn, inner_tx=ADAMW)
+
+
+def answers(stats):
+    pooled = aj.pool(jax.tree.map(lambda leaf: leaf[None], stats))
+    norm, inner = aj.norm_test(pooled, eta=0.5), aj.inner_product_test(stats, vartheta=0.5)
+    return pooled, norm, inner, aj.augmented_inner_product_test(stats, vartheta=0.5, nu=0.5)
+
+
+def fragment(ensemble):
+    sent_R = aj.take_fragment(ensemble.params_R, 1, **F)
+    return aj.outer_update_fragment(ensemble, sent_R, 1, outer_tx=NESTEROV, **F)
+
+
+# Of an ensemble, a round's batch, one model's parameters, and examples.
+CALLS = {
+    "init": lambda e, b, p, x: aj.init(p, num_trainers=4, num_workers=8, **TXS),
+    "take": lambda e, b, p, x: aj.take(e, [0, 2]),
+    "put": lambda e, b, p, x: aj.put(e, [2, 0], aj.take(e, [0, 2])),
+    "merge": lambda e, b, p, x: aj.merge(e, (1, 2), weights=(1.0, 2.0)),
+    "reassign": lambda e, b, p, x: aj.reassign(e, [0, 0, 1, -1, 2, 1, 3, 3, 3]),
+    "spawn": lambda e, b, p, x: aj.spawn(e, 0, 5),
+    "start_round": lambda e, b, p, x: aj.start_round(e, accumulate=True, reset_tx=ADAMW),
+    "inner_steps": lambda e, b, p, x: steps(aj.start_round(e), b),
+    "outer_update": lambda e, b, p, x: aj.outer_update(e, aj.start_round(e), outer_tx=NESTEROV),
+    "outer_step": lambda e, b, p, x: aj.outer_step(e, b, loss_fn, **TXS),
+    "take_fragment": lambda e, b, p, x: aj.take_fragment(e.params_M, 1, **F),
+    "put_fragment": lambda e, b, p, x: aj.put_fragment(
+        e.params_R, aj.take_fragment(e.params_R, 1, **F), 0, **F
+    ),
+    "outer_update_fragment": lambda e, b, p, x: fragment(e),
+    "receive_fragment": lambda e, b, p, x: aj.receive_fragment(
+        aj.start_round(e), e, 1, mixing=0.5, **F
+    ),
+    "flush_workers": lambda e, b, p, x: streaming.flush_workers(e),
+    "gradient_stats pool norm_test inner_product_test augmented_inner_product_test": (
+        lambda e, b, p, x: answers(aj.gradient_stats(loss_fn, p, x))
+    ),
+    "per_example_products": lambda e, b, p, x: per_example_products(loss_fn, p, x),
+}
+OF_THE_HOST = {"allocate_workers", "choose_merge", "constant", "next_batch_size", "ramp", "replay"}
+OF_THE_HOST |= {"switch_mode", "fit", "train"}
+
+
+def test_every_public_function_is_called_here():
+    functions = {name for name in aj.__all__ if inspect.isfunction(getattr(aj, name))}
+    assert functions - OF_THE_HOST <= set(" ".join(CALLS).split())
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    ensemble = filled(ensemble_of(OWNERS, PARAMS, own_params=True))
+    batch = jax.tree.map(lambda leaf: np.pad(leaf, [(0, 0)] * 3 + [(0, 1)]), batch_of(2, 8, 4))
+    batch["y"] = batch["y"][..., :2]
+    return ensemble, batch, PARAMS, jax.tree.map(lambda leaf: leaf[0, 0], batch)
+
+
+def on_mesh(tree, *spec):
+    mesh = jax.make_mesh(*MESH)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(*spec[: np.ndim(leaf)]))), tree
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_public_function_gives_the_same_eagerly_and_jitted(name, arguments):
+    call, (ensemble, batch, params, examples) = CALLS[name], arguments
+    expected = jax.jit(call)(*arguments)
+    placed = ensemble.replace(
+        params_M=on_mesh(ensemble.params_M, "pool", "model"),
+        outer_state_M=on_mesh(ensemble.outer_state_M, "pool"),
+        inner_state_R=on_mesh(ensemble.inner_state_R, ("pool", "model")),
+        params_R=on_mesh(ensemble.params_R, "pool", "model"),
+        round=on_mesh(ensemble.round),
+    )
+    batch = on_mesh(batch, None, ("pool", "model"))
+    placed = placed, batch, on_mesh(params, "model"), on_mesh(examples, "pool")
+    eagerly = call(*placed)
+    with jax.set_mesh(jax.make_mesh(*MESH)):
+        jitted = jax.jit(call)(*placed)
+    for actual in (eagerly, jitted):
+        assert_close(jax.device_get(actual), jax.device_get(expected), rtol=1e-5)
+    if isinstance(actual, aj.Ensemble) and name != "init":
+        kept = [leaf.sharding.spec[0] for leaf in jax.tree.leaves(actual.inner_state_R)]
+        assert set(kept) == {("pool", "model") if actual.num_workers == 8 else None}
