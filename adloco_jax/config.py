@@ -53,6 +53,12 @@ REMOVED = {
     "inner.lr_on_growth": "the learning rate does not change with the batch",
     "inner.max_lr_growth": "the learning rate does not change with the batch",
     "batching.monotone": "a batch never falls",
+    "inner.unit": "steps_per_round counts updates",
+    "inner.schedule=linear_after_merge": "set inner.schedule=linear",
+    "ensemble.worker_parallelism": "one worker at a time on a CPU, elsewhere all",
+    "ensemble.allocation": "workers are divided by demand after a merge",
+    "merge.representative_batch": "the merged trainer has its largest member's batch",
+    "merge.max_harm": "set merge.max_barrier",
     "switch.mode=lengthen": (
         "set batching.growth=('rounds', 'batch') and inner.max_steps_per_round"
     ),

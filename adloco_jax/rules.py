@@ -105,15 +105,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
             schedule == "constant" or tokens or (longest, length) == (None, "fixed")
         ),
     ),
-    (
-        "rounds that accumulate make fewer updates; end the run and its schedule by num_tokens, or"
-        " set inner.schedule=constant"
-    ): (
-        "inner.schedule num_tokens inner.unit switch.mode",
-        lambda schedule, tokens, unit, mode: (
-            schedule == "constant" or tokens or unit == "updates" or mode == "clip"
-        ),
-    ),
     "a constant rate does not fall; choose an inner.schedule or set inner.final_lr_frac=0.0": (
         "inner.schedule inner.final_lr_frac",
         lambda schedule, fraction: schedule != "constant" or fraction == 0,
@@ -129,12 +120,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
     "fragments go through outer.tx in every trainer; set outer.skip_single=False": (
         "outer.skip_single outer.fragments outer.delay_updates",
         lambda skips, fragments, delay: not skips or (fragments, delay) == (1, 0),
-    ),
-    "trainers that never merge never begin to decay; choose a merge.policy or schedule='linear'": (
-        "inner.schedule merge.policy ensemble.num_trainers",
-        lambda schedule, policy, trainers: (
-            schedule != "linear_after_merge" or policy != "none" or trainers == 1
-        ),
     ),
     "sgd decays no weights; set inner.weight_decay=0.0": (
         "inner.tx inner.weight_decay",

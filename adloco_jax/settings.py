@@ -167,15 +167,6 @@ class Ensemble:
         _COUNT,
         resume="harmless",
     )
-    worker_parallelism: int | None = _knob(
-        "auto",
-        "Workers of one device that compute as one batch. auto: one on a CPU, elsewhere all.",
-        _COUNT,
-        resume="harmless",
-    )
-    allocation: Literal["demand", "retire"] = _knob(
-        "demand", "After a merge: divide the workers again, or retire some.", resume="accepted"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +189,6 @@ class Inner:
         table=("ROUND_LENGTHS", "fixed", "qsr", "linear"),
     )
     qsr_alpha: float = _knob(0.0175, "Of qsr; its paper's value for ViT-B with AdamW.", _RATE)
-    unit: Literal["updates", "microbatches"] = _knob("updates", "What steps_per_round counts.")
     tx: str = _knob(
         "adamw",
         "The workers' optimizer. muon: for the matrices of hidden layers, with adamw for the rest,"
@@ -212,7 +202,7 @@ class Inner:
     warmup_updates: int = _knob(
         0, "Updates of a trainer over which the rate rises linearly from zero.", _COUNT_OR_0
     )
-    schedule: Literal["constant", "cosine", "linear", "linear_after_merge"] = _knob(
+    schedule: Literal["constant", "cosine", "linear"] = _knob(
         "constant", "Rate after the warm-up; cosine and linear fall over the run's planned updates."
     )
     final_lr_frac: float = _knob(
@@ -377,14 +367,8 @@ class Merge:
     )
     every_rounds: int = _knob(3, "Rounds from one merge to the next (AdLoCo table A.2).", _COUNT)
     width: int = _knob(2, "Trainers that become one.", _SIZE)
-    representative_batch: Literal["max", "total"] = _knob(
-        "max", "The merged trainer's batch: the largest per worker, or the same total."
-    )
     max_barrier: float | None = _knob(
         None, "Nats/token that a merge may cost; unset: no limit.", "[0, 1e9]"
-    )
-    max_harm: float | None = _knob(
-        None, "Nats/token a merge may lose to its best member; unset: no limit.", "[0, 1e9]"
     )
     on_refusal: Literal["keep", "retire"] = _knob(
         "keep", "What becomes of the weaker trainer of a refused merge."

@@ -41,12 +41,10 @@ def get_config() -> ConfigDict:
     # Table A.2 has "4 nodes per GPU", 6.1 four GPUs (simulated on one): read as a pool of 4 x 4
     # workers, so each of the four trainers starts with four.
     config.ensemble.num_workers = 16
-    config.ensemble.allocation = "demand"  # as the reference
 
-    config.inner.steps_per_round = 200  # table A.2
-    # DEPARTURE: the paper counts micro-batches, so its updates per round become fewer as it
-    # accumulates.
-    config.inner.unit = "updates"
+    # Table A.2. DEPARTURE: the paper counts micro-batches, so its updates per round become fewer as
+    # it accumulates.
+    config.inner.steps_per_round = 200
     config.inner.tx = "adamw"
     config.inner.learning_rate = 2e-5  # table A.2; chosen there to go on from trained weights
     config.inner.warmup_updates = 0  # the paper names none
@@ -77,7 +75,6 @@ def get_config() -> ConfigDict:
     config.merge.policy = "worst_with_worst"  # algorithm of the paper
     config.merge.every_rounds = 3  # table A.2; the code that the paper ships has 2
     config.merge.width = 2
-    config.merge.representative_batch = "max"  # as the reference
 
     config.eval.every_rounds = 1  # DEPARTURE: 6.1 evaluates every 10 steps, within a round
     config.eval.num_sequences = 256  # of ours

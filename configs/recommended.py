@@ -56,5 +56,4 @@ def get_config() -> ConfigDict:
     config.batching.buckets = (16,)
     config.batching.batch_cap = 16
     config.merge.policy = "none"  # one trainer has none to merge with
-    config.merge.max_harm = 0.01  # nats; where trainers merge, never into something worse
     return config

@@ -202,8 +202,8 @@ def trainers(options: argparse.Namespace) -> dict:
         shape = dataclasses.replace(SMALL, num_steps=16 // count)
         tokens = random_tokens(shape, 8, count)
         for how, parallelism in (("in turn", 1), ("at once", count)):
-            settings = settings_of(shape, **{"ensemble.worker_parallelism": parallelism})
-            runs[f"{count} {how}"] = InnerSteps(settings, tokens)
+            run = InnerSteps(settings_of(shape), tokens, parallelism=parallelism)
+            runs[f"{count} {how}"] = run
     times = interleave(runs, options.repeats)
     report("16 updates of batch 8 in all", times)
     one = runs["1 in turn"].needed_bytes

@@ -64,13 +64,21 @@ SHAPES = {
 class InnerSteps:
     """Compiled inner steps of trainers with one worker each; a call goes on from the last."""
 
-    def __init__(self, settings: Settings, tokens_SRBL: np.ndarray, params: PyTree | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        tokens_SRBL: np.ndarray,
+        params: PyTree | None = None,
+        *,
+        parallelism: int | None = None,
+    ):
         """Compiles them.
 
         Args:
-          settings: The model, the optimizer, the learning rate and how many workers go at once.
+          settings: The model, the optimizer and the learning rate.
           tokens_SRBL: int32 [S, R, B, L + 1], what each call trains on.
           params: One model's parameters to start from; None draws them from key 0.
+          parallelism: How many workers compute as one batch; None: as a run does here.
         """
         init_fn, loss_fn = build_model(settings)
         inner_tx, num_workers = inner_transform(settings), tokens_SRBL.shape[1]
@@ -92,7 +100,7 @@ class InnerSteps:
                 loss_fn,
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
-                worker_parallelism=worker_parallelism(settings),
+                worker_parallelism=parallelism or worker_parallelism(),
                 examples_per_pass=examples_per_pass(settings),
             )
 

@@ -91,7 +91,7 @@ def test_all_faults_of_a_comparison_are_named_at_once(tmp_path):
 
 
 def test_a_variant_may_set_what_is_found_by_itself_otherwise(tmp_path):
-    automatic = ("batching.max_batch_size", "ensemble.worker_parallelism", "ensemble.model_shards")
+    automatic = ("batching.max_batch_size", "ensemble.model_shards")
     one = comparison(base=default_config(), variants={"DiLoCo": dict.fromkeys(automatic, 1)})
     (config, *_) = (run.config for run in runs_of(one, tmp_path))
     assert config.batching.max_batch_size == config.ensemble.model_shards == 1

@@ -21,8 +21,7 @@ NUMERIC = [key for key, knob in KNOBS.items() if {int, float} & {knob.type, *get
 ZERO_IS_ALLOWED = """
     checkpoint.every_s seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum outer.weight_decay
-    outer.delay_updates outer.mixing batching.smoothing merge.max_barrier
-    merge.max_harm""".split()
+    outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
 ONE_IS_REFUSED = """
     model.vocab_size model.num_classes model.norm_eps data.heldout_frac inner.beta1 inner.beta2
     inner.final_lr_frac outer.momentum outer.mixing batching.smoothing batching.test_batch_size
@@ -211,7 +210,6 @@ CONTRADICTIONS = {
     "no test to join by": dict(ensemble__initial_workers=4, batching__test="constant"),
     "a share of what?": dict(ensemble__spawn_frac=0.1),
     "twice": dict(batching__growth=("batch", "batch")),
-    "rounds that make fewer updates": dict(inner__unit="microbatches", inner__schedule="linear"),
     "inner decay": dict(inner__tx="sgd"),
     "outer decay": dict(outer__weight_decay=0.1),
     "fragments of unequal rounds": dict(outer__fragments=3),
@@ -234,7 +232,6 @@ CONTRADICTIONS = {
     "ramp's rounds": RAMP | dict(batching__ramp=((0, 1), (2, 2), (2, 3))),
     "ramp's first batch": RAMP | dict(batching__ramp=((0, 2),)),
     "ramp above the cap": RAMP | dict(batching__ramp=((0, 1), (2, 1025))),
-    "never merged": dict(inner__schedule="linear_after_merge", merge__policy="none", num_tokens=9),
     "ramp falls": RAMP | dict(batching__ramp=((0, 1), (2, 3), (4, 2))),
 }
 

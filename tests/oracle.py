@@ -440,9 +440,6 @@ def merge_trainers(s, trainers, workers, members):
             name: sum(sums[name] for sums in measured) / len(measured) for name in measured[0]
         }
 
-    counts_before = {t.id: sum(w.trainer == t.id for w in workers) for t in trainers}
-    total_batches = {t.id: t.batch * counts_before[t.id] for t in trainers}
-    total_batches[representative.id] = max(total_batches[member.id] for member in members)
     largest = members[weights.index(max(weights))]
     representative.batch, representative.length = largest.batch, largest.length
     for trainer in absorbed:
@@ -455,11 +452,8 @@ def merge_trainers(s, trainers, workers, members):
     orphans = [w for w in range(len(workers)) if before[w] in absorbed_ids]
     mean_state = {i: mean_inner_state(s, [workers[w] for w in own[i]]) for i in own}
     after = [None] * len(workers)
-    if s.ensemble.allocation == "retire":
-        counts = [len(own[t.id]) for t in trainers]
-    else:
-        counts = allocated([t.batch * t.length for t in trainers], len(workers))
-        own[representative.id] += orphans
+    counts = allocated([t.batch * t.length for t in trainers], len(workers))
+    own[representative.id] += orphans
     for trainer, count in zip(trainers, counts, strict=True):
         trainer.wanted = count  # no worker joins until the trainer's test asks again
         for w in own[trainer.id][:count]:
@@ -470,14 +464,8 @@ def merge_trainers(s, trainers, workers, members):
             after[free.pop(0)] = trainer.id
     for w, worker in enumerate(workers):
         worker.trainer = after[w]
-        if after[w] not in (before[w], None):  # joined: starts from the mean of those already there
+        if after[w] != before[w]:  # joined: starts from the mean of those already there
             worker.inner_state = copy.deepcopy(mean_state[after[w]])
-    workers[:] = [worker for worker in workers if worker.trainer is not None]
-    if s.merge.representative_batch == "total":
-        for trainer, count in zip(trainers, counts, strict=True):
-            if count != counts_before[trainer.id]:
-                share = math.ceil(Fraction(total_batches[trainer.id], count))
-                trainer.batch = min(share, s.batching.batch_cap)
     return {
         "members": [member.id for member in members],
         "into": representative.id,

@@ -19,7 +19,7 @@ from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("train_loss", "noise", "signal", "test_value", "pseudo_grad_norm", "perplexity")
-MEASURED += ("loss", "loss_before", "loss_after", "barrier", "harm")
+MEASURED += ("loss", "loss_before", "loss_after", "barrier")
 
 
 def test_a_single_process_votes_when_the_answer_is_read():

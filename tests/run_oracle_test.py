@@ -39,14 +39,13 @@ CASES = {
             "smoothing": 0.5,
         },
         switch={"mode": "accumulate"},
-        merge={"width": 3, "every_rounds": 5, "representative_batch": "total"},
+        merge={"width": 3, "every_rounds": 5},
     ),
-    "retire": settings_of(
+    "clip": settings_of(
         num_rounds=4,
         batching={"eta": 0.5},
         switch={"mode": "clip"},
         merge={"every_rounds": 2},
-        ensemble={"allocation": "retire"},
     ),
     # Workers join while the noise asks for more of them, then rounds and batches grow; a trainer's
     # momentum begins with its second worker.
@@ -151,34 +150,22 @@ ONE = [(1, 1)]
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=5, max_size=5),
     st.sampled_from(["worst_with_worst", "best_with_worst"]),
     st.integers(2, 4),
-    st.sampled_from(["demand", "retire"]),
-    st.sampled_from(["max", "total"]),
 )
-# The absorbed trainer has the larger total batch; two free workers for two trainers that lack one.
-@example(
-    [0, 1, 1, 1, 1, 2],
-    [(10, 1), (5, 1), (30, 1)] + 2 * ONE,
-    "worst_with_worst",
-    2,
-    "demand",
-    "total",
-)
-@example([0, 0, 0, 1, 1, 2, 3], 5 * [(9, 1)], "worst_with_worst", 2, "demand", "max")
+# Two free workers for two trainers that lack one.
+@example([0, 1, 1, 1, 1, 2], [(10, 1), (5, 1), (30, 1)] + 2 * ONE, "worst_with_worst", 2)
+@example([0, 0, 0, 1, 1, 2, 3], 5 * [(9, 1)], "worst_with_worst", 2)
 # The representative has the first choice of what it absorbed, though another trainer comes before.
-@example([0, 1, 2, 2], [(4, 1), (3, 1)] + 3 * ONE, "worst_with_worst", 2, "demand", "max")
+@example([0, 1, 2, 2], [(4, 1), (3, 1)] + 3 * ONE, "worst_with_worst", 2)
 # The member with the largest demand has the smaller batch.
-@example([0, 1], [(8, 1), (3, 3)] + 3 * ONE, "worst_with_worst", 2, "demand", "max")
-def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width, allocation, batch):
+@example([0, 1], [(8, 1), (3, 3)] + 3 * ONE, "worst_with_worst", 2)
+def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
     ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
     owners, sizes = [ids.index(owner) for owner in owners], sizes[: len(ids)]
     demands = [batch_size * length for batch_size, length in sizes]
     base = CASES["defaults"]
     settings = dataclasses.replace(
         base,
-        ensemble=dataclasses.replace(base.ensemble, allocation=allocation),
-        merge=dataclasses.replace(
-            base.merge, policy=policy, width=width, every_rounds=1, representative_batch=batch
-        ),
+        merge=dataclasses.replace(base.merge, policy=policy, width=width, every_rounds=1),
     )
     # Who asks for least has not been tested yet, and has no sums to average.
     sums = [
@@ -207,7 +194,7 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width, al
         return
     members = adloco.choose_members(control, [0.0] * len(ids), settings)
     assert list(members) == oracle.merge_members(demands, policy=policy, width=width)
-    control, moved = adloco.after_merge(control, members, settings)
+    control = adloco.after_merge(control, members)
     oracle.merge_trainers(settings, trainers, workers, [trainers[m] for m in members])
 
     assert [
@@ -217,5 +204,3 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width, al
     place = {trainer.id: position for position, trainer in enumerate(trainers)}
     assert control.streams == [worker.stream for worker in workers]
     assert control.owners == [place[worker.trainer] for worker in workers]
-    assert [owner for owner in moved if owner >= 0] == control.owners
-    assert len(moved) == len(owners)

@@ -35,10 +35,10 @@ def spec_of(model_shards=1, worker_parallelism=1):
     config.batching.max_batch_size = BATCH
     config.batching.initial_batch_size = BATCH
     config.ensemble.model_shards = model_shards
-    config.ensemble.worker_parallelism = worker_parallelism
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
-    return program_spec(settings, init_fn, loss_fn, row_length(settings)), init_fn
+    spec = program_spec(settings, init_fn, loss_fn, row_length(settings))
+    return dataclasses.replace(spec, worker_parallelism=worker_parallelism), init_fn
 
 
 def owners_of(num_trainers, num_workers):

@@ -17,7 +17,6 @@ from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE,
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Kind, Spec
 from adloco_jax.errors import DataError
-from adloco_jax.loop.adloco import round_steps
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.learning_rates import learning_rate
@@ -215,15 +214,12 @@ def _planned(
 ) -> dict:
     """A trainer's fields of the ledger, as far as the plan decides them."""
     trainer, workers = control.trainers[position], control.workers_of(position)
-    steps = group.plan.num_updates
-    if settings.inner.unit == "microbatches":
-        steps = round_steps(control, position, settings)
     return {
         "round": control.round + 1,
         "trainer": trainer.id,
         "workers": len(workers),
         "requested_batch_size": trainer.requested_batch_size,
-        "steps_per_round": steps,
+        "steps_per_round": group.plan.num_updates,
         "micro_batch_size": group.plan.micro_batch_size,
         "num_accum_steps": group.plan.num_accum_steps,
         "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
@@ -246,10 +242,8 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
 
 
 def update_flags(plan: RoundPlan) -> np.ndarray:
-    """Bool [T]: the micro-batches that end an update; the last one always does."""
-    flags = (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
-    flags[-1] = True
-    return flags
+    """Bool [T]: the micro-batches that end an update."""
+    return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
 def learning_rates(
@@ -260,11 +254,10 @@ def learning_rates(
     `round_tokens` are those of all trainers in this round.
     """
     plan = group.plan
-    update_T = np.cumsum(update_flags(plan)) - update_flags(plan)
+    update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
     start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
     used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
     rate_TR = learning_rate(
-        control,
         settings,
         updates=update_T[:, None] + start_R[None, :],
         tokens=used_T[:, None],

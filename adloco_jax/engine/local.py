@@ -36,7 +36,6 @@ from adloco_jax.engine.inputs import (
     Rows,
     classes,
     make_batch,
-    update_flags,
 )
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
@@ -75,10 +74,10 @@ class Metrics:
         for group, measured, norms in zip(self.groups, self.measured, self.norms, strict=True):
             parts = jax.device_get(measured)
             loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            ends = np.flatnonzero(update_flags(group.plan))
-            starts = np.concatenate([[0], ends[:-1] + 1])
-            loss_SR = np.add.reduceat(loss_TR, starts) / (ends + 1 - starts)[:, None]
-            skipped_SR = skipped_TR[ends]
+            accum = group.plan.num_accum_steps
+            loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
+            loss_SR = loss_SAR.sum(axis=1) / np.float64(accum)
+            skipped_SR = skipped_TR[accum - 1 :: accum]
             loss_SR = np.where(skipped_SR, np.nan, loss_SR)
             # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
             norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()

@@ -135,7 +135,7 @@ def adloco(
         merged_now = bool(changes)
         for trainer, size in joining_workers(state.control, settings):  # ours
             state, spawned = spawn_workers(
-                state, trainer, size, settings, engine, after_merge=merged_now
+                state, trainer, size, settings, engine, merged_now=merged_now
             )
             changes.append(spawned)
         for observer in observers:
@@ -176,9 +176,6 @@ def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
     """Switch mode, and the micro-batch rounded up to its bucket (section 4.4)."""
     bucket, accum = _micro_batches(control, trainer, settings)
     steps = round_steps(control, trainer, settings)
-    if settings.inner.unit == "microbatches":
-        accum = min(accum, steps)  # a round has no more to average
-        return RoundPlan(bucket, accum, steps, -(-steps // accum))
     return RoundPlan(bucket, accum, steps * accum, steps)
 
 
@@ -201,7 +198,7 @@ def round_steps(control: Control, trainer: int, settings: Settings) -> int:
     more than reach the end of a run that tokens end.
     """
     inner, its = settings.inner, control.trainers[trainer]
-    rate = learning_rate(control, settings, updates=its.updates, tokens=control.tokens_total)
+    rate = learning_rate(settings, updates=its.updates, tokens=control.tokens_total)
     available = {
         **vars(inner),
         "next_rate": float(rate),
@@ -224,7 +221,7 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
     inner, sequences = settings.inner, 0  # of a step
     for owner in control.owners:
         bucket, accum = _micro_batches(control, owner, settings)
-        sequences += bucket * (accum if inner.unit == "updates" else 1)
+        sequences += bucket * accum
     tokens = inner.steps_per_round * sequences * settings.data.sequence_length
     return (settings.num_tokens - control.tokens_total) / tokens
 
@@ -273,9 +270,8 @@ def merge_trainers(
     weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
     after = engine.merged_loss(state, members, weights)
-    barrier, harm = after - float(np.average(before, weights=weights)), after - min(before)
-    limits = ((barrier, rule.max_barrier), (harm, rule.max_harm))
-    refused = any(limit is not None and not cost <= limit for cost, limit in limits)
+    barrier = after - float(np.average(before, weights=weights))
+    refused = rule.max_barrier is not None and not barrier <= rule.max_barrier
     num_joining = 0
     if not (refused and rule.on_refusal == "keep"):
         shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
@@ -296,7 +292,6 @@ def merge_trainers(
         "loss_before": before,
         "loss_after": after,
         "barrier": barrier,
-        "harm": harm,
         **cost,
     }
     control = with_cost(state.control, cost)
@@ -322,41 +317,27 @@ def _join(
 ) -> tuple[State, int]:
     """Merge the members into one trainer; also the number of workers that changed trainer."""
     before = state.control
-    changed, owners = after_merge(before, members, settings, refused=refused)
-    moved = [
-        (old, new)
+    changed = after_merge(before, members, refused=refused)
+    owners = changed.owners
+    left = [  # by worker that moves, the trainer it leaves
+        old
         for old, new in zip(before.owners, owners, strict=True)
-        if new < 0 or changed.trainers[new].id != before.trainers[old].id
+        if changed.trainers[new].id != before.trainers[old].id
     ]
-    state = engine.flush(state, sorted({old for old, _ in moved}))
-    control = dataclasses.replace(
-        state.control,
-        trainers=changed.trainers,
-        owners=changed.owners,
-        streams=changed.streams,
-    )
+    state = engine.flush(state, sorted(set(left)))
+    control = dataclasses.replace(state.control, trainers=changed.trainers, owners=owners)
     ensemble = engine.merge(state.ensemble, members, weights, owners)
-    return State(ensemble, control), sum(new >= 0 for _, new in moved)
+    return State(ensemble, control), len(left)
 
 
-def after_merge(
-    control: Control, members: Sequence[int], settings: Settings, *, refused: bool = False
-) -> tuple[Control, list[int]]:
-    """The control after a merge, with the workers reallocated.
+def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:
+    """The control after a merge, with the workers divided by demand.
 
     Args:
       control: Before the merge.
       members: Positions, the representative first.
-      settings: The run's settings.
       refused: The weaker members only leave; the representative takes nothing over.
-
-    Returns:
-      The changed copy, and the new trainer position of every worker of the old pool, -1 for a
-      retired one: the argument of `reassign` on the merged ensemble.
     """
-    batching, representative = settings.batching, members[0]
-    sizes = [control.owners.count(m) for m in range(len(control.trainers))]
-    totals = [t.requested_batch_size * n for t, n in zip(control.trainers, sizes, strict=True)]
     changed = copy.deepcopy(control)
     if not refused:
         merged = [changed.trainers[m] for m in members]
@@ -364,23 +345,12 @@ def after_merge(
         merged[0].requested_batch_size = largest.requested_batch_size
         merged[0].round_length = largest.round_length
         merged[0].smoothing = _mean_smoothing([t.smoothing for t in merged])
-        totals[representative] = max(totals[m] for m in members)
-    survivors = [m for m in range(len(control.trainers)) if m not in members[1:]]
-    changed.trainers = [changed.trainers[m] for m in survivors]
-    new_sizes = [sizes[m] for m in survivors]
-    if settings.ensemble.allocation == "demand":
-        requested = [trainer.demand for trainer in changed.trainers]
-        new_sizes = allocate_workers(requested, len(control.owners))
-    for trainer, size in zip(changed.trainers, new_sizes, strict=True):
+    changed.trainers = [t for m, t in enumerate(changed.trainers) if m not in members[1:]]
+    sizes = allocate_workers([t.demand for t in changed.trainers], len(control.owners))
+    for trainer, size in zip(changed.trainers, sizes, strict=True):
         trainer.requested_workers = size  # the division answers every earlier request for workers
-    owners = divide_workers(control.owners, members, new_sizes)
-    if settings.merge.representative_batch == "total":
-        for trainer, old, size in zip(changed.trainers, survivors, new_sizes, strict=True):
-            if size != sizes[old]:
-                trainer.requested_batch_size = min(-(-totals[old] // size), batching.batch_cap)
-    changed.streams = [s for s, owner in zip(control.streams, owners, strict=True) if owner >= 0]
-    changed.owners = [owner for owner in owners if owner >= 0]
-    return changed, owners
+    changed.owners = divide_workers(control.owners, members, sizes)
+    return changed
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
@@ -423,7 +393,7 @@ def spawn_workers(
     settings: Settings,
     engine: Engine,
     *,
-    after_merge: bool = False,
+    merged_now: bool = False,
 ) -> tuple[State, dict]:
     """Let workers of the pool join a trainer, in one communication.
 
@@ -433,7 +403,7 @@ def spawn_workers(
       num_workers: Its workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
-      after_merge: Whether a merge or a refused attempt precedes it at this boundary: both are then
+      merged_now: Whether a merge or a refused attempt precedes it at this boundary: both are then
         one communication, which the merge has counted.
 
     Returns:
@@ -441,7 +411,7 @@ def spawn_workers(
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)
-    if after_merge:
+    if merged_now:
         cost["syncs"] = 0
     event = {
         "event": "spawn",

@@ -67,7 +67,6 @@ class Control:
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    single_since: dict[str, int] = field(default_factory=dict)  # see `single_since`
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -119,7 +118,6 @@ def count_round(
       num_syncs: Synchronisations of a round, one for each fragment.
     """
     control = copy.deepcopy(control)
-    control.single_since = single_since(control)
     spent = []
     for position, plan in sorted(plans.items()):
         trainer, workers = control.trainers[position], control.workers_of(position)
@@ -137,13 +135,6 @@ def count_round(
         total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent)
         setattr(control, f"{name}_total", total)
     return control, spent
-
-
-def single_since(control: Control) -> dict[str, int]:
-    """Tokens of the run and updates of the trainer when it was the only one left; else empty."""
-    if control.single_since or len(control.trainers) > 1:
-        return control.single_since
-    return {"tokens": control.tokens_total, "updates": control.trainers[0].updates}
 
 
 def count_flush(

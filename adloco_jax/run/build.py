@@ -189,14 +189,13 @@ def outer_transform(
     return optax.chain(chosen, optax.scale(outer.learning_rate))
 
 
-def worker_parallelism(settings: Settings) -> int | None:
+def worker_parallelism() -> int | None:
     """How many of a device's workers compute as one batch; None: all.
 
     A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times the
     time of four in turn, and twice the memory.
     """
-    chosen = settings.ensemble.worker_parallelism
-    return 1 if chosen is None and jax.default_backend() == "cpu" else chosen
+    return 1 if jax.default_backend() == "cpu" else None
 
 
 def examples_per_pass(settings: Settings) -> int | None:
@@ -242,7 +241,7 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        worker_parallelism=worker_parallelism(settings),
+        worker_parallelism=worker_parallelism(),
         examples_per_pass=examples_per_pass(settings),
     )
     ensemble, num_devices = settings.ensemble, len(jax.devices())

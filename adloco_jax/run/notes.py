@@ -50,12 +50,10 @@ def _spawn(event: dict, settings: Settings) -> str:
 
 def _merge(event: dict, settings: Settings) -> str:
     if "action" in event:
-        merge = settings.merge
         return (
             f"round {event['round']}: merging trainers {event['members']} would raise the loss by"
-            f" {event['barrier']:.4f} nats/token over their mean and {event['harm']:.4f} over the"
-            f" best, more than merge.max_barrier={merge.max_barrier} or"
-            f" merge.max_harm={merge.max_harm} allows: {event['action']}"
+            f" {event['barrier']:.4f} nats/token over their mean, more than"
+            f" merge.max_barrier={settings.merge.max_barrier} allows: {event['action']}"
         )
     losses = ", ".join(f"{loss:.4f}" for loss in event["loss_before"])
     return (

@@ -319,7 +319,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
         for growth in (settings.batching.max_growth, 1):
             ahead = with_growth(later, growth, settings)
             if members := _members(ahead, settings):
-                ahead, _ = after_merge(ahead, members, settings)
+                ahead = after_merge(ahead, members)
             for position, num_workers in joining_workers(ahead, settings):
                 ahead = with_workers(ahead, position, num_workers)
             keys += _keys(ahead, settings, spec)

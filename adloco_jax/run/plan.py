@@ -139,7 +139,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         f" attention by {attention(settings)}; on {devices()}",
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
-        f" of {steps} inner {inner.unit} ({inner.tx}), then {settings.outer.tx}",
+        f" of {steps} inner updates ({inner.tx}), then {settings.outer.tx}",
         *_fragments(settings, spec),
         f"batches: {', '.join(test)}; from {batching.initial_batch_size}, at most {max_batch}"
         f" per worker at once, in buckets {', '.join(sizes)}",
@@ -155,7 +155,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     underway = f"on its way during the last {delay} of them" if delay else "waited for"
     return [
         f"fragments: {outer.fragments}, one every {spec.num_micro_batches} inner"
-        f" {settings.inner.unit}, {underway}; {_human(spec.sync_bytes)} each way for a worker"
+        f" updates, {underway}; {_human(spec.sync_bytes)} each way for a worker"
         f" ({outer.precision}), which keeps {outer.mixing:g} of its own when it arrives"
     ]
 
