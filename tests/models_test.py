@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from nets import (
     BATCH,
     LENGTH,
@@ -21,7 +22,7 @@ from nets import (
 )
 from trees import assert_close
 
-from adloco_jax.models import Bert, Llama, class_logits
+from adloco_jax.models import Bert, Llama, bert, class_logits, layers
 from adloco_jax.models.layers import param_shapes
 
 each_network = pytest.mark.parametrize("name", NETWORKS)
@@ -132,6 +133,52 @@ def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32(name):
     for operation in ("rsqrt", "exp", "log", "reduce_max"):  # norms, softmax, loss
         dtypes = set(re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program))
         assert dtypes == {"f32"}, operation
+
+
+def products(jaxpr):
+    """The matrix products of a jaxpr and of all that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from products(inner)
+
+
+@each_network
+def test_in_bfloat16_no_product_multiplies_float32_matrices(name):
+    model = NETWORKS[name].clone(dtype="bfloat16")
+    params, rows, loss_fn = make_params(model), jnp.asarray(make_rows(model)), loss_of(model)
+    tap_B = jnp.zeros(BATCH)
+
+    def slope(params, direction):
+        return jax.jvp(lambda p: loss_fn(p, rows), (params,), (direction,))
+
+    for function, inputs in (
+        (step_of(model), (params, rows)),
+        (tapped_grad(model), (params, rows, tap_B)),
+        (slope, (params, params)),
+    ):
+        for eqn in products(jax.make_jaxpr(function)(*inputs).jaxpr):
+            types = {str(var.aval.dtype) for var in eqn.invars}
+            # The table's per-example norms are sums of float32 products on purpose.
+            assert types == {"bfloat16"} or "HIGHEST" in str(eqn.params["precision"]), eqn
+
+
+@each_network
+def test_products_of_bfloat16_hardly_add_to_the_gradients_error(name, monkeypatch):
+    exact, rounded = NETWORKS[name], NETWORKS[name].clone(dtype="bfloat16")
+    params, rows = make_params(exact), jnp.asarray(make_rows(exact))
+    expected = flat(step_of(exact)(params, rows)[1])
+
+    def error():
+        grads = jax.jit(jax.grad(lambda params: loss_of(rounded)(params, rows)))(params)
+        return np.linalg.norm(flat(grads) - expected)
+
+    found = error()
+    for module in (layers, bert):  # JAX's own derivative: the cotangent stays float32
+        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        monkeypatch.setattr(module, "multiply_float32", einsum)
+    assert found < 1.1 * error() < 0.1 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from adloco_jax.models.kernels import run_layers, stacked
+from adloco_jax.models.kernels import multiply_float32, run_layers, stacked
 from adloco_jax.models.layers import (
     HEADS_DIVIDE_WIDTH,
     Embed,
@@ -54,7 +54,7 @@ class _Attention(nn.Module):
             return y.reshape(B, L, H, K).transpose(0, 2, 1, 3)
 
         q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
-        scores = jnp.einsum("bhqk,bhsk->bhqs", q_BHLK, k_BHLK, preferred_element_type=jnp.float32)
+        scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
         # Hugging Face adds the least finite float instead; the weights are equal, and exactly zero.
         scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
@@ -152,7 +152,7 @@ class Bert(nn.Module):
         self.layers = stacked(block, self.num_layers)(*sizes)
         self.layer = block(*sizes, parent=None)
         self.pooler = Linear(self.width, self.dtype, use_bias=True)
-        self.classifier = Linear(self.num_classes, self.dtype, out_dtype=jnp.float32, use_bias=True)
+        self.classifier = Linear(self.num_classes, self.dtype, to_float32=True, use_bias=True)
 
     def __call__(
         self,

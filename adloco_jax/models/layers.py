@@ -30,6 +30,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from adloco_jax.models.kernels import multiply_float32
+
 DTYPES = ("float32", "bfloat16")  # of the arithmetic
 
 # The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
@@ -82,7 +84,7 @@ def project(
     tap_B: Tap = None,
     *,
     dtype: DTypeLike,
-    out_dtype: DTypeLike | None = None,
+    to_float32: bool = False,
 ) -> Float[Array, "B L F"]:
     """Multiplies the vector at every position by one matrix.
 
@@ -94,12 +96,13 @@ def project(
       w_DF: Weights, float32.
       tap_B: Gradient tap, see above.
       dtype: Dtype both factors are cast to.
-      out_dtype: Dtype of the sums and of the result; `dtype` if None.
+      to_float32: Whether sums and result are float32, whatever `dtype` is; derivatives are formed
+        in `dtype` all the same.
 
     Returns:
-      The products, of dtype `out_dtype`.
+      The products, float32 or of `dtype`.
     """
-    multiply = functools.partial(_multiply, dtype=dtype, out_dtype=out_dtype)
+    multiply = functools.partial(_multiply, dtype=dtype, to_float32=to_float32)
     return _use(multiply, None, x_BLD, w_DF, tap_B)
 
 
@@ -146,13 +149,13 @@ def _use(
     return _tapped(layer, norms_fn, x_B, weight, tap_B)
 
 
-def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, out_dtype: DTypeLike | None) -> Array:
+def _multiply(x_BLD: Array, w_DF: Array, *, dtype: DTypeLike, to_float32: bool) -> Array:
     batch, length, width = x_BLD.shape
-    y_TF = jnp.matmul(
-        x_BLD.reshape(batch * length, width).astype(dtype),
-        w_DF.astype(dtype),
-        preferred_element_type=dtype if out_dtype is None else out_dtype,
-    )
+    x_TD, w_DF = x_BLD.reshape(batch * length, width).astype(dtype), w_DF.astype(dtype)
+    if to_float32:
+        y_TF = multiply_float32("td,df->tf", x_TD, w_DF)
+    else:
+        y_TF = jnp.matmul(x_TD, w_DF, preferred_element_type=dtype)
     return y_TF.reshape(batch, length, w_DF.shape[1])
 
 
@@ -232,14 +235,14 @@ class Linear(nn.Module):
 
     features: int
     dtype: DTypeLike
-    out_dtype: DTypeLike | None = None
+    to_float32: bool = False
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
         """Applies `project`, then `add_bias`."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
-        y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, out_dtype=self.out_dtype)
+        y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, to_float32=self.to_float32)
         if not self.use_bias:
             return y_BLF
         bias_F = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)

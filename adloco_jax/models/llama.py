@@ -181,7 +181,7 @@ class Llama(nn.Module):
         self.layers = stacked(block, self.num_layers)(*sizes)
         self.layer = block(*sizes, parent=None)
         self.norm = RMSNorm(self.norm_eps, self.dtype)
-        self.head = Linear(self.vocab_size, self.dtype, out_dtype=jnp.float32)
+        self.head = Linear(self.vocab_size, self.dtype, to_float32=True)
 
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L V"]:
         """Logits of the token after each position, float32."""
