@@ -43,7 +43,7 @@ test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
 
 notebooks: $(INSTALLED)
-	for script in notebooks/*.py; do MPLBACKEND=agg $(RUN) $$script || exit; done
+	for script in notebooks/*.py; do $(RUN) $$script || exit; done
 
 parity: $(WITH)-parity
 	$(RUN) -m pytest -q tests/parity_*_test.py

@@ -40,14 +40,13 @@ import time
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 import adloco_jax as al
+from adloco_jax.study import chart
+from adloco_jax.study.chart import Curve
 
-BLACK, BLUE, RED, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito
-plt.rcParams |= {"figure.constrained_layout.use": True, "font.size": 10, "lines.markersize": 5}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+BLUE, RED, GREEN, VIOLET, BLACK = "c0", "c1", "c2", "c4", "c6"  # classes of the charts
 
 # %% [markdown]
 # ## A problem with known noise and signal
@@ -126,33 +125,36 @@ signals = np.array([s.signal for s in stats]) / signal
 plugins = signals + np.array([s.noise for s in stats]) / batch_sizes[:, None] / signal  # |mean|^2
 
 
-def mean_with_error(axes, batch_sizes, values, **style):
+def mean_with_error(batch_sizes, values, color, label):
     """The mean over repeats, and its 95 % interval."""
-    error = 1.96 * values.std(axis=1) / np.sqrt(values.shape[1])
-    axes.errorbar(batch_sizes, values.mean(axis=1), error, capsize=3, **style)
+    mean, error = values.mean(axis=1), 1.96 * values.std(axis=1) / np.sqrt(values.shape[1])
+    across = [(b, b, b) for b in batch_sizes]
+    return chart.points(across, zip(mean - error, mean, mean + error, strict=True), color, label)
 
 
-def batch_axis(axes, label="test batch (examples)"):
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batch_sizes, batch_sizes)
-    axes.set_xlabel(label)
+def panel(title, x_label, y_label, curves, *, x_base=10, y_base=10):
+    """A chart around its curves."""
+    x = chart.axis(x_label, [v for c in curves for v in c.x], base=x_base)
+    y = chart.axis(y_label, [v for c in curves for v in c.y], base=y_base, margin=0.05)
+    return chart.chart(x, y, curves, title=title, height=280)
 
 
-figure, axes = plt.subplots(figsize=(7, 3.4))
-axes.axhline(1, color=BLACK, lw=1)
-axes.plot(batch_sizes, 1 + 32 / batch_sizes, color=RED, lw=1, label=r"theory: $1+B_{simple}/b$")
-mean_with_error(
-    axes, batch_sizes, plugins, fmt="s", color=RED, label=r"plug-in $|\bar g|^2$ / $|G|^2$"
-)
-mean_with_error(axes, batch_sizes, signals, fmt="o", color=BLUE, label=r"$\hat G_2$ / $|G|^2$")
-mean_with_error(axes, batch_sizes, noises, fmt="^", color=GREEN, label=r"$\hat S$ / tr $\Sigma$")
-batch_axis(axes)
-axes.set_yscale("log", base=2)
-axes.set_yticks([1, 2, 4, 8], [1, 2, 4, 8])
-axes.set_ylim(0.7, 12)
-axes.set_ylabel("mean estimate / truth")
-figure.legend(loc="outside right upper", frameon=False)
-plt.show()
+def shown(title, *panels):
+    """The panels beside one another."""
+    how = {"columns": len(panels), "width": 560 * len(panels), "right_px": 190}
+    return chart.document(panels, title=title, **how)
+
+
+TEST_BATCH = "test batch (examples)"
+curves = [
+    Curve(batch_sizes, np.ones(len(batch_sizes)), BLACK),
+    Curve(batch_sizes, 1 + 32 / batch_sizes, f"{RED} thin", "theory: 1 + B_simple / b"),
+    *mean_with_error(batch_sizes, plugins, RED, "plug-in: |mean g|² / |G|²"),
+    *mean_with_error(batch_sizes, signals, BLUE, "Ĝ₂ / |G|²"),
+    *mean_with_error(batch_sizes, noises, GREEN, "Ŝ / tr Σ"),
+]
+title = "Mean estimates over the truth"
+shown(title, panel(title, TEST_BATCH, "mean estimate / truth", curves, x_base=2, y_base=2))
 
 # %% [markdown]
 # ## (b) Spread
@@ -177,24 +179,21 @@ theory_signal = (
     np.sqrt(4 * v / batch_sizes + 2 * noise_square / (batch_sizes * (batch_sizes - 1))) / signal
 )
 
-figure, axes = plt.subplots(figsize=(7, 3.4))
-for values, theory, color, marker, label in (
-    (signals, theory_signal, BLUE, "o", r"$\hat G_2$, one test"),
-    (pooled_signals, theory_signal / np.sqrt(10), BLACK, "D", r"$\hat G_2$, ten tests pooled"),
-    (noises, theory_noise, GREEN, "^", r"$\hat S$, one test"),
-):
-    axes.plot(batch_sizes, values.std(axis=1), marker, color=color, label=label)
-    axes.plot(batch_sizes, theory, color=color, lw=1)
-axes.plot([], [], color=BLACK, lw=1, label="lines: theory")
-batch_axis(axes)
-axes.set_yscale("log")
-axes.set_ylabel("standard deviation / truth")
-figure.legend(loc="outside right upper", frameon=False)
-plt.show()
 negative = ", ".join(
     f"{b}: {np.mean(g < 0):.0%}" for b, g in zip(batch_sizes, signals, strict=True)
 )
 print(f"tests whose signal estimate is negative, by test batch: {negative}")
+curves = []
+for values, theory, color, label in (
+    (signals, theory_signal, BLUE, "Ĝ₂, one test"),
+    (pooled_signals, theory_signal / np.sqrt(10), VIOLET, "Ĝ₂, ten tests pooled"),
+    (noises, theory_noise, GREEN, "Ŝ, one test"),
+):
+    dots = [(std, std, std) for std in values.std(axis=1)]
+    curves += chart.points([(b, b, b) for b in batch_sizes], dots, color, label)
+    curves.append(Curve(batch_sizes, theory, color))
+title = "Standard deviation over the truth; lines: theory"
+shown(title, panel(title, TEST_BATCH, "standard deviation / truth", curves, x_base=2))
 
 # %% [markdown]
 # ## (c) The batch that is requested, and why the paper's mode stalls
@@ -251,35 +250,31 @@ def settles(noise_scale, batch_size, mode):
 
 
 noise_scales = np.geomspace(2, 900, 60)  # at 1,000 the floor under the signal would show
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), sharex=True)
-for batch_size, style in ((8, ":"), (32, "--"), (128, "-.")):
+requests = []
+for batch_size, dashes in ((8, "d2"), (32, "d1"), (128, "d3")):
     wanted = [
         al.norm_test(true_stats(n), eta=eta, mode="paper", batch_size=batch_size)
         for n in noise_scales
     ]
-    left.plot(noise_scales, wanted, style, color=RED, label=f"paper, batch {batch_size} so far")
+    requests.append(Curve(noise_scales, wanted, f"{RED} {dashes}", f"paper, batch {batch_size}"))
 wanted = [al.norm_test(true_stats(n), eta=eta) for n in noise_scales]
-left.plot(noise_scales, wanted, color=BLUE, label="unbiased")
-left.set_ylabel("requested batch (examples)")
-for mode, color, label in (("unbiased", BLUE, None), ("paper", RED, "paper, from 8, at rest")):
-    rest = [settles(n, 8, mode) for n in noise_scales]
-    right.plot(noise_scales, rest, color=color, label=label)
-right.axhline(8, color=BLACK, lw=0.5)
-theory = noise_scales * (1 / eta**2 - 1)
-right.plot(noise_scales, theory, color=BLACK, lw=1, ls=":", label=r"$B_{simple}(1/\eta^2-1)$")
-right.set_ylabel("batch where growth stops (examples)")
-for axes in (left, right):
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylim(1, 4000)
-    axes.set_xlabel(r"$B_{simple}$ = noise / signal (examples)")
-figure.legend(loc="outside lower center", ncols=4, frameon=False)
-plt.show()
+requests.append(Curve(noise_scales, wanted, BLUE, "unbiased"))
+stops = [
+    Curve(noise_scales, [settles(n, 8, mode) for n in noise_scales], color, f"{mode}, from 8")
+    for mode, color in (("unbiased", BLUE), ("paper", RED))
+]
+stops.append(Curve(noise_scales[4:], noise_scales[4:] * (1 / eta**2 - 1), f"{BLACK} d2", "theory"))
 for n in (12, 14, 15, 100):
     print(
         f"B_simple {n}: right batch {n / eta**2:.1f}; from 8, unbiased mode stops at"
         f" {settles(n, 8, 'unbiased')}, paper mode at {settles(n, 8, 'paper')}"
     )
+NOISE_SCALE = "B_simple = noise / signal (examples)"
+shown(
+    "What the norm test requests, and where growth stops",
+    panel("Requested", NOISE_SCALE, "batch (examples)", requests),
+    panel("Where growth stops", NOISE_SCALE, "batch (examples)", stops),
+)
 
 # %% [markdown]
 # Those were expectations. Now runs with noisy tests: $B_\text{simple}$ rises from 2 to 900 over 200
@@ -323,20 +318,15 @@ def simulate(mode, decay, num_runs=100):
     return np.array(history)
 
 
-figure, axes = plt.subplots(figsize=(8, 3.6))
+curves = []
 for mode, decay, color in (("unbiased", 0.9, BLUE), ("paper", 0.0, RED)):
     low, middle, high = np.quantile(simulate(mode, decay), [0.1, 0.5, 0.9], axis=1)
-    axes.fill_between(path, low, high, color=color, alpha=0.25, lw=0)
-    axes.plot(path, middle, color=color, label=f"{mode}: median,\n10 to 90 % of 100 runs")
-axes.plot(path, path / eta**2, color=BLACK, lw=1, label=r"right: $B_{simple}/\eta^2$")
+    curves.append(Curve(path, middle, color, f"{mode}: median", band=(low, high)))
+curves.append(Curve(path, path / eta**2, f"{BLACK} thin", "right: B_simple / η²"))
 rest = path * (1 / eta**2 - 1)
-axes.plot(path, rest, color=BLACK, lw=1, ls=":", label=r"$B_{simple}(1/\eta^2-1)$")
-axes.set_xscale("log")
-axes.set_yscale("log")
-axes.set_xlabel(r"$B_{simple}$ (examples), rising as in training")
-axes.set_ylabel("batch (examples)")
-figure.legend(loc="outside right upper", frameon=False)
-plt.show()
+curves.append(Curve(path, rest, f"{BLACK} thin d2", "B_simple (1/η² - 1)"))
+title = "Batches of 100 runs: median, 10 to 90 %"
+shown(title, panel(title, "B_simple (examples), rising as in training", "batch (examples)", curves))
 
 # %% [markdown]
 # ## (d) The inner-product test
@@ -364,33 +354,27 @@ ip_stats = [
 unbiased_v = np.array([s.scale**2 * s.ip_sum / s.ip_weight for s in ip_stats]) / v
 plugin_v = np.array([s.scale**2 * s.plugin_ip_sum / s.noise_weight for s in ip_stats]) / v
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9))
-left.axhline(1, color=BLACK, lw=1)
-theory = 1 + noise_square / batch_sizes / v
-left.plot(batch_sizes, theory, color=RED, lw=1, label=r"theory: $1+$tr $\Sigma^2/(bV)$")
-mean_with_error(left, ip_sizes, plugin_v, fmt="s", color=RED, label=r"plug-in $\hat V$ / $V$")
-mean_with_error(left, ip_sizes, unbiased_v, fmt="o", color=BLUE, label=r"unbiased $\hat V$ / $V$")
-batch_axis(left)
-left.set_ylabel("mean estimate / truth")
-
+biases = [
+    Curve(batch_sizes, np.ones(len(batch_sizes)), BLACK),
+    Curve(batch_sizes, 1 + noise_square / batch_sizes / v, f"{RED} thin", "1 + tr Σ² / (b V)"),
+    *mean_with_error(ip_sizes, plugin_v, RED, "plug-in V̂ / V"),
+    *mean_with_error(ip_sizes, unbiased_v, BLUE, "unbiased V̂ / V"),
+]
 vartheta = 0.9
 truth = [point(n)[2] / point(n)[1] ** 2 / vartheta**2 for n in noise_scales]
-right.plot(noise_scales, truth, color=BLUE, label="request, true $V$ and $|G|^2$")
-for batch_size, style in ((8, ":"), (32, "--"), (128, "-.")):
+requests = [Curve(noise_scales, truth, BLUE, "true V and |G|²")]
+for batch_size, dashes in ((8, "d2"), (32, "d1"), (128, "d3")):
     request = [
         (point(n)[2] + noise_square / batch_size)
         / (vartheta * (point(n)[1] + noise / batch_size)) ** 2
         for n in noise_scales
     ]
-    right.plot(
-        noise_scales, request, style, color=RED, label=f"request, plug-in, batch {batch_size}"
-    )
-right.set_xscale("log")
-right.set_yscale("log")
-right.set_xlabel(r"$B_{simple}$ = noise / signal (examples)")
-right.set_ylabel("requested batch (examples)")
-figure.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+    requests.append(Curve(noise_scales, request, f"{RED} {dashes}", f"plug-in, batch {batch_size}"))
+shown(
+    "The inner-product test: bias, and what it requests",
+    panel("Bias", TEST_BATCH, "mean estimate / truth", biases, x_base=2, y_base=2),
+    panel("Requested", NOISE_SCALE, "batch (examples)", requests),
+)
 
 # %% [markdown]
 # Left, the bias: the plug-in variance is several times too large from a small batch (as

@@ -41,7 +41,6 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)  # before first use: a CPU poses as two devices
 
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -49,6 +48,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import adloco_jax as al
+from adloco_jax.study import chart
+from adloco_jax.study.chart import Curve
 
 # %% [markdown]
 # ## Your data, network and loss
@@ -220,24 +221,29 @@ while parallel[-1][0] < samples:
 print(f"{parallel[-1][0]:,} samples, {parallel[-1][1]} communications, {parallel[-1][2]:.3f} nats")
 
 # %%
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-for history, color, style, name in (
-    (adloco, "#0072B2", "o-", "AdLoCo: four trainers that merge"),
-    (parallel, "#D55E00", "s--", "data parallel, batch 64"),
+by_samples, by_communications = [], []
+for history, color, name in (
+    (adloco, "c0", "AdLoCo"),
+    (parallel, "c1 d1", "data parallel"),
 ):
     num_samples, num_communications, losses = np.array(history).T
-    left.plot(num_samples / 1e3, losses, style, color=color, ms=2, label=name)
-    right.plot(num_communications[1:], losses[1:], style, color=color, ms=2)
-for axes in (left, right):
-    axes.axhline(floor, color="#000000", lw=1, ls=":")
-left.plot([], [], color="#000000", lw=1, ls=":", label="the teacher's entropy")
-left.set_xlabel("samples (thousands)")
-left.set_ylabel("held-out loss (nats)")
-right.set_xscale("log")
-right.set_xlabel("communications (blocking, all trainers)")
-figure.legend(loc="outside lower center", ncols=3, frameon=False)
-plt.show()
+    by_samples.append(Curve(num_samples, losses, color, name))
+    by_communications.append(Curve(num_communications[1:], losses[1:], color, name))
+panels = []
+for label, base, curves in (
+    ("samples", 0, by_samples),
+    ("communications (blocking, all trainers)", 10, by_communications),
+):
+    across = [v for curve in curves for v in curve.x]
+    lowest = Curve(
+        [min(across), max(across)], [floor, floor], "c6 d2 thin", "the teacher's entropy"
+    )
+    up = chart.axis(
+        "held-out loss (nats)", [v for c in (lowest, *curves) for v in c.y], margin=0.03
+    )
+    x = chart.axis(label, across, base=base)
+    panels.append(chart.chart(x, up, [lowest, *curves], title=f"Loss over {label}", height=260))
+chart.document(panels, title="AdLoCo and data parallel", columns=2, width=1120, right_px=170)
 
 # %% [markdown]
 # Per sample data parallel is ahead: it makes more updates, and each serves all eight workers. Per

@@ -55,7 +55,7 @@ def front(theme: str) -> str:
                 (min(column), statistics.median_low(column), max(column))
                 for column in zip(*reached, strict=True)
             )
-            curves += chart.point(updates, syncs, color, label)
+            curves += chart.points([updates], [syncs], color, label)
         title = f"{title}, to {target:g} nats"
         panels.append(chart.chart(x, y, curves, title=title, height=150, label_px=FONT + 3))
     title = "Communications against serial updates at equal loss"

@@ -131,7 +131,7 @@ def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_n
     )
     assert run.returncode == 0, run.stderr
     libraries, modules = (set(line.split()) for line in run.stdout.splitlines())
-    heavy = {"datasets", "matplotlib", "ml_collections", "orbax", "tqdm", "transformers"}
+    heavy = {"datasets", "ml_collections", "orbax", "tqdm", "transformers"}
     assert not libraries & heavy
     above = {name for name in modules if name.split(".")[1] not in ("core", "models")}
     assert "adloco_jax.core" in modules and not above

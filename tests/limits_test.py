@@ -47,7 +47,7 @@ def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, progra
 CONTINUES = {
     "64 open files": dict(limits=[(resource.RLIMIT_NOFILE, 64)]),
     "no home": dict(
-        environment={"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE, "MPLCONFIGDIR": NOWHERE},
+        environment={"HOME": NOWHERE, "XDG_CACHE_HOME": NOWHERE},
         programs=False,
     ),
     "no temporary folder": dict(environment={"TMPDIR": NOWHERE}),

@@ -127,13 +127,25 @@ class Curve(NamedTuple):
     band: tuple[Sequence[float], Sequence[float]] | None = None  # an area around it
 
 
-def point(x: Sequence[float], y: Sequence[float], color: str, label: str = "") -> list[Curve]:
-    """A dot with bars over its ranges: lowest, middle and highest value across and up."""
-    bars = (
-        Curve([x[0], x[2]], [y[1]] * 2, f"{color} thin"),
-        Curve([x[1]] * 2, [y[0], y[2]], f"{color} thin"),
-    )
-    return [*bars, Curve([x[1]], [y[1]], f"{color} mark", label)]
+def points(
+    x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
+) -> list[Curve]:
+    """Dots with bars over their ranges, the last with a label.
+
+    Args:
+      x: Of each dot its lowest, middle and highest value across; the dot is at the middle one.
+      y: The same upwards.
+      color: A class of `chart.css`.
+      label: Beside the last dot.
+    """
+    curves = []
+    for across, up in zip(x, y, strict=True):
+        curves += [
+            Curve([across[0], across[2]], [up[1]] * 2, f"{color} thin"),
+            Curve([across[1]] * 2, [up[0], up[2]], f"{color} thin"),
+            Curve([across[1]], [up[1]], f"{color} mark"),
+        ]
+    return [*curves[:-1], curves[-1]._replace(label=label)]
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -144,6 +156,13 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
             x, y = [*x, number - 1], [*y, math.nan]
         x, y = [*x, number - 1, number], [*y, value, value]
     return x, y
+
+
+class Figure(str):
+    """An SVG file's text, which notebooks show as a picture."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 class Panel(NamedTuple):
@@ -261,7 +280,7 @@ def document(
     right_px: int = 40,
     font_px: int = 13,
     theme: str | None = None,
-) -> str:
+) -> Figure:
     """An SVG file: panels in a grid, a legend above and a caption below them; see `svg`.
 
     Args:
@@ -319,7 +338,7 @@ def svg(
     *,
     font_px: int = 13,
     theme: str | None = None,
-) -> str:
+) -> Figure:
     """An SVG file of these elements.
 
     Args:
@@ -333,7 +352,7 @@ def svg(
     """
     style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
     paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
-    return (
+    return Figure(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
         f' width="{width}" height="{height}" role="img">\n<title>{escaped(title)}</title>\n'
         f"<style>{style}\nsvg {{ font: {font_px}px system-ui, sans-serif; }}</style>\n"

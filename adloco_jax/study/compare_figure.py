@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from adloco_jax.study import chart
-from adloco_jax.study.chart import Axis, Curve
+from adloco_jax.study.chart import Axis, Curve, Figure
 from adloco_jax.study.compare import MEASURES
 
 _DECADES = 30  # the ratio from which an axis is logarithmic
@@ -16,7 +16,7 @@ _QUESTIONS = {
 }
 
 
-def figure(table: dict, *, command: str) -> str:
+def figure(table: dict, *, command: str) -> Figure:
     """Draw what each variant spent to reach a target loss, a panel for each question.
 
     The loss is the one that most variants reached, of several the lowest.
@@ -43,7 +43,7 @@ def figure(table: dict, *, command: str) -> str:
         curves = [Curve(*zip(*edge, strict=True), "other thin")]
         for number, across, up in costs:
             color = chart.look(number).split()[0]
-            curves += chart.point(_range(across), _range(up), color, str(number + 1))
+            curves += chart.points([_range(across)], [_range(up)], color, str(number + 1))
         axes = [_axis(key, [spread[i] for spread in costs]) for i, key in ((1, x), (2, y))]
         panels.append(chart.chart(*axes, curves, title=question, height=300))
     return chart.document(

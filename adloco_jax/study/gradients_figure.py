@@ -3,7 +3,7 @@
 import numpy as np
 
 from adloco_jax.study import chart
-from adloco_jax.study.chart import Curve, Panel
+from adloco_jax.study.chart import Curve, Figure, Panel
 from adloco_jax.study.summary import columns
 
 _BATCH = ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt.")
@@ -44,7 +44,7 @@ def describe(result: dict) -> list[str]:
     ]
 
 
-def figure(result: dict) -> str:
+def figure(result: dict) -> Figure:
     """Draw histograms on two scales, and the norm against batch size.
 
     Args:
@@ -101,20 +101,18 @@ def _norms(result: dict) -> Panel:
         Curve(b, law, "other d4", "√(tr Σ / b): independent"),
         Curve(b, law * np.sqrt(1 - b / n), "c6", f"without replacement of {n:,}"),
     ]
-    labels = [""] * (len(sizes) - 1) + ["mean, 10 % to 90 %"]
-    for *spread, size, label in zip(low, mean, high, sizes, labels, strict=True):
-        curves += chart.point([size] * 3, spread, "c0", label)
-    dots = [c for s, v in zip(sizes, rms, strict=True) for c in chart.point([s] * 3, [v] * 3, "c1")]
-    curves += [*dots[:-1], dots[-1]._replace(label="root mean square")]
-    across = chart.axis("batch size b (sequences)", b, base=2)
-    up = chart.axis(
+    across = [(size, size, size) for size in sizes]
+    curves += chart.points(across, zip(low, mean, high, strict=True), "c0", "mean, 10 % to 90 %")
+    curves += chart.points(across, [(value,) * 3 for value in rms], "c1", "root mean square")
+    x = chart.axis("batch size b (sequences)", b, base=2)
+    y = chart.axis(
         f"norm of the deviation, |g_b - G| ({result['unit']})",
         [value for curve in curves for value in curve.y],
         base=10,
         margin=0.05,
     )
     title = "Norm of a batch gradient's deviation"
-    return chart.chart(across, up, curves, title=title, height=300)
+    return chart.chart(x, y, curves, title=title, height=300)
 
 
 def _caption(result: dict) -> str:
