@@ -337,7 +337,10 @@ def find_config(name: str | None) -> Path:
       ConfigError: If there is none; lists those that ship.
     """
     if name is None:
-        raise ConfigError("--config: missing; name one that `adloco configs` lists, or a file")
+        raise ConfigError(
+            "no config; write: adloco train quickstart, or another name that adloco configs lists,"
+            " or a file"
+        )
     for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
             return path
@@ -353,11 +356,11 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
     """
     made = _run(path, function)
     if type(made) is not kind:
-        start = "; start it from adloco_jax.config.default_config()"
-        raise ConfigError(
-            f"{path}: needs a {function}() that returns a {kind.__name__}"
-            + (start if function == "get_config" else "")
-        )
+        hint = "start it from adloco_jax.config.default_config()"
+        for other, verb in (("get_config", "train"), ("get_comparison", "compare")):
+            if other != function and f"def {other}(" in path.read_text("utf-8", "replace"):
+                hint = f"write: adloco {verb} {path}"
+        raise ConfigError(f"{path}: needs a {function}() that returns a {kind.__name__}; {hint}")
     return made
 
 

@@ -21,7 +21,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from adloco_jax import __version__, config
-from adloco_jax.cli.parser import with_separator
+from adloco_jax.cli.parser import is_run, parse, recorded_command, with_separator
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.settings import KNOBS
 
@@ -136,11 +136,21 @@ def _run(argv: Sequence[str]) -> int:
     if first in ("train", "plan"):
         return _train(words, is_plan=first == "plan")
     if first not in COMMANDS:
-        nearest = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"{first}: no such command; did you mean {nearest[0]}? adloco --help lists them"
-        )
-    return importlib.import_module(f"adloco_jax.cli.{first}").run(words)
+        raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
+    options = parse(first, words)
+    line = shlex.join(["adloco", first, *words])
+    return importlib.import_module(f"adloco_jax.cli.{first}").run(options, line)
+
+
+def _right_command(word: str, others: Sequence[str]) -> str:
+    """What to write in place of a first word that is no command."""
+    if is_run(word):
+        return f"write: adloco report {word}"
+    with contextlib.suppress(ConfigError):
+        name = config.find_config(word).stem
+        return f"write: adloco {'compare' if name.startswith('compare_') else 'train'} {word}"
+    nearest = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.0)
+    return f"did you mean {shlex.join(['adloco', *nearest, *others])}? adloco --help lists them"
 
 
 def _overview() -> str:
@@ -197,6 +207,9 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
     """The config file's path and its config with all overrides; raises all faults at once."""
     faults = [_unknown(word, options) for word in words]
+    for folder in (options.config, options.workdir if options.config is None else None):
+        if folder and is_run(folder):
+            raise ConfigError(f"{folder}: a run; to resume it write: {recorded_command(folder)}")
     path, made, is_loaded = Path(), config.default_config(), False  # to check without a file
     try:
         path = config.find_config(options.config)

@@ -412,7 +412,7 @@ def test_a_damaged_folder_is_refused_in_a_line(finished, damage):
     [
         (["missing/file.jsonl", "--output", "out"], 3, "no such file"),
         (["x" * 300, "--output", "out"], 3, "no path that can be read (File name too long)"),
-        (["stdlib"], 2, "required: --output"),
+        (["stdlib"], 2, "required: --out/--output; write: adloco prepare stdlib --out prepared"),
         (["stdlib", "--output", "out", "--sequence_length", "0"], 2, "at least 1"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     first = capsys.readouterr().out
     assert "tokens/s" in first and "held-out rows" in first and "  | <0> " in first
     *_, to_train = first.splitlines()
-    assert to_train.startswith("train with: adloco train --config=quickstart ")
+    assert to_train.startswith("train with: adloco train quickstart ")
     words = shlex.split(to_train.partition("adloco train ")[2])
     settings = validate(cli._configure(*cli._parse(words))[1])
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257

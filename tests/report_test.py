@@ -332,7 +332,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsy
             report.write(wrong, tmp_path / "report")
         assert "\n" not in str(raised.value)
     arguments = [str(tmp_path / "absent"), "--out", str(tmp_path / "report")]
-    assert cli.main(["report", *arguments]) == 3
+    assert cli.main(["report", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert not (tmp_path / "report").exists()

@@ -1,25 +1,18 @@
-"""Runs variants against each other and says what each loss has cost.
+"""Runs variants against each other and says what each loss has cost."""
 
-    adloco compare --config compare_quick [--workdir FOLDER] [--processes 2]
-
-Stopped, the same command goes on with the same --workdir (by default `runs/<config's name>`).
-Several processes share the runs among themselves; so do several such commands with one folder.
-"""
-
+import argparse
 import contextlib
 import functools
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from adloco_jax.cli.parser import Parser
 from adloco_jax.config import find_config, load_config
 from adloco_jax.errors import UserError
 from adloco_jax.run.resume import check_workdir, finished
@@ -31,17 +24,8 @@ from adloco_jax.study.results import Run
 from adloco_jax.training import train
 
 
-def run(words: Sequence[str]) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Makes the runs that are left, then the tables and figures."""
-    parser = Parser("compare", __doc__)
-    parser.add_argument("--config", required=True, help="a file with get_comparison(), or its name")
-    parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
-    parser.add_argument("--processes", type=int, default=1, help="that share the runs; default: 1")
-    parser.add_argument(
-        "--results", type=Path, help="a JSON line for each finished run, whose folder is deleted"
-    )
-    parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
-    options, command = parser.parse(words), shlex.join(["adloco", "compare", *words])
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", compare.Comparison)
     folder = options.workdir or Path("runs") / path.stem

@@ -1,41 +1,132 @@
-"""The options of a command beside `train`, whose options are the keys of a config."""
+"""The grammar of all commands but `train` and `plan`, whose options are the keys of a config.
+
+A command's words are parsed before its module is imported, so that no help waits for JAX.
+"""
 
 import argparse
+import difflib
+import json
+import os
 import re
-from collections.abc import Sequence
-from typing import NoReturn
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from adloco_jax.errors import ConfigError
+from adloco_jax.settings import KNOBS
+
+
+def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
+    """Parses the words after a command, `--num_sequences` as `--num-sequences`.
+
+    Raises:
+      ConfigError: For a mistake, with the command to write instead.
+    """
+    parser = Parser(command, words)
+    _GRAMMAR[command](parser)
+    options = parser.parse_intermixed_args([with_separator(word, "-") for word in words])
+    parser.settle(options)
+    return options
 
 
 class Parser(argparse.ArgumentParser):
-    """Options that may be written with hyphens or underscores; a mistake is one line."""
+    """The options of a command; a mistake is one line."""
 
-    def __init__(self, command: str, card: str | None):
+    def __init__(self, command: str, words: Sequence[str]):
         super().__init__(
             prog=f"adloco {command}",
-            description=card,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.words = words
+        self.subject = self.example = ""
+
+    def describe(self, example: str, card: str) -> None:
+        """Sets what --help prints above the options, and the command that a mistake shows."""
+        self.example, self.usage, self.description = example, f"{self.prog} {example}", card
+
+    def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
+        """Adds what the command is about, such as RUN; options of these names mean the same."""
+        self.subject = subject.lower()
+        self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
+        for name in names:
+            self.add_argument(name, dest="same", metavar=subject, help=f"as {subject}")
 
     def option(self, name: str, default: str | float, text: str) -> None:
         """Adds an option whose default gives its type and is named at the end of its help."""
-        help_text = f"{text}; default: {default}"
+        help_text = f"{text}; default: {default!r}"
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
-    def config_option(self) -> None:
-        """Adds `--config`, for `config.add_entries`."""
-        text = "the run's config file, where that adds the entry of a table that the run uses"
-        self.add_argument("--config", help=text)
+    def checkpoint(self) -> None:
+        """Adds the choice of a run, of its checkpoint, and of a trainer."""
+        self.about("RUN", "--workdir", text="a run's folder")
+        self.add_argument("--round", type=int, help="round of the checkpoint; default: the newest")
+        text = "id of a trainer in the ledger; default: the consensus"
+        self.add_argument("--trainer", type=int, help=text)
+        self.entries()
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses the words after the command, `--num_sequences` as `--num-sequences`."""
-        return self.parse_args([with_separator(word, "-") for word in words])
+    def entries(self) -> None:
+        """Adds --config: nothing in a folder is executed."""
+        text = "the run's config file, where that adds the entry of a table that the run uses"
+        self.add_argument("--config", metavar="FILE", help=text)
+
+    def settle(self, options: argparse.Namespace) -> None:
+        """Makes one value of the two ways to name the subject, and checks folders."""
+        if self.subject:
+            value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
+            given = (value if isinstance(value, list) else [value] * (value is not None)) + (
+                [same] * (same is not None)
+            )
+            if not given or (len(given) > 1 and not isinstance(value, list)):
+                self.error(f"name {'a' if not given else 'one'} {self.subject}")
+            setattr(options, self.subject, given if isinstance(value, list) else given[0])
+            waits = getattr(options, "watch", False)  # for a run that has not begun
+            for name in given if self.subject == "run" and not waits else ():
+                if not os.path.exists(name):
+                    self.error(f"{name}: no such folder")
+        out = getattr(options, "out", None)
+        if out is not None and out.is_dir() and any(out.iterdir()):
+            raise ConfigError(f"--out {out}: exists already and is not empty; name another folder")
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError in place of printing the usage and exiting."""
-        raise ConfigError(f"{message}; {self.prog} --help lists what there is")
+        """Raises a ConfigError that shows the command to write, filled in as far as it can be."""
+        named = [word for word in self.words if not word.startswith("-")]
+        folders = [word.partition("=")[2] or word for word in self.words]
+        found = {
+            "RUN": ([folder for folder in folders if is_run(folder)] or newest_run())[:1],
+            "SOURCE": named[:1],
+            "FOLDER": ["prepared"],
+            "CONFIG": ["compare_quick"],
+        }
+        example = self.example.split(" [")[0]
+        for name, values in found.items():
+            for value in values:
+                example = re.sub(rf"\b{name}\b", lambda _, v=value: shlex.quote(v), example)
+        for stray in re.findall(r"^unrecognized arguments: (--[\w-]+)", message):
+            for near in difflib.get_close_matches(stray, self._option_string_actions, n=1):
+                message += f" (did you mean {near}?)"
+        raise ConfigError(f"{message}; write: {self.prog} {example} ({self.prog} --help says more)")
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder holds a run."""
+    return os.path.isfile(Path(folder) / "ledger.jsonl")  # False for names that no file has
+
+
+def recorded_command(run: str | Path) -> str:
+    """The command that a run began with, as its ledger says."""
+    with open(Path(run) / "ledger.jsonl", encoding="utf-8", errors="replace") as ledger:
+        try:
+            return str(json.loads(ledger.readline(2**16))["command"])
+        except (ValueError, KeyError, TypeError):
+            return f"adloco train CONFIG --workdir {shlex.quote(str(run))}"
+
+
+def newest_run() -> list[str]:
+    """The newest run in `runs/`, if there is one."""
+    found = [path for path in Path("runs").glob("*") if is_run(path)]
+    return [str(max(found, key=lambda run: run.stat().st_mtime))] if found else []
 
 
 def with_separator(word: str, separator: str) -> str:
@@ -43,3 +134,115 @@ def with_separator(word: str, separator: str) -> str:
     name, equals, value = word.partition("=")
     spelled = re.sub("[-_]", separator, name[2:])
     return f"--{spelled}{equals}{value}" if name.startswith("--") else word
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected integers such as 4,16,64") from error
+
+
+def _configs(parser: Parser) -> None:
+    parser.describe("", "Lists the configs that come with the package.")
+
+
+def _prepare(parser: Parser) -> None:
+    parser.describe(
+        "SOURCE --out FOLDER [--tokenizer NAME] [--sequence-length L]",
+        "Tokenises and packs text once, for runs to read as rows (data.source=tokens).\n\n"
+        "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet or text, a data set"
+        " on the\nHugging Face hub (allenai/c4 --name en), or stdlib. Stopped, the same command"
+        " goes on.",
+    )
+    parser.about("SOURCE", text="file, folder, glob, name of a data set, or stdlib")
+    parser.add_argument(
+        "--out", "--output", dest="output", type=Path, required=True, help="folder to make"
+    )
+    parser.add_argument("--source", dest="kind", help="kind of text; default: by SOURCE")
+    for name in ("name", "split", "text_column", "tokenizer", "sequence_length", "heldout_frac"):
+        knob = KNOBS[f"data.{name}"]
+        parser.option(f"--{name.replace('_', '-')}", knob.default, knob.doc.rstrip("."))
+
+
+def _compare(parser: Parser) -> None:
+    parser.describe(
+        "CONFIG [--workdir FOLDER] [--processes 2]",
+        "Runs variants against each other and says what each loss has cost.\n\n"
+        "Stopped, the same command goes on with the same --workdir (by default runs/CONFIG).\n"
+        "Several processes share the runs among themselves; so do several such commands.",
+    )
+    parser.about("CONFIG", "--config", text="a file with get_comparison(), or its name")
+    parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
+    parser.option("--processes", 1, "processes that share the runs")
+    text = "a JSON line for each finished run, whose folder is deleted"
+    parser.add_argument("--results", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
+
+
+def _report(parser: Parser) -> None:
+    parser.describe(
+        "RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]",
+        "Draws the report on one run or several: a page that opens offline.\n\n"
+        "Runs that differ in their seed alone are drawn as one, with a band. With --watch the page"
+        " is\ndrawn again while the runs go on, and a browser that shows it follows.",
+    )
+    parser.about("RUN", "--workdir", text="a run's folder", nargs="*")
+    text = "a folder that is empty or does not exist; default, of one run: report in its folder"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--watch", action="store_true", help="draw the page again while runs go on")
+    parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
+
+
+def _export(parser: Parser) -> None:
+    parser.describe(
+        "RUN [--out FOLDER] [--round 12] [--trainer 3]",
+        "Turns a checkpoint of a run into a folder that transformers loads.",
+    )
+    parser.checkpoint()
+    text = "a folder that is empty or does not exist; default: export in the run's"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+    kinds, text = ("float32", "bfloat16"), "of the weights in the folder; default: float32"
+    parser.add_argument("--dtype", choices=kinds, default="float32", help=text)
+
+
+def _generate(parser: Parser) -> None:
+    parser.describe(
+        'RUN --prompt "Once upon a time" [--tokens 100]',
+        "Writes text with a run's export, or with another Llama in Hugging Face layout.",
+    )
+    text = "a run's folder, a folder in Hugging Face layout, or a hub name"
+    parser.about("MODEL", "--model", "--workdir", text=text)
+    parser.option("--prompt", "", "what the text begins with")
+    parser.option("--tokens", 100, "tokens to write, at most what the model can read")
+    parser.option("--samples", 3, "texts to write")
+    parser.option("--temperature", 0.8, "of the next token's distribution, 0: the likeliest")
+    parser.option("--seed", 0, "seed of the draws")
+    parser.entries()
+
+
+def _gradients(parser: Parser) -> None:
+    parser.describe(
+        "RUN [--round 12] [--trainer 3]",
+        "Measures the gradients at a checkpoint: noise, its law, and the run's own estimates.",
+    )
+    parser.checkpoint()
+    parser.option("--num-sequences", 512, "sequences of the training data")
+    text = "sequences, separated by commas; default: 4,16,64"
+    parser.add_argument("--batch-sizes", type=_integers, default="4,16,64", help=text)
+    parser.option("--draws", 200, "random batches of each size")
+    parser.option("--seed", 0, "seed of the draws")
+    parser.add_argument("--pass-size", type=int, help="sequences on the device; default: the run's")
+    text = "a folder that is empty or does not exist; default: report in the run's"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+
+
+_GRAMMAR: dict[str, Callable[[Parser], Any]] = {
+    "configs": _configs,
+    "prepare": _prepare,
+    "compare": _compare,
+    "report": _report,
+    "export": _export,
+    "generate": _generate,
+    "gradients": _gradients,
+}

@@ -1,26 +1,17 @@
-"""Tokenise and pack text once, for training to read as rows: `data.source=tokens`.
+"""Tokenises and packs text once, for training to read as rows: `data.source=tokens`."""
 
-    adloco prepare PATH --output FOLDER [--tokenizer NAME] [--sequence-length L]
-
-PATH is a file, folder or glob of C4 shards, JSON lines, parquet or text, a data set on the Hugging
-Face hub (`allenai/c4 --name en`), or `stdlib`. Stopped, the same command continues.
-"""
-
-import dataclasses
+import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from adloco_jax.cli.parser import Parser
 from adloco_jax.data import packing, prepared, sources
-from adloco_jax.data.prepare import SOURCES, Request, prepare
+from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.snapshot import HUB_NAME
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.settings import KNOBS
 
 _SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl"}
 
@@ -91,26 +82,14 @@ def make(request: Request, output: Path) -> None:
         f"documents, {sidecar.heldout.rows} held-out rows from {sidecar.heldout.documents}; "
         "a model will see, for instance:\n"
         f"  | {packing.readable(np.asarray(rows[0]), encoder, max_chars=240)}\n"
-        f"train with: {shlex.join(['adloco', 'train', '--config=quickstart', *options])}"
+        f"train with: {shlex.join(['adloco', 'train', 'quickstart', *options])}"
     )
 
 
-def run(words: Sequence[str]) -> int:
+def run(options: argparse.Namespace, command: str) -> int:
     """Makes a folder of rows."""
-    parser = Parser("prepare", __doc__)
-    parser.add_argument("path", help="file, folder, glob, name of a data set, or stdlib")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--source", choices=SOURCES, help="by default from the path")
-    for field in dataclasses.fields(Request):
-        if field.name not in ("source", "path"):
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                type=field.type,
-                default=field.default,
-                help=f"{KNOBS[f'data.{field.name}'].doc}; default: {field.default!r}",
-            )
-    options = vars(parser.parse(words))
-    path, output = (options.pop(key) for key in ("path", "output"))
-    source = options.pop("source") or guess_source(path)
-    make(Request(source, "" if source == "stdlib" else path, **options), output)
+    how = dict(vars(options))
+    path, output, kind = (how.pop(key) for key in ("source", "output", "kind"))
+    source = kind or guess_source(path)
+    make(Request(source, "" if source == "stdlib" else path, **how), output)
     return 0
