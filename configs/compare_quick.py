@@ -1,6 +1,6 @@
 """AdLoCo against DiLoCo in small: five variants, three seeds, real text, no download.
 
-Command:   adloco compare --config compare_quick --processes 2
+Command:   adloco compare compare_quick --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
 Text:      this Python's own standard library

@@ -30,7 +30,7 @@ adloco_jax.configs.diloco.get_config()
 PYTHON
 adloco --version
 adloco configs | grep quickstart
-adloco plan --config quickstart
-adloco train --config quickstart --config.num_rounds=2 --workdir run
+adloco plan quickstart
+adloco train quickstart --config.num_rounds=2 --workdir run
 test -s run/report/index.html -a -s run/export/model.safetensors
-adloco generate --model run/export --samples 1 --tokens 20
+adloco generate run --samples 1 --tokens 20

@@ -1,7 +1,7 @@
 """How long may trainers stay apart before they are averaged, from random weights and from a trunk?
 
 Command:   the trunk as in studies/compare_trunk.py, then
-           adloco compare --config studies/compare_barrier.py
+           adloco compare studies/compare_barrier.py
              --results studies/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
 Model:     that of studies/compare_trunk.py; four trainers with a worker each, who try to become one

@@ -1,6 +1,6 @@
 """Every baseline, and AdLoCo with each of its parts off in turn.
 
-Command:   adloco compare --config studies/compare_full.py --processes 2
+Command:   adloco compare studies/compare_full.py --processes 2
 Hardware:  two CPU cores, under two hours; stopped, the same command goes on
 Model:     that of configs/compare_quick.py, whose variants are here too
 """

@@ -1,9 +1,9 @@
 """The study of docs/RESULTS.md at 35 M and 150 M parameters, for whoever has GPUs.
 
-Command:   SIZE=35m adloco compare --config studies/compare_gpu.py --results studies/gpu_35m.jsonl
+Command:   SIZE=35m adloco compare studies/compare_gpu.py --results studies/gpu_35m.jsonl
            (SIZE=150m for the larger model; C4=/path/to/c4-train.*.json.gz reads shards in place of
            the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
-Before:    adloco plan --config studies/compare_gpu.py says what a run of ours would hold and take
+Before:    adloco plan studies/compare_gpu.py says what a run of ours would hold and take
 Hardware:  one GPU or more; not run yet
 Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 workers of batch 16
 """

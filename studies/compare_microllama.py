@@ -1,6 +1,6 @@
 """The paper's own comparison: AdLoCo and DiLoCo, MicroLlama on C4, from the published checkpoint.
 
-Command:   adloco compare --config studies/compare_microllama.py
+Command:   adloco compare studies/compare_microllama.py
            (needs the hub, or the folders that the environment names, see below)
 Hardware:  four 80 GB GPUs
 Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as in

@@ -12,7 +12,7 @@ Rates are tuned on seed 0: the inner one at the paper's outer rate for each M, t
 model at any inner rate, so the inner one is tuned again at its best outer rate. The best pair of
 each M runs with seeds 1, 2 and 3, see studies/compare_order_seeds.py.
 
-Command:   adloco compare --config studies/compare_order.py
+Command:   adloco compare studies/compare_order.py
              --results studies/order_tuning.jsonl
 Hardware:  two CPU cores, some three minutes for each of 39 runs; stopped, the same command goes on
 Answers:   docs/conformance.md

@@ -2,7 +2,7 @@
 
 Each method with the inner and the outer rate that had the lowest loss in studies/compare_order.py.
 
-Command:   adloco compare --config studies/compare_order_seeds.py
+Command:   adloco compare studies/compare_order_seeds.py
              --results studies/order.jsonl
 Hardware:  two CPU cores, some three minutes for each of 15 runs; stopped, the same command goes on
 Answers:   docs/conformance.md

@@ -1,6 +1,6 @@
 """Outer gradients in fewer bits: DiLoCo in four precisions and two settings, three seeds.
 
-Command:   adloco compare --config studies/compare_precision.py --processes 2
+Command:   adloco compare studies/compare_precision.py --processes 2
 Hardware:  two CPU cores, about 25 minutes
 Model:     that of configs/compare_quick.py, with its text, workers and budgets of tokens
 Answers:   docs/LOG.md

@@ -6,7 +6,7 @@ serial updates, or each, and so a quarter of them. AdLoCo begins as one worker; 
 asks for are first more of four workers, then longer rounds. Their schedules fall over tokens, the
 recipe's over updates after the warm-up.
 
-Command:   adloco compare --config studies/compare_shakespeare.py
+Command:   adloco compare studies/compare_shakespeare.py
              --results studies/shakespeare.jsonl
 Hardware:  two CPU cores, some minutes for each of 12 runs; stopped, the same command goes on
 Text:      as for configs/shakespeare_char.py

@@ -15,7 +15,7 @@ Changed again after 35: eta 0.8 had lost with decay, so rounds from 880 steps ta
 Data parallelism with AdamW is one worker with the whole pool's batch (docs/conformance.md); its
 communications are counted as one per update.
 
-Command:   adloco compare --config studies/compare_study.py
+Command:   adloco compare studies/compare_study.py
              --results studies/small_tuning.jsonl
 Hardware:  two CPU cores, about an hour; stopped, the same command goes on
 Then:      studies/compare_study_small.py, compare_study_prose.py and compare_study_half.py

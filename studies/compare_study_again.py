@@ -12,7 +12,7 @@ inner rates and averages that keep the workers' length for all three methods. do
 each step taught. The winners run with seeds that no choice has seen
 (studies/compare_study_small.py).
 
-Command:   adloco compare --config studies/compare_study_again.py
+Command:   adloco compare studies/compare_study_again.py
              --results studies/again.jsonl
 Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
 Answers:   docs/RESULTS.md

@@ -3,7 +3,7 @@
 They are trials of 0.08 M parameters that did best there, at half of their learning rates; ours runs
 with the setting chosen there, since one setting is to do for both sizes.
 
-Command:   adloco compare --config studies/compare_study_half.py
+Command:   adloco compare studies/compare_study_half.py
              --results studies/half_tuning.jsonl
 Hardware:  two CPU cores, about 20 minutes for each run; stopped, the same command goes on
 Answers:   docs/RESULTS.md

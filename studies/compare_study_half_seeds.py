@@ -4,7 +4,7 @@ The baselines' settings are those of studies/compare_study_half.py that reached 
 with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that both DiLoCo and data
 parallelism reach there. Ours has the setting that was chosen at 0.08 M parameters.
 
-Command:   adloco compare --config studies/compare_study_half_seeds.py
+Command:   adloco compare studies/compare_study_half_seeds.py
              --results studies/half.jsonl
 Hardware:  two CPU cores, some five minutes for each of 18 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md

@@ -3,9 +3,9 @@
 They are the trials that did best on the standard library; ours runs with the setting chosen there,
 since one setting is to do for both texts.
 
-Before:    adloco prepare PROSE --output runs/prose --sequence-length 64, PROSE a
+Before:    adloco prepare PROSE --out runs/prose --sequence-length 64, PROSE a
            folder of C4 shards and film reviews as JSON lines, 9.8 MB
-Command:   adloco compare --config studies/compare_study_prose.py
+Command:   adloco compare studies/compare_study_prose.py
              --results studies/prose_tuning.jsonl
 Hardware:  two CPU cores, about a minute for each run; stopped, the same command goes on
 Answers:   docs/RESULTS.md

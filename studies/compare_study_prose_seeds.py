@@ -6,7 +6,7 @@ there. Ours has the setting that was chosen on the standard library. The linear 
 published method, which were not tuned on prose, have the settings chosen there, too.
 
 Before:    as for studies/compare_study_prose.py
-Command:   adloco compare --config studies/compare_study_prose_seeds.py
+Command:   adloco compare studies/compare_study_prose_seeds.py
              --results studies/prose.jsonl
 Hardware:  two CPU cores, about a minute for each of 40 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md

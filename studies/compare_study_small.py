@@ -5,7 +5,7 @@ nats per byte, the others as studies/compare_study.py did on seed 0; no run with
 ramp and none as published reached 1.6, so of these the trial with the lowest loss runs. Of DiLoCo
 the setting with the fewest communications runs, too.
 
-Command:   adloco compare --config studies/compare_study_small.py
+Command:   adloco compare studies/compare_study_small.py
              --results studies/small.jsonl
 Hardware:  two CPU cores, about a minute for each of 70 runs; stopped, the same command goes on
 Answers:   docs/RESULTS.md

@@ -1,9 +1,9 @@
 """One worker first, then four from its parameters: does it pay to begin with a single worker?
 
 Command:   python -m adloco_jax.main --config studies/compare_trunk.py --workdir runs/trunk
-           adloco export --workdir runs/trunk --out runs/trunk/model
+           adloco export runs/trunk --out runs/trunk/model
            the same for runs/short-trunk, with --config.num_rounds=4
-           adloco compare --config studies/compare_trunk.py
+           adloco compare studies/compare_trunk.py
 Hardware:  two CPU cores, under 90 minutes
 Model:     a Llama of 75,600 parameters that reads bytes, as in configs/compare_quick.py
 Text:      this Python's own standard library

@@ -75,7 +75,7 @@ def test_every_key_can_be_overridden_by_its_own_value():
     assert {key: attrgetter(key)(after) for key in KNOBS} == values
 
 
-OPTIONAL = {key: 60 for key, knob in KNOBS.items() if knob.default is None}
+OPTIONAL = {key: knob.size or 60 for key, knob in KNOBS.items() if knob.default is None}
 OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5}
 
 
