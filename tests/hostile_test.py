@@ -256,7 +256,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, monk
         ["train", "--config=tiny.py", "--workdir=caf\udce9"],
         ["plan", "--config=tiny.py", "--workdir=caf\udce9"],
         ["compare", "--config=tiny.py", "--workdir=caf\udce9"],
-        ["export", "--workdir=run", "--out=caf\udce9"],
+        ["export", ".", "--out=caf\udce9"],
     ):
         assert cli.main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
