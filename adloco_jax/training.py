@@ -25,13 +25,14 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.run import processes
-from adloco_jax.run.arguments import check_arguments
+from adloco_jax.run.arguments import check_arguments, check_transform
 from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
 from adloco_jax.run.build import (
     InitFn,
     attention,
     build_model,
     class_count,
+    inner_transform,
     load_data,
     pretrained_params,
     program_spec,
@@ -213,6 +214,10 @@ def fit(
             num_trainers=settings.ensemble.num_trainers,
         )
 
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    check_transform("inner_tx", inner_transform(settings, inner_tx), shapes)
+    if outer_tx is not None:
+        check_transform("outer_tx", outer_tx, shapes)
     heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)

@@ -5,14 +5,22 @@ import dataclasses
 import functools
 import itertools
 import re
+import subprocess
+import sys
 import threading
 import time
 import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from safetensors.flax import load_file, save_file
 from toy import bigram_loss, corpus, init_fn, settings_of
 from toy_runs import GROWING, assert_same_end, events, run
 
@@ -124,13 +132,116 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         ),
         (
             dict(params={"w": jnp.zeros(3)}),
-            r"params: params\['w'\] has shape \(3,\), init_fn gives \(6, 6\)",
+            r"params: params\['w'\] is float32\[3\], init_fn gives float32\[6, 6\]",
         ),
     ):
         given = {"settings": settings_of(), "workdir": tmp_path / "r"} | wrong
         with pytest.raises(ConfigError, match=expected):
             run(**given)
     assert list(tmp_path.iterdir()) == []
+
+
+class Pair(NamedTuple):
+    w: jax.Array
+    b: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """A node of its own kind with a function in it, as Equinox's modules are."""
+
+    w: jax.Array
+    act: Callable = dataclasses.field(metadata={"static": True}, default=jnp.tanh)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.zeros((6, 6)))
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+GRAPH, _, REST = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+W, KEY, NOTHING = jnp.zeros((6, 6)), jax.random.key(0), jnp.zeros((0, 3))
+TREES = {
+    "dict": ({"w": W, "more": {}}, lambda p: p["w"]),
+    "odd names": ({"a/b c.\u00e9": W}, lambda p: p["a/b c.\u00e9"]),
+    "list": ([W, jnp.zeros(3)], lambda p: p[0]),
+    "NamedTuple": ({"a": [Pair(W, None)]}, lambda p: p["a"][0].w),
+    "one array": (W, lambda p: p),
+    "nnx": (nnx.state(Net(nnx.Rngs(0)), nnx.Param), lambda p: nnx.merge(GRAPH, p, REST).w[...]),
+    "module": (Module(W), lambda p: p.w),
+    "bfloat16": ({"w": W.astype(jnp.bfloat16)}, lambda p: p["w"].astype(jnp.float32)),
+    "empty leaf": ({"w": W, "e": NOTHING}, None),
+    "key": ({"w": W, "k": KEY}, None),
+    "nnx with its keys": (nnx.state(Net(nnx.Rngs(0))), None),
+    "dots": ({"a.b": W, "a": {"b": W}}, None),
+    "slashes": ({"a": {"b": W}, "a/b": W}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def of_dict(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("dict") / "r", settings_of(num_rounds=2, merge=APART))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_that_fit_accepts_is_saved_resumed_and_exported(tmp_path, of_dict, name):
+    tree, w_of = TREES[name]
+    own = {
+        "init_fn": lambda key: tree,
+        "loss_fn": lambda params, rows: bigram_loss({"w": w_of(params)}, rows),
+    }
+    if w_of is None:
+        with pytest.raises(ConfigError, match="init_fn: ") as refused:
+            run(tmp_path / "r", settings_of(num_rounds=2), **own)
+        assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
+        return
+    for num_rounds in (1, 2):
+        result = run(tmp_path / "r", settings_of(num_rounds=num_rounds, merge=APART), **own)
+    assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 1]
+    assert result.loss == pytest.approx(of_dict.loss, rel=1e-3 if name == "bfloat16" else 1e-6)
+    assert jax.tree.structure(result.params) == jax.tree.structure(tree)
+    exported = load_file(tmp_path / "r" / "export" / "params.safetensors")
+    trained = w_of(result.params)
+    assert any(np.array_equal(leaf.astype(np.float32), trained) for leaf in exported.values())
+
+
+NOISE = optax.chain(optax.sgd(1.0), optax.add_noise(0.1, 0.1, 0))
+
+
+@pytest.mark.parametrize(
+    ("tx", "fault"),
+    [
+        (optax.contrib.sophia(1.0), "obj_fn must be provided .* use one that needs no more"),
+        (optax.lbfgs(1.0), "missing 3 required .* use one that needs no more"),
+        (NOISE, "rng_key: a PRNG key, which cannot be trained or saved"),
+        (
+            optax.scale(1.0)._replace(init=lambda params: NOTHING),
+            "its state.*: a leaf of size zero",
+        ),
+        (
+            optax.scale(1.0)._replace(update=lambda grads, state, params: (grads, (state, 1))),
+            "an update changes the structure of its state",
+        ),
+    ],
+)
+@pytest.mark.parametrize("argument", ["inner_tx", "outer_tx"])
+def test_a_transformation_that_a_round_cannot_run_or_save_is_refused(tmp_path, argument, tx, fault):
+    with pytest.raises(ConfigError, match=f"^{argument}: .*{fault}") as refused:
+        run(tmp_path / "r", settings_of(), **{argument: tx})
+    assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
+
+
+def test_the_guides_way_to_read_an_export_reads_bfloat16_in_a_fresh_process(tmp_path):
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "own_loss.md"
+    (module,) = re.findall(r"`(safetensors\.\w+)\.load_file`", guide.read_text("utf-8"))
+    save_file({"w": jnp.zeros(3, jnp.bfloat16)}, tmp_path / "params.safetensors")
+    read = f"from {module} import load_file; print(load_file('params.safetensors')['w'].dtype)"
+    done = subprocess.run(
+        [sys.executable, "-c", read], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "bfloat16\n", done.stderr
 
 
 @dataclasses.dataclass(frozen=True)

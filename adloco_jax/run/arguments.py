@@ -1,5 +1,6 @@
 """What `fit` is given, checked before it compiles or creates anything: faults name arguments."""
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from adloco_jax.engine.inputs import Rows
@@ -62,19 +64,79 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     drawn = jax.eval_shape(init_fn, jax.random.key(0))
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
-    if params is None:
-        return []
+    faults = _unsaved("init_fn: params", drawn)
+    names = [path for path, _ in jax.tree.leaves_with_path(drawn)]
+    # As the export joins the keys of a leaf, and as Orbax does.
+    for separator in "/.":
+        joined: dict[str, tuple] = {}
+        for path in names:
+            name = jax.tree_util.keystr(path, simple=True, separator=separator)
+            other = joined.setdefault(name, path)
+            if other is not path:
+                keys = " and ".join(map(jax.tree_util.keystr, (other, path)))
+                faults.append(f"init_fn: {keys} are both saved as {name!r}; rename one of them")
+    if params is None or faults:
+        return faults
+    as_arrays = jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
     own, given = (
-        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in found}
-        for found in (jax.tree.leaves_with_path(drawn), jax.tree.leaves_with_path(params))
+        {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in found}
+        for found in (jax.tree.leaves_with_path(drawn), jax.tree.leaves_with_path(as_arrays))
     )
-    if own == given:
-        return []
-    one = min(path for path in own | given if own.get(path) != given.get(path))
-    return [
-        f"params: params{one} has shape {given.get(one, 'none')}, init_fn gives"
-        f" {own.get(one, 'none')}; give what init_fn would make"
-    ]
+    if own != given:
+        one = min(path for path in own | given if own.get(path) != given.get(path))
+        return [
+            f"params: params{one} is {given.get(one, 'missing')}, init_fn gives"
+            f" {own.get(one, 'none')}; give what init_fn would make"
+        ]
+    if jax.tree.structure(drawn) != jax.tree.structure(params):
+        return ["params: of another structure than init_fn's; give what init_fn would make"]
+    return []
+
+
+def _unsaved(name: str, tree: PyTree) -> list[str]:
+    """A line for each leaf that a checkpoint cannot hold."""
+    faults = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
+            faults.append(f"{where}: a PRNG key, which cannot be trained or saved; leave it out")
+        elif not math.prod(jnp.shape(leaf)):
+            faults.append(f"{where}: a leaf of size zero, which cannot be saved; leave it out")
+    return faults
+
+
+def check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Refuses a transformation that a round cannot run, or whose state cannot be saved.
+
+    Args:
+      name: Of the argument, for messages.
+      tx: Is not run.
+      params: One model's parameters, or their shapes.
+
+    Raises:
+      ConfigError: A line for each fault.
+    """
+    try:
+        before = jax.eval_shape(tx.init, params)
+        faults = _unsaved(f"{name}: its state", before)
+        if not faults:
+            update = optax.with_extra_args_support(tx).update
+            _, after = jax.eval_shape(update, params, before, params)
+            if _shapes(before) != _shapes(after):
+                faults = [f"{name}: an update changes the structure of its state"]
+    # What third-party code raises where it lacks an argument.
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        faults = [
+            f"{name}: {' '.join(str(error).split())[:300]}; a round gives a transformation"
+            " gradients, state and parameters alone: use one that needs no more"
+        ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _shapes(tree: PyTree) -> tuple:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.shape for leaf in leaves]
 
 
 def _are_ids(rows: np.ndarray) -> bool:
