@@ -220,7 +220,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
     assert conclusion == (
         "**To reach the final loss of DiLoCo, AdLoCo needed the fewest communications of the"
         " others, 2 against 3: 0.67 times the communications, 0.67 times the bytes moved, 0.67"
-        " times the tokens, 0.67 times the simulated seconds (the higher of two seeds).**"
+        " times the tokens, 0.67 times the simulated seconds (medians over seeds).**"
     )
     assert drawn_as.endswith("(front.svg)")
 
@@ -288,14 +288,13 @@ def test_a_spread_counts_what_was_not_reached_as_more_than_all():
     assert spread(1, 2, 3, None) == [3, 1, None, 3, 4]  # of an even number the upper one
 
 
-def test_two_seeds_have_a_range_and_no_median():
+def test_a_cell_has_the_median_and_the_range_of_its_seeds():
     table = a_table(True, values=(1500, 1000))
-    table["rows"]["a"]["to_target"][0] |= {"tokens": compare._spread([None, 1000])}
+    table["rows"]["a"]["to_target"][0] |= {"tokens": compare._spread([None, 1000, 500])}
+    table["rows"]["a"]["to_target"][0] |= {"syncs": compare._spread([None, None, 500])}
     text = markdown(table)
-    assert "range of 2 seeds" in text and "median" not in text
-    assert "| 1 k to 1.5 k |" in text and "| 1 k to - |" in text
-    _, caption = drawn(a_table(True, values=(1, 2)))
-    assert "range of 2 seeds" in caption and "median" not in caption
+    assert "| 1.5 k (1 k to 1.5 k) |" in text
+    assert "| 1 k (500 to -) | - (500 to -) |" in text
 
 
 def spent_by(variants):

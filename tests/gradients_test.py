@@ -25,19 +25,6 @@ from adloco_jax.training import train
 # --- Pure parts -------------------------------------------------------------------------------
 
 
-def test_moments_of_a_sample_done_by_hand():
-    # Centred: four times -2 and once 8; m2 = 80/5 = 16, m4 = (4 * 16 + 4096)/5 = 832.
-    found = gradients.moments(np.array([[0, 0, 10, 0, 0]], np.float32))
-    expected = {"mean": 2.0, "median": 0.0, "std": 4.0, "excess_kurtosis": 832 / 16**2 - 3}
-    assert found == expected
-    assert gradients.moments(np.ones(3))["excess_kurtosis"] is None
-    # In float64: a large mean takes no digits from the deviations.
-    values = 1000 + np.random.default_rng(0).standard_normal(10**5).astype(np.float32)
-    found = gradients.moments(values)
-    assert found["std"] == pytest.approx(np.std(np.float64(values)), rel=1e-9)
-    assert abs(found["excess_kurtosis"]) < 5 * math.sqrt(24 / 10**5)  # standard error sqrt(24 / n)
-
-
 def test_the_law_is_exact_over_all_batches():
     examples = np.random.default_rng(1).standard_normal((6, 3)) + 2
     mean = examples.mean(axis=0)
@@ -103,14 +90,11 @@ def test_each_deviation_is_that_of_its_batch(measured):
         np.testing.assert_allclose(scatter["norms"], norms, rtol=1e-5)
         assert scatter["norm_mean"] == pytest.approx(norms.mean(), rel=1e-5)
         assert scatter["norm_std"] == pytest.approx(norms.std(ddof=1), rel=1e-4)
-        own = deviations / np.sqrt(np.mean(deviations**2, axis=0))
-        for name, values in (("coordinates", deviations), ("coordinates_over_own_rms", own)):
-            expected = gradients.moments(values)
-            assert scatter[name] == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        counts = np.histogram(deviations / np.std(deviations), gradients.BIN_EDGES)[0]
+        scaled = deviations / np.sqrt(np.mean(deviations**2, axis=0))
+        kurtosis = np.mean(scaled**4) / np.mean(scaled**2) ** 2 - 3
+        assert scatter["excess_kurtosis"] == pytest.approx(kurtosis, rel=1e-4, abs=1e-4)
+        counts = np.histogram(scaled, gradients.BIN_EDGES)[0]
         assert np.abs(counts - scatter["counts"]).sum() <= 4  # rounding at an edge
-        own_counts = np.histogram(own, gradients.BIN_EDGES)[0]
-        assert np.abs(own_counts - scatter["own_counts"]).sum() <= 4
 
 
 @pytest.mark.parametrize("pass_size, tolerance", [(1, 1e-13), (7, 1e-6)])
@@ -124,15 +108,14 @@ def test_passes_of_any_size_measure_the_same(measured, pass_size, tolerance):
     assert sum(seen) == 2 * 40 + 5 * (5 + 20)  # the progress bar reaches its end
 
 
-def test_many_coordinates_are_sampled_and_constant_ones_have_no_own_scale(monkeypatch):
+def test_many_coordinates_are_sampled_and_constant_ones_are_left_out(monkeypatch):
     monkeypatch.setattr(gradients, "MAX_COORDINATES", 500)
     rows = rows_of(width=2006)
     rows[:, ::2] = 7
     found = measure(rows, batch_sizes=[5], draws=3)
     assert (found["num_params"], found["num_coordinates"]) == (2006, 500)
     (scatter,) = found["batches"]
-    assert scatter["num_deviations"] == 1500
-    assert 600 < scatter["num_own_deviations"] < 900 and scatter["num_own_deviations"] % 3 == 0
+    assert 600 < scatter["num_deviations"] < 900 and scatter["num_deviations"] % 3 == 0
 
 
 def test_gradients_without_noise_or_not_finite_are_refused():
@@ -261,7 +244,7 @@ def test_the_command_prints_and_writes_the_same(run, capsys):
     code, out, err = script(*numbers, "--round", "1")
     assert (code, err) == (0, "")  # and no progress bar where no one watches
     assert "noise scale tr(Sigma)/|G|^2" in out and "\n   2*        0  " in out
-    assert len(ET.parse(run / "report" / "gradient_analysis.svg").findall("{*}svg")) == 3
+    assert len(ET.parse(run / "report" / "gradient_analysis.svg").findall("{*}svg")) == 2
     written = json.loads((run / "report" / "gradient_analysis.json").read_text())
     assert written.pop("command").endswith("--seed 1 --round 1")
     expected = json.loads(json.dumps(analyse(run, run / "analysis")))
@@ -316,10 +299,8 @@ def curves_of(panel):
 def test_the_figure_shows_law_and_histograms(measured):
     result = result_of(measured)
     root = ET.fromstring(figure(result))
-    pooled, own, norms = map(curves_of, root.findall("{*}svg"))
-    for panel in (pooled, own):
-        assert list(panel) == ["b = 5", "b = 20", "normal, same variance"]
-    # A quarter of the batch, half of the law; as much of both axes for the law itself.
+    coordinates, norms = map(curves_of, root.findall("{*}svg"))
+    assert list(coordinates) == ["b = 5", "b = 20", "normal"]
     law, mean = norms["√(tr Σ / b): independent"], norms["mean, 10 % to 90 %"]
     assert law[0, 0] == 0 and law[-1, 0] == 1 and np.all(np.diff(law[:, 1]) <= 0)
     exact = norms["without replacement of 40"]
@@ -331,7 +312,7 @@ def test_the_figure_shows_law_and_histograms(measured):
 def test_a_figure_without_signal_or_tests_is_drawn(measured):
     batches = [measured["batches"][0] | {"batch_size": b} for b in range(1, 9)]
     result = result_of(measured, signal=-1.0, noise_scale=None, batches=batches, command="")
-    assert len(ET.fromstring(figure(result)).findall("{*}svg")) == 3
+    assert len(ET.fromstring(figure(result)).findall("{*}svg")) == 2
     lines = describe(result)
     assert "noise scale tr(Sigma)/|G|^2 - sequences" in lines
     assert lines[-1] == "the run tested no batch around this round"

@@ -202,7 +202,7 @@ def tabulate(
 
 
 def markdown(table: dict) -> str:
-    """Format the table: medians with the range over seeds in brackets; of two seeds the range.
+    """Format the table: medians with the range over seeds in brackets.
 
     Args:
       table: From `tabulate`.
@@ -211,10 +211,7 @@ def markdown(table: dict) -> str:
       Title, what ran on what, a conclusion and the figure `front.svg` in Markdown; then tables:
       loss at equal cost, cost of the baseline's loss, cost of each target.
     """
-    rows, num_seeds = table["rows"], len(table["seeds"])
-    shown, dash = f"median of {num_seeds} seeds (range)", "where fewer than half of the seeds did"
-    if num_seeds == 2:
-        shown, dash = "range of 2 seeds", "for a seed that did not"
+    rows, shown = table["rows"], f"median of {len(table['seeds'])} seeds (range)"
     equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
     losses = [
         [name, *(_described(row["at_equal"][m], _loss) for m in MEASURES)]
@@ -232,7 +229,7 @@ def markdown(table: dict) -> str:
         f" {shown}.",
         markdown_table([["variant", *equal, "at its end"], *losses]),
         f"What it took to reach the final loss of {plain(table['baseline'])}, seed by seed; a dash"
-        f" {dash}.",
+        " where fewer than half of the seeds did.",
         *_cost_tables({name: row["to_baseline"] for name, row in rows.items()}),
     ]
     for index, loss in enumerate(table["target_losses"]):
@@ -281,22 +278,20 @@ def _conclusion(table: dict) -> str:
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
         for name, row in table["rows"].items()
     }
-    own = costs.pop(baseline)
+    charged = costs.pop(baseline)
     reached = {name: cost for name, cost in costs.items() if cost["syncs"] is not None}
-    half = "both seeds" if len(table["seeds"]) == 2 else "half of its seeds"
-    if own["syncs"] is None or not reached:
-        return f"No other variant reached the final loss of {baseline} in {half}."
+    if charged["syncs"] is None or not reached:
+        return f"No other variant reached the final loss of {baseline} in half of its seeds."
     least = min(reached, key=lambda name: (reached[name]["syncs"], reached[name]["tokens"]))
     prices = [
-        f"{reached[least][measure] / own[measure]:.2f} times the {MEASURES[measure]}"
+        f"{reached[least][measure] / charged[measure]:.2f} times the {MEASURES[measure]}"
         for measure in spent
-        if own[measure]
+        if charged[measure]
     ]
-    by = "the higher of two seeds" if len(table["seeds"]) == 2 else "medians over seeds"
     return (
         f"To reach the final loss of {baseline}, {least} needed the fewest communications of the"
-        f" others, {short(reached[least]['syncs'])} against {short(own['syncs'])}:"
-        f" {', '.join(prices)} ({by})."
+        f" others, {short(reached[least]['syncs'])} against {short(charged['syncs'])}:"
+        f" {', '.join(prices)} (medians over seeds)."
     )
 
 
@@ -335,7 +330,7 @@ def _spread(values: Sequence[float | None]) -> dict:
     reached = sorted(value for value in values if value is not None)
     ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {
-        "median": ranked[len(ranked) // 2],  # of an even number the upper one
+        "median": ranked[len(ranked) // 2],  # of an even number the higher one
         "low": ranked[0],
         "high": ranked[-1],
         "reached": len(reached),
@@ -358,11 +353,10 @@ def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
 
 
 def _described(spread: dict, shown: Callable[[float], str]) -> str:
-    if spread["low"] is None or (spread["median"] is None and spread["seeds"] > 2):
-        return "-"
-    low, high = shown(spread["low"]), "-" if spread["high"] is None else shown(spread["high"])
-    between = low if low == high else f"{low} to {high}"
-    return between if spread["seeds"] == 2 else f"{shown(spread['median'])} ({between})"
+    low, middle, high = (
+        "-" if spread[name] is None else shown(spread[name]) for name in ("low", "median", "high")
+    )
+    return low if low == high else f"{middle} ({low} to {high})"
 
 
 _loss = "{:.3f}".format

@@ -60,17 +60,14 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
     if not costs:
         losses = ", ".join(f"{loss:g}" for loss in table["target_losses"])
         return f"No variant reached {losses} nats/token in half of its seeds."
-    num_seeds = len(table["seeds"])
-    spread, by = f"median of {num_seeds} seeds, bars from the lowest to the highest", "half of the"
-    if num_seeds == 2:
-        spread, by = "range of 2 seeds, with a mark at the higher", "both"
     shown = (
         f"What each variant had spent when its consensus first reached {loss:g} nats/token on"
-        f" held-out text: {spread}; down and left is better. Grey: the front, the variants that no"
-        f" other beats in both. {table['charged']} Seconds are simulated {table['simulated']}."
+        f" held-out text: median of {len(table['seeds'])} seeds, bars from the lowest to the"
+        " highest; down and left is better. Grey: the front, the variants that no other beats in"
+        f" both. {table['charged']} Seconds are simulated {table['simulated']}."
     )
     missing = [name for name in table["rows"] if name not in costs]
-    return shown + (f" Not reached by {by} seeds: {'; '.join(missing)}." if missing else "")
+    return shown + (f" Not reached by half of the seeds: {'; '.join(missing)}." if missing else "")
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -34,31 +34,11 @@ from adloco_jax.study.page import write_files
 
 MAX_COORDINATES = 100_000
 MAX_DEVIATIONS = 10_000_000  # of all draws of one batch size: 40 MB, and four times that in float64
-BIN_EDGES = np.linspace(-10.0, 10.0, 101)  # of the histograms, in standard deviations
+BIN_EDGES = np.linspace(-6.0, 6.0, 61)  # of the histograms, in root mean squares
 ROUNDS_BEFORE, ROUNDS_AFTER = 1, 2  # of the ledger, around the checkpoint
 
 # Purposes of a seed, so that no two uses share their random numbers.
 _SEQUENCES, _COORDINATES, _BATCHES = range(3)
-
-
-def moments(values: np.ndarray) -> dict[str, float | None]:
-    """Mean, median, standard deviation and excess kurtosis of a sample, in float64.
-
-    Args:
-      values: Any shape, at least one entry.
-
-    Returns:
-      Plain moments of the sample: divided by its size, without correction for bias. The excess
-      kurtosis of a normal distribution is 0, that of a constant sample None.
-
-    Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2).
-    """
-    values = np.asarray(values, np.float64).reshape(-1)
-    mean, std = float(values.mean()), float(values.std())
-    excess = None
-    if std > 0:
-        excess = float(np.mean(np.square(np.square((values - mean) / std))) - 3)
-    return {"mean": mean, "median": float(np.median(values)), "std": std, "excess_kurtosis": excess}
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
@@ -196,15 +176,16 @@ def _deviation(
 
 
 def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: float) -> dict:
-    """Norms of the draws of one batch size, and moments and histograms of single coordinates.
+    """Norms of the draws of one batch size, and kurtosis and histogram of single coordinates.
 
-    Coordinates are counted over the standard deviation of all, and each over its own root mean
-    square, without coordinates that never deviate. Normal coordinates of unequal variance give a
-    heavy-tailed whole, but on their own scale an excess kurtosis of -6 / (draws + 2).
+    Each coordinate is divided by its root mean square; coordinates that never deviate are left out.
+    Normal coordinates then have an excess kurtosis of -6 / (draws + 2). (Undivided, normal
+    coordinates of unequal variance would give a heavy-tailed whole.)
+
+    Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2), about zero.
     """
-    whole = moments(values_SC)
     root_C = np.sqrt(np.mean(np.square(values_SC), axis=0, dtype=np.float64)).astype(np.float32)
-    own_SC = values_SC[:, root_C > 0] / root_C[root_C > 0]
+    scaled_SC = values_SC[:, root_C > 0] / root_C[root_C > 0]
     rms = math.sqrt(np.mean(np.square(norms_S)))
     return {
         "batch_size": batch_size,
@@ -213,12 +194,9 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
         "norm_rms": rms,
         "law": law,
         "rms_over_law": rms / law,
-        "coordinates": whole,
-        "coordinates_over_own_rms": moments(own_SC),
-        "counts": np.histogram(values_SC / whole["std"], BIN_EDGES)[0].tolist(),
-        "own_counts": np.histogram(own_SC, BIN_EDGES)[0].tolist(),
-        "num_deviations": values_SC.size,
-        "num_own_deviations": own_SC.size,
+        "excess_kurtosis": float(np.mean(np.square(np.square(scaled_SC)), dtype=np.float64)) - 3,
+        "counts": np.histogram(scaled_SC, BIN_EDGES)[0].tolist(),
+        "num_deviations": scaled_SC.size,
         "norms": norms_S.tolist(),
     }
 
@@ -256,12 +234,12 @@ def compare(
     for line in lines(events, "round"):
         if line["round"] not in near or trainer not in (None, line["trainer"]):
             continue
-        own, smoothed = ratio(line["noise"], line["signal"]), None
+        smoothed = None
         if (batching.test, batching.mode) == ("norm", "unbiased") and line["test_value"]:
             workers = line["workers"] if batching.scope == "trainer" else 1
             smoothed = line["test_value"] * workers * batching.eta**2
         tested = {"noise": line["noise"], "signal": line["signal"]}
-        tested |= {"noise_scale": own, "smoothed_noise_scale": smoothed}
+        tested |= {"noise_scale": ratio(*tested.values()), "smoothed_noise_scale": smoothed}
         found.append(
             {name: line[name] for name in ("round", "trainer", "test_value")}
             | {"at_checkpoint": line["round"] == round + 1}

@@ -6,7 +6,7 @@ from adloco_jax.study import chart
 from adloco_jax.study.chart import Curve, Figure, Panel
 from adloco_jax.study.summary import columns
 
-_BATCH = ("b", "|g_b - G|", "rms/law", "std", "mean", "median", "kurt.", "own kurt.")
+_BATCH = ("b", "|g_b - G|", "rms/law", "excess kurtosis")
 _TEST = ("round", "trainer", "noise", "signal", "noise scale", "smoothed")
 
 
@@ -53,13 +53,8 @@ def figure(result: dict) -> Figure:
     Returns:
       An SVG file.
     """
-    panels = [
-        _histograms(result, "", "All coordinates on one scale", "standard deviation of all"),
-        _histograms(result, "own_", "Each coordinate on its own scale", "its root mean square"),
-        _norms(result),
-    ]
     return chart.document(
-        panels,
+        [_histograms(result), _norms(result)],
         title=f"Gradients of run {result['run']}, round {result['round']}",
         caption=_caption(result),
         columns=2,
@@ -68,23 +63,22 @@ def figure(result: dict) -> Figure:
     )
 
 
-def _histograms(result: dict, scale: str, title: str, unit: str) -> Panel:
+def _histograms(result: dict) -> Panel:
     """Densities by batch size, and the normal density of the same variance: 1, in these units."""
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
-        total = max(1, batch[f"num_{scale}deviations"])
-        density = np.array(batch[f"{scale}counts"]) / (total * np.diff(edges))
+        density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))
         lowest = min([lowest, *density[density > 0]])
         heights = np.where(density > 0, density, np.nan).repeat(2)
         label = f"b = {batch['batch_size']:,}"
         curves.append(Curve(edges.repeat(2)[1:-1], heights, chart.look(index), label))
-    x = np.linspace(edges[0], edges[-1], 801)
+    x = np.linspace(edges[0], edges[-1], 401)
     normal = np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)
     shown = np.where(normal > lowest / 2, normal, np.nan)
-    curves.append(Curve(x, shown, "c6 thin", "normal, same variance"))
-    across = chart.axis(f"deviation of a coordinate / {unit} (dimensionless)", edges)
+    curves.append(Curve(x, shown, "c6 thin", "normal"))
+    across = chart.axis("deviation of a coordinate / its root mean square", edges)
     up = chart.axis("density (per unit of the axis below)", [lowest / 2, 1.0], base=10)
-    return chart.chart(across, up, curves, title=title, height=300)
+    return chart.chart(across, up, curves, title="Single coordinates", height=300)
 
 
 def _norms(result: dict) -> Panel:
@@ -117,22 +111,20 @@ def _norms(result: dict) -> Panel:
 
 def _caption(result: dict) -> str:
     return (
-        "Top: deviations of single coordinates of g_b, the gradient of a random batch of b"
-        " sequences, from those of G, the mean over all n; deviations beyond the axis count"
-        " in the variance. Bottom: the norm over all coordinates. Gradients are in"
+        "Left: deviations of single coordinates of g_b, the gradient of a random batch of b"
+        " sequences, from those of G, the mean over all n, beside the normal density of the same"
+        " variance. Right: the norm over all coordinates. Gradients are in"
         f" {result['unit']}, as parameters are dimensionless."
         + (f" Made by: {result['command']}" if result["command"] else "")
     )
 
 
 def _batch_cells(batch: dict) -> tuple[str, ...]:
-    whole, own = batch["coordinates"], batch["coordinates_over_own_rms"]
     return (
         f"{batch['batch_size']}",
         f"{batch['norm_mean']:.3g} +- {batch['norm_std']:.2g}",
         f"{batch['rms_over_law']:.3f}",
-        *(f"{whole[name]:.2g}" for name in ("std", "mean", "median")),
-        *(_number(values["excess_kurtosis"], 3) for values in (whole, own)),
+        f"{batch['excess_kurtosis']:.2g}",
     )
 
 
@@ -144,5 +136,5 @@ def _test_cells(line: dict) -> tuple[str, ...]:
     return tuple(cells)
 
 
-def _number(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -4,7 +4,7 @@ Texts may come from a ledger or a path: every function escapes what it is given,
 argument is called `html`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
@@ -21,7 +21,7 @@ def page(
     title: str,
     lead: str,
     *,
-    html: Sequence[str],
+    screen_html: str,
     details_html: str,
     num_curves: int,
     refresh_s: int | None = None,
@@ -31,7 +31,7 @@ def page(
     Args:
       title: Its heading.
       lead: How the run went, in a sentence.
-      html: The first screen: the large figure, what stands under it, and the table beside both.
+      screen_html: What is seen first.
       details_html: What is folded below.
       num_curves: Curves with a number, which stand out while their row of the table is touched.
       refresh_s: Seconds after which a browser reads the page again; None for never.
@@ -42,12 +42,12 @@ def page(
         f".hero:has({key}:is(:hover, :focus)) .curve:not({key}) {{ opacity: .12; }}" for key in keys
     )
     return _TEMPLATE.substitute(
-        dict(zip(("figure", "under", "beside"), html, strict=True)),
         title=escaped(title),
         lead=paragraph(lead),
         style=f"{chart.STYLE}{highlights}",
         refresh=refresh,
         kind="many" if num_curves else "single",
+        screen=screen_html,
         details=details_html,
     )
 
@@ -67,11 +67,6 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
     return f"<p>{escaped(text)}</p>"
-
-
-def bullets(items: Iterable[str]) -> str:
-    """A list of plain sentences."""
-    return "<ul>\n" + "\n".join(f"<li>{escaped(item)}</li>" for item in items) + "\n</ul>"
 
 
 def verbatim(text: str) -> str:

@@ -28,33 +28,19 @@ __all__ = ["closing_table", "conclude", "watch", "write"]
 
 _REFRESH_S = 3  # of a page that is watched
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
-_MAX_PROGRAMS = 16  # rows of compiled programs
 
-# Columns of the tables that compare variants: what `_measures` has, and how it is shown.
-_Columns = Mapping[str, tuple[str, Callable[[float], str]]]
-_count, _whole = "{:,.0f}".format, "{:.0f}".format
-_TOTALS: _Columns = {
+# Columns of the table of totals: what `_measures` has, and how it is shown.
+_TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss (nats)": ("loss", number),
-    "tokens": ("tokens_total", short),
-    "communi\N{SOFT HYPHEN}cations": ("syncs_total", _count),
-    "moved": ("bytes_total", in_bytes),
-    "wall time": ("wall_s", seconds),
-}
-_MORE: _Columns = {
     "accuracy": ("accuracy", "{:.3f}".format),
-    "tokens": ("tokens_total", _count),
-    "updates": ("updates_total", _count),
-    "merges": ("num_merges", _count),
-    "programs": ("num_programs", _whole),
-    "from cache": ("num_programs_cached", _whole),
-    "compiling": ("compile_s", seconds),
-    "rounds": ("step_s", seconds),
-    "of it stalled": ("stall_s", seconds),
+    "tokens": ("tokens_total", short),
+    "updates": ("updates_total", short),
+    "communications": ("syncs_total", "{:,.0f}".format),
+    "moved": ("bytes_total", in_bytes),
+    "merges": ("num_merges", "{:.0f}".format),
+    "wall time": ("wall_s", seconds),
+    "waiting to compile": ("stall_s", seconds),
 }
-_STALLED = (
-    "Programs are compiled, or read from the cache, in the background where they can be foreseen;"
-    " the time that rounds waited for them is the stall."
-)
 
 
 def write(
@@ -170,25 +156,33 @@ def _page(
     variants: Sequence[Variant], panels: Mapping[str, Panel], command: str, refresh_s: int | None
 ) -> str:
     runs = [run for variant in variants for run in variant.runs]
-    figure = page.figure(page.tabs("loss", panels), loss.caption(variants))
+    screen = page.figure(page.tabs("loss", panels), loss.caption(variants))
+    screen += _totals_table(variants)
     if len(runs) == 1:
         title, parts = f"Run {runs[0].start['run']}", _parts_of(runs[0])
-        beside, under = _totals_of(runs[0]), run_figures.life(runs[0])
+        screen += run_figures.life(runs[0])
     else:
-        title, parts = f"{len(variants)} variants, {len(runs)} runs", _variants_parts(variants)
-        beside, under = _totals_table(variants), ""
+        title = f"{len(variants)} variants, {len(runs)} runs"
+        lives = [
+            page.folded(
+                f"{variant.label}, seed {variant.runs[0].seed}",
+                run_figures.life(variant.runs[0]),
+                is_open=True,
+            )
+            for variant in variants
+        ]
+        parts = {"The trainers of each variant": f'<div class="lives">{"".join(lives)}</div>'}
     if any(map(curves.is_classifier, runs)):
         drawn = page.tabs("accuracy", loss.charts(variants, field="accuracy"))
-        accuracy = page.figure(drawn, loss.caption(variants, "accuracy"))
-        parts = {"Accuracy": accuracy} | parts
+        parts = {"Accuracy": page.figure(drawn, loss.caption(variants, "accuracy"))} | parts
     parts["How to read this page, and the commands that made it"] = _runs_table(variants, command)
     return page.page(
         title,
         _lead(variants),
-        html=(figure, under, beside),
+        screen_html=screen,
         details_html="\n".join(
-            page.folded(*part, is_open=1 < len(variants) <= _MAX_OPEN and not place)
-            for place, part in enumerate(parts.items())
+            page.folded(*part, is_open=1 < len(variants) <= _MAX_OPEN and not number)
+            for number, part in enumerate(parts.items())
         ),
         num_curves=0 if len(runs) == 1 else len(variants),
         refresh_s=refresh_s,
@@ -199,9 +193,9 @@ def _lead(variants: Sequence[Variant]) -> str:
     """How it went, in a sentence."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
-        own = totals(runs[0].events)
-        [(_, result), *_] = [fact for fact in described(own) if fact[0] == "held-out loss"]
-        return f"{own['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
+        found = totals(runs[0].events)
+        result = dict(described(found))["held-out loss"]
+        return f"{found['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
     medians = {
         variant.label: statistics.median(losses)
         for variant in variants
@@ -213,27 +207,24 @@ def _lead(variants: Sequence[Variant]) -> str:
     return f"Lowest held-out loss at its end: {number(medians[best])} nats, {best}."
 
 
-def _totals_of(run: Run) -> str:
-    """The five totals of a single run."""
-    own = _measures(run)
-    result = number(own["loss"]) if own["loss_round"] else "-"
-    accuracy = own["accuracy"]
-    shown: Mapping[str, Cell] = {
-        "held-out loss": (result, "nats" if accuracy is None else f"accuracy {number(accuracy)}"),
-        "tokens": (short(own["tokens_total"]), f"{own['updates_total']:,} updates"),
-        "communications": (_count(own["syncs_total"]), "blocking, all trainers"),
-        "moved": (in_bytes(own["bytes_total"]), f"merges: {own['num_merges']}"),
-        "wall time": (seconds(own["wall_s"]), f"{seconds(own['stall_s'])} waiting to compile"),
-    }
-    return _facts("", shown)
-
-
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """The five totals of each variant, whose rows are the legend of the curves."""
-    caption = "Each variant at its end; point at a row to see its curve alone."
+    """A row per variant; of several variants the rows are the legend of the curves.
+
+    A column that no run has a value for is left out.
+    """
+    caption = "Communications are blocking and summed over trainers."
+    if len(variants) > 1:
+        caption += " Point at a row to see its curve alone."
     if any(len(variant.runs) > 1 for variant in variants):
         caption += " Of several seeds the median, and below it minimum to maximum."
-    return _variants_table(caption, _TOTALS, variants, is_legend=True)
+    measured = [[_measures(run) for run in variant.runs] for variant in variants]
+    rows: list[dict[str, Cell]] = [{"run": variant.label} for variant in variants]
+    for title, (name, shown) in _TOTALS.items():
+        values = [[found[name] for found in runs] for runs in measured]
+        if any(value is not None for seeds in values for value in seeds):
+            for row, seeds in zip(rows, values, strict=True):
+                row[title] = _spread(seeds, shown)
+    return page.table(caption, rows, is_legend=len(variants) > 1)
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
@@ -257,35 +248,19 @@ def _state(run: Run) -> str:
 
 
 def _measures(run: Run) -> dict:
-    """A run's totals, which include averaging trainers for the consensus, and its times."""
-    own = totals(run.events)
-    step_s, stall_s = map(sum, zip(*curves.stalls(run.events).values(), strict=True))
-    return own | {
-        "syncs_total": own["syncs_total"] + own["consensus_syncs"],
-        "bytes_total": own["bytes_total"] + own["consensus_bytes"],
-        "step_s": step_s,
-        "stall_s": stall_s,
+    """A run's totals, which include averaging trainers for the consensus."""
+    found = totals(run.events)
+    return found | {
+        "syncs_total": found["syncs_total"] + found["consensus_syncs"],
+        "bytes_total": found["bytes_total"] + found["consensus_bytes"],
+        "stall_s": sum(stall_s for _, stall_s in curves.stalls(run.events).values()),
     }
 
 
-def _variants_table(
-    caption: str, columns: _Columns, variants: Sequence[Variant], *, is_legend: bool = False
-) -> str:
-    """A row per variant; a column that no run has a value for is left out."""
-    measured = {own.label: [_measures(run) for run in own.runs] for own in variants}
-    rows: list[dict[str, Cell]] = [{"variant": label} for label in measured]
-    for title, (name, shown) in columns.items():
-        values = [[run[name] for run in runs] for runs in measured.values()]
-        if any(value is not None for own in values for value in own):
-            for row, own in zip(rows, values, strict=True):
-                row[title] = _spread(own, shown)
-    return page.table(caption, rows, is_legend=is_legend)
-
-
-def _facts(caption: str, facts: Mapping[str, Cell], *, texts: int = 1) -> str:
+def _facts(caption: str, facts: Mapping[str, str]) -> str:
     """A table of single quantities."""
     rows = [{"quantity": name, "value": value} for name, value in facts.items()]
-    return page.table(caption, rows, texts=texts)
+    return page.table(caption, rows, texts=2)
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
@@ -331,57 +306,24 @@ def _parts_of(run: Run) -> dict[str, str]:
         for e in curves.lines(run.events, "merge", "refusal")
     ]
     if merges:
-        caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of their own."
+        caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of the guard."
         parts["Merges"] = page.table(caption, merges)
     if drawn := run_figures.noise(run):
         parts["Batch-size test"] = drawn
-    programs = sorted(curves.lines(run.events, "compile"), key=lambda e: -e["seconds"])
-    slowest = [
-        {
-            "program": str(e["key"]),
-            "how": f"{'from the cache' if e['cache'] == 'hit' else 'compiled'}, {e['where']}",
-            "time": seconds(e["seconds"]),
-        }
-        for e in programs[:_MAX_PROGRAMS]
-    ]
-    caption = f"The {len(slowest)} slowest of {len(programs)} programs. {_STALLED}"
-    table = page.table(caption, slowest, texts=2) if slowest else ""
-    parts["Time and compilation"] = f"{run_figures.times(run)}\n{table}"
+    parts["Time"] = run_figures.times(run)
     parts["Theory"] = _theory(run)
-    parts["All totals"] = _facts("", dict(described(totals(run.events))), texts=2)
+    parts["All totals"] = _facts("", dict(described(totals(run.events))))
     return parts
 
 
-def _variants_parts(variants: Sequence[Variant]) -> dict[str, str]:
-    """What is folded below a comparison: more totals, and each variant's trainers."""
-    caption = (
-        "Measured time on the machine of the runs. Communications above are blocking and summed"
-        f" over trainers. {_STALLED}"
-    )
-    details = []
-    for variant in variants:
-        run = variant.runs[0]
-        table = page.folded("Closing table", page.verbatim(closing_table(run.folder)))
-        own = run_figures.life(run) + table
-        details.append(page.folded(f"{variant.label}, seed {run.seed}", own, is_open=True))
-    return {
-        "The trainers of each variant": f'<div class="lives">{"".join(details)}</div>',
-        "Updates, merges and measured time": _variants_table(caption, _MORE, variants),
-    }
-
-
 def _theory(run: Run) -> str:
-    assumptions = page.paragraph("What the theory assumes:") + page.bullets(theory.ASSUMPTIONS)
     try:
         found, reason = theory.fit(run.events), ""
     except DataError as error:
         found, reason = None, str(error)
-    try:
-        drawn = f"{run_figures.theory_beside(run, found)}\n"
-    except DataError as error:
-        return page.paragraph(f"Nothing to compare with the theory: {error}") + assumptions
+    drawn = run_figures.theory_beside(run, found)
     if found is None:
-        return drawn + page.paragraph(f"No constants: {reason}") + assumptions
+        return drawn + page.paragraph(f"No constants: {reason}")
     constants = {
         "L, smoothness": f"{found.smoothness:.4g}",
         "Δ0, gap to the lowest loss (nats)": f"{found.gap:.4g}",
@@ -389,4 +331,4 @@ def _theory(run: Run) -> str:
         "η of the norm test": f"{found.eta:.4g}",
     }
     caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
-    return drawn + _facts(caption, constants) + assumptions
+    return drawn + _facts(caption, constants)

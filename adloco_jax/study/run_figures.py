@@ -270,7 +270,9 @@ def theory_beside(run: Run, constants: theory.Constants | None) -> str:
         " norm of the gradient, bounded from above by Lemma 2; the requested batch of all workers"
         " of a trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1; and the"
         " paper's count of communications, C(N) = Σ max_batch/b, which Theorem 2 estimates."
-        " Measured values are means over the trainers; vertical axes are logarithmic."
+        " Measured values are means over the trainers; vertical axes are logarithmic. Where a run"
+        " departs from the theory (AdamW, momentum, tests once a round, caps), a measured curve may"
+        " cross its bound."
     )
     if constants is None:
         text += " There are no bounds, because the run does not determine their constants."

@@ -6,7 +6,7 @@ Lemma 2: Theorem 1 by Jensen's inequality for 1/x, and the direct bound on commu
 1 / b_k is |G_k|^2 times a constant. L and Delta0 enter as their product only.
 
 L is fitted such that Lemma 2 holds on the measured signal. A measured curve can therefore cross its
-bound only where the run violates the theory's assumptions, `ASSUMPTIONS`.
+bound only where the run departs from the theory's assumptions, which docs/algorithm.md, 5 lists.
 """
 
 from collections.abc import Iterable
@@ -18,27 +18,6 @@ import numpy as np
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves
 from adloco_jax.study.curves import read_rounds
-
-ASSUMPTIONS: tuple[str, ...] = (
-    "The inner optimizer is SGD with the constant step size 1/(L(1 + eta^2)): no AdamW, weight"
-    " decay, schedule or clipping. The outer one averages: no Nesterov momentum.",
-    "Every update passes the exact norm test at the true gradient. A run tests once a round, on"
-    " smoothed estimates from a few sequences.",
-    "Batches are unbounded real numbers; a run rounds and caps them (batch_cap, max_growth).",
-    "The gradient noise sigma^2 is constant. Here it is the mean over a run, in which it usually"
-    " falls.",
-    "F is L-smooth with one L along the whole path; the fitted L is the smallest that explains the"
-    " measured signal, not a property of the model.",
-    "Delta0 is measured from the first round's training loss to the lowest recorded loss, not to"
-    " the infimum of F; as only L Delta0 enters the bounds, the fit of L compensates.",
-    "The theory is of one trainer. With several, their mean is drawn, and merges are not covered.",
-    "Lemma 1's rate of local SGD is known up to a constant, set so that one worker and one step per"
-    " round give Lemma 2.",
-    "Sequences are drawn independently; a run goes through permutations of its data.",
-    "The paper's C(N) counts max_batch/b_k per update, not a run's synchronisations.",
-    "The paper's logarithmic estimate of C(N) inserts a lower bound on E b_k into 1/b_k, where"
-    " Jensen's inequality has the opposite direction: it is no bound.",
-)
 
 
 class Constants(NamedTuple):
