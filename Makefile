@@ -42,7 +42,7 @@ slow: $(INSTALLED)
 test-core: $(INSTALLED)
 	$(RUN) -m pytest -q $(PARALLEL) tests/core_*_test.py
 
-notebooks: $(INSTALLED)
+notebooks: $(WITH)-docs
 	for script in notebooks/*.py; do $(RUN) $$script || exit; done
 
 parity: $(WITH)-parity

@@ -162,8 +162,8 @@ def test_spawning_and_averaging_at_once_changes_nothing():
     ensemble = different([0, 1, 1])
     spawned = jax.jit(adloco_jax.spawn, static_argnums=(1, 2))(ensemble, 1, 4)
     assert spawned.owners == (0, 1, 1, 1, 1)
-    workers = adloco_jax.start_round(spawned)
-    after, _ = adloco_jax.outer_update(spawned, workers, outer_tx=PLAIN)
+    update = jax.jit(functools.partial(adloco_jax.outer_update, outer_tx=PLAIN))
+    after, _ = update(spawned, adloco_jax.start_round(spawned))
     for name in ("params_M", "inner_state_R"):
         expected = getattr(ensemble if name == "params_M" else spawned, name)
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), expected)

@@ -160,7 +160,7 @@ FROM_FOLDER = {
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory):
+def honest(tmp_path_factory, one_device):
     """A working folder with a config file, texts, and a finished run."""
     folder = tmp_path_factory.mktemp("honest")
     (folder / "texts").mkdir()
@@ -174,7 +174,7 @@ def honest(tmp_path_factory):
 
 @pytest.mark.parametrize("command", FROM_FOLDER)
 def test_no_command_runs_what_a_folder_holds_or_names(
-    honest, tmp_path, monkeypatch, capsys, one_device, command
+    honest, tmp_path, monkeypatch, capsys, command
 ):
     monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
     run, canary = Path(SENT), tmp_path / "canary"
