@@ -16,6 +16,7 @@ from trees import assert_equal, at, rows
 
 import adloco_jax
 from adloco_jax import allocate_workers, choose_merge
+from adloco_jax.engine.spec import _sent_bytes
 
 assert_close = functools.partial(trees.assert_close, atol=1e-7)
 BATCHES = st.lists(st.integers(1, 40), min_size=1, max_size=7)
@@ -175,6 +176,47 @@ def test_spawning_and_averaging_at_once_changes_nothing():
         adloco_jax.spawn(ensemble, 1, 1)
     with pytest.raises(ValueError, match="out of range"):
         adloco_jax.spawn(ensemble, 2, 4)
+
+
+def constants(tx):
+    """`tx` with constants in its state: three of 0.1 have another mean, infinities have none."""
+
+    def init(params):
+        return tx.init(params), np.float32([0.1, 0.7]), np.float32(np.inf)
+
+    def update(grads, state, params):
+        updates, inside = tx.update(grads, state[0], params)
+        return updates, (inside, *state[1:])
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda e: adloco_jax.merge(e, (1, 0, 2), weights=(0.1, 0.7, 0.3)),
+        lambda e: adloco_jax.spawn(e, 0, 5),
+        lambda e: adloco_jax.reassign(e, (0, 0, 1, 2, 2, 0)),
+    ],
+    ids=["merge", "spawn", "reassign"],
+)
+def test_a_state_that_is_equal_in_all_members_is_taken_and_not_averaged(move):
+    txs = {name: constants(tx) for name, tx in (("inner_tx", ADAMW), ("outer_tx", PLAIN))}
+    ensemble = ensemble_of([0, 0, 0, 1, 2], {"w": jnp.zeros(3)}, **txs)
+    params_M = {"w": jnp.float32([[1, 2, 4], [2, 4, 8], [3, 6, 12]])}
+    moved = jax.jit(move)(ensemble.replace(params_M=params_M))
+    for state in (moved.inner_state_R, moved.outer_state_M):
+        for row in range(len(state[2])):
+            assert_equal(at(state[1:], row), (np.float32([0.1, 0.7]), np.float32(np.inf)))
+    if moved.num_trainers == 1:
+        mean = 0.7 * 1 + 0.1 * 2 + 0.3 * 3
+        np.testing.assert_allclose(moved.params_M["w"][0], mean / 1.1 * np.float32([1, 2, 4]), 1e-6)
+
+
+def test_constants_of_a_state_are_not_sent():
+    params = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
+    assert _sent_bytes(ADAMW, params) == 2 * 3 * 4
+    assert _sent_bytes(constants(ADAMW), params) == 2 * 3 * 4
 
 
 def test_whole_numbers_in_the_outer_state_are_the_representatives_own():

@@ -1,13 +1,19 @@
-"""Cost by the number of trainers and workers."""
+"""Cost by the number of trainers and workers; numbers and weights of any magnitude."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from ensembles import ADAMW, NESTEROV, ensemble_of
+from ensembles import ADAMW, NESTEROV, PLAIN, draw, ensemble_of
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import assert_close
 
-from adloco_jax import AGGREGATORS, outer_update, reassign, start_round
+from adloco_jax import AGGREGATORS, merge, outer_update, reassign, start_round
+
+MAGNITUDES = st.floats(-30, 30).map(lambda exponent: np.float32(10.0**exponent))
 
 # 20 trainers of 10 workers each, and of 1 to 181.
 EQUAL, UNEQUAL = np.repeat(np.arange(20), 10), np.repeat(np.arange(20), [181, *[1] * 19])
@@ -38,3 +44,72 @@ def test_a_reduction_by_owner_needs_as_much_memory_for_unequal_trainers_as_for_e
 
     pool = len(EQUAL) * 20 * 30 * 4  # bytes of a parameter-sized array of each worker
     assert needed(UNEQUAL) < needed(EQUAL) + 1.5 * pool
+
+
+# --- Magnitudes: whatever multiplies all differences multiplies the result, and weights are ratios
+
+SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4)}, "head": (3, 8), "b": ()}
+DIFFERENCE_R, WEIGHTS_R = draw(SHAPES, 5), np.float32([0.3, 0.5, 0.1, 0.4, 0.8])
+
+
+@functools.cache
+def update_of(rule):
+    """Pseudo-gradients and their norms, by the differences of workers and their weights."""
+
+    def update(difference_R, weights_R):
+        zeros = jax.tree.map(lambda leaf: np.zeros_like(leaf[0]), DIFFERENCE_R)
+        ensemble = ensemble_of((0, 0, 1, 0, 1), zeros, inner_tx=PLAIN, outer_tx=PLAIN)
+        workers = start_round(ensemble)
+        workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
+        how = {"aggregate": AGGREGATORS[rule], "weights_R": weights_R}
+        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, **how)
+        return jax.tree.map(jnp.negative, after.params_M), norm_M
+
+    return jax.jit(update)
+
+
+@pytest.mark.parametrize("rule", AGGREGATORS)
+def test_an_outer_update_scales_with_the_differences_and_not_with_the_weights(rule):
+    update = update_of(rule)
+    expected = update(DIFFERENCE_R, WEIGHTS_R)
+
+    @given(MAGNITUDES, MAGNITUDES)
+    def scales(size, weight):
+        actual = update(jax.tree.map(lambda leaf: size * leaf, DIFFERENCE_R), weight * WEIGHTS_R)
+        actual = jax.tree.map(lambda leaf: np.asarray(leaf) / size, actual)
+        assert_close(actual, jax.device_get(expected), rtol=1e-5, atol=1e-5)
+
+    scales()
+    largest = np.float32([3e38, 3e38, 3e38, 0, 3e38])
+    assert_close(update(DIFFERENCE_R, largest), update(DIFFERENCE_R, np.sign(largest)))
+
+
+def test_a_merge_scales_with_the_parameters_and_not_with_the_weights():
+    ensemble = ensemble_of((0, 1, 2), {"w": np.zeros(4, np.float32)}, outer_tx=PLAIN)
+    params_M = draw({"w": (4,)}, 3)
+    weights, merged = np.float32([3, 1, 2]), jax.jit(merge, static_argnames="members")
+
+    @given(MAGNITUDES, MAGNITUDES)
+    def scales(size, weight):
+        large = ensemble.replace(params_M={"w": size * params_M["w"]})
+        after = merged(large, (0, 1, 2), weights=np.minimum(weight * weights, 3e38))
+        mean = np.average(np.float64(params_M["w"]), axis=0, weights=weights)
+        np.testing.assert_allclose(after.params_M["w"][0] / size, mean, rtol=1e-5)
+
+    scales()
+    after = merged(ensemble.replace(params_M=params_M), (0, 1, 2), weights=np.float32([3e38] * 3))
+    np.testing.assert_allclose(after.params_M["w"][0], params_M["w"].mean(axis=0), rtol=1e-5)
+
+
+def test_the_gradient_through_the_radial_rule_is_finite_where_a_worker_has_not_moved():
+    still_W = jax.tree.map(
+        lambda leaf: leaf.at[1].set(0.0), jax.tree.map(jnp.asarray, DIFFERENCE_R)
+    )
+
+    def total(difference_W):
+        aggregated = AGGREGATORS["rda"](difference_W, jnp.full(5, 0.2))
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(aggregated))
+
+    gradients = jax.tree.leaves(jax.jit(jax.grad(total))(still_W))
+    assert all(np.isfinite(leaf).all() for leaf in gradients)
+    assert all(leaf[0].any() for leaf in gradients)

@@ -3,6 +3,7 @@
 `AGGREGATORS` is the table that a run chooses from by name.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.types import map_trainers, shares, where_leading
+from adloco_jax.core.types import map_trainers, norms, shares, where_leading
 
 Aggregator: TypeAlias = Callable[..., PyTree]
 """`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
@@ -70,11 +71,11 @@ def radial_directional(
         average = _weighted_sum(leaf_W, share_W)
         if _names(path, plain):
             return average
-        axes = tuple(range(1 + _names(path, stacked), leaf_W.ndim))
-        norm_W = _norm(leaf_W, axes)
+        num_lead = 1 + _names(path, stacked)
+        norm_W = _norm(leaf_W, num_lead)
         direction_W = leaf_W / jnp.where(norm_W > 0, norm_W, 1.0)
         direction = _weighted_sum(direction_W, share_W)
-        length = _norm(direction, tuple(axis - 1 for axis in axes))
+        length = _norm(direction, num_lead - 1)
         radius = _weighted_sum(norm_W, share_W) / jnp.where(length > 0, length, 1.0)
         return jnp.where(length > CANCELLED, radius * direction, average)
 
@@ -104,8 +105,10 @@ def isotropic(
     def one_leaf(path, leaf):
         if leaf.ndim - _names(path, stacked) < 2:
             return leaf
-        left, singular, right = jnp.linalg.svd(leaf, full_matrices=False)
-        size = jnp.mean(singular, axis=-1)[..., None, None]
+        peak = jnp.max(jnp.abs(leaf), axis=(-2, -1), keepdims=True, initial=0.0)
+        peak = jnp.where(peak > 0, peak, 1.0)
+        left, singular, right = jnp.linalg.svd(leaf / peak, full_matrices=False)
+        size = peak * jnp.mean(singular, axis=-1)[..., None, None]
         return size * jnp.matmul(left, right, precision="highest")
 
     return jax.tree_util.tree_map_with_path(one_leaf, mean(difference_W, share_W))
@@ -148,8 +151,11 @@ def _weighted_sum(leaf_W: Array, share_W: Array) -> Array:
     return jnp.sum(leaf_W * share_W.reshape((-1,) + (1,) * (leaf_W.ndim - 1)), axis=0)
 
 
-def _norm(leaf: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(jnp.sum(jnp.square(leaf), axis=axes, keepdims=True))
+def _norm(leaf: Array, num_lead: int) -> Array:
+    """L2 norm over the axes after the leading ones, which stay, with length 1."""
+    lead = leaf.shape[:num_lead]
+    norm_X = norms(leaf.reshape(math.prod(lead), -1))
+    return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))
 
 
 def _names(path: tuple, names: Sequence[str]) -> bool:

@@ -108,12 +108,13 @@ def merge(
     """Merge trainers into the first of them: one trainer fewer per absorbed member.
 
     Parameters and the floating-point outer state (momentum) become the weighted mean of the
-    members, float32 inside (float64 for float64). A member with a non-finite value or without a
-    positive finite weight is left out by selection; if no weight is usable the finite members count
-    alike. The absorbed trainers' workers join the representative, whose own workers keep their
-    inner state (`reassign` then moves them on). The order of the survivors is kept. Members'
-    workers that had parameters of their own all start at the merged ones: updates that were not
-    synchronised are lost, unless `outer_update` has absorbed them before.
+    members, float32 inside (float64 for float64); what is equal in all of them stays what it is. A
+    member with a non-finite value, which is not such a constant, or without a positive finite
+    weight is left out by selection; if no weight is usable the finite members count alike. The
+    absorbed trainers' workers join the representative, whose own workers keep their inner state
+    (`reassign` then moves them on). The order of the survivors is kept. Members' workers that had
+    parameters of their own all start at the merged ones: updates that were not synchronised are
+    lost, unless `outer_update` has absorbed them before.
 
     Args:
       ensemble: The stack of M trainers.
@@ -142,7 +143,11 @@ def merge(
     finite_n = jnp.ones(len(chosen), bool)
     for leaf in jax.tree.leaves(stacked):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            finite_n &= jnp.all(jnp.isfinite(leaf[chosen].reshape(len(chosen), -1)), axis=1)
+            member_n = leaf[chosen].reshape(len(chosen), -1)
+            is_equal = jnp.all(
+                member_n == member_n[:1], axis=0, keepdims=True
+            )  # an infinite constant, perhaps
+            finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
     share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)
 
@@ -151,8 +156,9 @@ def merge(
             return leaf_M[np.array(survivors)]
         # From differences, so that equal members give back exactly what they were.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
-        base = member_n[origin]
-        difference_n = where_leading(usable_n, member_n - base[None], jnp.zeros_like(member_n))
+        base, zeros_n = member_n[origin], jnp.zeros_like(member_n)
+        difference_n = jnp.where(member_n == base[None], zeros_n, member_n - base[None])
+        difference_n = where_leading(usable_n, difference_n, zeros_n)
         mean = base + jnp.tensordot(share_n, difference_n, 1, precision="highest")
         mean = jnp.where(jnp.any(usable_n), mean, leaf_M[representative]).astype(leaf_M.dtype)
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
@@ -185,7 +191,8 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
     A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
     mean inner state of the workers that were already there (whole numbers, such as Adam's count of
-    updates, are rounded; a PRNG key is the first worker's), so that it does not restart or distort
+    updates, are rounded; what is equal in all of them stays what it is; a PRNG key is the first
+    worker's), so that it does not restart or distort
     that trainer's optimizer; where workers have parameters of their own, it starts at that
     trainer's.
 

@@ -34,8 +34,8 @@ from adloco_jax.core.types import (
     RoundMetrics,
     Workers,
     at_least_float32,
+    norms,
     of_owners,
-    squared_norms,
     trainable,
     where_leading,
     with_dtypes,
@@ -278,13 +278,13 @@ def outer_update(
         return difference_R.astype(jnp.float32)
 
     difference_R = jax.tree.map(subtract, of_owners(start_M, owners), trainable(workers.params_R))
-    usable_R = jnp.isfinite(squared_norms(difference_R))
+    usable_R = jnp.isfinite(norms(difference_R))
     difference_R = _send(difference_R, single_M[ensemble.owner_R], precision, reduce_scatter)
     usable_R = reduce_scatter(usable_R)
     pseudo_grad_M, is_usable_M = by_trainers(
         difference_R, owners, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
-    norm_M = jnp.sqrt(squared_norms(pseudo_grad_M))
+    norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
     extra_M = {} if interval_M is None else {"interval": interval_M}
     updates_M, outer_state_M = jax.vmap(transform)(

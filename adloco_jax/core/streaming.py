@@ -30,8 +30,8 @@ from adloco_jax.core.types import (
     Ensemble,
     Workers,
     at_least_float32,
+    norms,
     of_owners,
-    squared_norms,
     trainable,
     where_leading,
     with_trainable,
@@ -212,7 +212,7 @@ def receive_fragment(
             return mixed.astype(own.dtype)
 
         mixed_R = jax.tree.map(mix, own_R, arrived_R)
-        mixed_R = where_leading(jnp.isfinite(squared_norms(own_R)), mixed_R, arrived_R)
+        mixed_R = where_leading(jnp.isfinite(norms(own_R)), mixed_R, arrived_R)
         new_R = with_trainable(new_R, mixed_R)
     return workers.replace(
         params_R=put_fragment(workers.params_R, new_R, fragment, num_fragments=num_fragments)

@@ -14,6 +14,7 @@ An array carries its axes as a suffix (`tokens_SRBL`); a pytree whose leaves hav
 worker axis is `params_R`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import PyTree
 
 from adloco_jax.core.meshes import like_ensemble, on_any_mesh
@@ -385,18 +386,47 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
     chosen_X = jnp.where(any_weight, weighted_X, usable_X)
-    share_X = jnp.where(chosen_X, jnp.where(any_weight, weights_X, 1.0), 0.0)
+    # The sum of large weights is finite only in smaller units. Over the largest weight they would
+    # have to be divided twice, which XLA turns into a division by an infinite product.
+    unit = jnp.where(jnp.any(weighted_X & (weights_X > 1)), 2.0**-64, 1.0)
+    relative_X = jnp.where(any_weight, weights_X * unit, 1.0)
+    share_X = jnp.where(chosen_X, relative_X, 0.0)
     total = jnp.sum(share_X)
     return share_X / jnp.where(total > 0, total, 1.0), chosen_X
 
 
 def squared_norms(tree_X: PyTree) -> Array:
     """Squared L2 norm of each entry of the leading axis, float32 [X]; infinite if it overflows."""
-    leaves = [
-        jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(1, leaf.ndim)))
-        for leaf in jax.tree.leaves(tree_X)
+    return sum(_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
+
+
+def norms(tree_X: PyTree) -> Array:
+    """L2 norm of each entry of the leading axis, float32 [X], however small or large.
+
+    Entries are divided by the largest before they are squared. An entry that is not finite makes
+    its norm so. The gradient is zero where the norm is.
+    """
+    leaves_X = _as_float32(tree_X)
+    peaks = [
+        jnp.max(jnp.abs(leaf_X), axis=tuple(range(1, leaf_X.ndim)), initial=0.0)
+        for leaf_X in leaves_X
     ]
-    return jnp.sum(jnp.stack(leaves), axis=0)
+    peak_X = lax.stop_gradient(functools.reduce(jnp.maximum, peaks))
+    peak_X = jnp.where((peak_X > 0) & jnp.isfinite(peak_X), peak_X, 1.0)
+    square_X = sum(
+        _sum_entries(jnp.square(leaf_X / peak_X.reshape((-1,) + (1,) * (leaf_X.ndim - 1))))
+        for leaf_X in leaves_X
+    )
+    root_X = jnp.sqrt(jnp.where(square_X > 0, square_X, 1.0))
+    return peak_X * jnp.where(square_X > 0, root_X, square_X)
+
+
+def _as_float32(tree: PyTree) -> list[Array]:
+    return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+
+
+def _sum_entries(leaf_X: Array) -> Array:
+    return jnp.sum(leaf_X, axis=tuple(range(1, leaf_X.ndim)))
 
 
 def move_workers(

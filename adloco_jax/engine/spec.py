@@ -13,7 +13,7 @@ from adloco_jax.core.aggregate import Aggregator, mean
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
 from adloco_jax.core.streaming import take_fragment
-from adloco_jax.core.types import LossFn, block_size
+from adloco_jax.core.types import LossFn, block_size, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import Outer
 
@@ -86,8 +86,8 @@ class Spec:
     @property
     def state_bytes(self) -> StateBytes:
         """What trainers and workers send one another when they merge or move."""
-        inner_bytes = 0 if self.reset_inner_state else _float_bytes(self.inner_tx, self.params)
-        return StateBytes(self.param_bytes, _float_bytes(self.outer_tx, self.params), inner_bytes)
+        inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
+        return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
 
     @property
     def num_params(self) -> int:
@@ -100,7 +100,19 @@ def num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _float_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
-    """Bytes of an optimizer's floating-point state; its counts are the host's to know."""
-    leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    return num_bytes([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)])
+def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
+    """Bytes of an optimizer's floating-point state that differs between trainers or workers.
+
+    Updates return a constant as it is. Counts are whole numbers, which the host knows.
+    """
+    params = trainable(params)
+    state = jax.eval_shape(tx.init, params)
+    update = optax.with_extra_args_support(tx).update
+    program = jax.make_jaxpr(lambda state, params: update(params, state, params)[1])(state, params)
+    before, after = program.jaxpr.invars, program.jaxpr.outvars
+    changed = [
+        leaf
+        for leaf, old, new in zip(jax.tree.leaves(state), before, after, strict=False)
+        if new is not old
+    ]
+    return num_bytes([leaf for leaf in changed if jnp.issubdtype(leaf.dtype, jnp.inexact)])
