@@ -315,8 +315,12 @@ class Batching:
     max_batch_size: int | None = _knob(
         "auto", "Largest micro-batch per worker. auto: the largest bucket that fits.", _COUNT
     )
-    memory_frac: float = _knob(  # max_batch_size is found once, and saved
-        0.8, "Fraction of a device's memory that auto may use.", "(0, 1]", resume="harmless"
+    memory_frac: float | None = _knob(  # max_batch_size is found once, and saved
+        None,
+        "Fraction of a device's memory that auto may use; unset: 0.92 of an accelerator's, 0.8 of"
+        " RAM.",
+        "(0, 1]",
+        resume="harmless",
     )
     batch_cap: int = _knob(1024, "Upper limit of a request, in sequences per worker.", _COUNT)
     max_growth: int = _knob(4, "Largest factor from one request to the next.", _COUNT)

@@ -40,6 +40,7 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
+from adloco_jax.run.machines import here
 from adloco_jax.run.plan import data_header
 from adloco_jax.run.resume import check_config, exclusive, flat_settings
 from adloco_jax.run.trackers import check_installed
@@ -125,7 +126,7 @@ def train(
         return params, lines, load_data(settings)
 
     params, lines, corpus = processes.run_on_all(load)
-    init_fn, loss_fn = build_model(settings)
+    init_fn, loss_fn = build_model(settings, here())
     with processes.only_first_prints():
         print(*lines, data_header(corpus), sep="\n")
         return fit(
@@ -220,7 +221,9 @@ def fit(
         check_transform("outer_tx", outer_tx, shapes)
     heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
-    spec = program_spec(settings, init_fn, loss_fn, row_length, num_classes=num_classes, **txs)
+    spec = program_spec(
+        settings, init_fn, loss_fn, row_length, num_classes=num_classes, machine=here(), **txs
+    )
     own = {"init_fn": init_fn, "params": params, "num_classes": num_classes}
     run = Run(settings, spec, corpus, heldout, workdir, command, accept_data_change, **own)
     _require_equal_processes(run)
@@ -262,7 +265,7 @@ def _require_equal_processes(run: Run) -> None:
         | {f"the version of {name}": version for name, version in versions().items()}
         | {
             "model_shards, as found there": repr(run.spec.model_shards),
-            "attention, as found there": repr(attention(run.settings)),
+            "attention, as found there": repr(attention(run.settings, run.spec.machine)),
             "the data": run.corpus.fingerprint,
             "the weights it starts from": weights.hexdigest(),
         },

@@ -43,6 +43,7 @@ from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.machines import here
 from adloco_jax.run.plan import max_batch_size, plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +141,7 @@ def memory(size: Size) -> dict:
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
     settings = settings_of(size.shape, **free)
-    spec = program_spec(settings, *build_model(settings), row_length(settings))
+    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
     found, sizes = max_batch_size(settings, Programs(spec)), settings.batching.buckets
 
     def config_at(batch: int):

@@ -2,12 +2,13 @@
 
 import types
 
-import jax
 import pytest
 import toy
 
+from adloco_jax.engine.spec import Machine
 from adloco_jax.run.build import attention
 from adloco_jax.run.ledger import read
+from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -27,8 +28,7 @@ def test_header_and_ledger_give_the_speed(tmp_path, capsys):
 
 
 def a_gpu(capability):
-    client = types.SimpleNamespace(platform_version="PJRT C API cuda 13000")
-    return types.SimpleNamespace(client=client, compute_capability=capability, device_kind="GPU")
+    return types.SimpleNamespace(platform="gpu", compute_capability=capability)
 
 
 def settings_of(*, batching=(), **model):
@@ -45,10 +45,9 @@ def settings_of(*, batching=(), **model):
         ("9.0", {"batching": {"test": "augmented"}}, "xla"),  # needs forward mode
     ],
 )
-def test_cudnn_attends_where_all_it_needs_is_there(monkeypatch, capability, changes, kernel):
-    monkeypatch.setattr(jax, "local_devices", lambda: [a_gpu(capability)])
-    assert attention(settings_of(**changes)) == kernel
+def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):
+    assert attention(settings_of(**changes), Machine((a_gpu(capability),), 0)) == kernel
 
 
 def test_a_cpu_has_no_cudnn():
-    assert attention(settings_of()) == "xla"
+    assert attention(settings_of(), here()) == "xla"

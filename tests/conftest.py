@@ -74,11 +74,11 @@ def shared_programs(programs_given_back):
         optimized = not jax.config.values["jax_disable_most_optimizations"]
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
-    def one_model(settings):
+    def one_model(settings, devices):
         sizes = dataclasses.replace(settings.model, init_from="")
         key = (sizes, settings.batching.test, machine())
         if key not in models:
-            models[key] = build_model(settings)
+            models[key] = build_model(settings, devices)
         return models[key]
 
     def one_spec(settings, *functions, **more):

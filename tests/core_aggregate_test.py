@@ -19,6 +19,7 @@ from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.machines import here
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4), "gain": (2, 4)}, "head": (3, 8), "b": ()}
 OTHERS = [name for name in AGGREGATORS if name != "mean"]
@@ -108,7 +109,9 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         outer={"aggregator": rule, "tx": "sgd", "learning_rate": 1.0},
     )
-    spec = program_spec(configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(
+        configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
+    )
     program = lower(spec, Key("outer", (0,) * 8)).compile()
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     ensemble = ensemble_of([0] * 8, zeros, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx)
@@ -127,10 +130,14 @@ def test_a_rule_is_given_the_knobs_that_it_names(monkeypatch):
 
     monkeypatch.setitem(AGGREGATORS, "scaled", scaled)
     configured = settings_of(outer={"aggregator": "scaled", "momentum": 0.3})
-    spec = program_spec(configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(
+        configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
+    )
     assert spec.aggregate(None, None) == 0.3
     plain = dataclasses.replace(configured, outer=settings_of().outer)
-    spec = program_spec(plain, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1)
+    spec = program_spec(
+        plain, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
+    )
     assert spec.aggregate is AGGREGATORS["mean"]
 
 

@@ -18,6 +18,7 @@ from adloco_jax.engine.inputs import _group, _streams
 from adloco_jax.engine.programs import _keyed
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 
 W = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
@@ -156,14 +157,15 @@ def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
     settings = settings_of()
     control = start(settings, 4)
     control.trainers[2].cursors["3"] = 50
-    spec = program_spec(settings, init_fn, lambda params, rows, key: bigram_loss(params, rows), 9)
-    stream_R3 = _streams(control, _group(control, (0, 1, 2), None), 8)
+    keyed = lambda params, rows, key: bigram_loss(params, rows)  # noqa: E731
+    spec = program_spec(settings, init_fn, keyed, 9, machine=here())
+    stream_R3 = _streams(control, _group(control, (0, 1, 2), here()), 8)
     assert stream_R3.tolist() == [[0, 0, 8], [0, 1, 8], [1, 2, 8], [2, 3, 58]]
     for shape in ((3, 4, 4, 9), (6, 4, 2, 9)):
         _, key_TRB = _keyed(spec, jnp.zeros(shape), jnp.asarray(stream_R3))
         expected = folded(jax.random.key(settings.seed), 2, 3, 58 + 6)
         assert key_TRB[6 // shape[2], 3, 6 % shape[2]] == expected
-    assert program_spec(settings, init_fn, bigram_loss, 9).key_seed is None
+    assert program_spec(settings, init_fn, bigram_loss, 9, machine=here()).key_seed is None
 
 
 @pytest.mark.parametrize(("outer", "test"), [({}, "norm"), ({"fragments": 3}, "constant")])

@@ -39,6 +39,7 @@ from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.ledger import deterministic_lines, read
+from adloco_jax.run.machines import here
 from adloco_jax.study.curves import read_run, training_points
 from adloco_jax.study.summary import totals
 from adloco_jax.training import fit
@@ -443,7 +444,7 @@ def compiled(*, fragments=1, delay=0, precision="float32"):
         inner={"steps_per_round": 16},
         outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
     )
-    spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1)
+    spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1, machine=here())
     key = Key("fragment", (0,) * 8, 2, False) if fragments > 1 else Key("outer", (0,) * 8)
     text = lower(spec, key).compile().as_text()
     return spec, text, collectives(text, loops=fragments > 1)
@@ -490,7 +491,7 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):
-    monkeypatch.setattr(plan_module, "build_model", lambda _: (layered_params, layered_loss))
+    monkeypatch.setattr(plan_module, "build_model", lambda *_: (layered_params, layered_loss))
     config = default_config()
     config.inner.steps_per_round = 8
     config.ensemble.update(num_trainers=1, num_workers=2)

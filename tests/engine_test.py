@@ -21,6 +21,7 @@ from adloco_jax.engine.spec import Key
 from adloco_jax.loop.adloco import State, round_plan, start
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.machines import here
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -56,7 +57,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
         monkeypatch.setattr(programs_module, name, noted(name, getattr(programs_module, name)))
     in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
     settings = settings_of(outer=in_parts)
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
     lower(spec, Key(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
     # What a program is given has the shapes that `start_round` makes.
     assert traced - ({"start_round"} - functions) == functions
@@ -65,7 +66,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
     """All trainers grow alike here: one batch in both buckets, then an accumulated one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_module, "build_model", lambda _: (init_fn, bigram_loss))
+    monkeypatch.setattr(plan_module, "build_model", lambda *_: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
     config = config_of(**growing, num_tokens=123_456)
     text = plan_module.plan(config)
@@ -98,7 +99,7 @@ def test_the_engines_round_is_the_public_outer_step():
     batch_size = 12
     settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
     rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1)
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
     transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
     ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
     assert ensemble.owners == OWNERS

@@ -1,5 +1,7 @@
 """What a run will need, known before it: programs, memory, bytes, and what would stop it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +11,14 @@ from toy import LENGTH, bigram_loss, init_fn, settings_of
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
-from adloco_jax.engine import memory
 from adloco_jax.engine.memory import peak_bytes
 from adloco_jax.engine.programs import Programs, needed_bytes
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import Key, Machine
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.machines import here
 from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
 
@@ -32,6 +34,11 @@ def tiny_config():
     return config
 
 
+def of_bytes(spec, device_bytes):
+    """The same programs for devices of another size."""
+    return dataclasses.replace(spec, machine=Machine(spec.machine.devices, device_bytes))
+
+
 TEXT = {"source": "text", "path": __file__}
 
 
@@ -45,7 +52,9 @@ TEXT = {"source": "text", "path": __file__}
 )
 def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
     settings = settings_of(outer={"tx": outer}, inner={"state": state})
-    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None)
+    spec = program_spec(
+        settings, init_fn, bigram_loss, LENGTH + 1, num_classes=None, machine=here()
+    )
     assert spec.state_bytes == expected
     params, momentum, moments = expected
     assert plan_module._merge_lines(settings, spec) == [
@@ -54,10 +63,10 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
     ]
 
 
-def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
+def test_the_largest_micro_batch_is_found_from_memory():
     batching = {"max_batch_size": "auto", "buckets": (2, 8, 15), "batch_cap": 15}
     settings = settings_of(batching=batching | {"test": "ramp", "ramp": ((0, 2),)})
-    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9, machine=here())
     programs = Programs(spec)
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
     needs = {
@@ -68,28 +77,25 @@ def test_the_largest_micro_batch_is_found_from_memory(monkeypatch):
     for size, need in needs.items():
         # One per cent to spare: padding of small arrays bends the line on which sizes are foreseen.
         device = int(1.01 * need / 0.8)
-        monkeypatch.setattr(memory, "device_bytes", lambda device=device: device)
-        assert plan_module.max_batch_size(settings, Programs(spec)) == size
-    monkeypatch.setattr(memory, "device_bytes", lambda: needs[2])
+        assert plan_module.max_batch_size(settings, Programs(of_bytes(spec, device))) == size
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
-        plan_module.max_batch_size(settings, Programs(spec))
+        plan_module.max_batch_size(settings, Programs(of_bytes(spec, needs[2])))
     assert error.value.exit_code == 5
 
 
-def test_the_batch_size_test_must_fit_the_memory_too(monkeypatch):
+def test_the_batch_size_test_must_fit_the_memory_too():
     batching = {"max_batch_size": "auto", "buckets": (15,), "batch_cap": 15}
     settings = settings_of(batching=batching | {"test_batch_size": 2048})
-    spec = program_spec(settings, init_fn, bigram_loss, row_length=9)
+    spec = program_spec(settings, init_fn, bigram_loss, row_length=9, machine=here())
     programs = Programs(spec)
     owners = (0, 0, 1, 2)
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
     need = needed_bytes(programs[Key("stats", owners)]) + state - 3 * 6 * 6 * 4
     assert need > peak_bytes(programs, Key("steps", (0,) * 4, 15, accumulates=True), owners)
-    monkeypatch.setattr(memory, "device_bytes", lambda: need)
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
-        plan_module.max_batch_size(settings, Programs(spec))
-    monkeypatch.setattr(memory, "device_bytes", lambda: int(need / 0.8) + 1)
-    assert plan_module.max_batch_size(settings, Programs(spec)) == 15
+        plan_module.max_batch_size(settings, Programs(of_bytes(spec, need)))
+    roomy = of_bytes(spec, int(need / 0.8) + 1)
+    assert plan_module.max_batch_size(settings, Programs(roomy)) == 15
 
 
 @pytest.fixture(scope="module")

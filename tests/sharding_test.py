@@ -16,10 +16,11 @@ from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import lower, needed_bytes, placement
 from adloco_jax.engine.sharding import fetch, place, reshard
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import Key, Machine
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.machines import here
 
 SCALARS = 1024  # bytes: losses, norms, flags
 
@@ -37,7 +38,7 @@ def spec_of(model_shards=1, worker_parallelism=1):
     config.ensemble.model_shards = model_shards
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
-    spec = program_spec(settings, init_fn, loss_fn, row_length(settings))
+    spec = program_spec(settings, init_fn, loss_fn, row_length(settings), machine=here())
     return dataclasses.replace(spec, worker_parallelism=worker_parallelism), init_fn
 
 
@@ -97,7 +98,7 @@ def assert_same_steps(actual, expected):
     ],
 )
 def test_meshes_use_devices_for_workers_first(devices, owners, batch, shards, expected):
-    at = place(owners, batch, devices=(8 - devices, devices), model_shards=shards)
+    at = place(owners, batch, devices=jax.devices()[8 - devices :], model_shards=shards)
     assert tuple(at.mesh.shape.values()) == expected
     assert at.mesh.devices.reshape(-1).tolist() == jax.devices()[8 - devices :]
 
@@ -114,17 +115,17 @@ def test_meshes_use_devices_for_workers_first(devices, owners, batch, shards, ex
 def test_trainers_of_as_many_workers_have_devices_of_their_own(owners, expected):
     settings = settings_of(ensemble={"num_trainers": max(owners) + 1, "num_workers": len(owners)})
     control = dataclasses.replace(start(settings, BATCH), owners=list(owners))
-    groups = classes(control, range(max(owners) + 1), model_shards=1)
+    groups = classes(control, range(max(owners) + 1), spec_of()[0])
     assert [(group.trainers, group.devices) for group in groups] == expected
     for group in groups:
         assert [owners[w] for w in group.workers] == [group.trainers[m] for m in group.owners]
 
 
-def test_one_device_takes_all_trainers_in_one_class(monkeypatch):
-    only = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: only)
+def test_one_device_takes_all_trainers_in_one_class():
+    spec = spec_of()[0]
+    spec = dataclasses.replace(spec, machine=Machine(spec.machine.devices[:1], 2**30))
     control = start(settings_of(ensemble={"num_trainers": 3, "num_workers": 5}), BATCH)
-    (group,) = classes(control, range(3), model_shards=1)
+    (group,) = classes(control, range(3), spec)
     assert (group.owners, group.devices) == ((0, 0, 1, 1, 2), None)
 
 
@@ -192,14 +193,15 @@ def test_a_cpu_takes_a_batch_in_passes():
     assert needed_bytes(in_passes) < needed_bytes(whole)
 
 
-def test_model_shards_are_as_few_as_memory_needs(monkeypatch):
+def test_model_shards_are_as_few_as_memory_needs():
     spec, _ = spec_of()
     # Parameters, gradients, both moments and the trainer's own copy; the outer momentum is sharded
     # over all eight devices in any case.
     need = 5 * spec.param_bytes
     for room, expected in ((1.2, 1), (0.9, 2), (0.4, 4), (0.01, 8)):
-        monkeypatch.setattr("adloco_jax.engine.memory.device_bytes", lambda room=room: room * need)
-        assert fewest_model_shards(spec, (0,), memory_frac=1.0) == expected
+        machine = Machine(spec.machine.devices, int(room * need))
+        tried = dataclasses.replace(spec, machine=machine)
+        assert fewest_model_shards(tried, (0,), memory_frac=1.0) == expected
 
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
@@ -215,7 +217,7 @@ def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
 
 
 def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
-    at = place((0, 0, 1, 1))
+    at = place((0, 0, 1, 1), devices=jax.devices())
     tree = {"a": np.arange(24.0, dtype=np.float32).reshape(4, 6), "b": np.arange(8)}
     put = reshard(tree, {"a": at.workers, "b": at.replicated})
     assert put["a"].sharding == at.workers and reshard(put["a"], at.workers) is put["a"]
@@ -223,10 +225,10 @@ def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
 
 
 def test_placement_is_described_and_drawn():
-    at = place((0, 0, 1, 1), 3)
+    at = place((0, 0, 1, 1), 3, devices=jax.devices())
     assert "4 ways over 8 devices; idle, repeating others' work: device 1 3 5 7" in at.describe()
     assert at.draw(["0 (trainer 0)", *"123"])[0] == "  device 0 1: worker 0 (trainer 0)"
-    shared = place((0, 0), 2, model_shards=2).describe()
+    shared = place((0, 0), 2, devices=jax.devices(), model_shards=2).describe()
     assert shared.endswith("2 share a worker's batch; 2 share a worker's parameters")
 
 
@@ -234,4 +236,4 @@ def test_model_shards_must_divide_the_devices():
     with pytest.raises(ConfigError, match="model_shards = 3: does not divide the 8 devices"):
         spec_of(model_shards=3)
     with pytest.raises(ValueError, match="cannot reshape"):
-        place((0,), model_shards=3)
+        place((0,), devices=jax.devices(), model_shards=3)

@@ -21,6 +21,7 @@ from adloco_jax.engine.sharding import place, reshard
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import sync_cost
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.machines import here
 
 LOW = ["bfloat16", "int8", "int4"]
 LARGEST = {"int8": 127, "int4": 7}
@@ -151,7 +152,7 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
 def sharded(precision, owners, model_shards):
     """The compiled synchronisation on eight devices, with its arguments' shardings."""
     shapes = tuple(map(shapes_of, drifted(*owners)))
-    at = place(shapes[0].owners, 4, model_shards=model_shards)
+    at = place(shapes[0].owners, 4, devices=jax.devices(), model_shards=model_shards)
     states = (at.ensemble(shapes[0]), at.by_worker(shapes[1]))
     update = functools.partial(
         outer_update,
@@ -204,11 +205,11 @@ def moved_and_charged(shapes, sizes, precision):
         outer={"precision": precision},
     )
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    spec = program_spec(settings, lambda key: params, bigram_loss, LENGTH + 1)
+    spec = program_spec(settings, lambda key: params, bigram_loss, LENGTH + 1, machine=here())
     owners = [m for m, size in enumerate(sizes) for _ in range(size)]
     control = dataclasses.replace(start(settings, 2), owners=owners)
     moved = 0
-    for group in classes(control, range(len(sizes)), model_shards=1):
+    for group in classes(control, range(len(sizes)), spec):
         _, num_devices = group.devices
         found = collectives(lower(spec, group.key("outer")).compile().as_text(), loops=False)
         moved += num_devices * sum(one.num_bytes for one in found)

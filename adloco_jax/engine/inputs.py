@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
@@ -15,7 +14,7 @@ from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
 from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE, placement
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import Key, Kind, Spec
+from adloco_jax.engine.spec import Key, Kind, Machine, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients
@@ -91,7 +90,7 @@ class Batch(NamedTuple):
     """The round's ledger fields by trainer, as far as the plan decides them."""
 
 
-def classes(control: Control, trainers: Iterable[int], model_shards: int) -> list[Group]:
+def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
     """Trainers by their number of workers, each class with devices of its own; one on one device.
 
     Of several processes all trainers share all devices: a process must take part in every program.
@@ -100,23 +99,29 @@ def classes(control: Control, trainers: Iterable[int], model_shards: int) -> lis
     if not chosen:
         return []
     counts = [len(control.workers_of(m)) for m in chosen]
-    units = len(jax.devices()) // model_shards
+    machine, model_shards = spec.machine, spec.model_shards
+    units = len(machine.devices) // model_shards
     sizes = sorted(set(counts), reverse=True)
-    if len(sizes) == 1 or jax.process_count() > 1 or units < len(sizes):
-        return [_group(control, chosen, None)]
+    if len(sizes) == 1 or machine.num_processes > 1 or units < len(sizes):
+        return [_group(control, chosen, machine)]
     members = [[m for m, n in zip(chosen, counts, strict=True) if n == size] for size in sizes]
     pools = [size * len(ms) for size, ms in zip(sizes, members, strict=True)]
     shares = allocate_workers(pools, units)
     firsts = np.cumsum([0, *shares[:-1]]).tolist()
     return [
-        _group(control, ms, (first * model_shards, share * model_shards))
+        _group(control, ms, machine, (first * model_shards, share * model_shards))
         for ms, first, share in zip(members, firsts, shares, strict=True)
     ]
 
 
-def _group(control: Control, trainers: Sequence[int], devices: tuple[int, int] | None) -> Group:
+def _group(
+    control: Control,
+    trainers: Sequence[int],
+    machine: Machine,
+    devices: tuple[int, int] | None = None,
+) -> Group:
     if len(trainers) == len(control.trainers) and (
-        len(jax.devices()) == 1 or block_size(control.owners) is not None
+        len(machine.devices) == 1 or block_size(control.owners) is not None
     ):
         workers = tuple(range(len(control.owners)))  # the ensemble as it is
     else:
@@ -125,15 +130,14 @@ def _group(control: Control, trainers: Sequence[int], devices: tuple[int, int] |
     return Group(tuple(trainers), workers, owners, devices)
 
 
-def group_trainers(
-    control: Control, plans: Mapping[int, RoundPlan], model_shards: int
-) -> list[Group]:
+def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
     """Trainers that run the same plan, class by class, in the order of their first member."""
     groups = []
-    for group in classes(control, plans, model_shards):
+    for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
-            groups.append(_group(control, trainers, group.devices)._replace(plan=plan))
+            part = _group(control, trainers, spec.machine, group.devices)
+            groups.append(part._replace(plan=plan))
     return groups
 
 
@@ -143,8 +147,8 @@ def round_keys(
     """The programs of a round, in the order in which they are called."""
     keys = []
     if measures_gradients(settings):
-        keys += [group.key("stats") for group in classes(control, plans, spec.model_shards)]
-    for group in group_trainers(control, plans, spec.model_shards):
+        keys += [group.key("stats") for group in classes(control, plans, spec)]
+    for group in group_trainers(control, plans, spec):
         steps = group.steps_key()
         if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             keys.append(group.key("start", accumulates=steps.accumulates))
@@ -161,7 +165,7 @@ def make_batch(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
 ) -> Batch:
     """Puts the next sequences of every worker's stream on the devices."""
-    groups = group_trainers(control, plans, spec.model_shards)
+    groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
         group.plan.num_micro_batches * group.plan.micro_batch_size * len(group.workers)
         for group in groups
@@ -170,7 +174,7 @@ def make_batch(
     if measures_gradients(settings):
         count_R = test_counts(control, plans, settings)
     tested = []
-    for group in classes(control, plans, spec.model_shards):
+    for group in classes(control, plans, spec):
         if count_R[list(group.workers)].any():
             shape = (len(group.workers), spec.max_test_sequences, spec.row_length)
             at = placement(spec, group.key("stats")).workers

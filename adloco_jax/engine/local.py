@@ -301,7 +301,7 @@ class LocalEngine:
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
             return state
-        for group in classes(control, owed, self.spec.model_shards):
+        for group in classes(control, owed, self.spec):
             sub = self._take(ensemble, group)
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
             sub = flushed.replace(inner_state_R=sub.inner_state_R)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,29 +38,19 @@ def peak_bytes(programs: Programs, key: Key, owners: tuple[int, ...]) -> int:
     return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
 
 
-def device_bytes() -> int:
-    """Memory of one device; of a CPU the machine's RAM, shared by its emulated devices."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is not None:
-        return limit
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-
-
-def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float) -> int:
+def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
     """How many devices must share a worker's parameters for what a round keeps to fit.
 
     Args:
       spec: Its own `model_shards` is not looked at.
       owners: Trainer position of each worker at the start; merges only need less.
-      memory_frac: Share of a device's memory to plan with.
+      memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
 
     Returns:
       The smallest divisor of the number of devices with which the ensemble, the workers' parameters
       and their gradients fit, activations not counted; all devices if none is enough.
     """
-    budget = int(memory_frac * device_bytes())
-    count = len(jax.devices())
+    budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     key = Key("steps", owners, accumulates=True)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards)
@@ -102,7 +91,7 @@ def find_max_batch(
     *,
     keys_of: Callable[[int], Iterable[Key]],
     sizes: Sequence[int],
-    memory_frac: float,
+    memory_frac: float | None,
 ) -> int:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
 
@@ -114,7 +103,7 @@ def find_max_batch(
       owners: Trainer position of each worker at the start; merges only need less.
       keys_of: The programs that a run with a micro-batch of some size needs.
       sizes: To choose from, ascending; the first is the initial batch.
-      memory_frac: Share of a device's memory to plan with.
+      memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
 
     Returns:
       One of the sizes.
@@ -122,7 +111,8 @@ def find_max_batch(
     Raises:
       ResourceError: If not even the smallest size fits; says how much it needs.
     """
-    budget = int(memory_frac * device_bytes())
+    machine = programs.spec.machine
+    budget = machine.budget(memory_frac)
 
     def peak(size, kinds=None):
         keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]
@@ -139,6 +129,5 @@ def find_max_batch(
     raise ResourceError(
         f"batching.initial_batch_size={sizes[0]}: {len(owners)} workers of {max(owners) + 1}"
         f" trainers need {peak(sizes[0])} bytes on a device, have {budget}"
-        f" (batching.memory_frac={memory_frac} of {device_bytes()}); use fewer workers, a smaller"
-        " batch or model, or model.remat"
+        f" of {machine.device_bytes}; use fewer workers, a smaller batch or model, or model.remat"
     )

@@ -128,7 +128,9 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 def placement(spec: Spec, key: Key) -> Placement:
     """Where the arrays of a key's program live."""
     size = max(key.micro_batch_size, 1)
-    return place(key.owners, size, devices=key.devices, model_shards=spec.model_shards)
+    first, count = key.devices or (0, len(spec.machine.devices))
+    devices = spec.machine.devices[first : first + count]
+    return place(key.owners, size, devices=devices, model_shards=spec.model_shards)
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
@@ -398,7 +400,7 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
     """Device bytes a program holds while it runs, with its arguments: the compiler's analysis."""
     memory = compiled.memory_analysis()
-    assert memory is not None, f"{jax.default_backend()}: its compiler gives no memory analysis"
+    assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 

@@ -193,7 +193,7 @@ def place(
     owners: tuple[int, ...],
     batch_size: int = 1,
     *,
-    devices: tuple[int, int] | None = None,
+    devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
     """Devices as a mesh for some trainers and workers.
@@ -201,15 +201,14 @@ def place(
     Args:
       owners: Position of each worker's trainer.
       batch_size: Sequences of a worker that devices may share.
-      devices: The first and the number of those to use; None uses all.
+      devices: Those to use.
       model_shards: Devices that share one worker's parameters; divides the number of devices.
 
     Returns:
       Workers over the largest number of devices that divides them; what is left shares each
       worker's batch, as far as that divides.
     """
-    first, count = devices or (0, len(jax.devices()))
-    chosen = np.array(jax.devices()[first : first + count])
+    chosen = np.array(devices)
     free = len(chosen) // model_shards
     num_trainers, num_workers = max(owners) + 1, len(owners)
     trainer = math.gcd(free, num_trainers)

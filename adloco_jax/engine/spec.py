@@ -43,9 +43,38 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Machine:
+    """The devices that a run is planned, placed and compiled for; they need not be there."""
+
+    devices: tuple[jax.Device, ...]  # of all processes
+    device_bytes: int  # memory of one device; of a CPU its share of the RAM
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that have the devices."""
+        return len({device.process_index for device in self.devices})
+
+    def describe(self) -> str:
+        """Number and kind of the devices, and in how many processes."""
+        text = f"{len(self.devices)} x {self.devices[0].device_kind}"
+        return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
+
+    def budget(self, memory_frac: float | None) -> int:
+        """Bytes of a device that a plan may use; None: 0.92 of an accelerator's, 0.8 of RAM."""
+        default = 0.8 if self.platform == "cpu" else 0.92
+        return int((default if memory_frac is None else memory_frac) * self.device_bytes)
+
+
+@dataclass(frozen=True)
 class Spec:
     """What every program of one run shares."""
 
+    machine: Machine
     loss_fn: LossFn
     params: PyTree  # one model's shapes and dtypes
     inner_tx: optax.GradientTransformation

@@ -39,7 +39,7 @@ from adloco_jax.run import checkpoint, observers, processes, resume
 from adloco_jax.run.build import InitFn, attention
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import START, Ledger, cut, finish, read
-from adloco_jax.run.plan import devices, max_batch_size, run_header
+from adloco_jax.run.plan import max_batch_size, run_header
 from adloco_jax.run.progress import Progress
 from adloco_jax.run.trackers import Trackers
 from adloco_jax.settings import Settings
@@ -315,7 +315,7 @@ def _host(run: Run, recorder: observers.Recorder, state: State) -> dict:
         },
         "config": dataclasses.asdict(run.settings),
         "versions": versions(),
-        "devices": devices(),
+        "devices": run.spec.machine.describe(),
     }
 
 
@@ -341,8 +341,8 @@ def _write_start(
         config=dataclasses.asdict(settings),
         num_params=spec.num_params,
         state_bytes=spec.state_bytes._asdict(),
-        attention=attention(settings),
-        devices=devices(),
+        attention=attention(settings, spec.machine),
+        devices=spec.machine.describe(),
         jax=jax.__version__,
         versions=versions(),
         data_fingerprint=run.corpus.fingerprint,

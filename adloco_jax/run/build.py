@@ -1,6 +1,7 @@
 """From settings to functions: the model, its loss, the optimizers, what programs are made of."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -22,7 +23,7 @@ from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import AUTO_TEST_MAX
-from adloco_jax.engine.spec import Spec
+from adloco_jax.engine.spec import Machine, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -56,43 +57,45 @@ def row_length(settings: Settings) -> int:
     return settings.data.sequence_length + fields
 
 
-def attention(settings: Settings) -> Literal["xla", "cudnn"]:
-    """How the configured model attends: "cudnn" where all that it needs is there, else "xla"."""
-    return "xla" if _cudnn_lacks(settings) else "cudnn"
+def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
+    """How the configured model attends: "cudnn" where all that it needs is there, else "xla".
 
-
-def _cudnn_lacks(settings: Settings) -> str:
-    """Why cuDNN's fused attention cannot be used; empty if it can.
-
-    Its limits as `jax.nn.dot_product_attention` states them, the smallest of all GPUs'.
+    cuDNN's limits are those that `jax.nn.dot_product_attention` states, the smallest of all GPUs'.
     """
-    model = settings.model
+    model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
-    if not takes(ARCHITECTURES[model.arch].build, "attention"):
-        return f"not for model.arch = {model.arch}"
-    if model.dtype != "bfloat16":
-        return "needs model.dtype = bfloat16"
-    if head_size > 128 or head_size % 8:
-        return f"heads have {head_size} features, it takes multiples of 8 up to 128"
-    if measures_inner_products(settings):
-        return f"batching.test = {settings.batching.test} needs forward mode, which it lacks"
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version:
-        return "needs an NVIDIA GPU"
-    if tuple(map(int, device.compute_capability.split("."))) < (8, 0):
-        return f"{device.device_kind} is older than compute capability 8.0"
-    return ""
+    # Of other makers' GPUs it is no pair of numbers.
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    is_served = (
+        takes(ARCHITECTURES[model.arch].build, "attention")
+        and model.dtype == "bfloat16"
+        and head_size <= 128
+        and head_size % 8 == 0
+        and not measures_inner_products(settings)  # in forward mode, which it lacks
+        and machine.platform == "gpu"
+        and capability is not None
+        and int(capability[1]) >= 8
+    )
+    return "cudnn" if is_served else "xla"
 
 
-def build_network(settings: Settings) -> nn.Module:
-    """The configured model, as its architecture builds it."""
-    how = {"attention": attention(settings), "scan_layers": jax.default_backend() != "cpu"}
+def build_network(settings: Settings, machine: Machine | None = None) -> nn.Module:
+    """The configured model, as its architecture builds it.
+
+    Args:
+      settings: The run's.
+      machine: What it is to be compiled for; None for its shapes alone, or to see that it computes
+        the same.
+    """
+    how = {}
+    if machine is not None:
+        how = {"attention": attention(settings, machine), "scan_layers": machine.platform != "cpu"}
     return with_knobs(ARCHITECTURES[settings.model.arch].build, how)(settings.model)
 
 
-def build_model(settings: Settings) -> tuple[InitFn, LossFn]:
-    """The configured model as two plain functions."""
-    network = build_network(settings)
+def build_model(settings: Settings, machine: Machine | None = None) -> tuple[InitFn, LossFn]:
+    """The configured model as two plain functions; `machine` is that of `build_network`."""
+    network = build_network(settings, machine)
 
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -189,22 +192,22 @@ def outer_transform(
     return optax.chain(chosen, optax.scale(outer.learning_rate))
 
 
-def worker_parallelism() -> int | None:
+def worker_parallelism(machine: Machine) -> int | None:
     """How many of a device's workers compute as one batch; None: all.
 
     A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times the
     time of four in turn, and twice the memory.
     """
-    return 1 if jax.default_backend() == "cpu" else None
+    return 1 if machine.platform == "cpu" else None
 
 
-def examples_per_pass(settings: Settings) -> int | None:
+def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
     """How many rows of a micro-batch a device takes forward and backward together; None: all.
 
     A CPU is faster where its cache keeps what a layer passes on: passes of so many rows took 0.8 of
     the time of 16 whole ones, of 131,072 numbers each, and up to 1.12 where they need not be cut.
     """
-    if jax.default_backend() != "cpu":
+    if machine.platform != "cpu":
         return None
     return max(1, _NUMBERS_IN_A_PASS // (settings.data.sequence_length * settings.model.width))
 
@@ -218,6 +221,8 @@ def program_spec(
     loss_fn: LossFn,
     row_length: int,
     num_classes: int | None = None,
+    *,
+    machine: Machine,
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
@@ -225,6 +230,7 @@ def program_spec(
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     spec = Spec(
+        machine=machine,
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx),
@@ -241,10 +247,10 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        worker_parallelism=worker_parallelism(),
-        examples_per_pass=examples_per_pass(settings),
+        worker_parallelism=worker_parallelism(machine),
+        examples_per_pass=examples_per_pass(settings, machine),
     )
-    ensemble, num_devices = settings.ensemble, len(jax.devices())
+    ensemble, num_devices = settings.ensemble, len(machine.devices)
     shards = ensemble.model_shards
     if shards is None:
         owners = tuple(start(settings, 1, whole_pool=True).owners)

@@ -26,6 +26,7 @@ from adloco_jax.run.build import (
     program_spec,
     row_length,
 )
+from adloco_jax.run.machines import here
 from adloco_jax.run.resume import read_state, recorded_settings
 from adloco_jax.settings import Settings
 
@@ -112,7 +113,8 @@ def read_trained(
         raise ConfigError(f"{workdir / 'checkpoints'}: no checkpoint{which}, have {have}")
     path = workdir / "checkpoints" / str(rounds[0] if round is None else round)
     classes = class_count(settings)
-    spec = program_spec(settings, *build_model(settings), row_length(settings), num_classes=classes)
+    functions = build_model(settings)
+    spec = program_spec(settings, *functions, row_length(settings), classes, machine=here())
     try:
         checkpoint.verify(path)
         ensemble, control = read_state(path, settings, spec).state

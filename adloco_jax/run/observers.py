@@ -314,7 +314,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
     last = is_over(later, settings)
     if settings.outer.leaves_unsynchronised:
         owed = range(len(later.trainers)) if last else _members(later, settings)
-        keys += [group.key("flush") for group in classes(later, owed, spec.model_shards)]
+        keys += [group.key("flush") for group in classes(later, owed, spec)]
     if not last and measures_gradients(settings):
         for growth in (settings.batching.max_growth, 1):
             ahead = with_growth(later, growth, settings)

@@ -3,7 +3,6 @@
 import inspect
 from pathlib import Path
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -13,7 +12,7 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import Group, classes, least_test_sequences, round_keys
-from adloco_jax.engine.memory import device_bytes, find_max_batch, peak_bytes
+from adloco_jax.engine.memory import find_max_batch, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec, num_bytes
 from adloco_jax.loop.adloco import start
@@ -29,6 +28,7 @@ from adloco_jax.run.build import (
     row_length,
 )
 from adloco_jax.run.checkpoint import list_rounds
+from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_config
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import Settings
@@ -60,7 +60,9 @@ def plan(
         lambda: check_inputs(settings, folder, accept_config_change=accept_config_change)
     )
     classes = class_count(settings)
-    spec = program_spec(settings, *build_model(settings), row_length(settings), classes)
+    machine = here()
+    functions = build_model(settings, machine)
+    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
     lines = [*_plan_lines(settings, spec), *(f"not checked: {line}" for line in unchecked)]
     return "\n".join(lines)
 
@@ -136,7 +138,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
         length = f"{settings.num_tokens:,} tokens, or {length},"
     return [
         f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
-        f" attention by {attention(settings)}; on {devices()}",
+        f" attention by {attention(settings, spec.machine)}; on {spec.machine.describe()}",
         f"placement: {at.describe()}",
         f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
         f" of {steps} inner updates ({inner.tx}), then {settings.outer.tx}",
@@ -206,7 +208,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     state_bytes = num_bytes(state)
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    groups = classes(control, range(num_trainers), spec.model_shards)
+    groups = classes(control, range(num_trainers), spec)
     keys = _planned_keys(settings, spec, max_batch, groups)
     peaks = {key: peak_bytes(programs, key, owners) for key in keys}
     costs = [
@@ -237,7 +239,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
-        f" of {_human(device_bytes())} per device",
+        f" of {_human(spec.machine.device_bytes)} per device",
         "memory per device while a program runs, by the compiler's analysis:",
         *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
         "placement in the first round:",
@@ -285,13 +287,6 @@ def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
         f"bytes of a merge, one communication: {_human(absorbed)} per absorbed trainer"
         f" ({_human(tried)} if refused), {_human(joining)} per worker that joins a trainer",
     ]
-
-
-def devices() -> str:
-    """Number and kind of all devices, and in how many processes."""
-    kinds = [device.device_kind for device in jax.devices()]
-    count = jax.process_count()
-    return f"{len(kinds)} x {kinds[0]}" + (f" in {count} processes" if count > 1 else "")
 
 
 def _human(num_bytes: float) -> str:

@@ -26,6 +26,7 @@ from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceErr
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, class_count, load_data
 from adloco_jax.run.export import read_trained
+from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.settings import Settings
 from adloco_jax.study.curves import last, lines
@@ -299,7 +300,7 @@ def analyse_run(
     num_passed = 2 * num_sequences + draws * sum(sizes)
     try:
         with tqdm(total=num_passed, unit=" sequences", disable=None) as bar:
-            inputs = (build_model(settings)[1], trained.params, rows_NL)
+            inputs = (build_model(settings, here())[1], trained.params, rows_NL)
             measured = measure(*inputs, on_sequences=bar.update, **draw_settings)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
