@@ -37,6 +37,7 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import build_model
 from adloco_jax.run.ledger import read
+from adloco_jax.run.machines import here
 from adloco_jax.training import fit
 
 SMALL = SHAPES["small"]
@@ -68,7 +69,7 @@ def statistics_times(
     shape: Shape, batch: int, names: list[str], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of the plain gradient and of some WAYS; the memory they need beyond it, MiB."""
-    init_fn, loss_fn = build_model(settings_of(shape))
+    init_fn, loss_fn = build_model(settings_of(shape), here())
     params, rows = jax.jit(init_fn)(jax.random.key(0)), random_tokens(shape, batch, 1)[0, 0]
     ways = {"plain": jax.value_and_grad(loss_fn)}
     for name in names:
@@ -114,7 +115,7 @@ def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[s
 
 def fit_random(settings: Settings, workdir: str) -> list[dict]:
     """The ledger of a run on random bytes, which prints nothing."""
-    init_fn, loss_fn = build_model(settings)
+    init_fn, loss_fn = build_model(settings, here())
     rows = _RandomRows(settings.data.sequence_length)
     with contextlib.redirect_stdout(io.StringIO()):
         fit(settings, corpus=rows, init_fn=init_fn, loss_fn=loss_fn, workdir=workdir)

@@ -141,7 +141,9 @@ def memory(size: Size) -> dict:
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
     settings = settings_of(size.shape, **free)
-    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
+    spec = program_spec(
+        settings, *build_model(settings, here()), row_length(settings), machine=here()
+    )
     found, sizes = max_batch_size(settings, Programs(spec)), settings.batching.buckets
 
     def config_at(batch: int):

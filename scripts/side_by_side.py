@@ -31,6 +31,7 @@ from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import (
     build_model,
+from adloco_jax.run.machines import here
     build_network,
     examples_per_pass,
     inner_transform,
@@ -80,7 +81,7 @@ class InnerSteps:
           params: One model's parameters to start from; None draws them from key 0.
           parallelism: How many workers compute as one batch; None: as a run does here.
         """
-        init_fn, loss_fn = build_model(settings)
+        init_fn, loss_fn = build_model(settings, here())
         inner_tx, num_workers = inner_transform(settings), tokens_SRBL.shape[1]
         ensemble = adloco_jax.init(
             init_fn(jax.random.key(0)) if params is None else params,

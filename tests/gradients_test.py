@@ -230,7 +230,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(gradients, "check_workdir", lambda workdir: None)
     monkeypatch.setattr(gradients, "read_trained", lambda *_, **__: trained)
     monkeypatch.setattr(gradients, "load_data", lambda settings: Table(rows))
-    monkeypatch.setattr(gradients, "build_model", lambda settings: (None, quadratic))
+    monkeypatch.setattr(gradients, "build_model", lambda *_: (None, quadratic))
     return tmp_path
 
 
