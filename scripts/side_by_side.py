@@ -31,12 +31,12 @@ from adloco_jax.core.outer import inner_steps, start_round
 from adloco_jax.engine.programs import needed_bytes
 from adloco_jax.run.build import (
     build_model,
-from adloco_jax.run.machines import here
     build_network,
     examples_per_pass,
     inner_transform,
     worker_parallelism,
 )
+from adloco_jax.run.machines import here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,8 @@ class InnerSteps:
                 loss_fn,
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
-                worker_parallelism=parallelism or worker_parallelism(),
-                examples_per_pass=examples_per_pass(settings),
+                worker_parallelism=parallelism or worker_parallelism(here()),
+                examples_per_pass=examples_per_pass(settings, here()),
             )
 
         jitted = jax.jit(steps, donate_argnums=0)
