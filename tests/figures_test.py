@@ -15,7 +15,6 @@ from adloco_jax.study.summary import short
 # Tokens after each round, all trainers: 512, +896, +1408, +4864, then twice +5120.
 TOKENS = [512, 1408, 2816, 7680, 12800, 17920]
 CONSENSUS = [5.25, 4.15, 3.35, 2.65, 2.25, 2.0]
-MANY = [(r, t, 1 + t % 2, 3, 3, 1, 5.0 - r, 3, "kept") for r in (1, 2) for t in range(20)]
 
 
 def read(folder, **settings):
@@ -276,9 +275,3 @@ def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
     bounds = [(p.num_steps, p.batch_bound) for p in found]
     assert points(batch["at least (Theorem 1)"]) == bounds
-
-
-def test_of_many_trainers_the_last_ones_stand_out(tmp_path):
-    looks = loss.trainer_looks(read(tmp_path, rounds=MANY, merge=False))
-    named = [(f"c{t}", f"trainer {t}") for t in range(6)]
-    assert [*looks.values()] == named + [("other", "")] * 14

@@ -44,7 +44,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "programs        3 compiled in 4.0 s, 1 of them from the cache",
         "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",
-        "held-out loss   2.0000 nats/token, consensus (best) after round 6",
+        "held-out loss   2.0000 nats/token, the best trainer after round 6",
         "perplexity      7.3891",  # e squared
         "nats per byte   0.5000",  # a quarter of a token per byte
         "bits per byte   0.7213",  # over ln 2
@@ -55,7 +55,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
 def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     broken = report.closing_table(write_run(tmp_path / "broken", no_loss=(6,)))
     assert broken.splitlines()[2].endswith("not finite")
-    assert "held-out loss   not finite, consensus (best) after round 6" in broken
+    assert "held-out loss   not finite, the best trainer after round 6" in broken
     table = report.closing_table(write_run(tmp_path, evals=False, end=False, memory=False))
     assert "held-out loss   not evaluated" in table
     assert "wall time       -" in table and "memory          -\n" in table

@@ -203,44 +203,31 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 
 
 def compare(
-    events: Sequence[dict],
-    settings: Settings,
-    *,
-    round: int,
-    trainer: int | None,
-    noise: float,
-    signal: float,
+    events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """The estimates of the run's own tests around a checkpoint, over the measured values.
+    """The estimates of the run's tests around a checkpoint, over the measured values.
 
     The test of round k is taken where round k begins, so the test of the round after the checkpoint
-    saw exactly the parameters of the checkpoint, and sequences of its own.
+    saw exactly the parameters of the checkpoint, and other sequences.
 
     Args:
       events: The ledger's lines.
-      settings: The run's.
       round: The checkpoint's.
       trainer: The trainer whose lines are compared; None for those of all trainers.
       noise: tr(Sigma), as measured.
       signal: |G|^2, as measured.
 
     Returns:
-      A dict per round and trainer. `noise_scale` is that of the one test; `smoothed_noise_scale`
-      the one from which `test_value` was computed, for the unbiased norm test, else None. The
-      ratios are the test's over the measured. None: not tested, or not positive.
+      A dict per round and trainer, each with the estimates of a single test. The ratios are the
+      test's over the measured. None: not tested, or not positive.
     """
-    batching, scale, found = settings.batching, ratio(noise, signal), []
-    over = {"noise": noise, "signal": signal, "noise_scale": scale, "smoothed_noise_scale": scale}
+    over, found = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}, []
     near = range(round - ROUNDS_BEFORE, round + ROUNDS_AFTER + 1)
     for line in lines(events, "round"):
         if line["round"] not in near or trainer not in (None, line["trainer"]):
             continue
-        smoothed = None
-        if (batching.test, batching.mode) == ("norm", "unbiased") and line["test_value"]:
-            workers = line["workers"] if batching.scope == "trainer" else 1
-            smoothed = line["test_value"] * workers * batching.eta**2
         tested = {"noise": line["noise"], "signal": line["signal"]}
-        tested |= {"noise_scale": ratio(*tested.values()), "smoothed_noise_scale": smoothed}
+        tested |= {"noise_scale": ratio(line["noise"], line["signal"])}
         found.append(
             {name: line[name] for name in ("round", "trainer", "test_value")}
             | {"at_checkpoint": line["round"] == round + 1}
@@ -309,7 +296,7 @@ def analyse_run(
             f"out of memory with {pass_size} sequences in one pass; set --pass-size lower"
         ) from error
     found = {name: measured[name] for name in ("noise", "signal")}
-    tested = compare(events, settings, round=trained.round, trainer=trainer, **found)
+    tested = compare(events, round=trained.round, trainer=trainer, **found)
     if trained.source in ("best", "average"):  # not a point where one trainer was tested
         tested = [line | {"at_checkpoint": False} for line in tested]
     result = {

@@ -4,10 +4,10 @@ import numpy as np
 
 from adloco_jax.study import chart
 from adloco_jax.study.chart import Curve, Figure, Panel
-from adloco_jax.study.summary import columns
+from adloco_jax.study.summary import SOURCES, columns
 
 _BATCH = ("b", "|g_b - G|", "rms/law", "excess kurtosis")
-_TEST = ("round", "trainer", "noise", "signal", "noise scale", "smoothed")
+_TEST = ("round", "trainer", "noise", "signal", "noise scale")
 
 
 def describe(result: dict) -> list[str]:
@@ -20,8 +20,9 @@ def describe(result: dict) -> list[str]:
       The measured noise, the scatter by batch size, and the run's own tests beside it.
     """
     unit, total = result["unit"], result["num_params"]
+    source = SOURCES.get(result["source"], result["source"])
     lines = [
-        f"run {result['run']}, round {result['round']}, parameters: {result['source']}",
+        f"run {result['run']}, round {result['round']}, parameters: {source}",
         f"{result['num_sequences']:,} of {result['num_training_sequences']:,} training sequences,"
         f" seed {result['seed']}",
         f"{total:,} parameters; histograms of {result['num_coordinates']:,}",
@@ -45,7 +46,7 @@ def describe(result: dict) -> list[str]:
 
 
 def figure(result: dict) -> Figure:
-    """Draw histograms on two scales, and the norm against batch size.
+    """Draw histograms of single coordinates, and the norm against batch size.
 
     Args:
       result: What `analyse_run` returns.
@@ -130,7 +131,7 @@ def _batch_cells(batch: dict) -> tuple[str, ...]:
 
 def _test_cells(line: dict) -> tuple[str, ...]:
     cells = [f"{line['round']}{'*' if line['at_checkpoint'] else ''}", f"{line['trainer']}"]
-    for name in ("noise", "signal", "noise_scale", "smoothed_noise_scale"):
+    for name in ("noise", "signal", "noise_scale"):
         ratio = line[f"{name}_ratio"]
         cells.append(_number(line[name]) + ("" if ratio is None else f" ({ratio:.2f})"))
     return tuple(cells)

@@ -10,7 +10,6 @@ from adloco_jax.study.curves import Run, Variant
 
 CLUSTER = Cluster()  # of the simulated time
 
-_MAX_NAMED = 12  # trainers that have colours of their own
 _MAX_LABEL = 22  # characters beside a curve
 _START = 0.03  # of the axis: what may be cut off
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
@@ -25,20 +24,16 @@ _COSTS = {
 
 
 def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
-    """Classes of each trainer's curves, and the label of those that stand out to the end.
-
-    Up to twelve trainers each have a colour of their own. Of more, those that took part in the
-    last round (at most six of them) have, and the others are grey.
-    """
-    rounds = curves.lines(run.events, "round")
-    named = trainers = list(curves.by_trainer(rounds))
-    last = max(e["round"] for e in rounds)
-    alive = {e["trainer"] for e in rounds if e["round"] == last}
-    if len(trainers) > _MAX_NAMED:
-        named = sorted(alive)[:6]
-    looks = {t: (f"c{place % (chart.NUM_COLORS - 1)}", "") for place, t in enumerate(named)}
-    looks |= {t: (looks[t][0], f"trainer {t}") for t in named if t in alive}
-    return {trainer: looks.get(trainer, ("other", "")) for trainer in trainers}
+    """Classes of each trainer's curves, and a label for those that took part in the last round."""
+    trainers = curves.by_trainer(curves.lines(run.events, "round"))
+    last = max(rounds[-1]["round"] for rounds in trainers.values())
+    return {
+        trainer: (
+            f"c{index % (chart.NUM_COLORS - 1)}",
+            f"trainer {trainer}" if rounds[-1]["round"] == last else "",
+        )
+        for index, (trainer, rounds) in enumerate(trainers.items())
+    }
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:

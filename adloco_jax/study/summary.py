@@ -10,6 +10,8 @@ from adloco_jax.study.curves import SPENDING, by_trainer, gathering, last, lines
 
 _HEADER = ("trainer", "rounds", "merged into", "batch", "accum", "tokens", "updates", "train loss")
 
+SOURCES = {"only": "the trainer", "best": "the best trainer", "average": "the trainers' average"}
+
 
 def closing_table(workdir: str | os.PathLike[str]) -> str:
     """Closing table of a run: a line per trainer, then the totals.
@@ -129,7 +131,8 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
     """The last evaluation of the consensus, as text."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
-    measured = f"consensus ({t['loss_source']}) after round {t['loss_round']}"
+    source = SOURCES.get(t["loss_source"], "consensus")
+    measured = f"{source} after round {t['loss_round']}"
     if t["loss"] is None:
         return [("held-out loss", f"not finite, {measured}")]
     unit, scores = "example", ["accuracy"]
