@@ -30,6 +30,8 @@ def get_base() -> ConfigDict:
     """Four workers from random weights; rounds end the runs."""
     config = compare_quick.get_base()
     config.num_tokens = None
+    # Those of the trunk, which need not be there yet.
+    config.model.vocab_size, config.model.norm_eps, config.model.rope_theta = 257, 1e-5, 1e4
     return config
 
 
