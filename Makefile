@@ -57,7 +57,7 @@ conformance: $(WITH)-conformance
 docs: $(WITH)-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build/html
 
-check: $(INSTALLED)
+check: $(WITH)-check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(RUN)
@@ -86,8 +86,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 # Installs for all of these targets at once, so that no target installs while another runs.
 extras: $(INSTALLED)
-	$(INSTALL) -e '.[parity,conformance,dist,docs]'
-	touch $(foreach extra,parity conformance dist docs,$(WITH)-$(extra))
+	$(INSTALL) -e '.[check,parity,conformance,dist,docs]'
+	touch $(foreach extra,check parity conformance dist docs,$(WITH)-$(extra))
 
 $(WITH)-%: $(INSTALLED)
 	$(INSTALL) -e '.[$*]'
