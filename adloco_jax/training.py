@@ -83,8 +83,7 @@ def train(
     At the end the closing table is printed, and the folder has the report in `report/` and the
     consensus in `export/` (`run.export.write_consensus`).
 
-    SIGTERM or SIGINT saves and raises `Preempted` after the rounds in progress: two at most, as a
-    round is dispatched before the last one is over, or three with several processes. A second
+    SIGTERM or SIGINT saves and raises `Preempted` after the round under way. A second
     signal ends the process. (Signals are handled only if this is called on the main thread.)
 
     Args:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from adloco_jax.loop import growth as batch_sizes
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
 from adloco_jax.loop.learning_rates import learning_rate
+from adloco_jax.run.machines import here
 from adloco_jax.run.resume import control_from_json
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -35,7 +37,8 @@ def plans_of(control, settings):
 
 
 def groups_of(control, settings):
-    return batches.group_trainers(control, plans_of(control, settings), model_shards=1)
+    spec = types.SimpleNamespace(machine=here(), model_shards=1)
+    return batches.group_trainers(control, plans_of(control, settings), spec)
 
 
 FREELY = {"eta": 1.0, "max_growth": 100, "batch_cap": 99}  # as far as the noise asks
@@ -79,8 +82,8 @@ def host_engine(merged_loss=0.0, *, unsynchronised=False):
     engine.batch.side_effect = lambda state, plans: plans
     engine.gradient_stats.return_value = []
     engine.outer_step.side_effect = outer_step
-    engine.without_broken.side_effect = lambda state: state
-    engine.flush.side_effect = lambda state, _: State(*state) if unsynchronised else state
+    engine.finish.side_effect = lambda state, underway: (state, underway, [])
+    engine.flush.side_effect = lambda state, _: (state, [{"event": "sync"}] * unsynchronised)
     engine.guard_losses.side_effect = lambda state: [0.0] * len(state.control.trainers)
     engine.merged_loss.return_value = merged_loss
     engine.merge.side_effect = lambda ensemble, *_: ensemble
@@ -99,8 +102,8 @@ def _plain(argument):
 def merged_by(settings, control, members, merged_loss=0.0, **how):
     """The engine that was asked, the control after it, and the ledger's line."""
     engine, losses = host_engine(merged_loss, **how), [0.0] * len(control.trainers)
-    state, event = adloco.merge_trainers(State(None, control), members, losses, settings, engine)
-    return engine, state.control, event
+    state, changes = adloco.merge_trainers(State(None, control), members, losses, settings, engine)
+    return engine, state.control, changes[-1]
 
 
 def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
@@ -108,12 +111,13 @@ def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
     control = adloco.start(settings, 4)
     observers = [engine.observe, engine.observe]
     end = adloco.adloco(State(None, control), settings=settings, engine=engine, observers=observers)
-    steps = ["ready", "batch", "gradient_stats", "outer_step", "without_broken"]
+    steps = ["ready", "batch", "gradient_stats", "outer_step"]
     merging = ["guard_losses", "flush", "merged_loss", "flush", "merge"]
     observed = ["observe", "observe"]
     assert [name for name, *_ in engine.method_calls] == [
-        *(*steps, *observed, *steps, *merging, *observed),
-        *(*steps, "flush", *observed),
+        *(*steps, "look_ahead", "finish", *observed),
+        *(*steps, "look_ahead", "finish", *merging, *observed),
+        *(*steps, "finish", "flush", *observed),
     ]
     assert asked(engine.flush)[-1] == [[0, 1]]  # all, at the end
     seen = [
@@ -123,6 +127,26 @@ def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
     assert seen[::2] == seen[1::2] == [(1, []), (2, [[0, 1]]), (3, [])]
     assert (end.control.round, [t.rounds for t in end.control.trainers]) == (3, [3, 3])
     assert (control.round, len(control.trainers)) == (0, 3)  # what was given is as it was
+
+
+def test_a_round_that_leaves_no_trainer_is_seen_by_no_observer():
+    settings, engine = settings_of(num_rounds=3), host_engine()
+    gone = {"event": "fault", "kind": "quarantine"}
+
+    def finish(state, underway):
+        control, _ = without_trainers(state.control, range(3))
+        return state._replace(control=control), "metrics", [gone]
+
+    engine.finish.side_effect = finish
+    with pytest.raises(adloco.Diverged, match="round 1") as error:
+        adloco.adloco(
+            State(None, adloco.start(settings, 4)),
+            settings=settings,
+            engine=engine,
+            observers=[engine.observe],
+        )
+    assert engine.observe.call_count == 0
+    assert (error.value.boundary.metrics, error.value.boundary.changes) == ("metrics", [gone])
 
 
 def test_a_control_survives_json():
@@ -538,7 +562,7 @@ def test_fragments_and_whole_synchronisations_are_counted():
     control, spent = accounting.count_round(control, plans, **how)
     assert [(cost["syncs"], cost["bytes"]) for cost in spent] == [(4, 4 * 2 * 2 * 25), (0, 0)]
     control, line = accounting.count_flush(control, [0, 1], sync_bytes=100)
-    assert line == {"round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 400}
+    assert line == {"event": "sync", "round": 1, "trainers": [0, 1], "syncs": 1, "bytes": 400}
     assert (control.syncs_total, control.bytes_total) == (5, 800)
 
 

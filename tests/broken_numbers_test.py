@@ -13,7 +13,7 @@ from toy_runs import events
 from trees import same
 
 from adloco_jax.engine import local as engine
-from adloco_jax.engine.health import Outcome, broken_trainers, consensus_weights, with_outcomes
+from adloco_jax.engine.health import Outcome, count_skips
 from adloco_jax.errors import DivergedError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.ledger import deterministic_lines
@@ -86,17 +86,15 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     assert fault["trainer"] == 1 and fault["skipped_in_a_row"] >= 3
     assert broken.controller.quarantined == [{"trainer": 1, "round": fault["round"], "workers": 2}]
     since = min(e["round"] for e in events(broken.workdir, "round") if e["skipped_updates"] == 6)
-    assert fault["round"] == (since if since % 4 == 0 else since + 1)
+    assert fault["round"] == since
 
     # The same slot taken out of a run in which nothing breaks.
-    def drop(control, outcomes, *, after_round):
-        control, noted = with_outcomes(control, outcomes, after_round=after_round)
-        for trainer in control.trainers:
-            if trainer.id == 1 and after_round >= since:
-                trainer.broken_since = since
-        return control, noted
+    def drop(control, outcomes):
+        control, _ = count_skips(control, outcomes)
+        gone = [m for m, t in enumerate(control.trainers) if t.id == 1 and control.round >= since]
+        return control, gone
 
-    monkeypatch.setattr(engine, "with_outcomes", drop)
+    monkeypatch.setattr(engine, "count_skips", drop)
     masked = run(tmp_path / "masked", corpus(), groups)
     both = [toy_runs.lines(w) for w in (broken.workdir, masked.workdir)]
     lines = [[e for e in own if e["event"] == "round" and e["trainer"] != 1] for own in both]
@@ -122,6 +120,8 @@ def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
         run(tmp_path / "r", Marked((0, 1, 2), first=8), groups)
     assert error.value.exit_code == 4
     assert events(tmp_path / "r", "end")[-1]["reason"] == "diverged"
+    assert [e["round"] for e in events(tmp_path / "r", "round", skipped_updates=6)] == [2] * 3
+    assert [e["trainer"] for e in events(tmp_path / "r", "fault", kind="quarantine")] == [0, 1, 2]
 
 
 def test_a_run_recovers_from_a_spike(tmp_path):
@@ -159,37 +159,26 @@ def outcome(losses, skipped=()):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "in_a_row", "broken_since"),
+    ("rounds", "in_a_row", "is_broken"),
     [
-        ([[0, 0, 1], [1, 0, 0]], 0, None),
-        ([[0, 0, 1], [1, 1, 0]], 0, None),  # three in a row, but it went on before the round ended
-        ([[0, 0, 1], [1, 1, 1]], 4, 2),
-        ([[1, 1, 1], [0, 0, 0]], 0, 1),  # broken once, broken for good
+        ([[0, 0, 1], [1, 0, 0]], 0, False),
+        ([[0, 0, 1], [1, 1, 0]], 0, False),  # three in a row, but it went on before the round ended
+        ([[0, 0, 1], [1, 1, 1]], 4, True),
+        ([[1, 1, 1]], 3, True),
     ],
 )
-def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, broken_since):
+def test_skips_in_a_row_are_counted_across_rounds(rounds, in_a_row, is_broken):
     control = alone()
-    for number, skipped in enumerate(rounds, start=1):
-        where = np.flatnonzero(skipped)
-        control, _ = with_outcomes(control, [outcome([2.0] * 3, where)], after_round=number)
+    for skipped in rounds:
+        control, broken = count_skips(control, [outcome([2.0] * 3, np.flatnonzero(skipped))])
     (trainer,) = control.trainers
-    assert (trainer.skipped_in_a_row, trainer.broken_since) == ({"0": in_a_row}, broken_since)
+    assert (trainer.skipped_in_a_row, broken) == ({"0": in_a_row}, [0] * is_broken)
 
 
 def test_a_trainer_goes_on_while_one_of_its_workers_does():
     control = alone(num_workers=2)
     skipped_SR = np.array([[True, False]] * 3)
     both = Outcome(np.where(skipped_SR, np.nan, 2.0), skipped_SR, 1.0)
-    for number in range(3):
-        control, _ = with_outcomes(control, [both], after_round=number)
-    assert control.trainers[0].broken_since is None
-    assert broken_trainers(control, by_round=9) == []
-
-
-def test_a_broken_trainer_weighs_nothing_in_the_consensus():
-    control = start(settings_of(), 4)
-    for trainer, size in zip(control.trainers, (3, 9, 5), strict=True):
-        trainer.requested_batch_size = size
-    control.trainers[1].broken_since = 0
-    assert consensus_weights(control) == (3.0, 0.0, 5.0)
-    assert broken_trainers(control, by_round=0) == [1]
+    for _ in range(3):
+        control, broken = count_skips(control, [both])
+        assert broken == []

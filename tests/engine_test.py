@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import LENGTH, VOCAB, bigram_loss, config_of, corpus, init_fn, settings_of
+from toy import LENGTH, VOCAB, Table, bigram_loss, config_of, corpus, init_fn, settings_of
 from toy_runs import events, run
-from trees import assert_close
+from trees import assert_close, assert_equal
 
 from adloco_jax.config import validate
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine.evaluate import split_heldout
+from adloco_jax.engine.inputs import make_batch
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import Key
-from adloco_jax.loop.adloco import State, round_plan, start
+from adloco_jax.loop.adloco import State, after_merge, round_plan, start
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.machines import here
@@ -122,10 +123,45 @@ def test_the_engines_round_is_the_public_outer_step():
     state = State(ensemble, control)
     plans = {m: round_plan(control, m, settings) for m in engine.ready(state)}
     assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
-    state, metrics = engine.outer_step(state, engine.batch(state, plans))
+    state, underway = engine.outer_step(state, engine.batch(state, plans))
+    state, metrics, changes = engine.finish(state, underway)
+    assert changes == []
     assert_close(state.ensemble, expected, rtol=1e-5, atol=1e-7)
     for position, outcome in enumerate(metrics.outcomes):
         own = [w for w, owner in enumerate(OWNERS) if owner == position]
         np.testing.assert_allclose(outcome.loss_SR, in_round.loss_SR[:, np.array(own)], rtol=1e-6)
         norm = in_round.pseudo_grad_norm_M[position]
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)
+
+
+class Read(Table):
+    """Rows that note which are read."""
+
+    def __init__(self):
+        """Starts with none read."""
+        super().__init__(corpus().rows)
+        object.__setattr__(self, "reads", [])
+
+    def batch(self, *read):
+        """Notes the read."""
+        self.reads.append(read)
+        return super().batch(*read)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
+    settings, rows = settings_of(batching={"test": "constant"}), Read()
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
+    engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
+    control = start(settings, 4)
+    engine.look_ahead(control)
+    assert len(rows.reads) == 4
+    if changes:
+        control = after_merge(control, (0, 1))
+    plans = {m: round_plan(control, m, settings) for m in range(len(control.trainers))}
+    batch = engine.batch(State(None, control), plans)
+    assert len(rows.reads) == (8 if changes else 4)
+    expected = make_batch(control, plans, settings, spec, rows)
+    assert_equal([batch.parts, batch.lines], [expected.parts, expected.lines])
+    engine.programs.close()

@@ -22,12 +22,6 @@ MEASURED = ("train_loss", "noise", "signal", "test_value", "pseudo_grad_norm", "
 MEASURED += ("loss", "loss_before", "loss_after", "barrier")
 
 
-def test_a_single_process_votes_when_the_answer_is_read():
-    asked = []
-    read = processes.vote(lambda: asked.append(True) or [True, False])
-    assert not asked and read() == [True, False]
-
-
 class Coordinator(dict):
     """JAX's key-value store for two processes, of which one acts at a time."""
 
@@ -41,7 +35,7 @@ class Coordinator(dict):
     key_value_delete = dict.__delitem__
 
 
-def test_votes_and_barriers_of_one_name_are_told_apart_and_old_ones_deleted(monkeypatch):
+def test_exchanges_of_one_name_are_told_apart_and_old_ones_deleted(monkeypatch):
     store, counters = Coordinator(), [Counter(), Counter()]
     monkeypatch.setattr(processes, "_client", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -52,14 +46,13 @@ def test_votes_and_barriers_of_one_name_are_told_apart_and_old_ones_deleted(monk
 
     answers = [([True, False], [False, False]), ([False, False], [False, True])]
     for both in [*answers, *answers]:
-        votes = []
-        for number, answer in enumerate(both):
-            become(number)
-            votes.append(processes.vote(lambda answer=answer: answer))
-        for number, read_vote in enumerate(votes):
-            become(number)
-            assert read_vote() == [any(pair) for pair in zip(*both, strict=True)]
-        assert len(store) == 2  # those of the last vote, which another may not have read
+        for index, answer in enumerate(both):
+            become(index)
+            number = processes._send("gather", answer)
+        for index in range(2):
+            become(index)
+            assert processes._receive("gather", number) == [*both]
+        assert len(store) == 2  # those of the last exchange, which another may not have read
 
 
 def test_what_differs_is_named_in_every_process(monkeypatch):

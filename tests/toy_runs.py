@@ -50,7 +50,7 @@ def assert_same_end(first, second, expected=None):
 class Signalling:
     """The toy's rows; a signal is sent when the sequences of a round are read.
 
-    The run may notice it a round late, as it reaches another thread first.
+    They are read ahead, in the round before theirs.
     """
 
     at_read: int

@@ -2,13 +2,11 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import re
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,6 @@ from adloco_jax import training as train_module
 from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.engine.evaluate import split_heldout
-from adloco_jax.engine.local import Metrics
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import Key
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -502,22 +499,6 @@ def test_too_few_rows_make_no_folder(tmp_path):
     with pytest.raises(DataError, match="num_sequences"):
         train(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_round_ends_when_the_devices_are_done_not_when_the_host_looks(tmp_path, monkeypatch):
-    outcomes = Metrics.outcomes.func
-
-    def late(metrics):
-        time.sleep(0.5)
-        return outcomes(metrics)
-
-    slow = functools.cached_property(late)
-    slow.__set_name__(Metrics, "outcomes")
-    monkeypatch.setattr(Metrics, "outcomes", slow)
-    alike = {"batching": {"test": "constant"}, "merge": APART}
-    run(tmp_path / "r", settings_of(num_rounds=3, **alike))
-    seconds = [e["step_s"] for e in events(tmp_path / "r", "round", trainer=0)]
-    assert 0 < np.median(seconds) < 0.25  # the toy's take milliseconds
 
 
 def test_a_shown_held_out_loss_is_the_newest_of_its_round(tmp_path, capsys):

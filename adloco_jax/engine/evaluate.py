@@ -1,7 +1,6 @@
 """Losses on held-out text: of each trainer, of the consensus, and of a planned merge."""
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -139,7 +138,7 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Chooses the one model to use now; trainers of weight 0 are left out.
+    """Chooses the one model to use now.
 
     Returns:
       Parameters, and `only`, `best` (the best trainer) or `average` (of all, weighted by requested
@@ -151,10 +150,7 @@ def consensus(
     def guard_loss(params):
         return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
 
-    losses = [
-        guard_loss(trainer_params(ensemble, m)) if weight else math.inf
-        for m, weight in enumerate(weights)
-    ]
+    losses = [guard_loss(trainer_params(ensemble, m)) for m in range(ensemble.num_trainers)]
     best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
     if guard_loss(average) < losses[best]:

@@ -7,18 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.loop.adloco import Control
+from adloco_jax.loop.control import Control
 
 SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
-
-
-class Diverged(Exception):
-    """No trainer's loss is a number any more."""
-
-    def __init__(self, round_index: int):
-        """Names the round after which this was so."""
-        super().__init__(f"round {round_index}")
-        self.round = round_index
 
 
 class Outcome(NamedTuple):
@@ -35,47 +26,31 @@ class Outcome(NamedTuple):
         return float(np.mean(made)) if made.size else math.nan
 
 
-def with_outcomes(
-    control: Control, outcomes: Sequence[Outcome], *, after_round: int
-) -> tuple[Control, list[dict]]:
-    """Counts skipped updates of a round, and marks trainers that are broken.
+def count_skips(control: Control, outcomes: Sequence[Outcome]) -> tuple[Control, list[int]]:
+    """Counts the skipped updates of a round.
 
-    A trainer is broken once every one of its workers has skipped its last updates, whatever it does
-    later.
+    A trainer is broken once every one of its workers has skipped its last updates.
 
     Args:
-      control: Its trainers are still the round's, and so are their workers but for new ones.
+      control: At the round's boundary, with the round's trainers and workers.
       outcomes: In stack order.
-      after_round: The round they are of.
 
     Returns:
-      The changed copy, and ledger fields for each trainer: `skipped_updates`.
+      The changed copy, and the positions of the broken trainers.
     """
     control = copy.deepcopy(control)
-    noted = []
+    broken = []
     for position, (trainer, outcome) in enumerate(zip(control.trainers, outcomes, strict=True)):
         streams = [str(control.streams[w]) for w in control.workers_of(position)]
         rows = {}
-        # Workers that have joined since then, the last, have no outcome yet.
-        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=False):
+        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
             made = np.flatnonzero(~skipped_S)
             before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
             rows[stream] = before + len(skipped_S) - (int(made[-1]) + 1 if made.size else 0)
         trainer.skipped_in_a_row = rows
-        if trainer.broken_since is None and min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
-            trainer.broken_since = after_round
-        noted.append({"skipped_updates": int(outcome.skipped_SR.sum())})
-    control.outcomes_round = after_round
-    return control, noted
-
-
-def broken_trainers(control: Control, *, by_round: int) -> list[int]:
-    """Positions of the trainers that were broken by the end of a round."""
-    return [
-        position
-        for position, trainer in enumerate(control.trainers)
-        if trainer.broken_since is not None and trainer.broken_since <= by_round
-    ]
+        if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
+            broken.append(position)
+    return control, broken
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
@@ -93,11 +68,3 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
     control.streams = [control.streams[w] for w in workers]
     control.owners = [survivors.index(control.owners[w]) for w in workers]
     return control, survivors
-
-
-def consensus_weights(control: Control) -> tuple[float, ...]:
-    """Each trainer's weight in the average of all: its demand, or 0 if it is broken."""
-    return tuple(
-        float(trainer.demand) if trainer.broken_since is None else 0.0
-        for trainer in control.trainers
-    )

@@ -1,5 +1,6 @@
 """A round's inputs: groups of trainers, their sequences, learning rates and test rows."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
@@ -16,8 +17,17 @@ from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE,
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Kind, Machine, Spec
 from adloco_jax.errors import DataError
+from adloco_jax.loop.adloco import (
+    after_merge,
+    choose_members,
+    is_over,
+    joining_workers,
+    merge_due,
+    round_plan,
+    with_workers,
+)
 from adloco_jax.loop.control import Control, RoundPlan
-from adloco_jax.loop.growth import measures_gradients
+from adloco_jax.loop.growth import measures_gradients, with_growth
 from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.settings import Settings
 
@@ -159,6 +169,46 @@ def round_keys(
             keys.append(steps)
         keys.append(steps._replace(kind="fragment", owners=group.owners))
     return list(dict.fromkeys(keys))
+
+
+def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key]:
+    """The programs of the next round, and of the one after it with unchanged and fastest growth.
+
+    Both include a merge that may come before them, chosen as if all guard losses were equal.
+    """
+    keys = _keys(control, settings, spec)
+    later = dataclasses.replace(control, round=control.round + 1)
+    last = is_over(later, settings)
+    if settings.outer.leaves_unsynchronised:
+        owed = range(len(later.trainers)) if last else _members(later, settings)
+        keys += [group.key("flush") for group in classes(later, owed, spec)]
+    if not last and measures_gradients(settings):
+        for growth in (settings.batching.max_growth, 1):
+            ahead = with_growth(later, growth, settings)
+            if members := _members(ahead, settings):
+                ahead = after_merge(ahead, members)
+            for position, num_workers in joining_workers(ahead, settings):
+                ahead = with_workers(ahead, position, num_workers)
+            keys += _keys(ahead, settings, spec)
+    return list(dict.fromkeys(keys))
+
+
+def _members(control: Control, settings: Settings) -> tuple[int, ...]:
+    """The trainers that merge at a control's boundary if all guard losses are equal."""
+    if not merge_due(control, settings):
+        return ()
+    return choose_members(control, [0.0] * len(control.trainers), settings)
+
+
+def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
+    plans = {m: round_plan(control, m, settings) for m in range(len(control.trainers))}
+    return round_keys(control, plans, settings, spec)
+
+
+def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
+    """What decides the inputs of a round: two rounds that read alike have the same."""
+    sequences = [control.reads(worker) for worker in range(len(control.owners))]
+    return control.round, [*control.owners], sequences, dict(plans)
 
 
 def make_batch(

@@ -1,17 +1,14 @@
-"""The local engine: every trainer on this program's own devices, dispatched and not waited for.
+"""The local engine: every trainer on this program's own devices.
 
-It implements `adloco.Engine`. Trainers that run the same plan share one program. Where
-there are several devices and trainers have unequal numbers of workers, each such class of trainers
-has devices of its own, so that what a synchronisation moves is what is accounted.
+It implements `adloco.Engine`. Trainers that run the same plan share one program. Where there are
+several devices and trainers have unequal numbers of workers, each such class of trainers has
+devices of its own, so that what a synchronisation moves is what is accounted.
 """
 
 import functools
-import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,73 +20,40 @@ from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.crashpoints import hit
 from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
-from adloco_jax.engine.health import (
-    Diverged,
-    Outcome,
-    broken_trainers,
-    with_outcomes,
-    without_trainers,
-)
+from adloco_jax.engine.health import Outcome, count_skips, without_trainers
 from adloco_jax.engine.inputs import (
     Batch,
     Group,
     Rows,
     classes,
     make_batch,
+    programs_ahead,
+    reads,
 )
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Spec
-from adloco_jax.loop.adloco import State, Stats, merge_due
+from adloco_jax.loop.adloco import State, Stats, round_plan
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.settings import Settings
 
 
-class Event(NamedTuple):
-    """What the engine has done about a fault or a flush, for the ledger and the terminal."""
+class UnderWay(NamedTuple):
+    """A round on the devices."""
 
-    event: str  # of the ledger's line
-    fields: dict[str, Any]
-    note: str = ""
-
-
-@dataclass
-class Metrics:
-    """A round under way on the devices."""
-
-    round: int
     lines: list[dict]  # ledger fields by trainer: plan and cost
     groups: list[Group]
     measured: list[list[tuple[Array, Array]]]  # by group, by call: losses, skipped; [T, R]
     norms: list[list[Array]]  # by group, by synchronisation: [M], of the pseudo-gradients
-    start_s: float
-    stall_s: float  # waited for compilation
-    end_s: Future[float]  # when the devices were done
-    noted: list[dict] | None = None  # ledger fields by trainer, once a state has the outcomes
-
-    @functools.cached_property
-    def outcomes(self) -> list[Outcome]:
-        """Losses and skipped updates of each trainer; waits for the round."""
-        outcomes: dict[int, Outcome] = {}
-        for group, measured, norms in zip(self.groups, self.measured, self.norms, strict=True):
-            parts = jax.device_get(measured)
-            loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            accum = group.plan.num_accum_steps
-            loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
-            loss_SR = loss_SAR.sum(axis=1) / np.float64(accum)
-            skipped_SR = skipped_TR[accum - 1 :: accum]
-            loss_SR = np.where(skipped_SR, np.nan, loss_SR)
-            # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
-            norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
-            for place, (trainer, norm) in enumerate(zip(group.trainers, norm_M, strict=True)):
-                own = np.array(group.owners) == place
-                outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm)
-        return [outcomes[m] for m in sorted(outcomes)]
 
 
-# Reads the clock when a round ends; the host itself must not wait for the devices before it has
-# dispatched the next round.
-_clock = ThreadPoolExecutor(1, thread_name_prefix="clock")
+class Metrics(NamedTuple):
+    """A round that has ended."""
+
+    lines: list[dict]  # ledger fields by trainer: plan, cost and skipped updates
+    outcomes: list[Outcome]  # by trainer
+    step_s: float  # from its first row to its last update
+    stall_s: float  # of these waited for compilation
 
 
 class LocalEngine:
@@ -109,9 +73,9 @@ class LocalEngine:
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
-        self.events: list[Event] = []  # not yet recorded
         self.underway: Control  # before the round under way, for who deals with its failure
-        self._unread: list[Metrics] = []  # rounds whose outcomes the loop's state lacks
+        self._ahead: tuple[tuple, Batch | Exception] | None = None  # what a round reads; its inputs
+        self._start_s = self._stalled_s = 0.0  # clock and waits when the round under way began
         self._flushed: set[int] = set()  # trainers, by id, with nothing left unsynchronised
 
     @property
@@ -122,11 +86,29 @@ class LocalEngine:
     def ready(self, state: State) -> list[int]:
         """All trainers: their devices take one round after the other."""
         self.underway = state.control  # reading its sequences may fail, too
+        self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:
         """The next sequences of every worker's stream, on their way to the devices."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == reads(state.control, plans):
+            if isinstance(ahead[1], Exception):
+                raise ahead[1]
+            return ahead[1]
         return make_batch(state.control, plans, self.settings, self.spec, self.rows)
+
+    def look_ahead(self, control: Control) -> None:
+        """Prepares the next round's rows, and compiles programs of the rounds to come."""
+        self.programs.prefetch(programs_ahead(control, self.settings, self.spec))
+        plans = {m: round_plan(control, m, self.settings) for m in range(len(control.trainers))}
+        try:
+            batch: Batch | Exception = make_batch(
+                control, plans, self.settings, self.spec, self.rows
+            )
+        except Exception as error:  # deliberately broad, because `batch` raises it in its round
+            batch = error
+        self._ahead = reads(control, plans), batch
 
     def gradient_stats(self, state: State, batch: Batch) -> Stats:
         """Dispatches the statistics of the round's first sequences at the trainers' parameters."""
@@ -139,31 +121,41 @@ class LocalEngine:
             stats.append((group.trainers, group.owners, count_R, stats_R))
         return stats
 
-    def outer_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
         """Dispatches a round."""
-        control = self.underway = state.control
-        start_s, stalled_s = time.perf_counter(), self.programs.stall_s
         ensemble, measured, norms = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
-            control,
+            state.control,
             batch.plans,
             sequence_length=self.spec.sequence_length,
             sync_bytes=self.spec.sync_bytes,
             num_syncs=self.spec.outer.fragments,
         )
-        metrics = Metrics(
-            round=control.round,
-            lines=[line | cost for line, cost in zip(batch.lines, spent, strict=True)],
-            groups=batch.groups,
-            measured=measured,
-            norms=norms,
-            start_s=start_s,
-            stall_s=self.programs.stall_s - stalled_s,
-            end_s=_clock.submit(lambda: (jax.block_until_ready(norms), time.perf_counter())[1]),
-        )
-        self._unread.append(metrics)
-        return State(ensemble, control), metrics
+        lines = [line | cost for line, cost in zip(batch.lines, spent, strict=True)]
+        return State(ensemble, control), UnderWay(lines, batch.groups, measured, norms)
+
+    def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
+        """Waits for a round, counts its skipped updates and retires broken trainers."""
+        hit("round.decided")
+        jax.block_until_ready(underway.norms)
+        step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
+        outcomes = _outcomes(underway)
+        for line, outcome in zip(underway.lines, outcomes, strict=True):
+            line["skipped_updates"] = int(outcome.skipped_SR.sum())
+        metrics = Metrics(underway.lines, outcomes, step_s, stall_s - self._stalled_s)
+        control, broken = count_skips(state.control, outcomes)
+        changes = []
+        for trainer in (control.trainers[position] for position in broken):
+            skips = max(trainer.skipped_in_a_row.values())
+            fault = {"event": "fault", "kind": "quarantine", "round": control.round}
+            changes.append(fault | {"trainer": trainer.id, "skipped_in_a_row": skips})
+        ensemble = state.ensemble
+        if broken:
+            control, survivors = without_trainers(control, broken)
+            if survivors:
+                ensemble = _take(ensemble, tuple(survivors))
+        return State(ensemble, control), metrics, changes
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list]:
         ensemble, measured, norms = state.ensemble, [], []
@@ -216,51 +208,6 @@ class LocalEngine:
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 
-    def settled(self, state: State, *, up_to: float = math.inf) -> State:
-        """The state with the outcomes of the dispatched rounds up to one; waits for them.
-
-        Raises:
-          Diverged: If no trainer is left that makes updates.
-        """
-        control = state.control
-        for metrics in self._unread:
-            if control.outcomes_round < metrics.round <= up_to:
-                control, metrics.noted = with_outcomes(
-                    control, metrics.outcomes, after_round=metrics.round
-                )
-                if len(broken_trainers(control, by_round=metrics.round)) == len(control.trainers):
-                    raise Diverged(metrics.round)
-        return state._replace(control=control)
-
-    def without_broken(self, state: State) -> State:
-        """The state without trainers that make no updates any more; their workers retire.
-
-        What the last round broke is waited for before a merge only; else what is known by then
-        would depend on how often one evaluates or saves.
-
-        Raises:
-          Diverged: If no trainer is left.
-        """
-        merge_now = merge_due(state.control, self.settings)
-        by_round = state.control.round - (0 if merge_now else 1)
-        state = self.settled(state, up_to=by_round)
-        broken = broken_trainers(state.control, by_round=by_round)
-        if broken:
-            state = self.settled(state)
-            for position in broken:
-                trainer = state.control.trainers[position]
-                skips = max(trainer.skipped_in_a_row.values())
-                note = (
-                    f"round {state.control.round}: trainer {trainer.id} leaves the run with its"
-                    f" workers: its last {skips} updates were not finite"
-                )
-                fault = {"kind": "quarantine", "round": state.control.round, "trainer": trainer.id}
-                self.events.append(Event("fault", fault | {"skipped_in_a_row": skips}, note))
-            control, survivors = without_trainers(state.control, broken)
-            state = State(_take(state.ensemble, tuple(survivors)), control)
-        self._unread = [m for m in self._unread if m.round > state.control.outcomes_round]
-        return state
-
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on the guard's rows, nats/token."""
         positions = range(len(state.control.trainers))
@@ -291,7 +238,7 @@ class LocalEngine:
         hit("spawn.decided")
         return _spawn(ensemble, trainer, num_workers)
 
-    def flush(self, state: State, trainers: Sequence[int]) -> State:
+    def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Synchronises all that the trainers' workers have not synchronised yet.
 
         Without fragments (Streaming DiLoCo), where all parameters are synchronised at every round's
@@ -300,7 +247,7 @@ class LocalEngine:
         ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
         if not owed or not self.settings.outer.leaves_unsynchronised:
-            return state
+            return state, []
         for group in classes(control, owed, self.spec):
             sub = self._take(ensemble, group)
             flushed = self.programs.call(group.key("flush"), sub.replace(inner_state_R=None))
@@ -308,9 +255,8 @@ class LocalEngine:
             ensemble = self._put(ensemble, group, sub)
         full_sync_bytes = packed_bytes(self.spec.params, self.spec.outer.precision)
         control, line = count_flush(control, owed, sync_bytes=full_sync_bytes)
-        self.events.append(Event("sync", line))
         self._flushed.update(line["trainers"])
-        return State(ensemble, control)
+        return State(ensemble, control), [line]
 
     def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
         """A group's part of the ensemble: all of it, without a copy, where it has all workers."""
@@ -324,6 +270,25 @@ class LocalEngine:
             return sub
         at = placement(self.spec, Key("outer", group.owners))  # on all devices
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
+
+
+def _outcomes(underway: UnderWay) -> list[Outcome]:
+    """Losses and skipped updates of each trainer; waits for the round."""
+    outcomes: dict[int, Outcome] = {}
+    rows = zip(underway.groups, underway.measured, underway.norms, strict=True)
+    for group, measured, norms in rows:
+        parts = jax.device_get(measured)
+        loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        accum = group.plan.num_accum_steps
+        loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
+        skipped_SR = skipped_TR[accum - 1 :: accum]
+        loss_SR = np.where(skipped_SR, np.nan, loss_SAR.sum(axis=1) / np.float64(accum))
+        # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
+        norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
+        for position, (trainer, norm) in enumerate(zip(group.trainers, norm_M, strict=True)):
+            own = np.array(group.owners) == position
+            outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm)
+    return [outcomes[m] for m in sorted(outcomes)]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -42,18 +42,30 @@ class State(NamedTuple):
 class Boundary(NamedTuple):
     """The end of a round, as observers see it beside the state."""
 
-    metrics: Any  # the engine's, on the devices still
+    metrics: Any  # the engine's
     decisions: list[Decision]  # by trainer, in the round's stack
-    # Ledger fields, `event` among them, of the merge, or its refusal, and of the workers that have
-    # joined, in order.
+    # Ledger fields, `event` among them, of what has changed since the round, in order: quarantined
+    # trainers, flushes, the merge or its refusal, workers that have joined.
     changes: list[dict]
+
+
+class Diverged(Exception):
+    """No trainer is left whose updates are finite."""
+
+    def __init__(self, state: State, boundary: Boundary):
+        """Keeps what observers would have seen at the end of that round."""
+        super().__init__(f"round {state.control.round}")
+        self.state, self.boundary = state, boundary
 
 
 Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """Where trainers run. A method returns once its work is dispatched, unless it says it waits."""
+    """Where trainers run. A method returns once its work is dispatched, unless it says it waits.
+
+    Changes are ledger fields, `event` among them.
+    """
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -69,13 +81,19 @@ class Engine(Protocol):
         """Per-example gradient statistics at each trainer's parameters, on the round's first."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """A round of these trainers, and its metrics."""
+        """A round of these trainers, which `finish` waits for."""
 
-    def without_broken(self, state: State) -> State:
-        """The state without trainers whose updates are no longer finite."""
+    def look_ahead(self, control: Control) -> None:
+        """Prepares the next round as if only `control` decided it; a change discards it."""
 
-    def flush(self, state: State, trainers: Sequence[int]) -> State:
-        """The state with unsynchronised worker updates (Streaming DiLoCo) flushed."""
+    def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
+        """Waits for a round: the state without trainers that only skip updates, metrics, changes.
+
+        The state's ensemble is meaningless if no trainer is left.
+        """
+
+    def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
+        """The state with unsynchronised worker updates (Streaming DiLoCo) flushed, and changes."""
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on rows that are never reported, nats/token; waits."""
@@ -101,8 +119,9 @@ def adloco(
 ) -> State:
     """Train until the configured rounds, or tokens, are done: algorithms 1 to 3 of AdLoCo.
 
-    Rounds are dispatched and not waited for: of each, the host needs the gradient statistics alone,
-    which are ready before the round's own updates.
+    A round ends at its boundary: everything that happened in it is known there, and observers have
+    seen it before the next round begins. Before that the host waits for the gradient statistics
+    alone, which are ready before the round's own updates, and prepares the next round.
 
     Args:
       state: Where to start, or to go on: a state that an observer has seen, for instance.
@@ -113,6 +132,9 @@ def adloco(
     Returns:
       The state after the last round.
 
+    Raises:
+      Diverged: After a round that has left no trainer; observers have not seen its boundary.
+
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
     while not is_over(state.control, settings):
@@ -120,22 +142,26 @@ def adloco(
         plans = {m: round_plan(state.control, m, settings) for m in trainers}  # 4.4, switch mode
         batch = engine.batch(state, plans)
         stats = engine.gradient_stats(state, batch)  # 4.2, at the round's common point
-        changes = []
-        state, metrics = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
+        state, underway = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
         control, decisions = with_batch_sizes(state.control, stats, settings)  # eq. 10 to 13
-        state = engine.without_broken(state._replace(control=control))
+        if not is_over(control, settings):
+            engine.look_ahead(control)
+        state, metrics, changes = engine.finish(state._replace(control=control), underway)
+        if not state.control.trainers:
+            raise Diverged(state, Boundary(metrics, decisions, changes))
         if is_over(state.control, settings):
-            state = engine.flush(state, range(len(state.control.trainers)))
+            state, flushed = engine.flush(state, range(len(state.control.trainers)))
+            changes += flushed
+        merging = []
         if merge_due(state.control, settings):
             losses = engine.guard_losses(state)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
             if members:  # algorithm 3, DoMerge
-                state, merged = merge_trainers(state, members, losses, settings, engine)
-                changes.append(merged)
-        merged_now = bool(changes)
+                state, merging = merge_trainers(state, members, losses, settings, engine)
+                changes += merging
         for trainer, size in joining_workers(state.control, settings):  # ours
             state, spawned = spawn_workers(
-                state, trainer, size, settings, engine, merged_now=merged_now
+                state, trainer, size, settings, engine, merged_now=bool(merging)
             )
             changes.append(spawned)
         for observer in observers:
@@ -250,7 +276,7 @@ def merge_trainers(
     losses: Sequence[float],
     settings: Settings,
     engine: Engine,
-) -> tuple[State, dict]:
+) -> tuple[State, list[dict]]:
     """Merge trainers unless the guard refuses, and reallocate the workers (DoMerge).
 
     Args:
@@ -261,12 +287,12 @@ def merge_trainers(
       engine: Measures the loss of the merged trainer, and moves the parameters.
 
     Returns:
-      The new state, and the fields of its ledger line, `event` among them.
+      The new state, and ledger fields of the flushes before the merge and of the merge.
     """
     rule, trainers = settings.merge, state.control.trainers
-    flushed = engine.flush(state, members)
-    if flushed is not state:
-        state, losses = flushed, engine.guard_losses(flushed)
+    state, changes = engine.flush(state, members)
+    if changes:
+        losses = engine.guard_losses(state)
     weights = [trainers[m].demand for m in members]
     before = [losses[m] for m in members]
     after = engine.merged_loss(state, members, weights)
@@ -275,7 +301,8 @@ def merge_trainers(
     num_joining = 0
     if not (refused and rule.on_refusal == "keep"):
         shares = [1.0] + [0.0] * (len(members) - 1) if refused else weights
-        state, num_joining = _join(state, members, shares, settings, engine, refused=refused)
+        state, num_joining, flushed = _join(state, members, shares, engine, refused=refused)
+        changes += flushed
     cost = merge_cost(
         engine.state_bytes,
         num_absorbed=len(members) - 1,
@@ -303,19 +330,13 @@ def merge_trainers(
         event["workers"] = {t.id: control.owners.count(m) for m, t in enumerate(control.trainers)}
         merge = {name: event[name] for name in ("round", "members", "into")}
         control = dataclasses.replace(control, merges=[*control.merges, merge])
-    return State(state.ensemble, control), event
+    return State(state.ensemble, control), [*changes, event]
 
 
 def _join(
-    state: State,
-    members: Sequence[int],
-    weights: Sequence[float],
-    settings: Settings,
-    engine: Engine,
-    *,
-    refused: bool,
-) -> tuple[State, int]:
-    """Merge the members into one trainer; also the number of workers that changed trainer."""
+    state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
+) -> tuple[State, int, list[dict]]:
+    """Merge the members into one trainer; the number of workers that change trainer; flushes."""
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners
@@ -324,10 +345,10 @@ def _join(
         for old, new in zip(before.owners, owners, strict=True)
         if changed.trainers[new].id != before.trainers[old].id
     ]
-    state = engine.flush(state, sorted(set(left)))
+    state, flushed = engine.flush(state, sorted(set(left)))
     control = dataclasses.replace(state.control, trainers=changed.trainers, owners=owners)
     ensemble = engine.merge(state.ensemble, members, weights, owners)
-    return State(ensemble, control), len(left)
+    return State(ensemble, control), len(left), flushed
 
 
 def after_merge(control: Control, members: Sequence[int], *, refused: bool = False) -> Control:

@@ -34,7 +34,6 @@ class Trainer:
     cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
     smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
-    broken_since: int | None = None  # the round after which all its workers only skipped updates
 
     @property
     def demand(self) -> int:
@@ -63,10 +62,14 @@ class Control:
     updates_total: int = 0
     syncs_total: int = 0
     bytes_total: int = 0
-    outcomes_round: int = 0  # the last round whose losses are known here
     counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def demands(self) -> tuple[float, ...]:
+        """Each trainer's demand: its weight in the average of all."""
+        return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -144,7 +147,7 @@ def count_flush(
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
-    line = {"round": control.round, "trainers": ids, **spent}
+    line = {"event": "sync", "round": control.round, "trainers": ids, **spent}
     return with_cost(control, spent), line
 
 

@@ -21,14 +21,15 @@ from adloco_jax import __version__
 from adloco_jax.core.types import Ensemble, init, of_owners
 from adloco_jax.data.sources import shard_changes
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.health import Diverged
-from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Compiled, Programs, placement
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, DataError, DivergedError, ResourceError
 from adloco_jax.loop.adloco import (
     Control,
+    Diverged,
+    Observer,
     State,
     adloco,
     is_over,
@@ -147,26 +148,24 @@ def execute(run: Run, attempt: Attempt) -> State:
         if not attempt.ended:
             attempt.recorder.write_end(state.control, "finished")
         return state
-    # Compilation first, while the devices are busy with the round.
-    observe = [observers.prefetch(engine), attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
     with contextlib.ExitStack() as stack:
         if settings.checkpoint.watchdog_s is not None:
             stack.callback(faulthandler.cancel_dump_traceback_later)
             faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
             observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
-        ahead = observers.programs_ahead(state.control, settings, run.spec)
+        ahead = programs_ahead(state.control, settings, run.spec)
         engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
         try:
-            state = adloco(state, settings=settings, engine=engine, observers=observe)
+            return adloco(state, settings=settings, engine=engine, observers=observe)
         except Diverged as error:
-            attempt.recorder.flush(state)
+            attempt.recorder(error.state, error.boundary)
             saved = _last_checkpoint(run, attempt)
-            attempt.recorder.write_end(engine.underway, "diverged")
+            attempt.recorder.write_end(error.state.control, "diverged")
             raise DivergedError(
-                f"round {error.round}: the loss of every trainer is not finite; {saved}; try a"
+                f"{error}: the loss of every trainer is not finite; {saved}; try a"
                 " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
             ) from None
-        return engine.settled(state)  # as it was saved
 
 
 def after_failure(
@@ -179,7 +178,6 @@ def after_failure(
         of several, which all restart.
       Exception: The error itself, if the same round has failed before.
     """
-    attempt.recorder.write_events()
     control = attempt.recorder.engine.underway
     index, size = control.round + 1, control.max_batch_size
     cause = " ".join(str(error).split())[:300]

@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.health import consensus_weights
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ConfigError
 from adloco_jax.models.layers import param_shapes
@@ -139,7 +138,7 @@ def read_trained(
         num_classes=classes,
         num_trainers=len(ids),
     )
-    weights = consensus_weights(control)
+    weights = control.demands
     with contextlib.closing(Programs(spec)) as programs:
         params, source = evaluate.consensus(ensemble, programs, heldout, weights)
     return Trained(settings, params, corpus.tokenizer, control.round, source)

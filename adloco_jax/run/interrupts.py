@@ -37,7 +37,7 @@ def stop_requests() -> Iterator[threading.Event]:
             stop.set()
             name = signal.Signals(data[0]).name
             print(
-                f"{name}: the rounds under way are finished and saved first; again to stop at once",
+                f"{name}: the round under way is finished and saved first; again to stop at once",
                 file=sys.stderr,
                 flush=True,
             )

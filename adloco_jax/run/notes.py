@@ -18,8 +18,23 @@ def _next_steps(decision: Decision, settings: Settings) -> int | None:
     return decision.next_round_length * inner.steps_per_round if is_known else None
 
 
-def growth(line: dict, decision: Decision, settings: Settings) -> str:
-    """What changes after a round and why; empty if nothing does. Workers join with a note."""
+def of_round(line: dict, decision: Decision, settings: Settings) -> list[str]:
+    """Lines on a trainer's round: skipped updates, growth and its reason."""
+    where = f"round {line['round']}: trainer {line['trainer']}"
+    skipped, grown = line["skipped_updates"], _growth(line, decision, settings)
+    lines = [f"{where} {grown}"] if grown else []
+    if skipped:
+        lines.append(f"{where} skipped {skipped} updates whose loss or gradient was not finite")
+    return lines
+
+
+def of_change(change: dict, settings: Settings) -> str:
+    """The line on a change at a round's boundary; empty if the terminal shows none."""
+    note = _OF_CHANGES.get(change["event"])
+    return note(change, settings) if note else ""
+
+
+def _growth(line: dict, decision: Decision, settings: Settings) -> str:
     requested = f"the test requests {decision.test_value or 0.0:.1f}"
     why = {
         "capped": f"{requested}, held by a cap or by max_growth",
@@ -34,8 +49,7 @@ def growth(line: dict, decision: Decision, settings: Settings) -> str:
     shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
     if decision.reason == "held":
         shown = ["its size stays"]
-    where = f"round {line['round']}: trainer {line['trainer']}"
-    return f"{where} {', '.join(shown)} ({why})" if shown else ""
+    return f"{', '.join(shown)} ({why})" if shown else ""
 
 
 def _spawn(event: dict, settings: Settings) -> str:
@@ -62,5 +76,11 @@ def _merge(event: dict, settings: Settings) -> str:
     )
 
 
-OF_CHANGES = dict(spawn=_spawn, merge=_merge, refusal=_merge)
-"""By event, the line for the terminal: `note(fields of the ledger's line, settings)`."""
+def _quarantine(event: dict, settings: Settings) -> str:
+    return (
+        f"round {event['round']}: trainer {event['trainer']} leaves the run with its workers: its"
+        f" last {event['skipped_in_a_row']} updates were not finite"
+    )
+
+
+_OF_CHANGES = dict(spawn=_spawn, merge=_merge, refusal=_merge, fault=_quarantine)

@@ -261,22 +261,3 @@ def require_shared(folder: Path) -> None:
     finally:
         if is_first():
             mark.unlink(missing_ok=True)
-
-
-def vote(ask: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
-    """Sends this process's answers to a few questions to the others; a single process sends none.
-
-    Called before a round is dispatched, and the result when it is over, so that no process waits
-    for the others to dispatch theirs.
-
-    Args:
-      ask: Answers the questions.
-
-    Returns:
-      A function that waits for the answers of all processes: true where any of them is. In a single
-      process it is `ask` itself.
-    """
-    if jax.process_count() == 1:
-        return ask
-    number = _send("vote", ask())
-    return lambda: [any(answers) for answers in zip(*_receive("vote", number), strict=True)]
