@@ -97,12 +97,12 @@ def ratios(costs: dict[str, dict[int, Cost | None]], baseline: str) -> list[tupl
     """A row for each other method and seed: its cost over the baseline's of the same seed."""
     rows = []
     for method, seeds in costs.items():
-        for seed, own in sorted(seeds.items()) if method != baseline else ():
+        for seed, found in sorted(seeds.items()) if method != baseline else ():
             other = costs[baseline].get(seed)
             cells = ["-"] * 3
-            if own is not None and other is not None:
-                pairs = zip(own, other, strict=True)
-                cells = [f"{mine / its:.2f}" if its else "-" for mine, its in pairs]
+            if found is not None and other is not None:
+                pairs = zip(found, other, strict=True)
+                cells = [f"{ours / base:.2f}" if base else "-" for ours, base in pairs]
             rows.append((method, str(seed), *cells))
     return rows
 

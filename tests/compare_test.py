@@ -148,6 +148,7 @@ def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     rounds = [(1, t, 1, 5) for t in range(3)] + [(2, 0, 2, 5), (2, 2, 1, 9)]
     evals = [(1, spent(3.0, 480, 1, 80, "best")), (2, spent(2.5, 960, 2, 160, "average"))]
+    evals += [(2, spent(2.6, 960, 2, 160) | {"trainer": trainer}) for trainer in (0, 2)]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     first, second = curve(events, Cluster())
     assert (first["syncs"], first["bytes"]) == (1, 80)  # the best needs no average

@@ -113,8 +113,8 @@ def _agreement(needed: Callable, tables: Mapping[str, tuple[float, ...]]) -> str
     }
 
     def apart(ours, theirs):
-        place = np.searchsorted(GRID, ours)
-        return min(abs(place - index) for index, tried in enumerate(printed) if tried == theirs)
+        at = np.searchsorted(GRID, ours)
+        return min(abs(at - index) for index, tried in enumerate(printed) if tried == theirs)
 
     steps = {name: apart(*cell) for name, cell in cells.items()}
     counts = Counter(min(far, 2) for far in steps.values())
@@ -181,18 +181,18 @@ def _measured_row(name: str) -> Row:
     mbits, sync_s = MEASURED_SYNC_S[name]
     step_s, start = MEASURED_STEP_S, start_line(num_params=MEASURED_PARAMS)
     token_s = step_s / start["config"]["data"]["sequence_length"]
-    place = Cluster(mbits * 1e6 / 8, 0.0, flops=6 * MEASURED_PARAMS / token_s)
+    cluster = Cluster(mbits * 1e6 / 8, 0.0, flops=6 * MEASURED_PARAMS / token_s)
     theirs, ours = [], []
     for num_steps in (1, 8, 32, 128):
         spent = {"tokens": 4 * num_steps * step_s / token_s, "syncs": 1}
         spent["bytes"] = 2 * (4 - 1) * 4 * MEASURED_PARAMS
         line = round_line(1, workers=4, batch=1, updates=num_steps, **spent)
-        (round_s,) = run_seconds([start, line], place).values()
+        (round_s,) = run_seconds([start, line], cluster).values()
         theirs.append(num_steps * step_s / (num_steps * step_s + sync_s))
         ours.append(num_steps * step_s / round_s)
     our_sync_s = round_s - num_steps * step_s
     gap = our_sync_s / sync_s - 1
-    gaps = [mine / one - 1 for mine, one in zip(ours, theirs, strict=True)]
+    gaps = [our / one - 1 for our, one in zip(ours, theirs, strict=True)]
     is_modelled = mbits > 100
     assert (max(map(abs, (gap, *gaps))) <= 0.15) == is_modelled
 

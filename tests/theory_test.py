@@ -128,10 +128,6 @@ def test_measured_means_by_hand():
     # 16 over the totals 8; 16 and 2; 24.
     assert third.communications == pytest.approx(10 * 2 + 10 * (1 + 8) / 2 + 20 * 16 / 24)
     assert third.signal_bound is third.batch_bound is third.paper_communications is None
-    # A resumed run's max_batch_size is that of its own time.
-    resumed = start() | {"max_batch_size": 8}
-    _, second = measured([start(), line(1), resumed, line(2)], C)
-    assert second.communications == pytest.approx(10 * 16 / 8 + 10 * 8 / 8)
 
 
 def test_constants_by_hand():
@@ -146,7 +142,6 @@ def test_constants_by_hand():
 @pytest.mark.parametrize(
     "events, message",
     [
-        ([], "no start"),
         ([start(test="inner_product"), line(1)], "the theory is of the norm test"),
         ([start(), line(1, noise=0.0)], "mean gradient noise is 0"),
         ([start(), line(1, noise=None)], "mean gradient noise is None"),

@@ -322,7 +322,7 @@ def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> 
 
 
 def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> dict[str, dict]:
-    return {key: _spread([own[key] for own in found]) for key in (*others, *MEASURES)}
+    return {key: _spread([costs[key] for costs in found]) for key in (*others, *MEASURES)}
 
 
 def _spread(values: Sequence[float | None]) -> dict:

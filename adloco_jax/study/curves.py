@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -137,41 +137,18 @@ def last(events: Sequence[dict], name: str) -> dict:
     return next(reversed(lines(events, name)), {})
 
 
-def by_trainer(own: Sequence[dict]) -> dict[int, list[dict]]:
+def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
     """Lines by the trainer's id, ids ascending; lines on the consensus are left out."""
-    trainers = sorted({e["trainer"] for e in own if e["trainer"] != "consensus"})
-    return {trainer: [e for e in own if e["trainer"] == trainer] for trainer in trainers}
+    trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
+    return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
 
-def read_rounds(events: Iterable[dict]) -> dict[int, list[dict]]:
-    """Group a ledger's `round` lines by round.
-
-    Args:
-      events: A ledger's lines, also of a resumed or unfinished run.
-
-    Returns:
-      Copies of the lines by round, in order, each with the `start` line before it in field `start`.
-
-    Raises:
-      DataError: If the ledger has no start or no round, or if its rounds are not 1, 2, 3, ...
-    """
-    start, rounds = None, defaultdict(list)
-    for event in events:
-        if event["event"] == "start":
-            start = event
-        elif event["event"] == "round" and start is not None:
-            rounds[event["round"]].append(event | {"start": start})
-    if not rounds:
-        raise DataError(
-            "the ledger has no start line, or no round after it; let the run reach the end of"
-            " round 1"
-        )
-    if list(rounds) != list(range(1, len(rounds) + 1)):
-        shown = ", ".join(map(str, list(rounds)[:8]))
-        raise DataError(
-            f"the ledger's rounds begin {shown}; expected every one from 1 on, in order"
-        )
-    return dict(rounds)
+def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
+    """A ledger's `round` lines by round, in order."""
+    rounds = defaultdict(list)
+    for event in lines(events, "round"):
+        rounds[event["round"]].append(event)
+    return dict(sorted(rounds.items()))
 
 
 def is_ended(run: Run) -> bool:
@@ -215,7 +192,7 @@ def heldout_points(
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     """The cost of gathering trainers for a consensus that is their average.
 
-    It is paid once, if the average is to be used; the run's own totals do not include it.
+    It is paid once, if the average is to be used; the run's totals do not include it.
 
     Args:
       events: A ledger's lines.
@@ -223,26 +200,14 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     Returns:
       `syncs` and `bytes` by the evaluation's round; rounds without such an average are left out.
     """
-    alive: Counter[int] = Counter()  # trainers by round, at its end
-    for event in events:
-        if event["event"] == "round":
-            alive[event["round"]] += 1
-        elif event["event"] == "merge" or event.get("action") == "retire":
-            alive[event["round"]] -= len(event["members"]) - 1
-        elif event.get("kind") == "quarantine":
-            alive[event["round"]] -= 1
+    evaluations = lines(events, "eval")
+    living = Counter(e["round"] for e in evaluations if e["trainer"] != "consensus")
+    state_bytes = StateBytes(**last(events, "start")["state_bytes"])
     return {
-        e["round"]: merge_cost(
-            state_bytes(events), num_absorbed=max(alive[e["round"]] - 1, 0), refused=True
-        )
-        for e in lines(events, "eval")
+        e["round"]: merge_cost(state_bytes, num_absorbed=living[e["round"]] - 1, refused=True)
+        for e in evaluations
         if e["trainer"] == "consensus" and e.get("source") == "average"
     }
-
-
-def state_bytes(events: Sequence[dict]) -> StateBytes:
-    """Bytes that a run's trainers and workers send, from its last start line."""
-    return StateBytes(**last(events, "start")["state_bytes"])
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
@@ -250,15 +215,12 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
-    totals = [np.cumsum(np.bincount(rounds, own)).astype(int).tolist() for own in costs]
-    losses: dict[int, list[float]] = defaultdict(list)
-    for e in lines(events, "round"):
-        if trainer in (None, e["trainer"]):
-            losses[e["round"]].append(_nan(e["train_loss"]))
+    totals = [np.cumsum(np.bincount(rounds, values)).astype(int).tolist() for values in costs]
+    chosen = by_round([e for e in events if trainer is None or e.get("trainer") == trainer])
     return [
-        {"round": number, "value": statistics.fmean(own)}
+        {"round": number, "value": statistics.fmean(_nan(e["train_loss"]) for e in found)}
         | {cost: total[number] for cost, total in zip(COSTS, totals, strict=True)}
-        for number, own in sorted(losses.items())
+        for number, found in chosen.items()
     ]
 
 

@@ -51,17 +51,22 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         """Evaluations of a run or a trainer, with the simulated time by then."""
         if heldout:
             who = "consensus" if trainer is None else trainer
-            own = curves.heldout_points(run.events, trainer=who, field=field)
+            found = curves.heldout_points(run.events, trainer=who, field=field)
         else:
-            own = curves.training_points(run.events, trainer=trainer)
+            found = curves.training_points(run.events, trainer=trainer)
         end_s = run_seconds(run.events, CLUSTER)
-        return [point | {"simulated_s": end_s.get(point["round"])} for point in own]
+        return [point | {"simulated_s": end_s.get(point["round"])} for point in found]
 
     drawn = [
-        (_short(own.label), str(place + 1), chart.look(place), [points(run) for run in own.runs])
-        for place, own in enumerate(variants)
+        (
+            _short(variant.label),
+            str(number),
+            chart.look(number - 1),
+            list(map(points, variant.runs)),
+        )
+        for number, variant in enumerate(variants, start=1)
     ]
-    whole = [own for *_, seeds in drawn for own in seeds]
+    whole = [curve for *_, seeds in drawn for curve in seeds]
     if len(runs) == 1:  # a thin curve for each trainer, with a label where it is alive
         drawn = [
             (label, str(trainer), f"{classes} thin", [points(runs[0], trainer)])
@@ -75,7 +80,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         spent = [value for curve in shown for value in curve.x]
         if not any(spent) and cost != "tokens":
             continue
-        ends = [own[-1][cost] for own in whole if own and own[-1][cost]]
+        ends = [curve[-1][cost] for curve in whole if curve and curve[-1][cost]]
         base = 10 if ends and max(ends) >= _DECADE * min(ends) else 0
         x = chart.axis(label, spent if base else [0.0, *spent], base=base, unit=unit)
         shown, label_y, top = _without_start(shown, x, _quantity(runs, field, heldout))
@@ -99,7 +104,7 @@ def _curve(
 ) -> Curve:
     """A line for one seed; for several their median, with a band."""
     known = [[p for p in points if p[cost] is not None] for points in all_points]
-    seeds = [([p[cost] for p in own], [p["value"] for p in own]) for own in known if own]
+    seeds = [([p[cost] for p in found], [p["value"] for p in found]) for found in known if found]
     if len(seeds) < 2:
         x, y = seeds[0] if seeds else ([], [])
         return Curve(x, y, classes, label, key)

@@ -120,11 +120,11 @@ def table(
         for kind, name in zip(classes, rows[0], strict=True)
     ]
     body = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         first, *rest = map(_cell, row.values())
-        key = f' data-k="{place + 1}" tabindex="0"' if is_legend else ""
+        key = f' data-k="{number + 1}" tabindex="0"' if is_legend else ""
         cells = [f"<td{kind}>{html}</td>" for kind, html in zip(classes[1:], rest, strict=True)]
-        named = _in_legend(place, first) if is_legend else first
+        named = _in_legend(number, first) if is_legend else first
         heading = f'<th{classes[0]} scope="row">{named}</th>'
         body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
     # A caption within the table would be as wide, and scroll away with it.
@@ -135,10 +135,10 @@ def table(
     )
 
 
-def _in_legend(place: int, html: str) -> str:
+def _in_legend(number: int, html: str) -> str:
     """A curve's number, a piece of its line, and its name."""
     return (
-        f'<span class="swatch {chart.look(place)}"><b>{place + 1}</b><svg width="20" height="8"'
+        f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'
     )
 

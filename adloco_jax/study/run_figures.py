@@ -36,8 +36,8 @@ def life(run: Run) -> str:
     x = _across(e["round"] - past for e in rounds for past in (0, 1))
     looks, most = loss.trainer_looks(run), max(map(_batch, rounds))
     body = [
-        f'<g class="{looks[t][0]}">{_lane(own, x, lanes[t], lane_px, len(lanes), most)}</g>'
-        for t, own in by_trainer.items()
+        f'<g class="{looks[t][0]}">{_lane(lines, x, lanes[t], lane_px, len(lanes), most)}</g>'
+        for t, lines in by_trainer.items()
     ]
     body += [_event(event, x, lanes) for event in happened]
     every = math.ceil(13 / lane_px)  # ids that would stand in one another are left out
@@ -89,21 +89,21 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 
 
 def _lane(
-    own: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
+    lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
     """A trainer's bar, a part for each stretch of rounds with one batch and number of workers."""
     changed = itertools.groupby(
-        own, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
+        lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
     starts = [next(group) for _, group in changed]
     starts = starts[:: math.ceil(len(starts) / max(8, _MAX_PARTS // num_lanes))]
-    ends = [e["round"] - 1 for e in starts[1:]] + [own[-1]["round"]]
+    ends = [e["round"] - 1 for e in starts[1:]] + [lines[-1]["round"]]
     parts, free = [], 0.0
     for e, end in zip(starts, ends, strict=True):
         left, right = x.at(e["round"] - 1), x.at(end)
         size = (0.15 + 0.7 * math.log2(1 + _batch(e)) / math.log2(1 + most)) / num_lanes
         title = (
-            f"trainer {own[0]['trainer']}, rounds {e['round']} to {end}: {e['workers']} workers ×"
+            f"trainer {lines[0]['trainer']}, rounds {e['round']} to {end}: {e['workers']} workers ×"
             f" {e['micro_batch_size']} sequences × {e['num_accum_steps']} accumulated"
         )
         parts.append(
@@ -154,10 +154,10 @@ def _over_rounds(
     """A logarithmic chart of values by trainer and round; by field, its curves' own classes."""
     looks, drawn = loss.trainer_looks(run), [*more]
     for name, classes in fields.items():
-        for trainer, own in curves.by_trainer(curves.lines(run.events, "round")).items():
-            values = [(e | {"effective": _sequences(e)})[name] for e in own]
+        for trainer, lines in curves.by_trainer(curves.lines(run.events, "round")).items():
+            values = [(e | {"effective": _sequences(e)})[name] for e in lines]
             values = [v if v is not None and v > 0 else math.nan for v in values]
-            x, y = steps([e["round"] for e in own], values)
+            x, y = steps([e["round"] for e in lines], values)
             look, end = looks[trainer]
             drawn.append(Curve(x, y, f"{look} {classes}", "" if classes else end, str(trainer)))
     across = _across(v for curve in drawn for v in curve.x)
@@ -210,7 +210,7 @@ def times(run: Run) -> str:
     rounds = curves.stalls(run.events)
     drawn = []
     for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):
-        x, y = steps([*rounds], [min(own[0], own[index]) for own in rounds.values()])
+        x, y = steps([*rounds], [min(seconds[0], seconds[index]) for seconds in rounds.values()])
         drawn.append(Curve(x, y, *look, ([0.0] * len(x), y)))
     across = _across(drawn[0].x)
     up = chart.axis("wall-clock time (s)", [0.0, *drawn[0].y])
@@ -249,22 +249,19 @@ def theory_beside(run: Run, constants: theory.Constants | None) -> str:
     Args:
       run: Its rounds are drawn.
       constants: From `theory.fit`; None leaves the bounds out.
-
-    Raises:
-      DataError: If the ledger lacks a start or a round.
     """
     points = theory.measured(run.events, constants)
     drawn = ""
     for label, lines in _THEORY.items():
-        own = []
+        shown = []
         for field, (name, key, classes) in lines.items():
             known = [(p.num_steps, value) for p in points if (value := getattr(p, field) or 0) > 0]
             if known:
                 x, y = zip(*known, strict=True)
-                own.append(Curve(x, y, classes, name, key))
-        across = chart.axis("updates of a worker, N", [value for c in own for value in c.x])
-        up = chart.axis(label, [value for c in own for value in c.y], base=10)
-        drawn += chart.chart(across, up, own, title=label).html() if own else ""
+                shown.append(Curve(x, y, classes, name, key))
+        across = chart.axis("updates of a worker, N", [value for c in shown for value in c.x])
+        up = chart.axis(label, [value for c in shown for value in c.y], base=10)
+        drawn += chart.chart(across, up, shown, title=label).html() if shown else ""
     text = (
         "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared"
         " norm of the gradient, bounded from above by Lemma 2; the requested batch of all workers"

@@ -141,10 +141,10 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
         unit, scores = "token", ["perplexity", *per_byte]
     facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}, {measured}")]
     facts += [(name.replace("_", " "), number(t[name])) for name in scores]
-    for label, own in enumerate(t["classes"] or []):
-        named = {name: own[name] for name in ("precision", "recall", "f1")}
+    for label, row in enumerate(t["classes"] or []):
+        named = {name: row[name] for name in ("precision", "recall", "f1")}
         shown = [f"{k} -" if v is None else f"{k} {v:.3f}" for k, v in named.items()]
-        facts.append((f"class {label}", f"{', '.join(shown)}, of {own['support']}"))
+        facts.append((f"class {label}", f"{', '.join(shown)}, of {row['support']}"))
     return facts
 
 

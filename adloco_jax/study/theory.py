@@ -9,7 +9,7 @@ L is fitted such that Lemma 2 holds on the measured signal. A measured curve can
 bound only where the run departs from the theory's assumptions, which docs/algorithm.md, 5 lists.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves
-from adloco_jax.study.curves import read_rounds
 
 
 class Constants(NamedTuple):
@@ -125,7 +124,7 @@ def paper_communications(num_steps: int, constants: Constants, *, max_batch_size
     return communications_bound(constants, max_batch_size=max_batch_size) * harmonic
 
 
-def fit(events: Iterable[dict]) -> Constants:
+def fit(events: Sequence[dict]) -> Constants:
     """Fit the bounds' constants to a run.
 
     - eta: the config's; of an augmented inner-product test nu, to which that test reduces in high
@@ -147,13 +146,11 @@ def fit(events: Iterable[dict]) -> Constants:
     Raises:
       DataError: If the ledger does not determine one of them; the message says which and why.
     """
-    events = list(events)
-    rounds = read_rounds(events)
-    batching = rounds[len(rounds)][0]["start"]["config"]["batching"]
-    test = batching["test"]
-    noise = _mean([line["noise"] for lines in rounds.values() for line in lines])
-    by_round = [_mean([line["train_loss"] for line in lines]) for lines in rounds.values()]
-    losses = [loss for loss in by_round if loss is not None]
+    batching = curves.last(events, "start")["config"]["batching"]
+    test, rounds = batching["test"], curves.by_round(events).values()
+    noise = _mean([line["noise"] for lines in rounds for line in lines])
+    means = [_mean([line["train_loss"] for line in lines]) for lines in rounds]
+    losses = [loss for loss in means if loss is not None]
     evaluated = [e["loss"] for e in curves.lines(events, "eval") if e["loss"] is not None]
     sums = [p.mean_signal * p.num_steps for p in measured(events) if p.mean_signal is not None]
     if test not in ("norm", "augmented"):
@@ -173,7 +170,7 @@ def fit(events: Iterable[dict]) -> Constants:
     return Constants(max(sums) / (2 * (1 + eta**2) * gap), gap, noise, eta)
 
 
-def measured(events: Iterable[dict], constants: Constants | None = None) -> list[Point]:
+def measured(events: Sequence[dict], constants: Constants | None = None) -> list[Point]:
     """A run's growth and communications beside the bounds, after every round.
 
     Args:
@@ -182,13 +179,10 @@ def measured(events: Iterable[dict], constants: Constants | None = None) -> list
 
     Returns:
       A point per round, in order. No value is NaN or infinite.
-
-    Raises:
-      DataError: If the ledger lacks a start or a round.
     """
     points, sums, signals = [], [0.0] * 4, [0.0, 0.0]
-    for index, lines in read_rounds(events).items():
-        size = {"max_batch_size": lines[0]["start"]["max_batch_size"]}
+    size = {"max_batch_size": curves.last(events, "start")["max_batch_size"]}
+    for index, lines in curves.by_round(events).items():
         batches = [line["requested_batch_size"] for line in lines]
         totals = [line["requested_batch_size"] * line["workers"] for line in lines]
         updates, workers = [line["updates"] for line in lines], [line["workers"] for line in lines]
