@@ -52,6 +52,7 @@ REMOVED = {
     "ensemble.init": "all trainers start from the same parameters",
     "inner.lr_on_growth": "the learning rate does not change with the batch",
     "inner.max_lr_growth": "the learning rate does not change with the batch",
+    "batching.estimator": "taps are used where the model has them, else per-example gradients",
     "batching.monotone": "a batch never falls",
     "inner.unit": "steps_per_round counts updates",
     "inner.schedule=linear_after_merge": "set inner.schedule=linear",

@@ -157,12 +157,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "batching.initial_batch_size batching.batch_cap",
         lambda first, cap: first <= cap,
     ),
-    "jvp measures inner products, which this test does not use; set batching.estimator='auto'": (
-        "batching.estimator batching.test",
-        lambda estimator, test: (
-            estimator != "jvp" or _entry("batching.test", test).needs == "inner_products"
-        ),
-    ),
     "the largest bucket must be max_batch_size; add it, or remove what is above it": (
         "batching.buckets batching.max_batch_size",
         lambda buckets, largest: not buckets or largest in (None, max(buckets)),

@@ -306,9 +306,6 @@ class Batching:
         0.9, "Noise along the gradient allowed by the inner-product tests; AdLoCo: 0.01.", _RATE
     )
     nu: float = _knob(1.0, "Orthogonal noise allowed by the augmented test.", _RATE)
-    estimator: Literal["auto", "taps", "vmap", "chunks", "jvp"] = _knob(
-        "auto", "How per-example gradients are measured; auto: taps where the model has them."
-    )
     initial_batch_size: int = _knob(
         1, "Sequences per worker at the start (AdLoCo table A.2).", _COUNT, resume="refused"
     )

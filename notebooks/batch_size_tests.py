@@ -397,9 +397,7 @@ shown(
 #
 # Per-example gradients by `vmap` take memory for the batch times the parameters. The models of this
 # package form each example's squared gradient norm inside the backward pass ("taps"): the same
-# numbers from one plain gradient. (A third estimator, `chunks`, works for any loss function with
-# the memory of one gradient, but it sees means of several examples only: unbiased too, with more
-# spread.)
+# numbers from one plain gradient.
 
 # %%
 from adloco_jax.models.llama import Llama, next_token_loss

@@ -59,8 +59,6 @@ def statistics(options: argparse.Namespace) -> dict:
 WAYS: dict[str, dict] = {
     "taps": {"estimator": "taps", "inner_products": False},
     "vmap": {"estimator": "vmap", "inner_products": False},
-    "chunks": {"estimator": "chunks", "chunk_size": 2, "inner_products": False},
-    "jvp": {"estimator": "jvp", "inner_products": True},
     "taps_and_jvp": {"estimator": "taps", "inner_products": True},
 }
 

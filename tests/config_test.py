@@ -221,7 +221,6 @@ CONTRADICTIONS = {
         batching__initial_batch_size=17, batching__max_batch_size=16
     ),
     "first batch above the cap": dict(batching__initial_batch_size=3, batching__batch_cap=2),
-    "estimator": dict(batching__test="norm", batching__estimator="jvp"),
     "bucket missing": dict(batching__buckets=(4, 8), batching__max_batch_size=16),
     "buckets below": dict(batching__buckets=(1, 2), batching__initial_batch_size=4),
     "buckets above": dict(batching__buckets=(16,), batching__batch_cap=8),

@@ -67,8 +67,7 @@ def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(
     program = str(jax.make_jaxpr(loss_fn)(*args))
     assert program.count("custom_vjp_call[") == len(jax.tree.leaves(params))
     assert "custom_vjp" not in str(jax.make_jaxpr(loss_fn)(params, rows))
-    for inner_products in (False, True):
-        assert resolve_estimator("auto", loss_fn, inner_products=inner_products) == "taps"
+    assert resolve_estimator("auto", loss_fn) == "taps"
 
 
 @pytest.mark.parametrize(("name", "column"), [("llama", 0), ("bert", 2)])

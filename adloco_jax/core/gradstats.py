@@ -23,12 +23,12 @@ from adloco_jax.core.meshes import on_any_mesh
 from adloco_jax.core.types import (
     GradientStats,
     LossFn,
-    squared_norms,
+    norms,
     trainable,
     where_leading,
 )
 
-Estimator: TypeAlias = Literal["vmap", "taps", "chunks", "jvp", "auto"]
+Estimator: TypeAlias = Literal["vmap", "taps", "auto"]
 
 MIN_EXAMPLES = 2  # a sample variance needs two
 MIN_EXAMPLES_INNER_PRODUCT = 4  # thirds of 1, 1 and 2
@@ -48,109 +48,91 @@ def gradient_stats(
 ) -> GradientStats:
     """Statistics of the per-example gradients of `batch` at `params`.
 
-    The estimators differ in what they cost and in which loss functions they serve:
+    The estimators give the same numbers. They differ in what they cost and in which loss functions
+    they serve:
 
       vmap    per-example gradients. Any loss function; memory is `chunk_size` times the parameters.
-      taps    the same numbers from one plain backward pass, if `loss_fn` takes the keyword `tap_B`
-              (or any, and hands it on): float32 [B], zero, or -1 for an example to be left out of
-              the parameters' gradient. Its cotangent must be the squared norms of the examples'
-              gradients of the mean loss, summed over all parameters (see `models.layers`). A
-              parameter without a tap, or one used twice (tied weights), makes the norms wrong, and
-              nothing here can notice: compare a new model with `vmap` once, see
-              `per_example_products`.
-      chunks  means of `chunk_size` examples in place of single ones: another estimate of the same
-              quantities, with more spread, for one gradient per chunk. Any loss function.
-      jvp     inner products of single examples without their gradients; noise and signal only from
-              the means of the three thirds, unbiased but with two degrees of freedom, and weighted
-              accordingly. Any loss function that `jax.jvp` can differentiate; at least 3 examples.
+      taps    one plain backward pass, if `loss_fn` takes the keyword `tap_B` (or any, and hands it
+              on): float32 [B], zero, or -1 for an example to be left out of the parameters'
+              gradient. Its cotangent must be the squared norms of the examples' gradients of the
+              mean loss, summed over all parameters (see `models.layers`); the squares are float32,
+              so gradients shorter than 1e-15 or longer than 1e15 are not measured. A parameter
+              without a tap, or one used twice (tied weights), makes the norms wrong, and nothing
+              here can notice: compare a new model with `vmap` once, see `per_example_products`.
       auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
 
-    All make one forward and backward pass over the batch. Inner products add a second: for taps
-    and jvp a forward-mode pass of the single examples' losses, with three directions instead of one
-    for the last third; else the gradients again. They also hold six float32 copies of the
-    parameters (sums by third, and directions) instead of one.
+    Both make one forward and backward pass over the batch. Inner products add a second: for taps a
+    forward-mode pass of the single examples' losses, with three directions instead of one for the
+    last third; for vmap the gradients again. They also hold six float32 copies of the parameters
+    (sums by third, and directions) instead of one.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and `jvp` call it
-        with one example at a time, its leading axis kept. If it takes a `key`, it is given the same
-        one in every call.
+      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and the
+        forward-mode pass call it with one example at a time, its leading axis kept. If it takes a
+        `key`, it is given the same one in every call.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.
       chunk_size: Most examples in one pass, which bounds memory; with inner products a pass stays
-        within a third of the batch. None sets no bound. For `chunks` the size of a chunk: B is a
-        multiple of it, at least twice.
+        within a third of the batch. None sets no bound.
       num_examples: t <= B: only the first t examples count, the rest is padding and may hold
-        anything; data, so that one compiled program serves every t. None counts all. `chunks`
-        counts whole chunks only.
+        anything; data, so that one compiled program serves every t. None counts all.
       inner_products: Whether the inner-product fields are wanted; the norm test does without.
       has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is not looked at.
 
     Returns:
-      The statistics, fields of shape []; for `chunks` and `jvp` in units of single examples too,
-      with weights that count means.
+      The statistics, fields of shape [].
 
     Raises:
-      ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn` or
-        `inner_products`, `loss_fn` does not return one number or takes `tap_B` without using it,
-        parameters are complex or none is floating-point, the leaves disagree on B or B < 2, or
-        `chunk_size` does not fit.
+      ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn`, `loss_fn`
+        does not return one number or takes `tap_B` without using it, parameters are complex or none
+        is floating-point, the leaves disagree on B or B < 2, or `chunk_size` is below 1.
 
     Source: docs/algorithm.md, 2; S and G2: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     """
-    estimator = resolve_estimator(estimator, loss_fn, inner_products=inner_products)
+    estimator = resolve_estimator(estimator, loss_fn)
     loss_of, params = _scalar_loss(loss_fn, params, has_aux=has_aux), trainable(params)
-    units = _units(batch, estimator, chunk_size, num_examples, inner_products)
-    sums_P, norms_U = _sum_gradients(loss_of, params, units, estimator)
-    num_units = units.num_units.astype(jnp.float32)
-    squares, num_means = units.unit_size * norms_U, num_units
-    if estimator == "jvp":
-        sizes_P = jnp.diff(units.ends_P, prepend=0)
-        squares = squared_norms(sums_P) / jnp.maximum(sizes_P, 1)
-        num_means = jnp.sum(sizes_P > 0, dtype=jnp.float32)
-    scale = jnp.sum(squares) / num_means
-    # Divide before summing or squaring: the squares of tiny gradients would vanish in float32.
-    safe = jnp.where(scale > 0, scale, 1.0)
-    mean_1 = jax.tree.map(lambda sum_P: sum_P.sum(axis=0, keepdims=True) / num_units, sums_P)
-    mean_norm = squared_norms(mean_1)[0] / safe
-    count = num_units * units.unit_size
-    # Analysis of variance between means of equal or unequal numbers of examples; for single
-    # examples it is the module docstring's S and G2.
-    noise_sum = jnp.sum(squares / safe) - count * mean_norm
+    examples = _examples(batch, chunk_size, num_examples, inner_products)
+    sums_P, norms_B = _sum_gradients(loss_of, params, examples, estimator)
+    count = examples.count.astype(jnp.float32)
+    # Divide before squaring: the squares of tiny gradients would vanish in float32.
+    rms = norms(norms_B[None])[0] / jnp.sqrt(count)
+    safe = jnp.where(rms > 0, rms, 1.0)
+    mean_1 = jax.tree.map(lambda sum_P: sum_P.sum(axis=0, keepdims=True) / count, sums_P)
+    mean_norm = jnp.square(norms(mean_1)[0] / safe)
+    noise_sum = jnp.sum(jnp.square(norms_B / safe)) - count * mean_norm
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
-        scale=scale,
+        scale=jnp.square(rms),
         num_examples=count,
         noise_sum=noise_sum,
-        noise_weight=num_means - 1,
-        signal_sum=num_means * ((num_means - 1) * mean_norm - noise_sum / count),
-        signal_weight=num_means * (num_means - 1),
+        noise_weight=count - 1,
+        signal_sum=count * ((count - 1) * mean_norm - noise_sum / count),
+        signal_weight=count * (count - 1),
         **dict.fromkeys(("ip_sum", "ip_weight", "plugin_ip_sum", "plugin_orth_sum"), zero),
     )
     if inner_products:
-        products_3U = _multiply(loss_of, params, units, estimator, sums_P, safe)
-        return _with_products(stats, units, products_3U, mean_norm)
+        products_3B = _multiply(loss_of, params, examples, estimator, sums_P, safe)
+        return _with_products(stats, examples, products_3B, mean_norm)
     return stats
 
 
 def _with_products(
-    stats: GradientStats, units: "_Units", products_3U: Array, mean_norm: Array
+    stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
     """The inner-product fields too; products and |mean gradient|^2 are in units of the scale."""
-    p_U, first_U, second_U = products_3U
-    u, index_U = units.num_units, jnp.arange(units.size)
-    last_U = (index_U >= 2 * jnp.maximum(u // 3, 1)) & (index_U < u)
-    num_last = jnp.sum(last_U).astype(jnp.float32)
+    p_B, first_B, second_B = products_3B
+    t, index_B = examples.count, jnp.arange(examples.size)
+    last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
+    num_last = jnp.sum(last_B).astype(jnp.float32)
 
-    def centred(values_U):
-        mean = jnp.sum(jnp.where(last_U, values_U, 0.0)) / jnp.maximum(num_last, 1.0)
-        return jnp.where(last_U, values_U - mean, 0.0)
+    def centred(values_B):
+        mean = jnp.sum(jnp.where(last_B, values_B, 0.0)) / jnp.maximum(num_last, 1.0)
+        return jnp.where(last_B, values_B - mean, 0.0)
 
-    has_products = u >= MIN_EXAMPLES_INNER_PRODUCT
-    covariance_sum = units.unit_size * jnp.sum(centred(first_U) * centred(second_U))
-    plugin_ip_sum = units.unit_size * jnp.sum(jnp.where(index_U < u, (p_U - mean_norm) ** 2, 0.0))
-    # Its weight is that of the noise, which for `jvp` counts thirds.
-    plugin_ip_sum *= stats.noise_weight / jnp.maximum(u - 1, 1)
+    has_products = t >= MIN_EXAMPLES_INNER_PRODUCT
+    covariance_sum = jnp.sum(centred(first_B) * centred(second_B))
+    plugin_ip_sum = jnp.sum(jnp.where(index_B < t, (p_B - mean_norm) ** 2, 0.0))
     return stats.replace(
         ip_sum=jnp.where(has_products, covariance_sum, 0.0),
         ip_weight=jnp.where(has_products, num_last - 1, 0.0),
@@ -166,7 +148,7 @@ def per_example_products(
     params: PyTree,
     batch: PyTree,
     *,
-    estimator: Literal["vmap", "taps", "auto"] = "vmap",
+    estimator: Estimator = "vmap",
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Squared norm of each example's gradient, and its inner product with the mean gradient.
@@ -175,7 +157,7 @@ def per_example_products(
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: One that measures single examples, as `gradient_stats` describes them.
+      estimator: As `gradient_stats` describes them.
       chunk_size: Most examples in one pass, which bounds memory.
 
     Returns:
@@ -184,13 +166,12 @@ def per_example_products(
     Raises:
       ValueError: While tracing, for what `gradient_stats` refuses too.
     """
-    if estimator not in ("vmap", "taps", "auto"):
-        raise ValueError(f"estimator={estimator!r}: expected vmap, taps or auto")
-    resolved = resolve_estimator(estimator, loss_fn, inner_products=True)
+    resolved = resolve_estimator(estimator, loss_fn)
     loss_of, params = _scalar_loss(loss_fn, params), trainable(params)
-    units = _units(batch, resolved, chunk_size, None, True)
-    sums_3, norms_B = _sum_gradients(loss_of, params, units, resolved)
-    return norms_B, _multiply(loss_of, params, units, resolved, sums_3, jnp.ones(()))[0]
+    examples = _examples(batch, chunk_size, None, True)
+    sums_3, norms_B = _sum_gradients(loss_of, params, examples, resolved)
+    products_3B = _multiply(loss_of, params, examples, resolved, sums_3, jnp.ones(()))
+    return jnp.square(norms_B), products_3B[0]
 
 
 def pool(stats: GradientStats) -> GradientStats:
@@ -218,22 +199,21 @@ def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> L
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
 
-class _Units(NamedTuple):
-    """A batch as units, in parts whose gradients are summed apart: thirds, or everything."""
+class _Examples(NamedTuple):
+    """A batch in parts whose gradients are summed apart: thirds, or everything."""
 
-    batch_U: PyTree  # leaves [U, examples of a unit, ...]
-    unit_size: int  # examples of a unit
-    group: int  # units of one pass
-    num_units: Array  # int32 []: those that count; the rest is padding
+    batch_B: PyTree  # leaves [B, 1, ...]
+    group: int  # examples of one pass
+    count: Array  # int32 []: those that count; the rest is padding
     ends_P: Array  # int32 [P]: where each part ends
 
     @property
     def size(self) -> int:
-        """Units with padding."""
-        return jax.tree.leaves(self.batch_U)[0].shape[0]
+        """Examples with padding."""
+        return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
-        """Fold `body(i, index_C, valid_C, units_C, carry)` over the passes of each part listed."""
+        """Fold `body(i, index_C, valid_C, batch_C, carry)` over the passes of each part listed."""
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         passes_I = -(-(ends_I - starts_I) // self.group)
@@ -243,10 +223,10 @@ class _Units(NamedTuple):
             i = jnp.sum(k >= done_I)
             first = starts_I[i] + (k - done_I[i] + passes_I[i]) * self.group
             index_C = first + jnp.arange(self.group)
-            # The last pass repeats its part's last unit, as padding may hold anything.
+            # The last pass repeats its part's last example, as padding may hold anything.
             inside_C = jnp.minimum(index_C, ends_I[i] - 1)
-            units_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_U)
-            return body(i, index_C, index_C < ends_I[i], units_C, carry)
+            batch_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_B)
+            return body(i, index_C, index_C < ends_I[i], batch_C, carry)
 
         if len(parts_I) == 1 and self.group >= self.size:
             return one_pass(0, carry)
@@ -254,64 +234,69 @@ class _Units(NamedTuple):
 
 
 def _sum_gradients(
-    loss_of: LossFn, params: PyTree, units: _Units, estimator: str
+    loss_of: LossFn, params: PyTree, examples: _Examples, estimator: str
 ) -> tuple[PyTree, Array]:
-    """Each part's sum of gradients, leaves [P, ...], and each unit's squared norm, float32 [U]."""
+    """Each part's sum of gradients, leaves [P, ...], and each example's norm, float32 [B]."""
+    measure, _ = _ESTIMATORS[estimator]
 
-    def add_pass(part, index_C, valid_C, units_C, carry):
-        sums_P, norms_U = carry
-        grad_sum, norms_C = _ESTIMATORS[estimator][0](loss_of, params, units_C, valid_C)
+    def add_pass(part, index_C, valid_C, batch_C, carry):
+        sums_P, norms_B = carry
+        grad_sum, norms_C = measure(loss_of, params, batch_C, valid_C)
         sums_P = jax.tree.map(lambda sum_P, leaf: sum_P.at[part].add(leaf), sums_P, grad_sum)
-        return sums_P, norms_U.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
+        return sums_P, norms_B.at[index_C].add(jnp.where(valid_C, norms_C, 0.0))
 
-    num_parts = len(units.ends_P)
+    num_parts = len(examples.ends_P)
     zeros_P = jax.tree.map(lambda leaf: jnp.zeros((num_parts, *leaf.shape), jnp.float32), params)
-    carry = (zeros_P, jnp.zeros(units.size, jnp.float32))
-    return units.fold(np.arange(num_parts), add_pass, carry)
+    carry = (zeros_P, jnp.zeros(examples.size, jnp.float32))
+    return examples.fold(np.arange(num_parts), add_pass, carry)
 
 
 def _multiply(
-    loss_of: LossFn, params: PyTree, units: _Units, estimator: str, sums_3: PyTree, scale: Array
+    loss_of: LossFn,
+    params: PyTree,
+    examples: _Examples,
+    estimator: str,
+    sums_3: PyTree,
+    rms: Array,
 ) -> Array:
-    """Products of units' gradients with the mean, and with the first two thirds': float32 [3, U].
+    """Products of gradients with the mean, and with the first two thirds': float32 [3, B].
 
-    Only the last third is multiplied with the means of the other two. In units of `scale`.
+    Only the last third is multiplied with the means of the other two. In units of `rms**2`.
     """
-    root = jnp.sqrt(scale)
-    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(units.num_units // 3, 1)
-    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / units.num_units, *thirds_23]) / root
+    thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
+    shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
     directions_3 = jax.tree.map(
         lambda sum_3: jnp.tensordot(shares_33, sum_3, 1, precision="highest"), sums_3
     )
+    _, product = _ESTIMATORS[estimator]
 
-    def multiply(parts_I, num_directions, products_3U):
+    def multiply(parts_I, num_directions, products_3B):
         rows = slice(num_directions)
         directions = jax.tree.map(lambda leaf_3: leaf_3[rows], directions_3)
 
-        def multiply_pass(_, index_C, valid_C, units_C, products_3U):
-            products = _ESTIMATORS[estimator][1](loss_of, params, units_C, directions)
-            products = products.astype(jnp.float32) / root
-            return products_3U.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
+        def multiply_pass(_, index_C, valid_C, batch_C, products_3B):
+            products = product(loss_of, params, batch_C, directions)
+            products = products.astype(jnp.float32) / rms
+            return products_3B.at[rows, index_C].add(jnp.where(valid_C[None], products, 0.0))
 
-        return units.fold(parts_I, multiply_pass, products_3U)
+        return examples.fold(parts_I, multiply_pass, products_3B)
 
-    products_3U = jnp.zeros((3, units.size), jnp.float32)
-    return multiply(np.array([2]), 3, multiply(np.array([0, 1]), 1, products_3U))
+    products_3B = jnp.zeros((3, examples.size), jnp.float32)
+    return multiply(np.array([2]), 3, multiply(np.array([0, 1]), 1, products_3B))
 
 
-def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: bool) -> Estimator:
+def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
     """The estimator that `gradient_stats` uses for a loss function: `auto` resolved.
 
     Args:
       estimator: Its name, or `auto`.
       loss_fn: Whose gradients are measured.
-      inner_products: Whether inner products are wanted.
 
     Returns:
-      `vmap`, `taps`, `chunks` or `jvp`.
+      `vmap` or `taps`.
 
     Raises:
-      ValueError: If it is unknown, or does not serve `loss_fn` or the request.
+      ValueError: If it is unknown, or does not serve `loss_fn`.
     """
     if estimator not in (*_ESTIMATORS, "auto"):
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_ESTIMATORS)}, auto")
@@ -325,25 +310,15 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn, *, inner_products: 
     if estimator == "taps" and not takes_taps:
         name = getattr(loss_fn, "__name__", repr(loss_fn))
         raise ValueError(
-            f"estimator='taps': loss_fn {name} does not take the keyword tap_B; use vmap, chunks "
-            "or (for inner products) jvp, or auto"
-        )
-    if estimator == "jvp" and not inner_products:
-        raise ValueError(
-            "estimator='jvp' measures inner products: for a test without them use taps, vmap, "
-            "chunks or auto"
+            f"estimator='taps': loss_fn {name} does not take the keyword tap_B; use vmap or auto"
         )
     return estimator
 
 
-def _units(
-    batch: PyTree,
-    estimator: str,
-    chunk_size: int | None,
-    num_examples: Array | int | None,
-    inner_products: bool,
-) -> _Units:
-    """Divide a batch into units, passes and parts."""
+def _examples(
+    batch: PyTree, chunk_size: int | None, num_examples: Array | int | None, inner_products: bool
+) -> _Examples:
+    """Divide a batch into passes and parts."""
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or min(sizes) < MIN_EXAMPLES:
         raise ValueError(
@@ -352,53 +327,36 @@ def _units(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
-    if estimator == "chunks":
-        if chunk_size is None or size % chunk_size or size < MIN_EXAMPLES * chunk_size:
-            raise ValueError(
-                f"chunk_size={chunk_size}: estimator='chunks' needs one that divides the batch's "
-                f"{size} examples into at least {MIN_EXAMPLES} chunks"
-            )
-        unit_size, group = chunk_size, 1
-    else:
-        parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-        # The least padding; a pass costs about one example more than it has places.
-        limit = min(chunk_size or size, parts[-1])
-        cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
-        unit_size, group = 1, min(cost, key=cost.__getitem__)
-    count = (size if num_examples is None else num_examples) // unit_size
-    u = jnp.asarray(count, jnp.int32)
-    third = jnp.maximum(u // 3, 1)
-    return _Units(
-        batch_U=jax.tree.map(
-            lambda leaf: jnp.asarray(leaf).reshape(-1, unit_size, *leaf.shape[1:]), batch
-        ),
-        unit_size=unit_size,
-        group=group,
-        num_units=u,
-        ends_P=jnp.minimum(jnp.stack([third, 2 * third, u]), u) if inner_products else u[None],
+    parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
+    # The least padding; a pass costs about one example more than it has places.
+    limit = min(chunk_size or size, parts[-1])
+    cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
+    t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
+    third = jnp.maximum(t // 3, 1)
+    return _Examples(
+        batch_B=jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], batch),
+        group=min(cost, key=cost.__getitem__),
+        count=t,
+        ends_P=jnp.minimum(jnp.stack([third, 2 * third, t]), t) if inner_products else t[None],
     )
 
 
-def _unit_grads(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> PyTree:
-    grads_C = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, units_C)
+def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
+    grads_C = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, batch_C)
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-def _unit_losses(loss_fn: LossFn, params: PyTree, units_C: PyTree) -> Array:
-    return jax.vmap(loss_fn, in_axes=(None, 0))(params, units_C)
+# Sum of the gradients of the valid examples of a group, and each one's norm.
 
 
-# Sum of the gradients of the valid units of a group, and each one's squared norm.
-
-
-def _gradients_by_vmap(loss_fn, params, units_C, valid_C):
-    grads_C = _unit_grads(loss_fn, params, units_C)
+def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
+    grads_C = _example_grads(loss_fn, params, batch_C)
     grads_C = where_leading(valid_C, grads_C, jax.tree.map(jnp.zeros_like, grads_C))
-    return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), squared_norms(grads_C)
+    return jax.tree.map(lambda leaf_C: jnp.sum(leaf_C, axis=0), grads_C), norms(grads_C)
 
 
-def _gradients_by_taps(loss_fn, params, units_C, valid_C):
-    batch_B = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), units_C)
+def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
+    batch_B = jax.tree.map(lambda leaf: leaf[:, 0], batch_C)
     size = len(valid_C)
     is_reached = []
 
@@ -423,44 +381,35 @@ def _gradients_by_taps(loss_fn, params, units_C, valid_C):
             " hand it to the layers (`models.layers`), or use estimator='vmap'"
         )
     # Of the mean loss: an example's gradient is `size` times its share.
-    return jax.tree.map(
-        lambda leaf: size * leaf.astype(jnp.float32), grad
-    ), size**2 * norms_B.astype(jnp.float32)
+    return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size * jnp.sqrt(
+        norms_B.astype(jnp.float32)
+    )
 
 
-def _gradients_by_losses(loss_fn, params, units_C, valid_C):
-    def loss(params):
-        return jnp.sum(jnp.where(valid_C, _unit_losses(loss_fn, params, units_C), 0.0))
-
-    grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), jax.grad(loss)(params))
-    return grad, jnp.zeros(len(valid_C), jnp.float32)
+# Inner products of the directions [E, ...] with the gradients of a group's examples: [E, C].
 
 
-# Inner products of the directions [E, ...] with the gradients of a group's units: [E, C].
-
-
-def _products_by_vmap(loss_fn, params, units_C, directions_E):
+def _products_by_vmap(loss_fn, params, batch_C, directions_E):
     def product(leaf_E, leaf_C):
         rows_E, rows_C = (leaf.reshape(len(leaf), -1) for leaf in (leaf_E, leaf_C))
         return jnp.matmul(rows_E, rows_C.T, precision="highest")
 
-    grads_C = _unit_grads(loss_fn, params, units_C)
+    grads_C = _example_grads(loss_fn, params, batch_C)
     products = jax.tree.leaves(jax.tree.map(product, directions_E, grads_C))
     return jnp.sum(jnp.stack(products), axis=0)
 
 
-def _products_by_jvp(loss_fn, params, units_C, directions_E):
+def _products_by_jvp(loss_fn, params, batch_C, directions_E):
     def slopes(direction):
         tangents = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), direction, params)
-        return jax.jvp(lambda p: _unit_losses(loss_fn, p, units_C), (params,), (tangents,))[1]
+        losses_of = jax.vmap(loss_fn, in_axes=(None, 0))
+        return jax.jvp(lambda p: losses_of(p, batch_C), (params,), (tangents,))[1]
 
     return jax.vmap(slopes)(directions_E)
 
 
-# By estimator: the sum of gradients and each one's squared norm; inner products.
+# By estimator: the sum of gradients and each one's norm; inner products.
 _ESTIMATORS: dict[str, tuple[Callable[..., tuple[PyTree, Array]], Callable[..., Array]]] = {
     "vmap": (_gradients_by_vmap, _products_by_vmap),
     "taps": (_gradients_by_taps, _products_by_jvp),
-    "chunks": (_gradients_by_vmap, _products_by_vmap),
-    "jvp": (_gradients_by_losses, _products_by_jvp),
 }

@@ -91,7 +91,9 @@ class GradientStats(struct.PyTreeNode):
     A quantity is `sum / weight`; statistics of several workers, or of several rounds, are combined
     by adding (or averaging) sums and weights separately, see `core.gradstats.pool`. The sums are in
     units of `scale`, those of inner products in units of `scale**2`, so that none of them under- or
-    overflows in float32 however small the gradient is; the tests only use ratios. On the host the
+    overflows in float32 however small the gradient is; the tests only use ratios. Where squared
+    norms are not in float32's range, `scale` is 0 or infinite: then the statistics of one worker
+    have their meaning still, while `noise`, `signal` and a pool of several do not. On the host the
     fields are NumPy float64.
     """
 

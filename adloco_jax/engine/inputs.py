@@ -13,7 +13,7 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
-from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, CHUNK_SIZE, placement
+from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Kind, Machine, Spec
 from adloco_jax.errors import DataError
@@ -332,10 +332,8 @@ def intervals(group: Group, rate_TR: np.ndarray, settings: Settings) -> np.ndarr
 
 def least_test_sequences(settings: Settings) -> int:
     """Sequences per worker without which the batch-size test has no meaning."""
-    batching = settings.batching
-    needs = BATCH_TESTS[batching.test].needs
-    least = MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
-    return least * (CHUNK_SIZE if batching.estimator == "chunks" else 1)
+    needs = BATCH_TESTS[settings.batching.test].needs
+    return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
 
 
 def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:

@@ -31,7 +31,6 @@ from adloco_jax.engine.sharding import Placement, place, reshard
 from adloco_jax.engine.spec import Key, Kind, Spec
 
 AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
-CHUNK_SIZE = 2  # sequences whose mean gradient stands for one, with batching.estimator="chunks"
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
 # XLA's CPU client admits 32 programs to a device and lets the next one wait on the thread that one
@@ -262,8 +261,6 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
     chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
         chunk = max(min(chunk, GRADIENTS_HELD // spec.num_params), 1)
-    elif spec.estimator == "chunks":
-        chunk = CHUNK_SIZE
     trainers_here = num_trainers // at.mesh.shape["trainer"]
     own_stats = functools.partial(
         gradient_stats,

@@ -240,9 +240,7 @@ def program_spec(
         row_length=row_length,
         sequence_length=row_length - (1 if num_classes is None else NUM_FIELDS),
         max_test_sequences=batching.test_batch_size or AUTO_TEST_MAX,
-        estimator=resolve_estimator(
-            batching.estimator, loss_fn, inner_products=uses_inner_products
-        ),
+        estimator=resolve_estimator("auto", loss_fn),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
