@@ -53,6 +53,7 @@ def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
     config = {
         "seed": seed,
         "data": {"sequence_length": LENGTH},
+        "model": {"vocab_size": 257},
         "inner": {"steps_per_round": 4, "learning_rate": learning_rate},
         "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
         "batching": {"test": "norm", "eta": 0.8, "nu": 1.0},

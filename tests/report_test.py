@@ -44,7 +44,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "programs        3 compiled in 4.0 s, 1 of them from the cache",
         "memory          host 1.5 GiB peak, device 3 GiB peak, largest program 2.25 GiB",
         "wall time       0:01:15",
-        "held-out loss   2.0000 nats/token, the best trainer after round 6",
+        "held-out loss   2.0000 nats/token (chance 5.55), the best trainer after round 6",
         "perplexity      7.3891",  # e squared
         "nats per byte   0.5000",  # a quarter of a token per byte
         "bits per byte   0.7213",  # over ln 2
@@ -165,7 +165,7 @@ def test_one_run_leaves_a_page_and_the_totals(single):
 def test_the_first_screen_says_how_it_went(single):
     source = single[1].read_text(encoding="utf-8")
     screen = source[source.index("<header>") : source.index("<details>")]
-    assert "6 rounds, done. Held-out loss: 2.0000 nats/token" in screen
+    assert "6 rounds, done. Held-out loss: 2.0000 nats/token (chance 5.55)" in screen
     assert screen.count("<table>") == 1 and screen.count("<tr>") == 1 + 1
     for text in ("2.0000", "17.9 k", "8", "7.51 MiB", "0:01:15"):
         assert f"<td>{text}<" in screen
@@ -206,6 +206,7 @@ def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
 
 def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     page = Page(many.read_text(encoding="utf-8"))
+    assert "2.1000 nats, a0, after 17.9 k tokens and 7 communications." in page.text
     assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text

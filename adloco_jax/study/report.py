@@ -196,15 +196,20 @@ def _lead(variants: Sequence[Variant]) -> str:
         found = totals(runs[0].events)
         result = dict(described(found))["held-out loss"]
         return f"{found['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
-    medians = {
-        variant.label: statistics.median(losses)
-        for variant in variants
-        if None not in (losses := [totals(run.events)["loss"] for run in variant.runs])
-    }
-    if not medians:
+    ends = []
+    for variant in variants:
+        found = [_measures(run) for run in variant.runs]
+        if all(end["loss"] is not None for end in found):
+            measures = ("loss", "tokens_total", "syncs_total")
+            medians = [statistics.median(end[name] for end in found) for name in measures]
+            ends.append((*medians, variant.label))
+    if not ends:
         return "No variant has a held-out loss in all of its runs."
-    best = min(medians, key=lambda label: medians[label])
-    return f"Lowest held-out loss at its end: {number(medians[best])} nats, {best}."
+    lowest, tokens, syncs, label = min(ends)
+    return (
+        f"Lowest held-out loss at its end: {number(lowest)} nats, {label}, after {short(tokens)}"
+        f" tokens and {syncs:,.0f} communications."
+    )
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:

@@ -60,6 +60,8 @@ def totals(events: Sequence[dict]) -> dict:
     gathered = gathering(events).get(final.get("round", 0), {})
     loss, tokens_per_byte = final.get("loss"), start.get("tokens_per_byte")
     nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
+    classes = final.get("classes")
+    guesses = len(classes) if classes else start["config"]["model"]["vocab_size"]
     memory = lines(events, "memory")
     device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
     accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
@@ -87,6 +89,8 @@ def totals(events: Sequence[dict]) -> dict:
         "loss": loss,
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
+        # Of a uniform guess; unknown for a corpus of other rows than text.
+        "chance_loss": math.log(guesses) if classes or tokens_per_byte is not None else None,
         **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
@@ -139,7 +143,8 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
     if t["classes"] is None:
         per_byte = [name for name in ("nats_per_byte", "bits_per_byte") if t[name] is not None]
         unit, scores = "token", ["perplexity", *per_byte]
-    facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}, {measured}")]
+    chance = "" if t["chance_loss"] is None else f" (chance {t['chance_loss']:.2f})"
+    facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}{chance}, {measured}")]
     facts += [(name.replace("_", " "), number(t[name])) for name in scores]
     for label, row in enumerate(t["classes"] or []):
         named = {name: row[name] for name in ("precision", "recall", "f1")}
