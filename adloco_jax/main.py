@@ -40,7 +40,7 @@ COMMANDS = {
 _TRAIN = """Trains as a config describes, prints the plan, or resumes a run that was stopped.
 
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
-adloco plan CONFIG [--config.GROUP.KEY=VALUE ...]
+adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory]
 
 CONFIG is a file, or a name that `adloco configs` lists. The same command with the same --workdir
 resumes a run that was stopped. Every key of the config is an option, of which the last value
@@ -52,6 +52,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_string, "config", None, "as CONFIG", {"allow_overwrite": False}),
     (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
     (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
+    (flags.DEFINE_bool, "memory", False, "of plan: compile, and say what each program needs"),
     (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
     (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
     (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
@@ -264,7 +265,7 @@ def _execute(
     accept = {"accept_config_change": options.accept_config_change}
     if is_plan:
         with processes.only_first_prints():
-            print(plan(made, options.workdir, **accept))
+            print(plan(made, options.workdir, memory=options.memory, **accept))
         return
     folder = options.workdir or f"runs/{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     damage = processes.broadcast(processes.run_on_all(lambda: finished(folder, made, **accept)))

@@ -160,7 +160,9 @@ def memory(size: Size) -> dict:
     fits = works(found)
     peaks = measured_peaks()
     measured = peaks["device_peak_bytes"][0] or peaks["host_peak_bytes"]
-    planned = int(re.search(r"^peak: (\d+) bytes", plan(config_at(found)), re.MULTILINE)[1])
+    planned = int(
+        re.search(r"^peak: (\d+) bytes", plan(config_at(found), memory=True), re.MULTILINE)[1]
+    )
     if fits:
         largest = max([found, *itertools.takewhile(works, (n for n in sizes if n > found))])
     else:

@@ -497,7 +497,7 @@ def test_the_plan_says_how_fragments_travel(monkeypatch):
     config.ensemble.update(num_trainers=1, num_workers=2)
     config.batching.update(max_batch_size=1, initial_batch_size=1, test="constant")
     config.outer.update(fragments=4, delay_updates=1, mixing=0.5)
-    text = plan_module.plan(config)
-    assert "fragments: 4, one every 2 inner updates, on its way during the last 1" in text
-    assert "which keeps 0.5 of its own when it arrives" in text
+    text = plan_module.plan(config, memory=True)
+    assert "fragments: 4, one every 2 updates, which arrives 1 updates later;" in text
+    assert "a worker keeps 0.5 of its own numbers" in text
     assert "in 4 synchronisations" in text and "flush M=1 R=2" in text

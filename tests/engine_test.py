@@ -70,9 +70,9 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
     monkeypatch.setattr(plan_module, "build_model", lambda *_: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
     config = config_of(**growing, num_tokens=123_456)
-    text = plan_module.plan(config)
+    text = plan_module.plan(config, memory=True)
     assert list(tmp_path.iterdir()) == []
-    listed = text.partition("by the compiler's analysis:\n")[2].partition("\nplacement in")[0]
+    listed = text.partition("by the compiler's analysis:\n")[2].partition("\npeak: ")[0]
     planned = [line.rsplit(maxsplit=2)[0].strip() for line in listed.splitlines()]
     ensemble = "M=3 R=4 B=0 workers=2,1,1"
     assert sorted(planned) == sorted(

@@ -1,4 +1,4 @@
-"""What a run prints: plain lines without a terminal, a bar with one."""
+"""What a run prints: lines, and above a bar where someone watches."""
 
 import io
 import re
@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from adloco_jax.run.progress import Progress
+import pytest
+from toy import settings_of
+
+from adloco_jax.loop.growth import Decision
+from adloco_jax.run import notes
+from adloco_jax.run.progress import Progress, Shown, _duration
 
 
 class Terminal(io.StringIO):
@@ -14,52 +19,86 @@ class Terminal(io.StringIO):
         return True
 
 
+def shown(index, share_done, **others):
+    common = {"loss": 2.41349 / index, "heldout": None, "sizes": [(4, 1, 2), (8, 3, 1)]}
+    return Shown(**{"index": index, "share_done": share_done, "pool": 6} | common | others)
+
+
 def show(file, *, num_rounds=4, every=1):
     progress = Progress(num_rounds, every=every, file=file)
     for index in range(1, num_rounds + 1):
-        fields = {"loss": 2.41349 / index, "batch": [4, 8], "trainers": 2, "tokens_per_s": 51234.5}
-        progress.round(index, fields, share_done=index / num_rounds)
+        progress.round(shown(index, index / num_rounds, tokens_per_s=51234.5))
         if index == 2:
             progress.note("trainer 1 merged into 0")
     progress.close()
     return file.getvalue()
 
 
-def test_without_a_terminal_each_round_is_one_line_of_keys_and_values():
+LINE = (
+    "loss 2.413, batch x accumulation x workers 4x1x2 8x3x1, 2 trainers, 3 of 6 workers,"
+    " 51,234 tokens/s, "
+)
+
+
+def test_without_a_terminal_each_round_is_one_line():
     lines = show(io.StringIO()).splitlines()
     assert len(lines) == 5
     assert lines[2] == "trainer 1 merged into 0"
-    fields = r"batch 4,8 trainers 2 tokens_per_s 5123[45]"
-    assert re.fullmatch(rf"round 1/4 loss 2\.413 {fields} eta_s \d+", lines[0])
-    assert re.fullmatch(rf"round 4/4 loss 0\.6034 {fields} eta_s 0", lines[4])
-    shown = re.findall(r"^round (\d+)/7", show(io.StringIO(), num_rounds=7, every=3), re.MULTILINE)
-    assert shown == ["3", "6", "7"]
+    assert lines[0].startswith(f"round 1/4: {LINE}") and lines[0].endswith(" left")
+    assert lines[4].startswith("round 4/4: loss 0.6034, ") and lines[4].endswith(", 0 s left")
+    found = re.findall(r"^round (\d+)/7", show(io.StringIO(), num_rounds=7, every=3), re.MULTILINE)
+    assert found == ["3", "6", "7"]
 
 
-def test_each_plain_line_is_flushed_and_ends_with_the_time_left(monkeypatch):
-    clock = iter([100.0, 106.0])
+def test_a_line_says_held_out_loss_and_counts_many_trainers():
+    file = io.StringIO()
+    sizes = [(8, 1, 1)] * 4 + [(8, 2, 1)]
+    progress = Progress(2, file=file)
+    progress.round(shown(1, 0.5, heldout=2.25, sizes=sizes, tokens_per_s=1.0))
+    assert "held-out 2.25, " in file.getvalue()
+    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainers, 5 trainers, 5 of 6" in file.getvalue()
+
+
+def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_last_rounds(
+    monkeypatch,
+):
+    clock = iter([100.0, 700.0, 710.0, 720.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     file = io.TextIOWrapper(io.BytesIO(), write_through=False)
-    Progress(5, file=file).round(2, {"loss": None}, share_done=0.4)
-    assert file.buffer.getvalue() == b"round 2/5 loss - eta_s 9\n"
+    progress = Progress(10, file=file)
+    for index in (1, 2, 3):  # the first one compiles for ten minutes
+        progress.round(shown(index, index / 10, tokens_per_s=1.0))
+    # 600, then 10 and 10 s for a tenth: 6000, 3050 and 1575 s for the whole run.
+    left = [line.rpartition(b", ")[2] for line in file.buffer.getvalue().splitlines()]
+    assert left == [b"1 h 30 min left", b"41 min left", b"18 min left"]
 
 
-def test_where_tokens_end_the_run_its_share_is_shown():
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (95, "2 min"), (7500, "2 h 5 min")]
+)
+def test_durations_are_in_words(seconds, words):
+    assert _duration(seconds) == words
+
+
+def test_where_tokens_end_the_run_its_share_is_shown_and_never_above_all():
     file = io.StringIO()
-    Progress(None, file=file).round(2, {"loss": 1.5}, share_done=1.0)
-    assert file.getvalue() == "round 2 done 100% loss 1.5 eta_s 0\n"
-    bar = Progress(None, file=(terminal := Terminal()))
-    bar.round(2, {"loss": 1.5}, share_done=0.4)
-    bar.close()
-    assert "done 40% loss 1.5" in terminal.getvalue()
+    Progress(None, file=file).round(shown(2, 1.06, tokens_per_s=1.0))
+    assert file.getvalue().startswith("round 2 (100% of the tokens): loss ")
+    assert file.getvalue().endswith(", 0 s left\n")
 
 
-def test_a_terminal_gets_a_bar_with_notes_on_lines_of_their_own():
+def test_a_terminal_gets_a_bar_under_the_same_lines():
     text = show(Terminal())
-    assert "\r" in text
-    assert "4/4" in text and "loss 0.6034 batch 4,8 trainers 2" in text
-    assert "\rtrainer 1 merged into 0\n" in text
-    assert "round 4/4" not in text
+    assert "\r" in text and "100%" in text
+    assert f"\rround 1/4: {LINE}" in text and "\rtrainer 1 merged into 0\n" in text
+
+
+def test_a_resumed_bar_starts_where_the_run_stopped():
+    progress = Progress(10, file=(terminal := Terminal()))
+    progress.resume(0.5)
+    progress.note("resuming after round 5")
+    progress.close()
+    assert " 50%|" in terminal.getvalue()
 
 
 def test_a_notebook_without_widgets_gets_a_bar_and_no_warning():
@@ -69,9 +108,9 @@ import sys, types
 sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")
 sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: None)
 sys.modules["ipywidgets"] = None
-from adloco_jax.run.progress import Progress
+from adloco_jax.run.progress import Progress, Shown
 progress = Progress(2)
-progress.round(2, {"loss": 1.5}, share_done=1.0)
+progress.round(Shown(2, 1.5, None, [(1, 1, 1)], 1, 2.0, 1.0))
 progress.close()
 """
     done = subprocess.run(
@@ -83,3 +122,22 @@ progress.close()
     )
     assert "100%" in done.stdout and "loss 1.5" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("knobs", "batch", "limit"),
+    [
+        ({}, 12, "batching.max_growth"),
+        ({}, 15, "batching.batch_cap"),
+        ({"growth": ("workers",)}, 4, "batching.growth, which has no 'batch'"),
+    ],
+)
+def test_growth_names_the_limit_that_held_it(knobs, batch, limit):
+    settings = settings_of(batching=knobs)
+    line = {"round": 3, "trainer": 1, "requested_batch_size": 3, "steps_per_round": 3}
+    line["skipped_updates"] = 0
+    decision = Decision(1.0, 1.0, 99.5, batch, "capped", 1, 1)
+    assert notes.of_round(line, decision, settings) == [
+        f"round 3: trainer 1: batch per worker 3 -> {batch} (the test asks for 99.5, limited by"
+        f" {limit})"
+    ]

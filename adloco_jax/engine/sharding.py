@@ -135,7 +135,9 @@ class Placement:
         """How many devices there are of each sort, and which have nothing of their own to do."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
-        parts = [f"workers spread {pool} ways over {self.mesh.size} devices"]
+        if self.mesh.size == 1:
+            return "all workers on one device"
+        parts = [f"workers in {pool} groups on {self.mesh.size} devices"]
         for axis, what in (("data", "batch"), ("model", "parameters")):
             if size[axis] > 1:
                 parts.append(f"{size[axis]} share a worker's {what}")

@@ -102,6 +102,8 @@ def begin(
     num_rounds = settings.num_rounds if settings.num_tokens is None else None
     progress = Progress(num_rounds, every=settings.log.every_rounds)
     stack.callback(progress.close)
+    begins_again = restored is None and not failures.faults
+    begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
     programs = Programs(spec, lambda compiled: ledger.write("compile", **_compile_fields(compiled)))
     stack.callback(programs.close)
@@ -118,8 +120,10 @@ def begin(
         _write_start(run, ledger, control, damage, failures.faults)
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
+    notes += ["stopped before its first save: the run begins again"] if begins_again else []
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
+    progress.resume(share_done(control.round, control.tokens_total, settings))
     ensemble = restored.state.ensemble if restored else _initial_ensemble(run, control)
 
     saver = Saver(

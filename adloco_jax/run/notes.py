@@ -20,7 +20,7 @@ def _next_steps(decision: Decision, settings: Settings) -> int | None:
 
 def of_round(line: dict, decision: Decision, settings: Settings) -> list[str]:
     """Lines on a trainer's round: skipped updates, growth and its reason."""
-    where = f"round {line['round']}: trainer {line['trainer']}"
+    where = f"round {line['round']}: trainer {line['trainer']}:"
     skipped, grown = line["skipped_updates"], _growth(line, decision, settings)
     lines = [f"{where} {grown}"] if grown else []
     if skipped:
@@ -35,44 +35,51 @@ def of_change(change: dict, settings: Settings) -> str:
 
 
 def _growth(line: dict, decision: Decision, settings: Settings) -> str:
-    requested = f"the test requests {decision.test_value or 0.0:.1f}"
+    batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
+    limit = "batching.max_growth"
+    if "batch" not in batching.growth:
+        limit = "batching.growth, which has no 'batch'"
+    elif decision.next_batch_size >= batching.batch_cap:
+        limit = "batching.batch_cap"
     why = {
-        "capped": f"{requested}, held by a cap or by max_growth",
-        "signal": "no signal above the noise yet, one step of growth",
-        "held": "no signal above the noise, held by batching.max_blind_growth",
+        "capped": f"{requested}, limited by {limit}",
+        "signal": "no signal above the noise yet, so one step of growth",
+        "held": "no signal above the noise, limited by batching.max_blind_growth",
         "schedule": "as declared",
     }.get(decision.reason, requested)
     changes = {
         "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
-        "steps per round": (line["steps_per_round"], _next_steps(decision, settings)),
+        "updates per round": (line["steps_per_round"], _next_steps(decision, settings)),
     }
     shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
     if decision.reason == "held":
-        shown = ["its size stays"]
+        shown = ["batch per worker stays"]
     return f"{', '.join(shown)} ({why})" if shown else ""
 
 
 def _spawn(event: dict, settings: Settings) -> str:
-    reason = "the test requests a larger batch than the present workers have"
+    reason = "the test asks for a larger batch than the workers of now have"
     if event["reason"] == "spawn_frac":
-        reason = f"{settings.ensemble.spawn_frac:g} of the run is done"
+        reason = f"{settings.ensemble.spawn_frac:g} of the run is done (ensemble.spawn_frac)"
     return (
-        f"round {event['round']}: trainer {event['trainer']} has {event['workers_after']} workers"
-        f" from here on (was {event['workers_before']}): {reason}"
+        f"round {event['round']}: trainer {event['trainer']}: workers {event['workers_before']} ->"
+        f" {event['workers_after']} ({reason})"
     )
 
 
 def _merge(event: dict, settings: Settings) -> str:
+    members = ", ".join(map(str, event["members"]))
     if "action" in event:
+        becomes = {"keep": "they go on", "retire": "the weaker one ends"}[event["action"]]
         return (
-            f"round {event['round']}: merging trainers {event['members']} would raise the loss by"
-            f" {event['barrier']:.4f} nats/token over their mean, more than"
-            f" merge.max_barrier={settings.merge.max_barrier} allows: {event['action']}"
+            f"round {event['round']}: trainers {members} do not merge: the loss would rise by"
+            f" {event['barrier']:.4f} over their mean, more than"
+            f" merge.max_barrier={settings.merge.max_barrier}; {becomes}"
         )
     losses = ", ".join(f"{loss:.4f}" for loss in event["loss_before"])
     return (
-        f"round {event['round']}: trainers {event['members']} merge into {event['into']}, held-out"
-        f" loss {losses} -> {event['loss_after']:.4f}; workers {event['workers']}"
+        f"round {event['round']}: trainers {members} merge into trainer {event['into']}: held-out"
+        f" loss {losses} -> {event['loss_after']:.4f}"
     )
 
 

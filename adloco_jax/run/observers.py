@@ -30,7 +30,7 @@ from adloco_jax.loop.adloco import (
 from adloco_jax.run import checkpoint, notes, processes
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.progress import Progress
+from adloco_jax.run.progress import Progress, Shown
 from adloco_jax.settings import Settings
 
 
@@ -77,16 +77,17 @@ class Recorder:
         """Shows the round on the terminal, with the newest held-out loss."""
         metrics, control = boundary.metrics, state.control
         losses = [outcome.mean_loss for outcome in metrics.outcomes]
-        fields = {
-            "loss": float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
-            "heldout": None if np.isnan(self.loss) else self.loss,
-            "trainers": len(losses),
-            "batch": [line["requested_batch_size"] for line in metrics.lines],
-            "accum": [line["num_accum_steps"] for line in metrics.lines],
-            "tokens/s": sum(line["tokens"] for line in metrics.lines) / metrics.step_s,
-        }
-        share = share_done(control.round, control.tokens_total, self.settings)
-        self.progress.round(control.round, fields, share_done=share)
+        names = ("micro_batch_size", "num_accum_steps", "workers")
+        shown = Shown(
+            index=control.round,
+            loss=float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
+            heldout=None if np.isnan(self.loss) else self.loss,
+            sizes=[tuple(line[name] for name in names) for line in metrics.lines],
+            pool=self.settings.ensemble.num_workers,
+            tokens_per_s=sum(line["tokens"] for line in metrics.lines) / metrics.step_s,
+            share_done=share_done(control.round, control.tokens_total, self.settings),
+        )
+        self.progress.round(shown)
 
     def wall_s(self) -> float:
         """Seconds of the run so far, those of resumed processes added up."""

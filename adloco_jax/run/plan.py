@@ -39,17 +39,19 @@ def plan(
     workdir: str | Path | None = None,
     *,
     accept_config_change: bool = False,
+    memory: bool = False,
 ) -> str:
-    """Describes what a run would compile, hold and move; trains nothing and reads no text.
+    """Describes what a run would hold and move; trains nothing and reads no text.
 
     Args:
       config: A config that `train` accepts.
       workdir: The run's folder, which need not exist; None leaves it out.
       accept_config_change: Whether a run there may resume with other settings that change it.
+      memory: Whether to compile the programs of the first rounds, and describe them: the largest
+        micro-batch, and device memory from the compiler's own analysis.
 
     Returns:
-      Parameters, bytes per trainer, device memory by micro-batch from the compiler's own analysis,
-      programs, bytes per round, tokens to come; at the end what was not checked.
+      Parameters, states, bytes per round, tokens to come; at the end what was not checked.
 
     Raises:
       UserError: See `check_inputs`.
@@ -63,8 +65,9 @@ def plan(
     machine = here()
     functions = build_model(settings, machine)
     spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
-    lines = [*_plan_lines(settings, spec), *(f"not checked: {line}" for line in unchecked)]
-    return "\n".join(lines)
+    compiled = _memory_lines(settings, spec) if memory else ["not compiled: --memory does"]
+    unchecked = [f"not checked: {line}" for line in unchecked]
+    return "\n".join([*_plan_lines(settings, spec), *compiled, *unchecked])
 
 
 def check_inputs(
@@ -108,57 +111,70 @@ def check_inputs(
 
 def data_header(corpus: Corpus) -> str:
     """The data of a run, with an excerpt decoded from what the model will see."""
-    lines = []
+    first, *more = corpus.describe().splitlines()
     if corpus.num_also_heldout:
-        lines.append(f"left out: {corpus.num_also_heldout} documents that are held out too")
-    return "\n".join([*lines, corpus.describe()])
+        first += f" (left out: {corpus.num_also_heldout} documents that are held out too)"
+    return "\n".join([first, *more])
 
 
-def run_header(settings: Settings, spec: Spec, max_batch: int) -> list[str]:
-    """The run in a few lines: model, placement, ensemble, batches."""
-    ensemble, inner, batching = settings.ensemble, settings.inner, settings.batching
-    wanted = inspect.signature(BATCH_TESTS[batching.test].request).parameters
-    knobs = ("eta", "vartheta", "nu", "ramp")
-    test = [f"{batching.test} test", *(f"{k} {getattr(batching, k)}" for k in knobs if k in wanted)]
-    if measures_gradients(settings):
-        test += [batching.mode, f"estimator {spec.estimator}"]
-        least, given = least_test_sequences(settings), batching.test_batch_size
-        if given is not None and given < least * ensemble.num_workers:
-            test.append(
-                f"test_batch_size {given} (raised to {least} per worker for a trainer of more than"
-                f" {given // least} workers)"
-            )
-    sizes = [str(size) for size in batching.buckets if size <= max_batch]
-    owners = tuple(start(settings, max_batch).owners)
+def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
+    """The run in four lines at most: model, trainers, batches, and fragments if there are any."""
+    model, ensemble, inner = settings.model, settings.ensemble, settings.inner
+    batching, outer = settings.batching, settings.outer
+    owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
     at = placement(spec, Key("steps", owners, batching.initial_batch_size))
+    weights = f"from {model.init_from}" if model.init_from else "from random weights"
+    pool = ensemble.num_workers - len(owners)
     length, steps = f"{settings.num_rounds:,} rounds", f"{inner.steps_per_round}"
     if inner.round_length != "fixed":
         steps += f" or more ({inner.round_length})"
     if settings.num_tokens is not None:
-        length = f"{settings.num_tokens:,} tokens, or {length},"
+        length = f"until {settings.num_tokens:,} tokens"
+    sizes = f"up to {max_batch}" if max_batch else "as many as fit"
     return [
-        f"model: {spec.num_params:,} parameters, {_human(spec.param_bytes)} per trainer;"
-        f" attention by {attention(settings, spec.machine)}; on {spec.machine.describe()}",
-        f"placement: {at.describe()}",
-        f"ensemble: {ensemble.num_trainers} trainers, {len(owners)} workers; {length}"
-        f" of {steps} inner updates ({inner.tx}), then {settings.outer.tx}",
+        f"model: {spec.num_params:,} parameters ({_human(spec.param_bytes)}), {weights};"
+        f" {model.dtype}, attention by {attention(settings, spec.machine)};"
+        f" {spec.machine.describe()}, {at.describe()}",
+        f"trainers: {ensemble.num_trainers} with {len(owners)} workers together"
+        + (f", and {pool} more when gradient noise asks for them" if pool else "")
+        + f"; {length} of {steps} updates ({inner.tx}) and a synchronisation ({outer.tx})",
+        f"batches: {batching.initial_batch_size} sequences per worker and update,"
+        f" {_growth(settings)}; {sizes} at once, more by accumulation",
         *_fragments(settings, spec),
-        f"batches: {', '.join(test)}; from {batching.initial_batch_size}, at most {max_batch}"
-        f" per worker at once, in buckets {', '.join(sizes)}",
     ]
 
 
+_THRESHOLDS = ("eta", "vartheta", "nu")
+
+
+def _growth(settings: Settings) -> str:
+    """What changes the batch size, in words."""
+    batching = settings.batching
+    if not measures_gradients(settings):
+        return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
+    wanted, names = inspect.signature(BATCH_TESTS[batching.test].request).parameters, _THRESHOLDS
+    knobs = [f"{name} {getattr(batching, name)}" for name in names if name in wanted]
+    least, given = least_test_sequences(settings), batching.test_batch_size
+    if given is not None and given < least * settings.ensemble.num_workers:
+        knobs.append(
+            f"test_batch_size {given}, raised to {least} per worker for a trainer of more than"
+            f" {given // least} workers"
+        )
+    test = ", ".join([f"{batching.test} test", *knobs])
+    return f"raised by gradient noise ({test}) up to {batching.batch_cap}"
+
+
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """A line on how fragments are synchronised, if in turn or late."""
+    """A line on how fragments are synchronised, if they are in turn or late."""
     outer = settings.outer
     if not outer.own_params:
         return []
     delay = outer.delay_updates
-    underway = f"on its way during the last {delay} of them" if delay else "waited for"
+    arrival = f"arrives {delay} updates later" if delay else "is waited for"
     return [
-        f"fragments: {outer.fragments}, one every {spec.num_micro_batches} inner"
-        f" updates, {underway}; {_human(spec.sync_bytes)} each way for a worker"
-        f" ({outer.precision}), which keeps {outer.mixing:g} of its own when it arrives"
+        f"fragments: {outer.fragments}, one every {spec.num_micro_batches} updates, which"
+        f" {arrival}; a worker keeps {outer.mixing:g} of its own numbers;"
+        f" {_human(spec.sync_bytes)} each way"
     ]
 
 
@@ -198,33 +214,29 @@ def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool)
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
+    """What is known without compiling: states, communications, tokens."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
-    programs = Programs(spec)
-    max_batch = max_batch_size(settings, programs)
-    control = start(settings, max_batch, whole_pool=True)
+    first = batching.initial_batch_size
+    control = start(settings, first, whole_pool=True)
     owners = tuple(control.owners)
     state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
-    state_bytes = num_bytes(state)
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
-    groups = classes(control, range(num_trainers), spec)
-    keys = _planned_keys(settings, spec, max_batch, groups)
-    peaks = {key: peak_bytes(programs, key, owners) for key in keys}
+    begins = start(settings, first).owners
     costs = [
         sync_cost(count, spec.sync_bytes, spec.outer.fragments)
-        for count in np.bincount(start(settings, max_batch).owners).tolist()
+        for count in np.bincount(begins).tolist()
     ]
     moved, syncs = (sum(cost[name] for cost in costs) for name in ("bytes", "syncs"))
     drawn, moved_here = [], 0
-    for group in groups:
-        at = placement(spec, group.key("steps", micro_batch_size=batching.initial_batch_size))
+    for group in classes(control, range(num_trainers), spec):
+        at = placement(spec, group.key("steps", micro_batch_size=first))
         drawn += at.draw([f"{w} (trainer {owners[w]})" for w in group.workers])
         sent = spec.sync_bytes * spec.outer.fragments
         moved_here += at.moved_bytes(sent, len(group.trainers), len(group.workers))
-    inner, first = settings.inner, batching.initial_batch_size
-    initial_workers = ensemble.initial_workers or num_workers
-    least = inner.steps_per_round * initial_workers * spec.sequence_length * first
+    inner = settings.inner
+    least = inner.steps_per_round * len(begins) * spec.sequence_length * first
     longest = inner.max_steps_per_round or inner.steps_per_round
     most = longest * num_workers * spec.sequence_length * max(batching.batch_cap, first)
     total = f"{least * settings.num_rounds:,} to {most * settings.num_rounds:,} in the run"
@@ -233,24 +245,38 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     if settings.num_tokens is not None:
         total = f"the run ends with the round that reaches {settings.num_tokens:,}"
     return [
-        *run_header(settings, spec, max_batch),
+        *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
-        f"state at rest: {_human(state_bytes)} for {num_trainers} trainers, {num_workers} workers",
-        f"max_batch_size: {max_batch}"
-        f" ({'found' if batching.max_batch_size is None else 'given'}),"
-        f" of {_human(spec.machine.device_bytes)} per device",
-        "memory per device while a program runs, by the compiler's analysis:",
-        *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
+        f"state at rest: {_human(num_bytes(state))} for {num_trainers} trainers,"
+        f" {num_workers} workers",
         "placement in the first round:",
         *drawn,
-        f"peak: {max(peaks.values())} bytes ({_human(max(peaks.values()))})",
-        f"programs: {len(keys)} for {num_trainers} trainers and {num_workers} workers; later, at"
-        " most as many for each other division of the workers",
         f"bytes per round at the start: {_human(moved)} in {syncs} synchronisations"
         f" ({settings.outer.precision}); between these devices {_human(moved_here)}",
         *_merge_lines(settings, spec),
         f"tokens: {least:,} a round at the start; {total}",
+    ]
+
+
+def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
+    """What the compiler says of the programs of the first rounds."""
+    batching, programs = settings.batching, Programs(spec)
+    max_batch = max_batch_size(settings, programs)
+    control = start(settings, max_batch, whole_pool=True)
+    groups = classes(control, range(settings.ensemble.num_trainers), spec)
+    keys = _planned_keys(settings, spec, max_batch, groups)
+    peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
+    sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
+    return [
+        f"max_batch_size: {max_batch}"
+        f" ({'found' if batching.max_batch_size is None else 'given'}),"
+        f" of {_human(spec.machine.device_bytes)} per device; micro-batches of {sizes}",
+        "memory per device while a program runs, by the compiler's analysis:",
+        *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
+        f"peak: {max(peaks.values())} bytes ({_human(max(peaks.values()))})",
+        f"programs: {len(keys)} for {len(control.trainers)} trainers and {len(control.owners)}"
+        " workers; later, at most as many for each other division of the workers",
     ]
 
 
