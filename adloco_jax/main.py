@@ -139,8 +139,30 @@ def _run(argv: Sequence[str]) -> int:
     if first not in COMMANDS:
         raise ConfigError(f"{first}: no such command; {_right_command(first, words)}")
     options = parse(first, words)
+    if first in ("compare", "export", "generate", "gradients"):
+        _require_devices()
     line = shlex.join(["adloco", first, *words])
     return importlib.import_module(f"adloco_jax.cli.{first}").run(options, line)
+
+
+def _require_devices() -> None:
+    """Refuses a JAX_PLATFORMS of which there is no device here.
+
+    Raises:
+      ConfigError: Names the platforms that JAX does find.
+    """
+    if not (wanted := os.environ.get("JAX_PLATFORMS")):
+        return
+    import jax
+
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200] or "no such device"
+        raise ConfigError(
+            f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({reason}); unset it, or install the"
+            " extra for the device (docs/install.md)"
+        ) from error
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
@@ -252,7 +274,7 @@ def _execute(
     """Trains, resumes, or prints the plan."""
     from adloco_jax.run import processes  # here, so that a config error is reported at once
     from adloco_jax.run.plan import plan
-    from adloco_jax.run.resume import finished
+    from adloco_jax.run.resume import changes, finished
     from adloco_jax.study import report
     from adloco_jax.training import train
 
@@ -262,6 +284,7 @@ def _execute(
         processes.connect(**several, timeout_s=options.meeting_s)
         if options.workdir is None and not is_plan:
             raise ConfigError("--workdir: several processes need the name of one folder")
+    _require_devices()
     accept = {"accept_config_change": options.accept_config_change}
     if is_plan:
         with processes.only_first_prints():
@@ -274,6 +297,9 @@ def _execute(
         train(made, folder, command=command_line, accept_data_change=accept_data, **accept)
         return
     if processes.is_first():
+        print(f"{folder}: already finished; nothing was trained")
+        for lines in changes(Path(folder), config.validate(made)).values():
+            print(*(f"not applied: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
         for line in damage:
             print(f"damaged: {line}", file=sys.stderr)
         report.conclude(folder)

@@ -330,6 +330,16 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
     assert "Traceback" not in done.stderr and list(elsewhere.iterdir()) == []
 
 
+def test_a_platform_that_is_not_here_is_one_line(elsewhere):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"}
+    for words in (["train", "quickstart"], ["plan", "quickstart"], ["generate", "some/model"]):
+        command = [sys.executable, "-m", "adloco_jax", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and done.stdout == "" and list(elsewhere.iterdir()) == []
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("JAX_PLATFORMS=cuda: JAX cannot use it here")
+
+
 # --- Runs that go on ------------------------------------------------------------------------
 
 TINY = ["--config=quickstart", "--config.num_rounds=1", "--config.model.width=16"]
@@ -356,8 +366,18 @@ def run(finished, elsewhere) -> Path:
 def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     ledger = (run / "ledger.jsonl").read_bytes()
     assert cli.main(TINY) == 0
-    table = capsys.readouterr().out.splitlines()[-8:]
-    assert any(line.startswith("held-out loss ") for line in table)
+    first, *_, closing = capsys.readouterr().out.partition(
+        "already finished; nothing was trained\n"
+    )
+    table = closing.splitlines()[-8:]
+    assert first == "run: " and any(line.startswith("held-out loss ") for line in table)
+    less = ["--config.log.every_rounds=5", "--config.checkpoint.keep=1"]
+    assert cli.main([*TINY, *less]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "not applied: " in line]
+    assert told == [
+        "not applied: checkpoint.keep: was 2, is 1",
+        "not applied: log.every_rounds: was 1, is 5",
+    ]
     (run / "checkpoints" / "1" / "host.json").write_text("{}")
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()

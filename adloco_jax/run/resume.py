@@ -164,12 +164,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
                 f"{path}: missing from a folder that holds a run; restore it from a copy"
             )
         return
-    before, now = _read(path), flat_settings(settings)
-    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
-    for key in KNOBS:
-        if key in before and before[key] != now[key]:
-            change = f"{key}: was {before[key]!r}, is {now[key]!r}"
-            changed[_class(key, settings)].append(change)
+    changed = changes(workdir, settings)
     lines = changed["refused"]
     if lines:
         lines.append(f"{workdir}: these make another run; name another folder, or change them back")
@@ -180,6 +175,17 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
         )
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
+    """A line for each key in which settings differ from those that a run's folder records."""
+    before, now = _read(workdir / "config.json"), flat_settings(settings)
+    changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
+    for key in KNOBS:
+        if key in before and before[key] != now[key]:
+            change = f"{key}: was {before[key]!r}, is {now[key]!r}"
+            changed[_class(key, settings)].append(change)
+    return changed
 
 
 def recorded_settings(workdir: Path) -> Settings:
