@@ -121,6 +121,8 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
         tried.append(settings.batching.initial_batch_size)
         return [{"event": "fault"}] if tried[-1] > limit else []
 
+    monkeypatch.setattr(gpu, "program_spec", lambda *_, **__: None)
+    monkeypatch.setattr(gpu.gc, "collect", lambda: None)
     monkeypatch.setattr(gpu, "max_batch_size", lambda settings, programs: 3)
     monkeypatch.setattr(gpu, "fit_random", fit_random)
     monkeypatch.setattr(gpu, "plan", lambda config: "else\npeak: 2048 bytes (2 KiB)")
