@@ -76,7 +76,7 @@ def test_every_key_can_be_overridden_by_its_own_value():
 
 
 OPTIONAL = {key: knob.size or 60 for key, knob in KNOBS.items() if knob.default is None}
-OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5}
+OPTIONAL |= {"ensemble.initial_workers": 3, "ensemble.spawn_frac": 0.5, "batching.memory_frac": 0.5}
 
 
 def test_none_unsets_an_optional_key():
@@ -366,11 +366,10 @@ def run(finished, elsewhere) -> Path:
 def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     ledger = (run / "ledger.jsonl").read_bytes()
     assert cli.main(TINY) == 0
-    first, *_, closing = capsys.readouterr().out.partition(
-        "already finished; nothing was trained\n"
-    )
-    table = closing.splitlines()[-8:]
-    assert first == "run: " and any(line.startswith("held-out loss ") for line in table)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "run: already finished; nothing was trained"
+    table = lines[-8:]
+    assert any(line.startswith("held-out loss ") for line in table)
     less = ["--config.log.every_rounds=5", "--config.checkpoint.keep=1"]
     assert cli.main([*TINY, *less]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "not applied: " in line]
@@ -388,9 +387,19 @@ def test_a_finished_run_prints_its_table_again_and_warns_of_damage(run, capsys):
     assert resume.finished(run, configured(*TINY[1:])) == [f"{run}/checkpoints: gone, or empty"]
 
 
+def test_a_run_that_was_killed_before_its_first_save_says_that_it_begins_again(run, capsys):
+    for name in ("checkpoints", "export", "report"):
+        shutil.rmtree(run / name)
+    path = run / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    assert cli.main(TINY) == 0
+    assert "stopped before its first save: the run begins again\n" in capsys.readouterr().out
+
+
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, capsys, monkeypatch):
     monkeypatch.setattr("adloco_jax.run.resume.finished", lambda *args, **kwargs: [])
     write_run(elsewhere / "run")
+    write_config(elsewhere / "run", validate(configured(*TINY[1:])))
     (elsewhere / "run" / "report").touch()  # in the folder's place
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
