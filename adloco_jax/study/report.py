@@ -297,7 +297,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 def _parts_of(run: Run) -> dict[str, str]:
     """What is folded below a single run, by its heading."""
-    parts = {"Batches and accumulation": run_figures.batches(run)}
+    parts = {"Batches and their test": run_figures.batches(run)}
     merges = [
         {
             "round": str(e["round"]),
@@ -313,8 +313,6 @@ def _parts_of(run: Run) -> dict[str, str]:
     if merges:
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of the guard."
         parts["Merges"] = page.table(caption, merges)
-    if drawn := run_figures.noise(run):
-        parts["Batch-size test"] = drawn
     parts["Time"] = run_figures.times(run)
     parts["Theory"] = _theory(run)
     parts["All totals"] = _facts("", dict(described(totals(run.events))))

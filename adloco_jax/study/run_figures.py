@@ -148,61 +148,42 @@ def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
     return f'<g class="{kind}"><title>round {number}: {escaped(title)}</title>{marks}</g>'
 
 
-def _over_rounds(
-    run: Run, label: str, fields: Mapping[str, str], *, base: int, more: Sequence[Curve] = ()
-) -> str:
-    """A logarithmic chart of values by trainer and round; by field, its curves' own classes."""
-    looks, drawn = loss.trainer_looks(run), [*more]
-    for name, classes in fields.items():
-        for trainer, lines in curves.by_trainer(curves.lines(run.events, "round")).items():
-            values = [(e | {"effective": _sequences(e)})[name] for e in lines]
-            values = [v if v is not None and v > 0 else math.nan for v in values]
-            x, y = steps([e["round"] for e in lines], values)
-            look, end = looks[trainer]
-            drawn.append(Curve(x, y, f"{look} {classes}", "" if classes else end, str(trainer)))
-    across = _across(v for curve in drawn for v in curve.x)
-    up = chart.axis(label, [v for curve in drawn for v in curve.y], base=base)
-    return chart.chart(across, up, drawn, title=label).html()
-
-
-def batches(run: Run) -> str:
-    """Requested and effective batch per worker, and accumulation, round by round."""
-    rounds = [e["round"] for e in curves.lines(run.events, "round")]
-    ends, most = [min(rounds) - 1, max(rounds)], run.start["max_batch_size"]
-    limit = [Curve(ends, [most, most], "c6 d2 thin", "max_batch_size", "max")]
-    fields = {"requested_batch_size": "", "effective": "d4"}
-    drawn = _over_rounds(run, "batch per worker (sequences)", fields, base=2, more=limit)
-    drawn += _over_rounds(run, "accumulated micro-batches", {"num_accum_steps": ""}, base=2)
-    text = (
-        "The batch per worker that the test requested (solid) and that updates used (dashed),"
-        " and the micro-batches accumulated into one update. Vertical axes are"
-        " logarithmic."
-    )
-    return figure(drawn, text)
-
-
-# The panels of the batch-size test: their labels, and classes by field.
-_TEST: Mapping[str, Mapping[str, str]] = {
-    "noise tr Σ": {"noise": ""},
-    "signal |G|²": {"signal": ""},
-    "test value (sequences per worker)": {"test_value": "", "next_batch_size": "d4"},
+# The panels of batches and their test: base of the axis, and classes by field.
+_BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
+    "batch per worker (sequences)": (2, {"requested_batch_size": "", "effective": "d4"}),
+    "accumulated micro-batches": (2, {"num_accum_steps": ""}),
+    "noise tr Σ": (10, {"noise": ""}),
+    "signal |G|²": (10, {"signal": ""}),
+    "test value (sequences per worker)": (10, {"test_value": ""}),
 }
 
 
-def noise(run: Run) -> str:
-    """Noise, signal and value of the batch-size test; empty where no test was made."""
-    rounds = curves.lines(run.events, "round")
-    if all(e[name] is None for e in rounds for name in ("noise", "signal", "test_value")):
-        return ""
-    drawn = [_over_rounds(run, label, fields, base=10) for label, fields in _TEST.items()]
+def batches(run: Run) -> str:
+    """Batches and accumulation by trainer and round, and what the batch-size test measured."""
+    looks, drawn = loss.trainer_looks(run), ""
+    for label, (base, fields) in _BATCHES.items():
+        lines = []
+        for name, classes in fields.items():
+            for trainer, found in curves.by_trainer(curves.lines(run.events, "round")).items():
+                values = [(e | {"effective": _sequences(e)})[name] for e in found]
+                values = [v if v is not None and v > 0 else math.nan for v in values]
+                x, y = steps([e["round"] for e in found], values)
+                look, end = looks[trainer]
+                shown = "" if classes else end
+                lines.append(Curve(x, y, f"{look} {classes}", shown, str(trainer)))
+        up = chart.axis(label, [v for line in lines for v in line.y], base=base)
+        if any(math.isfinite(v) for line in lines for v in line.y):
+            across = _across(v for line in lines for v in line.x)
+            drawn += chart.chart(across, up, lines, title=label).html()
+    test = run.start["config"]["batching"]["test"]
     text = (
-        f"Measured at the start of each round by the {run.start['config']['batching']['test']}"
-        " test: the gradient's noise (variance of single sequences' gradients), its signal (squared"
-        " norm of the mean gradient), and the requested batch before rounding and caps (solid; the"
-        " next round's batch dashed). Vertical axes are logarithmic; a gap is a value that was"
-        " skipped, not finite, or (of the signal, which is estimated) not positive."
+        "The batch that a trainer requested (solid) and that its updates used (dashed); a device"
+        f" holds {run.start['max_batch_size']}. At the start of each round the {test} test measures"
+        " noise (variance of single sequences' gradients) and signal (squared norm of the mean"
+        " gradient); its value is the batch that it asks for. Vertical axes are logarithmic. A gap"
+        " is a value that was skipped, not finite, or not positive."
     )
-    return figure("".join(drawn), text)
+    return figure(drawn, text)
 
 
 def times(run: Run) -> str:
