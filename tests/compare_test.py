@@ -193,7 +193,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
         with Ledger(run.workdir / "ledger.jsonl") as written:
             for line in ledger(rounds=[(i, 0, 2, 5) for i, _ in own], evals=evals):
                 written.write(**line)
-            written.write("end", reason="finished")
+            written.write("end", reason="finished", rounds=3, tokens_total=0, wall_s=1.0)
     table = compare.write(what, tmp_path)
     assert table["budgets"]["tokens"] == 640 and table["budgets"]["syncs"] == 2
 

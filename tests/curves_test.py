@@ -86,7 +86,7 @@ def test_a_ledger_of_an_older_version_is_named_with_the_field(tmp_path):
     whole = [json.loads(line) for line in path.read_text().splitlines()]
     next(line for line in whole if line["event"] == "merge").pop("syncs")
     path.write_text("\n".join(map(json.dumps, whole)))
-    with pytest.raises(DataError, match="a merge line lacks syncs"):
+    with pytest.raises(DataError, match="ledger.jsonl:22: merge.syncs: missing"):
         curves.read_run(tmp_path)
 
 

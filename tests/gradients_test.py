@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ledgers import round_line, start_line
 from toy import Table, config_of
 
 from adloco_jax import main as cli
@@ -131,8 +132,8 @@ def test_gradients_without_noise_or_not_finite_are_refused():
 
 
 def line(number, trainer=0, **fields):
-    common = dict(event="round", round=number, trainer=trainer, workers=2)
-    return common | dict(noise=8.0, signal=4.0, test_value=10.0) | fields
+    measured = dict(noise=8.0, signal=4.0, test_value=10.0)
+    return round_line(number, trainer, **measured | fields)
 
 
 def test_the_ledger_is_compared_by_ratios():
@@ -212,7 +213,7 @@ def analyse(workdir, out, **changed):
 def run(tmp_path, monkeypatch):
     """A run's folder with its ledger; its model is the quadratic, its data 60 rows."""
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        ledger.write("start", run="r", max_batch_size=4, data_fingerprint="table")
+        ledger.write(**start_line(run="r", max_batch_size=4, data_fingerprint="table"))
         for event in (line(1), line(2)):
             ledger.write(**event)
     rows = np.random.default_rng(0).integers(-9, 9, (60, 12))

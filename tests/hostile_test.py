@@ -2,10 +2,12 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import sys
@@ -17,6 +19,7 @@ import pytest
 from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.run import checkpoint, records
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
@@ -202,6 +205,72 @@ def test_no_command_runs_what_a_folder_holds_or_names(
 
 def test_every_command_that_takes_a_folder_is_tried():
     assert set(FROM_FOLDER) == set(cli.COMMANDS) - {"configs"}
+
+
+# Commands that read the file end with 3, the others with 0.
+READ_LEDGER = {"train", "compare", "report", "gradients"}
+READ_CONFIG = {"train", "plan", "compare", "export", "gradients"}
+READ_HOST = {"train", "export", "gradients"}
+
+
+def forge_ledger(run, event):
+    """Gives one field of one event a value of another kind."""
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    line = next((line for line in lines if line["event"] == event), {"event": event})
+    if len(line) == 1:
+        lines.append(line)
+    else:
+        line[[*line][-1]] = [["x"]]
+    (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def forge_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def forge_host(run):
+    """Also the manifest, as an attacker would."""
+    folder = run / "checkpoints" / "1"
+    forge_json(folder / "host.json", lambda host: host["control"].update(round="x"))
+    manifest = {"format": checkpoint.FORMAT, "round": 1, "loss": None}
+    manifest["files"] = checkpoint._describe_files(folder)
+    (folder / "manifest.json").write_bytes(checkpoint._seal(manifest))
+
+
+@pytest.mark.parametrize("command", sorted(READ_LEDGER | READ_CONFIG))
+def test_a_field_of_another_kind_ends_a_command_with_one_line(
+    honest, tmp_path, monkeypatch, capsys, one_device, command
+):
+    """Also: what a command does not need it does not read."""
+    monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
+    run, words = Path(SENT), FROM_FOLDER[command][1]
+    forgeries = [
+        (READ_LEDGER, functools.partial(forge_ledger, run, event), f"ledger.jsonl:.*{event}")
+        for event in records.EVENTS
+    ]
+    config = functools.partial(forge_json, run / "config.json")
+    for change in (
+        lambda record: record["config"]["model"].update(width="8"),
+        lambda record: record["config"].update(eval=[1]),
+        lambda record: record.update(config={}),
+    ):
+        forgeries.append((READ_CONFIG, functools.partial(config, change), "config.json: config"))
+    forgeries.append((READ_HOST, functools.partial(forge_host, run), "host.control.round"))
+    for readers, forge, fault in forgeries:
+        if command not in readers and readers is READ_LEDGER and "start" not in fault:
+            continue  # one is enough
+        shutil.rmtree(run)
+        shutil.rmtree("model", ignore_errors=True)
+        shutil.copytree(honest / SENT, run)
+        forge()
+        code = cli.main([command, *words])
+        err = capsys.readouterr().err
+        if command in readers:
+            assert code == 3 and re.search(fault, err) and err.count("\n") <= 2, err
+        elif readers is READ_LEDGER:
+            assert code == 0 and err == ""
 
 
 # --- Config files and folders ---------------------------------------------------------------

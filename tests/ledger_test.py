@@ -1,5 +1,7 @@
 """The ledger: plain numbers on complete lines, and readers that survive a killed writer."""
 
+import json
+import typing
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from adloco_jax.errors import DataError
+from adloco_jax.run import records
 from adloco_jax.run.ledger import Ledger, deterministic_lines, read
 
 
@@ -19,14 +22,14 @@ def path(tmp_path):
 def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
     written = []
     ledger = Ledger(path, lambda line: written.append((line, read(path)[-1])))
-    ledger.write("round", round=1, loss=np.float32(2.5), noise=float("nan"), done=True)
-    line = '{"event": "round", "round": 1, "loss": 2.5, "noise": null, "done": true}\n'
+    ledger.write("note", round=1, loss=np.float32(2.5), noise=float("nan"), done=True)
+    line = '{"event": "note", "round": 1, "loss": 2.5, "noise": null, "done": true}\n'
     assert path.read_text() == line  # before it is closed
     assert written == [(read(path)[0], read(path)[0])]  # on disk when observers get it
     ledger.close()
     with Ledger(path) as again:
-        again.write("end")
-    assert path.read_text() == line + '{"event": "end"}\n'
+        again.write("last")
+    assert path.read_text() == line + '{"event": "last"}\n'
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
 )
 def test_values_become_plain_json_and_what_is_not_finite_null(path, value, plain):
     with Ledger(path) as ledger:
-        ledger.write("round", value=value)
+        ledger.write("note", value=value)
     [event] = read(path)
     assert event["value"] == plain
     assert type(event["value"]) is type(plain)
@@ -54,37 +57,117 @@ def test_a_value_without_a_plain_form_raises_and_leaves_no_line(path):
     with Ledger(path) as ledger:
         for value in (object(), {1, 2}, b"bytes", jax.random.key(0), {(0, 1): 2}, [{"x": 1j}]):
             with pytest.raises(TypeError):
-                ledger.write("round", fine=1, value=value)
+                ledger.write("note", fine=1, value=value)
         with pytest.raises(TypeError, match="Path"):
-            ledger.write("merge", members=[Path("runs")])
+            ledger.write("note", members=[Path("runs")])
     assert read(path) == []
 
 
-LINES = b'{"event": "start", "seed": 1}\n{"event": "round", "loss": 2.5}\n'
+LINES = b'{"event": "first", "seed": 1}\n{"event": "second", "loss": 2.5}\n'
 
 
 @pytest.mark.parametrize("cut", range(LINES.index(b"\n") + 1, len(LINES)))
 def test_a_last_line_cut_anywhere_is_dropped_and_repaired(path, cut):
     path.write_bytes(LINES[:cut])
-    lines: list[dict] = [{"event": "start", "seed": 1}]
+    lines: list[dict] = [{"event": "first", "seed": 1}]
     if cut == len(LINES) - 1:  # only its newline is missing
-        lines.append({"event": "round", "loss": 2.5})
+        lines.append({"event": "second", "loss": 2.5})
     assert read(path) == lines
     with Ledger(path) as ledger:
-        ledger.write("end")
-    assert read(path) == [*lines, {"event": "end"}]
+        ledger.write("last")
+    assert read(path) == [*lines, {"event": "last"}]
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"event": "rou', b'{"round": 1}', b"\xff\xfe", b"[" * 9])
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"event": "rou', b'{"round": 1}', b'{"event": 1}', b"\xff\xfe", b"[" * 9]
+)
 @pytest.mark.parametrize("number", [1, 3])
 def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, number):
-    lines = [b'{"event": "start"}', b'{"event": "end"}']
+    lines = [b'{"event": "first"}', b'{"event": "last"}']
     lines.insert(number - 1, damage)
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(DataError) as raised:
         read(path)
     assert f"{path}:{number}: " in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def sample(kind):
+    """A value of a kind as `records.EVENTS` declares them."""
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    plain = {int: 1, float: 1.0, str: "text", bool: True}
+    if kind in (*plain,):
+        return plain[kind]
+    if origin in (list, tuple):
+        return [sample(member) for member in (members if ... not in members else members[:1]) * 2][
+            : len(members) if origin is tuple and ... not in members else 2
+        ]
+    if origin is dict:
+        return {"a": sample(members[1])}
+    if origin is typing.Literal:
+        return members[0]
+    if isinstance(kind, records.Maybe):
+        return sample(kind.kind)
+    if members:  # a union
+        return sample(members[0])
+    fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
+    return {name: sample(part) for name, part in fields.items()}
+
+
+def places(value, name):
+    """The name of each value within a value, and a function that sets or deletes it there."""
+    items = enumerate(value) if isinstance(value, list) else value.items()
+    for key, item in [*items]:
+        path = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}"
+        yield path, item, value, key
+        if isinstance(item, dict | list):
+            yield from places(item, path)
+
+
+HUGE, WRONG = 10**400, ["x", 1.5, True, [[[]]], {"?": [[]]}]
+
+
+@pytest.mark.parametrize("event", records.EVENTS)
+def test_a_field_of_another_kind_is_refused_by_file_line_and_field(path, event):
+    before = json.dumps({"event": "round"} | sample(records.EVENTS["round"])) + "\n"
+    line = {"event": event} | sample(records.EVENTS[event])
+    path.write_text(before + json.dumps(line) + "\n")
+    assert read(path)[1] == line
+    tried = 0
+    for name, item, holder, key in places(line, event):
+        if key == "event":
+            continue
+        like = (int, float) if type(item) is float else (type(item),)
+        for wrong in [HUGE, -HUGE, *(w for w in WRONG if type(w) not in like)][:5]:
+            holder[key] = wrong
+            path.write_text(before + json.dumps(line) + "\n")
+            with pytest.raises(DataError) as refused:
+                read(path)
+            assert str(refused.value).startswith(f"{path}:2: {name}") and "\n" not in str(
+                refused.value
+            )
+            tried += 1
+        holder[key] = item
+    assert tried >= 5
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"round": 3}, "round.round: have 3 after round 1"),
+        ({"event": "eval", "round": 2}, "eval.round: have 2 after round 1"),
+        ({"event": "merge", "members": []}, "differ in length"),
+        ({"event": "round", "tokens": ...}, "round.tokens: missing"),
+    ],
+)
+def test_lines_that_contradict_one_another_are_refused(path, change, fault):
+    lines = [{"event": "round"} | sample(records.EVENTS["round"])]
+    kind = change.get("event", "round")
+    lines.append({"event": kind} | sample(records.EVENTS[kind]) | change)
+    lines[1] = {name: value for name, value in lines[1].items() if value is not ...}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=fault):
+        read(path)
 
 
 def test_a_missing_ledger_is_the_users_mistake(tmp_path):

@@ -1,9 +1,11 @@
 """Lines of ledgers, and a small run's whole one, whose sums can be added by hand."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
 
+from adloco_jax.config import default_config, validate
 from adloco_jax.run.ledger import Ledger
 
 LENGTH = 16  # tokens per sequence; every trainer makes 4 updates per round
@@ -50,16 +52,18 @@ MERGE |= {"bytes": 250_000}
 
 def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
     """The start of a run in float32, without momentum or moments; `config` adds to its config."""
-    config = {
-        "seed": seed,
+    config = dataclasses.asdict(validate(default_config())) | {"seed": seed}
+    changed = {
         "data": {"sequence_length": LENGTH},
         "model": {"vocab_size": 257},
         "inner": {"steps_per_round": 4, "learning_rate": learning_rate},
         "outer": {"precision": "float32", "fragments": 1, "delay_updates": 0},
         "batching": {"test": "norm", "eta": 0.8, "nu": 1.0},
     } | changes.pop("config", {})
+    for key, value in changed.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
     line = {"event": "start", "run": "quickstart", "command": COMMAND, "num_params": num_params}
-    line |= {"devices": "1 x cpu", "max_batch_size": 8, "config": config}
+    line |= {"devices": "1 x cpu", "max_batch_size": 8, "config": config, "data_fingerprint": "d"}
     state_bytes = {"params": 4 * num_params, "outer_state": 0, "inner_state": 0}
     return line | {"state_bytes": state_bytes} | changes
 
@@ -69,6 +73,7 @@ def round_line(round, trainer=0, workers=2, batch=4, *, accum=1, **changes):
     line = {"event": "round", "round": round, "trainer": trainer, "workers": workers}
     line |= {"requested_batch_size": batch, "micro_batch_size": batch, "num_accum_steps": accum}
     line |= {"updates": 4, "noise": 1.0, "signal": 0.1, "test_value": math.inf}
+    line |= {"next_batch_size": batch, "train_loss": 0.0, "tokens": 0, "syncs": 0, "bytes": 0}
     return line | {"step_s": 0.2, "stall_s": 0.0} | changes
 
 
@@ -140,5 +145,5 @@ def write_run(
                 "memory", round=last, host_peak_bytes=peak * 2**29, device_peak_bytes=device
             )
         if end:
-            ledger.write("end", reason="done", rounds=last, wall_s=75.0)
+            ledger.write("end", reason="done", rounds=last, wall_s=75.0, tokens_total=0)
     return workdir

@@ -14,12 +14,12 @@ from html import escape, unescape
 from html.parser import HTMLParser
 
 import pytest
-from ledgers import ROUNDS, write_run
+from ledgers import ROUNDS, round_line, write_run
 
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import curves, report
+from adloco_jax.study import report
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
@@ -328,7 +328,7 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        ledger.write("round", **dict.fromkeys(curves._FIELDS["round"].split(), 1))
+        ledger.write(**round_line(1))
     for wrong in ([tmp_path], []):
         with pytest.raises((DataError, ConfigError)) as raised:
             report.write(wrong, tmp_path / "report")

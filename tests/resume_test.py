@@ -223,9 +223,17 @@ def test_a_damaged_record_of_the_config_is_refused(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="config.json: missing"):
         check_config(tmp_path, settings_of(**GROWING), accept=True)
-    for text in ("", "{}", "[1]", '{"config": 5}'):
+    write_config(tmp_path, settings_of(**GROWING))
+    whole = json.loads((tmp_path / "config.json").read_text())
+    for text, fault in (
+        ("", "damaged"),
+        ("[1]", "damaged"),
+        ("{}", "a run of another version"),
+        (json.dumps(whole | {"format": 2}), "a run of another version .* `adloco export`"),
+        (json.dumps(whole | {"config": 5}), "config: have 5, expected an object"),
+    ):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match="config.json: damaged"):
+        with pytest.raises(CheckpointError, match=f"config.json: {fault}"):
             check_config(tmp_path, settings_of(**GROWING), accept=True)
 
 

@@ -30,7 +30,8 @@ from adloco_jax.data.sources import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
 
-FORMAT = 2  # raised when an older reader could not understand a newer checkpoint
+FORMAT = 3  # raised when an older reader could not understand a newer run's folder
+EXPORTED = (2, FORMAT)  # formats of which `adloco export` reads the parameters
 _MAX_JSON_BYTES = 2**28  # a record for each of a million source files; read whole into memory
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
@@ -201,14 +202,18 @@ def last(folder: Path) -> str:
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
-def verify(checkpoint: Path) -> dict:
+def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
     """Compares every file of a checkpoint with its manifest, which is returned.
+
+    Args:
+      checkpoint: The folder.
+      formats: In which it may have been written.
 
     Raises:
       Damaged: If a file is missing, not a regular file, or changed; names it.
       CheckpointError: If the checkpoint was written in another format.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, formats)
     expected, found = manifest["files"], _describe_files(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if name not in expected:
@@ -220,8 +225,12 @@ def verify(checkpoint: Path) -> dict:
     return manifest
 
 
-def read_manifest(checkpoint: Path) -> dict:
+def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
     """A checkpoint's manifest: format, round, loss and files, without a look at the files.
+
+    Args:
+      checkpoint: The folder.
+      formats: In which it may have been written.
 
     Raises:
       Damaged: If it is missing or not what was written.
@@ -234,7 +243,7 @@ def read_manifest(checkpoint: Path) -> dict:
     manifest.pop("sha256", None)
     if path.read_bytes() != _seal(manifest):
         raise Damaged(f"{path}: does not match its own hash")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in formats:
         raise CheckpointError(
             f"{checkpoint}: written in format {manifest.get('format')}, this version reads format"
             f" {FORMAT}; use the version of adloco_jax that wrote it"

@@ -20,6 +20,7 @@ import numpy as np
 
 from adloco_jax.crashpoints import hit
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
+from adloco_jax.run import records
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Written again when rounds are run again.
@@ -115,8 +116,8 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
       One dict per line, in order. An incomplete last line is left out.
 
     Raises:
-      DataError: If the file cannot be read, or a line other than an incomplete last one is no
-        event.
+      DataError: If the file cannot be read; if a line other than an incomplete last one is no
+        event, or a field of it is not what `records.EVENTS` says.
     """
     try:
         content = Path(path).read_bytes()
@@ -125,16 +126,31 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
             f"{path}: cannot read the ledger ({error.strerror}); "
             f"name the folder of a run, one that holds ledger.jsonl"
         ) from error
-    events = []
+    events, rounds = [], 0
     for number, line in enumerate(_lines(content), start=1):
         if line.event is not None:
+            fault = _fault(line.event, rounds)
             events.append(line.event)
         elif line.text.endswith(b"\n"):
-            raise DataError(
-                f"{path}:{number}: expected a JSON object with the key 'event', found "
-                f"{line.text[:40]!r}; {_ADVICE}"
-            )
+            fault = f"expected a JSON object with the key 'event', found {line.text[:40]!r}"
+        else:
+            break
+        if fault:
+            raise DataError(f"{path}:{number}: {fault}; {_ADVICE}")
+        rounds = events[-1]["round"] if events[-1]["event"] == "round" else rounds
     return events
+
+
+def _fault(event: dict, rounds: int) -> str:
+    """What is wrong with a line after so many rounds; empty if nothing is."""
+    name = event["event"]
+    if fault := records.fault(event, records.EVENTS.get(name, {}), name):
+        return fault
+    first, last = (max(rounds, 1), rounds + 1) if name == "round" else (0, rounds)
+    if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
+        return f"{name}.round: have {event['round']} after round {rounds}"
+    lengths = {len(event[key]) for key in ("members", "weights", "loss_before") if key in event}
+    return f"{name}: members, weights and loss_before differ in length" if len(lengths) > 1 else ""
 
 
 def finish(events: Iterable[dict]) -> dict | None:
@@ -237,7 +253,7 @@ def _parse(line: bytes) -> dict | None:
         event = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def _plain(value: object) -> Any:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -23,7 +23,7 @@ from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.loop.adloco import Control, State, Trainer, share_done
-from adloco_jax.run import checkpoint, processes
+from adloco_jax.run import checkpoint, processes, records
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read, write_errors
 from adloco_jax.settings import KNOBS, Change, Settings
@@ -232,7 +232,8 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     with write_errors(path):
         hit("config.write")
         with open(replacement, "w", encoding="utf-8") as file:
-            json.dump({"config": dataclasses.asdict(settings), **more}, file, indent=1)
+            record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
+            json.dump(record, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         hit("config.written")
@@ -248,7 +249,7 @@ def _class(key: str, settings: Settings) -> Change:
     lasting = lasting and not settings.outer.leaves_unsynchronised
     if key in ("num_rounds", "num_tokens") and not lasting:
         return "accepted"
-    return KNOBS[key].resume
+    return cast(Change, KNOBS[key].resume)
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
@@ -261,10 +262,23 @@ def _flat(config: dict) -> dict[str, object]:
 
 
 def _read(path: Path) -> dict[str, object]:
+    """The config of a run of this version, whose folder has the record at a path.
+
+    Raises:
+      CheckpointError: If it cannot be read, or is of a run of another version.
+    """
     try:
-        return _flat(dict(checkpoint.read_json(path)["config"]))
-    except (Damaged, KeyError, TypeError, ValueError, RecursionError) as error:
+        record = checkpoint.read_json(path)
+    except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    if record.get("format") != checkpoint.FORMAT:
+        raise CheckpointError(
+            f"{path}: a run of another version of adloco_jax; use that version, or"
+            " make a model of a checkpoint with `adloco export`"
+        )
+    if fault := records.fault(record.get("config"), Settings, "config"):
+        raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
+    return _flat(record["config"])
 
 
 class Restored(NamedTuple):
@@ -281,6 +295,8 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
       Damaged: If it is not a state of this run.
     """
     host = checkpoint.read_host(path)
+    if fault := records.fault(host, records.HOST, "host"):
+        raise Damaged(f"{path}: {fault}")
     ensemble = settings.ensemble
     try:
         control = control_from_json(host["control"])

@@ -26,20 +26,6 @@ COSTS = {
 # Lines with `syncs` and `bytes` of their own.
 SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
-# The fields that reports read, by event.
-_FIELDS = {
-    "start": "run command config num_params max_batch_size state_bytes",
-    "round": "round trainer workers requested_batch_size micro_batch_size num_accum_steps"
-    " next_batch_size updates tokens syncs bytes train_loss noise signal test_value step_s stall_s",
-    "eval": "round trainer loss tokens_total syncs_total bytes_total",
-    "sync": "round trainers syncs bytes",
-    "merge": "round into members weights loss_before loss_after barrier syncs bytes",
-    "refusal": "round into members weights loss_before loss_after barrier syncs bytes",
-    "spawn": "round syncs bytes",
-    "compile": "key cache where seconds",
-    "memory": "round host_peak_bytes device_peak_bytes",
-}
-
 
 @dataclass(frozen=True)
 class Run:
@@ -77,7 +63,7 @@ class Band(NamedTuple):
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run's ledger, and check the fields that reports use.
+    """Read a run's ledger.
 
     Args:
       folder: The run's folder, of a finished run or of one that still goes on.
@@ -87,13 +73,6 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     """
     path = Path(folder) / "ledger.jsonl"
     events = ledger.read(path)
-    for event in events:
-        for name in _FIELDS.get(event["event"], "").split():
-            if name not in event:
-                raise DataError(
-                    f"{path}: a {event['event']} line lacks {name}; restore the file from a copy,"
-                    " or run it again if it is an older version's"
-                )
     return Run(Path(folder), events)
 
 

@@ -277,8 +277,9 @@ def analyse_run(
     workdir, sizes = Path(workdir), sorted(set(batch_sizes))
     _check_arguments(num_sequences, sizes, draws, seed, pass_size)
     check_workdir(workdir)
+    events = ledger.read(workdir / "ledger.jsonl")
     trained = read_trained(workdir, round=round, trainer=trainer)
-    settings, events = trained.settings, ledger.read(workdir / "ledger.jsonl")
+    settings = trained.settings
     start = last(events, "start")
     rows_NL, num_rows = _drawn_rows(workdir, settings, start, num_sequences, seed)
     folder = _made(workdir / "report" if out is None else Path(out))
