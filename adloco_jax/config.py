@@ -17,7 +17,7 @@ import textwrap
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from absl import flags
 from ml_collections import ConfigDict, FieldReference
@@ -30,12 +30,6 @@ from adloco_jax.settings import GROUPS, KNOBS, Knob, Settings
 # In the repository the package's folder is a link to the top-level one.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
 _MAX_BYTES = 2**20
-
-# What a broken config file raises: it is arbitrary Python, so most of the builtin errors.
-_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
-    *(OSError, RuntimeError, SyntaxError, SystemExit, TypeError, ValueError),
-)
 
 # Keys and values of 0.2 that are gone, each with what to do.
 REMOVED = {
@@ -79,7 +73,7 @@ def default_config() -> ConfigDict:
         value = knob.default
         if knob.is_optional:
             # A field made from "auto" would take no int; one of type object takes both.
-            value = FieldReference(value, field_type=knob.kind if value is None else object)
+            value = FieldReference(value, field_type=_base(knob.kind) if value is None else object)
         (config[group] if group else config)[name] = value
     return ConfigDict(config).lock()
 
@@ -169,7 +163,7 @@ def allowed(key: str, names: tuple[str, ...] = ()) -> str:
     """
     knob = KNOBS[key]
     names = names or knob.table[1:]
-    words = " or ".join(map(repr, names)) if names else _in_words(knob.kind, knob.within)
+    words = " or ".join(map(repr, names)) if names else _in_words(knob.kind)
     default = "unset" if knob.default is None else repr(knob.default)
     return f"{words} (default: {default})"
 
@@ -221,36 +215,48 @@ def _read(knob: Knob, value: Any) -> Any:
     """The value as Settings holds it; ValueError if the knob does not allow it."""
     if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
         return None
-    if not _fits(value, knob.kind, knob.within) or knob.table and value not in knob.entries():
+    if not _fits(value, knob.kind) or knob.table and value not in knob.entries():
         raise ValueError
-    return float(value) if knob.kind is float else value
+    return float(value) if _base(knob.kind) is float else value
 
 
-def _fits(value: Any, annotation: Any, within: str) -> bool:
+def _base(annotation: Any) -> Any:
+    """A type without its interval; of tuples `tuple`."""
+    origin = get_origin(annotation)
+    return get_args(annotation)[0] if origin is Annotated else origin or annotation
+
+
+def _fits(value: Any, annotation: Any) -> bool:
     """Whether a value has the type: a bool is no int, a list no tuple, but an int is a float."""
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type(value) is str and value in members
     if get_origin(annotation) is tuple:
         sized = type(value) is tuple and (members[-1] is ... or len(value) == len(members))
-        return sized and all(_fits(member, members[0], within) for member in value)
-    if annotation in (int, float):
-        low, high = map(float, within[1:-1].split(","))
-        above = operator.gt if within[0] == "(" else operator.ge
-        below = operator.lt if within[-1] == ")" else operator.le
-        return type(value) in (int, annotation) and above(value, low) and below(value, high)
-    return type(value) is annotation
+        return sized and all(_fits(member, members[0]) for member in value)
+    if get_origin(annotation) is not Annotated:
+        return type(value) is annotation
+    kind, within = members
+    if kind is str:
+        return type(value) is str and value != ""
+    low, high = map(float, within[1:-1].split(","))
+    above = operator.gt if within[0] == "(" else operator.ge
+    below = operator.lt if within[-1] == ")" else operator.le
+    return type(value) in (int, kind) and above(value, low) and below(value, high)
 
 
-def _in_words(annotation: Any, within: str) -> str:
+def _in_words(annotation: Any) -> str:
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return " or ".join(map(repr, members))
     if get_origin(annotation) is tuple:
         kind = "a tuple" if members[-1] is ... else "a pair"
-        return f"{kind}, each item {_in_words(members[0], within)}"
+        return f"{kind}, each item {_in_words(members[0])}"
+    if get_origin(annotation) is Annotated:
+        separator = ", " if members[0] is str else " in "
+        return separator.join([_in_words(members[0]), members[1]])
     names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-    return f"{names[annotation]} in {within}" if within else names[annotation]
+    return names[annotation]
 
 
 def _shown(value: object) -> str:
@@ -292,7 +298,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
         if knob.is_optional and text == ("none" if knob.default is None else knob.default):
             value = knob.default
         else:
-            parser = _PARSERS.get(get_origin(knob.kind) or knob.kind, flags.ArgumentParser)
+            parser = _PARSERS.get(_base(knob.kind), flags.ArgumentParser)
             value = parser().parse(text)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(value_fault(key, text)) from error
@@ -381,7 +387,8 @@ def _run(path: Path, *functions: str) -> object:
         names = runpy.run_path(str(path))
         found = [names[name] for name in functions if callable(names.get(name))]
         return found[0]() if found else None
-    except _ERRORS as error:
+    # Deliberately broad, because a config file is arbitrary Python.
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)

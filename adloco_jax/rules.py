@@ -39,14 +39,9 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "model.arch data.sequence_length",
         lambda arch, length: not _is_labelled(arch) or length >= 3,
     ),
-    "no field for the class; name it": ("data.label_column", lambda column: column != ""),
     "bytes need 257 ids (256 and end of text); raise model.vocab_size": (
         "data.tokenizer model.vocab_size",
         lambda tokenizer, vocab_size: tokenizer != "bytes" or vocab_size >= 257,
-    ),
-    "no tokenizer; name bytes, a tokenizer.json, a .model file, a folder, or a hub name": (
-        "data.tokenizer",
-        lambda tokenizer: tokenizer != "",
     ),
     "this source needs a file, folder or glob (hf: or a hub name); set data.path": (
         "data.source data.path",
@@ -56,11 +51,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "data.source data.path data.heldout_path",
         lambda source, path, heldout: "path" in _needs(source) or path == heldout == "",
     ),
-    "no field for a row's text; name it": (
-        "data.source data.text_column",
-        lambda source, column: "text_column" not in _needs(source) or column != "",
-    ),
-    "no split of the data set; name one, such as train": ("data.split", lambda split: split != ""),
     "each trainer needs a worker; raise the first (the whole pool) or lower the second": (
         "ensemble.num_workers ensemble.num_trainers",
         lambda workers, trainers: workers >= trainers,

@@ -1,4 +1,4 @@
-"""Every knob of a run: declared once with its type, default, meaning, range and resume rule.
+"""Every knob of a run: declared once with its type, range, default, meaning and resume rule.
 
 A config file gives a ConfigDict of these knobs; `config.validate` turns it into `Settings`, which
 is all that the training loop and its engine read. A new knob is one declaration in its group. No
@@ -6,17 +6,26 @@ JAX is imported here: a knob names its table, which is read when a run is valida
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 Change = Literal["harmless", "accepted", "refused"]
 
-_COUNT = "[1, 2147483647]"  # counts are int32 on the device
-_COUNT_OR_0 = "[0, 2147483647]"
-_SIZE = "[2, 2147483647]"
-_RATE = "(0, 100]"
+# A type's interval is part of the annotation; counts are int32 on the device.
+Count: TypeAlias = Annotated[int, "[1, 2147483647]"]
+Number: TypeAlias = Annotated[int, "[0, 2147483647]"]
+Several: TypeAlias = Annotated[int, "[2, 2147483647]"]
+Rate: TypeAlias = Annotated[float, "(0, 100]"]
+Decay: TypeAlias = Annotated[float, "[0, 1)"]
+Part: TypeAlias = Annotated[float, "(0, 1)"]
+PartOrAll: TypeAlias = Annotated[float, "(0, 1]"]
+Weight: TypeAlias = Annotated[float, "[0, 100]"]
+Amount: TypeAlias = Annotated[float, "[0, 1e9]"]
+Positive: TypeAlias = Annotated[float, "(0, 1e9]"]
+Name: TypeAlias = Annotated[str, "not empty"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +35,20 @@ class Knob:
     Attributes:
       default: Its value in `default_config()`; of an optional knob, how unset is written.
       doc: Its meaning, with unit and source.
-      within: The interval of its numbers.
       table: The public table whose names it takes, such as "BATCH_TESTS", and the names that the
         table ships with.
       resume: What a change means when a run is resumed: "harmless", "accepted" (with the flag
         --accept-config-change) or "refused". Empty in a declaration: as the group says.
-      type: Its annotation.
       size: Of a model's size: its value where neither the config nor a checkpoint gives one.
+      type: Its annotation.
     """
 
     default: Any
     doc: str
-    within: str = ""
     table: tuple[str, ...] = ()
     resume: Change | Literal[""] = ""
-    type: Any = None
     size: Any = None
+    type: Any = None
 
     @property
     def is_optional(self) -> bool:
@@ -58,13 +65,19 @@ class Knob:
         return getattr(importlib.import_module("adloco_jax"), self.table[0])
 
 
-def _knob(default: object, doc: str, within: str = "", **more: Any) -> Any:
-    return dataclasses.field(metadata={"knob": Knob(default, doc, within, **more)})
+def _knob(default: object, doc: str, **more: Any) -> Any:
+    return dataclasses.field(metadata={"knob": Knob(default, doc, **more)})
 
 
-def _size(value: float, doc: str, within: str) -> Any:
+# Knobs whose resume rule is not their group's.
+_free = functools.partial(_knob, resume="harmless")
+_live = functools.partial(_knob, resume="accepted")
+_fixed = functools.partial(_knob, resume="refused")
+
+
+def _size(value: float, doc: str) -> Any:
     """A knob for a size of the model, read from the checkpoint of `model.init_from` if unset."""
-    return _knob(None, f"{doc} Unset: the checkpoint's, else {value}.", within, size=value)
+    return _knob(None, f"{doc} Unset: the checkpoint's, else {value}.", size=value)
 
 
 def _group(resume: Change) -> Any:
@@ -77,32 +90,21 @@ class Model:
     """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
     arch: str = _knob(
-        "llama",
-        "Architecture; bert classifies whole texts.",
-        table=("ARCHITECTURES", "llama", "bert"),
+        "llama", "Architecture; bert classifies texts.", table=("ARCHITECTURES", "llama", "bert")
     )
-    vocab_size: int = _size(257, "V, token ids; bytes need 257, of which one ends a text.", _SIZE)
-    width: int = _size(64, "D, numbers per token between layers.", _COUNT)
-    num_layers: int = _size(2, "N, transformer layers.", _COUNT)
-    num_heads: int = _size(4, "H, query heads.", _COUNT)
-    num_kv_heads: int = _size(2, "G, key/value heads, a divisor of num_heads; llama only.", _COUNT)
-    mlp_width: int = _size(176, "F, numbers per token inside a layer's MLP.", _COUNT)
-    max_length: int = _size(512, "Longest context of the model, in tokens.", _COUNT)
-    norm_eps: float = _size(1e-5, "Added to the variance in each normalisation.", "(0, 1)")
-    rope_theta: float = _size(1e4, "Base of the rotary wavelengths; llama only.", "[1, 1e9]")
-    num_classes: int = _size(2, "C, classes of texts; bert only.", _SIZE)
-    dtype: Literal["float32", "bfloat16"] = _knob(
-        "float32", "Type of the computations; parameters stay float32.", resume="accepted"
-    )
-    remat: bool = _knob(
-        False, "Recompute layers in the backward pass: less memory, more time.", resume="accepted"
-    )
-    loss_chunk: int = _knob(
-        0,
-        "Sequences per chunk of the cross-entropy; 0: all at once.",
-        _COUNT_OR_0,
-        resume="accepted",
-    )
+    vocab_size: Several = _size(257, "V, token ids; bytes need 257, of which one ends a text.")
+    width: Count = _size(64, "D, numbers per token between layers.")
+    num_layers: Count = _size(2, "N, transformer layers.")
+    num_heads: Count = _size(4, "H, query heads.")
+    num_kv_heads: Count = _size(2, "G, key/value heads, a divisor of num_heads; llama only.")
+    mlp_width: Count = _size(176, "F, numbers per token inside a layer's MLP.")
+    max_length: Count = _size(512, "Longest context of the model, in tokens.")
+    norm_eps: Part = _size(1e-5, "Added to the variance in each normalisation.")
+    rope_theta: Annotated[float, "[1, 1e9]"] = _size(1e4, "Base of rotary wavelengths; llama only.")
+    num_classes: Several = _size(2, "C, classes of texts; bert only.")
+    dtype: Literal["float32", "bfloat16"] = _live("float32", "Type of the computations alone.")
+    remat: bool = _live(False, "Recompute layers in the backward pass: less memory, more time.")
+    loss_chunk: Number = _live(0, "Sequences per chunk of the cross-entropy; 0: all at once.")
     init_from: str = _knob(
         "",
         "Folder in Hugging Face layout, or hub name, whose weights all trainers start from; sizes"
@@ -122,50 +124,39 @@ class Data:
         table=("DATA_SOURCES", "stdlib", "text", "jsonl", "tokens", "hf"),
     )
     # The fingerprint of the data is compared on resume, so that a path may change.
-    path: str = _knob("", "File, folder or glob; for hf also a hub name.", resume="harmless")
+    path: str = _free("", "File, folder or glob; for hf also a hub name.")
     name: str = _knob("", "Configuration of a data set; hf only.")
-    split: str = _knob("train", "Split of a data set to train on; hf only.")
+    split: Name = _knob("train", "Split of a data set to train on; hf only.")
     revision: str = _knob("main", "Branch, tag or commit of a data set on the hub; hf only.")
     heldout_split: str = _knob("", "Split to evaluate on; hf only. Empty: as heldout_path.")
-    heldout_path: str = _knob(
-        "", "As path, to evaluate on. Empty: a fraction of the documents.", resume="harmless"
-    )
-    text_column: str = _knob("text", "Field or column that holds a row's text.")
-    label_column: str = _knob("label", "Field of a row's class, an integer from 0; bert only.")
-    tokenizer: str = _knob("bytes", "bytes, a tokenizer.json, a *.model, a folder, or a hub name.")
-    sequence_length: int = _knob(128, "L, predicted tokens per row.", _COUNT)
-    num_sequences: int | None = _knob(None, "Upper limit of the training rows; unset: all.", _COUNT)
-    heldout_frac: float = _knob(
-        0.05, "Fraction of the documents held out, unless heldout_path or path has them.", "(0, 1)"
-    )
-    subset_frac: float = _knob(
-        1.0, "Fraction of the training rows that each trainer draws for itself.", "(0, 1]"
-    )
+    heldout_path: str = _free("", "As path, to evaluate on. Empty: a fraction of the documents.")
+    text_column: Name = _knob("text", "Field or column that holds a row's text.")
+    label_column: Name = _knob("label", "Field of a row's class, an integer from 0; bert only.")
+    tokenizer: Name = _knob("bytes", "bytes, a tokenizer.json, a *.model, a folder, or a hub name.")
+    sequence_length: Count = _knob(128, "L, predicted tokens per row.")
+    num_sequences: Count | None = _knob(None, "Upper limit of the training rows; unset: all.")
+    heldout_frac: Part = _knob(0.05, "Fraction of documents held out, if nothing else is.")
+    subset_frac: PartOrAll = _knob(1.0, "Fraction of the training rows that each trainer draws.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ensemble:
     """Trainers, and the workers they share."""
 
-    num_trainers: int = _knob(
-        4, "M, trainers at the start; merges lower the number (AdLoCo table A.2).", _COUNT
-    )
-    num_workers: int = _knob(4, "R, workers of the whole pool, not per trainer.", _COUNT)
-    initial_workers: int | None = _knob(
+    num_trainers: Count = _knob(4, "M, trainers at the start, before merges (AdLoCo table A.2).")
+    num_workers: Count = _knob(4, "R, workers of the whole pool, not per trainer.")
+    initial_workers: Count | None = _knob(
         None,
         "Workers at the start; each of the others joins a trainer when that trainer's gradient"
         " noise asks for it (see batching.growth). Unset: the whole pool.",
-        _COUNT,
     )
-    spawn_frac: float | None = _knob(
-        None, "Fraction of the run after which all other workers join at once.", "(0, 1)"
+    spawn_frac: Part | None = _knob(
+        None, "Fraction of the run after which all other workers join at once. Unset: by noise."
     )
-    model_shards: int | None = _knob(
+    model_shards: Count | None = _free(
         "auto",
         "Devices that share one worker's parameters and optimizer state (fully sharded data"
         " parallel). auto: as few as their memory allows.",
-        _COUNT,
-        resume="harmless",
     )
 
 
@@ -173,14 +164,11 @@ class Ensemble:
 class Inner:
     """What a worker does between two synchronisations."""
 
-    steps_per_round: int = _knob(
-        200, "S, updates from one synchronisation to the next (AdLoCo table A.2).", _COUNT
-    )
-    max_steps_per_round: int | None = _knob(
+    steps_per_round: Count = _knob(200, "S, updates between synchronisations (AdLoCo table A.2).")
+    max_steps_per_round: Count | None = _knob(
         None,
         "Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size"
         " test does not lengthen rounds, and a round_length rule has no limit.",
-        _COUNT,
     )
     round_length: str = _knob(
         "fixed",
@@ -188,38 +176,27 @@ class Inner:
         " linear: up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2.",
         table=("ROUND_LENGTHS", "fixed", "qsr", "linear"),
     )
-    qsr_alpha: float = _knob(0.0175, "Of qsr; its paper's value for ViT-B with AdamW.", _RATE)
-    tx: str = _knob(
+    qsr_alpha: Rate = _knob(0.0175, "Of qsr; its paper's value for ViT-B with AdamW.")
+    tx: str = _fixed(
         "adamw",
         "The workers' optimizer. muon: for the matrices of hidden layers, with adamw for the rest,"
         " at one rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725).",
         table=("INNER_OPTIMIZERS", "adamw", "muon", "sgd"),
-        resume="refused",
     )
-    learning_rate: float = _knob(
-        4e-4, "Peak learning rate; AdLoCo continues a trained model at 2e-5.", _RATE
-    )
-    warmup_updates: int = _knob(
-        0, "Updates of a trainer over which the rate rises linearly from zero.", _COUNT_OR_0
-    )
+    learning_rate: Rate = _knob(4e-4, "Peak rate; AdLoCo continues a trained model at 2e-5.")
+    warmup_updates: Number = _knob(0, "A trainer's updates while the rate rises from zero.")
     schedule: Literal["constant", "cosine", "linear"] = _knob(
         "constant", "Rate after the warm-up; cosine and linear fall over the run's planned updates."
     )
-    final_lr_frac: float = _knob(
-        0.0, "Fraction of the peak rate at which a schedule ends; nanoGPT: 0.1.", "[0, 1)"
+    final_lr_frac: Decay = _knob(
+        0.0, "Fraction of the peak at which a schedule ends; nanoGPT: 0.1."
     )
-    weight_decay: float = _knob(
-        0.1, "Weight decay, times the rate (AdLoCo 6.1); adamw and muon.", "[0, 100]"
-    )
-    beta1: float = _knob(
-        0.9, "Decay of the first moment (Kingma & Ba 2015), and of muon's momentum.", "[0, 1)"
-    )
-    beta2: float = _knob(0.999, "Decay of the second moment (Kingma & Ba 2015).", "[0, 1)")
-    clip_norm: float | None = _knob(
-        None, "Upper limit of the norm of an update's gradient; unset: no clipping.", "(0, 1e9]"
-    )
+    weight_decay: Weight = _knob(0.1, "Weight decay, times the rate (AdLoCo 6.1); not for sgd.")
+    beta1: Decay = _knob(0.9, "Decay of the first moment (Kingma & Ba 2015); muon's momentum.")
+    beta2: Decay = _knob(0.999, "Decay of the second moment (Kingma & Ba 2015).")
+    clip_norm: Positive | None = _knob(None, "Limit of an update's gradient norm; unset: none.")
     state: Literal["keep", "reset"] = _knob(
-        "keep", "What a new round does with the optimizer's state; AdLoCo's code resets it."
+        "keep", "Its fate at a new round; AdLoCo's code: reset."
     )
 
 
@@ -227,15 +204,14 @@ class Inner:
 class Outer:
     """What a trainer does with its workers' pseudo-gradient."""
 
-    tx: str = _knob(
+    tx: str = _fixed(
         "nesterov",
         "The trainers' optimizer; AdLoCo uses sgd at 0.5.",
         table=("OUTER_OPTIMIZERS", "nesterov", "nesterov_by_interval", "sgd", "adamw"),
-        resume="refused",
     )
-    learning_rate: float = _knob(0.7, "Rate of the pseudo-gradient (DiLoCo: 0.7).", _RATE)
-    momentum: float = _knob(0.9, "Decay of earlier pseudo-gradients; nesterov only.", "[0, 1)")
-    weight_decay: float = _knob(0.0, "Weight decay, times the rate; adamw only.", "[0, 100]")
+    learning_rate: Rate = _knob(0.7, "Rate of the pseudo-gradient (DiLoCo: 0.7).")
+    momentum: Decay = _knob(0.9, "Decay of earlier pseudo-gradients; nesterov only.")
+    weight_decay: Weight = _knob(0.0, "Weight decay, times the rate; adamw only.")
     skip_single: bool = _knob(
         False, "A trainer with one worker takes the worker's parameters; tx begins with a second."
     )
@@ -246,29 +222,21 @@ class Outer:
         table=("AGGREGATORS", "mean", "rda", "isotropic"),
     )
     precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob(
-        "float32",
-        "Number format of the outer gradients that are sent; sums and averages are float32"
-        " (arXiv 2501.18512).",
+        "float32", "Format of sent outer gradients, which are added in float32 (arXiv 2501.18512)."
     )
     # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. Whether workers keep parameters of
     # their own is part of the state.
-    fragments: int = _knob(
+    fragments: Count = _fixed(
         1,
         "Streaming DiLoCo's parts of the parameters, synchronised one after another within a"
         " round; 1: all at once, at its end (arXiv 2501.18512).",
-        _COUNT,
-        resume="refused",
     )
-    delay_updates: int = _knob(
+    delay_updates: Number = _fixed(
         0,
         "Updates (micro-batches where a trainer accumulates) from the sending of a fragment to"
         " its arrival; Streaming DiLoCo: 1.",
-        _COUNT_OR_0,
-        resume="refused",
     )
-    mixing: float = _knob(
-        0.0, "Share of a worker's own numbers that stays; Streaming DiLoCo: 0.5.", "[0, 1)"
-    )
+    mixing: Decay = _knob(0.0, "Share of a worker's own numbers that stays; Streaming DiLoCo: 0.5.")
 
     @property
     def own_params(self) -> bool:
@@ -288,60 +256,40 @@ class Batching:
     test: str = _knob(
         "norm",
         "Batch-size test, which requests the next batch; constant and ramp measure nothing.",
-        table=(
-            "BATCH_TESTS",
-            "norm",
-            "inner_product",
-            "augmented",
-            "constant",
-            "ramp",
-        ),
+        table=("BATCH_TESTS", "norm", "inner_product", "augmented", "constant", "ramp"),
     )
     mode: Literal["unbiased", "paper"] = _knob(
-        "unbiased", "paper: the tests as AdLoCo prints them (docs/algorithm.md, 2)."
+        "unbiased", "paper: the tests as AdLoCo prints them."
     )
     scope: Literal["trainer", "worker"] = _knob("trainer", "Whose gradient is tested.")
-    eta: float = _knob(0.8, "Noise to signal allowed by the norm test (AdLoCo table A.2).", _RATE)
-    vartheta: float = _knob(
-        0.9, "Noise along the gradient allowed by the inner-product tests; AdLoCo: 0.01.", _RATE
+    eta: Rate = _knob(0.8, "Noise to signal allowed by the norm test (AdLoCo table A.2).")
+    vartheta: Rate = _knob(0.9, "Noise along the gradient, inner-product tests; AdLoCo: 0.01.")
+    nu: Rate = _knob(1.0, "Orthogonal noise allowed by the augmented test.")
+    initial_batch_size: Count = _fixed(1, "Sequences per worker at the start (AdLoCo table A.2).")
+    max_batch_size: Count | None = _knob("auto", "Largest micro-batch per worker; auto: as fits.")
+    memory_frac: PartOrAll | None = _free(  # max_batch_size is found once, and saved
+        None, "Fraction of a device's memory for auto; unset: 0.92, of RAM 0.8."
     )
-    nu: float = _knob(1.0, "Orthogonal noise allowed by the augmented test.", _RATE)
-    initial_batch_size: int = _knob(
-        1, "Sequences per worker at the start (AdLoCo table A.2).", _COUNT, resume="refused"
-    )
-    max_batch_size: int | None = _knob(
-        "auto", "Largest micro-batch per worker. auto: the largest bucket that fits.", _COUNT
-    )
-    memory_frac: float | None = _knob(  # max_batch_size is found once, and saved
-        None,
-        "Fraction of a device's memory that auto may use; unset: 0.92 of an accelerator's, 0.8 of"
-        " RAM.",
-        "(0, 1]",
-        resume="harmless",
-    )
-    batch_cap: int = _knob(1024, "Upper limit of a request, in sequences per worker.", _COUNT)
-    max_growth: int = _knob(4, "Largest factor from one request to the next.", _COUNT)
+    batch_cap: Count = _knob(1024, "Upper limit of a request, in sequences per worker.")
+    max_growth: Count = _knob(4, "Largest factor from one request to the next.")
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = _knob(
         ("workers", "rounds", "batch"),
         "What a larger request raises, in this order: the number of workers (at most twofold at a"
         " time, up to num_workers), the length of rounds (up to inner.max_steps_per_round), the"
         " batch (up to batch_cap).",
     )
-    max_blind_growth: int | None = _knob(
+    max_blind_growth: Count | None = _knob(
         None,
         "While no signal is above the noise: largest factor over the last batch that had one;"
         " unset: no limit (AdLoCo).",
-        _COUNT,
     )
-    smoothing: float = _knob(0.9, "Decay per test of the averaged statistics.", "[0, 1)")
-    test_batch_size: int | None = _knob(
-        "auto", "Sequences per trainer and test. auto: 4 % of the round's, 8 to 256.", "[8, 1e9]"
+    smoothing: Decay = _knob(0.9, "Decay per test of the averaged statistics.")
+    test_batch_size: Annotated[int, "[8, 2147483647]"] | None = _knob(
+        "auto", "Sequences per trainer and test. auto: 4 % of the round's, 8 to 256."
     )
-    buckets: tuple[int, ...] = _knob(
-        (), "Micro-batch sizes to compile for; empty: powers of two and their midpoints.", _COUNT
-    )
-    ramp: tuple[tuple[int, int], ...] = _knob(
-        (), "Pairs (from round, batch) of test=ramp, such as ((0, 4), (10, 8)).", _COUNT_OR_0
+    buckets: tuple[Count, ...] = _knob((), "Micro-batch sizes; empty: 1, 2, 3, 4, 6, 8, 12, ...")
+    ramp: tuple[tuple[Number, Number], ...] = _knob(
+        (), "Pairs (from round, batch) of test=ramp, such as ((0, 4), (10, 8))."
     )
 
 
@@ -352,9 +300,7 @@ class Switch:
     mode: Literal["threshold", "accumulate", "clip"] = _knob(
         "threshold", "threshold: accumulate only above the multiplier. clip: never accumulate."
     )
-    multiplier: int = _knob(
-        2, "Multiple of max_batch_size above which threshold accumulates.", _COUNT
-    )
+    multiplier: Count = _knob(2, "Multiple of max_batch_size above which threshold accumulates.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,13 +312,11 @@ class Merge:
         "Which trainers merge, by requested batch.",
         table=("MERGE_POLICIES", "worst_with_worst", "best_with_worst", "none"),
     )
-    every_rounds: int = _knob(3, "Rounds from one merge to the next (AdLoCo table A.2).", _COUNT)
-    width: int = _knob(2, "Trainers that become one.", _SIZE)
-    max_barrier: float | None = _knob(
-        None, "Nats/token that a merge may cost; unset: no limit.", "[0, 1e9]"
-    )
+    every_rounds: Count = _knob(3, "Rounds from one merge to the next (AdLoCo table A.2).")
+    width: Several = _knob(2, "Trainers that become one.")
+    max_barrier: Amount | None = _knob(None, "Nats/token that a merge may cost; unset: no limit.")
     on_refusal: Literal["keep", "retire"] = _knob(
-        "keep", "What becomes of the weaker trainer of a refused merge."
+        "keep", "Fate of a refused merge's weaker trainer."
     )
 
 
@@ -380,24 +324,21 @@ class Merge:
 class Eval:
     """Loss on held-out text: on the same rows whatever the seed."""
 
-    every_rounds: int = _knob(1, "Rounds from one evaluation to the next.", _COUNT)
-    num_sequences: int = _knob(64, "Upper limit of the held-out rows of a reported loss.", _COUNT)
+    every_rounds: Count = _knob(1, "Rounds from one evaluation to the next.")
+    num_sequences: Count = _knob(64, "Upper limit of the held-out rows of a reported loss.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """When the whole state is saved, besides at the end and at a signal."""
 
-    every_rounds: int | None = _knob(
-        None, "Rounds from save to save; unset: by time alone.", _COUNT
-    )
-    every_s: float = _knob(300.0, "Seconds from save to save, at the end of a round.", "[0, 1e9]")
-    keep: int = _knob(2, "Newest checkpoints to keep, beside that of the lowest loss.", _COUNT)
-    watchdog_s: float | None = _knob(
+    every_rounds: Count | None = _knob(None, "Rounds from save to save; unset: by time alone.")
+    every_s: Amount = _knob(300.0, "Seconds from save to save, at the end of a round.")
+    keep: Count = _knob(2, "Newest checkpoints to keep, beside that of the lowest loss.")
+    watchdog_s: Positive | None = _knob(
         None,
         "Seconds without a new round after which the process prints its stacks and ends; more than"
         " a round with compilation, evaluation and save takes. Unset: never.",
-        "(0, 1e9]",
     )
 
 
@@ -405,7 +346,7 @@ class Checkpoint:
 class Log:
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
-    every_rounds: int = _knob(1, "Rounds from line to line, on the terminal alone.", _COUNT)
+    every_rounds: Count = _knob(1, "Rounds from line to line, on the terminal alone.")
     tensorboard: bool = _knob(False, "Write tensorboard/ in the run's folder; an extra.")
     wandb: bool = _knob(False, "Send to Weights & Biases; an extra.")
 
@@ -425,19 +366,12 @@ class Settings:
     eval: Eval = _group("harmless")
     checkpoint: Checkpoint = _group("harmless")
     log: Log = _group("harmless")
-    seed: int = _knob(
-        0,
-        "Seed of the parameters, the data order and a loss's keys.",
-        "[0, 4294967295]",
-        resume="refused",
-    )
-    num_rounds: int = _knob(20, "Outer steps (AdLoCo table A.2).", _COUNT, resume="harmless")
-    num_tokens: int | None = _knob(
+    seed: Annotated[int, "[0, 4294967295]"] = _fixed(0, "Of parameters, data order, a loss's keys.")
+    num_rounds: Count = _free(20, "Outer steps (AdLoCo table A.2).")
+    num_tokens: Annotated[int, "[1, 4e18]"] | None = _free(
         None,
         "The run ends after the round in which all trainers together reach so many tokens, and"
         " schedules fall over tokens. Unset: rounds alone end it.",
-        "[1, 4e18]",
-        resume="harmless",
     )
 
 
@@ -453,9 +387,7 @@ def _declared(group: type, prefix: str = "", resume: str = "") -> dict[str, Knob
     return knobs
 
 
-KNOBS = dict(
-    sorted(_declared(Settings).items(), key=lambda item: "." in item[0])
-)  # the whole run's first
+KNOBS = dict(sorted(_declared(Settings).items(), key=lambda item: "." in item[0]))
 GROUPS: dict[str, Any] = {
     field.name: field.type for field in dataclasses.fields(Settings) if field.name not in KNOBS
 }
