@@ -375,7 +375,7 @@ class Settings:
     )
 
 
-def _declared(group: type, prefix: str = "", resume: str = "") -> dict[str, Knob]:
+def _declared(group: Any, prefix: str = "", resume: str = "") -> dict[str, Knob]:
     """The knobs of a group and of the groups in it, by full key."""
     knobs = {}
     for field in dataclasses.fields(group):
