@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
