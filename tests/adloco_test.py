@@ -18,9 +18,9 @@ from adloco_jax.engine.health import without_trainers
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes
+from adloco_jax.loop import plans as planning
 from adloco_jax.loop.adloco import State
 from adloco_jax.loop.control import Control, RoundPlan, Size, StateBytes, Trainer
-from adloco_jax.loop.learning_rates import learning_rate
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import control_from_json
 
@@ -33,12 +33,20 @@ def a_control(batches=(4, 4, 4), owners=(0, 0, 1, 2), max_batch_size=4):
 
 
 def plans_of(control, settings):
-    return {m: adloco.round_plan(control, m, settings) for m in range(len(control.trainers))}
+    return planning.round_plans(control, settings)
 
 
 def groups_of(control, settings):
     spec = types.SimpleNamespace(machine=here(), model_shards=1)
     return batches.group_trainers(control, plans_of(control, settings), spec)
+
+
+def rates_of(control, settings, round_tokens=0):
+    how = {"round_tokens": round_tokens}
+    return [
+        planning.learning_rates(control, m, plan, settings, **how)
+        for m, plan in plans_of(control, settings).items()
+    ]
 
 
 FREELY = {"eta": 1.0, "max_growth": 100, "batch_cap": 99}  # as far as the noise asks
@@ -164,8 +172,8 @@ def test_trainers_with_one_plan_share_a_group_with_all_their_workers():
     control.trainers[1].round_length = 2
     groups = groups_of(control, settings)
     assert [(g.trainers, g.workers, g.owners, g.plan) for g in groups] == [
-        ((0, 2), (0, 1, 3), (0, 0, 1), RoundPlan(4, 1, 3, 3)),
-        ((1,), (2,), (0,), RoundPlan(8, 3, 18, 6)),
+        ((0, 2), (0, 1, 3), (0, 0, 1), RoundPlan(4, 1, 3)),
+        ((1,), (2,), (0,), RoundPlan(8, 3, 6)),
     ]
 
 
@@ -174,10 +182,9 @@ def test_learning_rate_follows_the_trainers_own_updates():
     settings = settings_of(num_rounds=10, inner=inner | {"schedule": "linear"})
     control = a_control()
     control.trainers[1].updates = 22
-    (group,) = groups_of(control, settings)
-    rate_TR = batches.learning_rates(control, group, settings)
-    np.testing.assert_allclose(rate_TR[:, 0], [0.25, 0.5, 0.75, 1.0])
-    np.testing.assert_allclose(rate_TR[:, 2], 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
+    first, second, _ = rates_of(control, settings)
+    np.testing.assert_allclose(first, [0.25, 0.5, 0.75, 1.0])
+    np.testing.assert_allclose(second, 1 - (np.arange(22, 26) - 4) / 36, rtol=1e-6)
 
 
 def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
@@ -186,7 +193,7 @@ def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
     settings = settings_of(num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1})
     done = (np.arange(5, 45) - 5) / 40
     how = {"updates": np.arange(5, 46), "tokens": 0}
-    rate = learning_rate(settings, **how)
+    rate = planning.learning_rate(settings, **how)
     expected = [*(1e-4 + 9e-4 * (1 + np.cos(np.pi * done)) / 2), 1e-4]
     np.testing.assert_allclose(rate, expected, rtol=1e-12)
 
@@ -214,20 +221,18 @@ def test_a_declared_test_batch_is_raised_to_two_sequences_per_worker(workers, ea
 def check_counts(owners, micro_batches, counts, test_batch_size):
     batching = {"initial_batch_size": 4, "test_batch_size": test_batch_size}
     settings = settings_of(inner={"steps_per_round": micro_batches}, batching=batching)
-    control = a_control(batches=(4,), owners=owners)
-    counts_R = batches.test_counts(control, plans_of(control, settings), settings)
-    assert counts_R.tolist() == counts
+    (plan,) = plans_of(a_control(batches=(4,), owners=owners), settings).values()
+    assert [planning.test_count(plan, len(owners), settings)] * len(owners) == counts
 
 
 def test_a_round_too_short_for_a_test_skips_it_and_says_so():
     batching = {"initial_batch_size": 1, "buckets": (1, 4)}
     settings = settings_of(inner={"steps_per_round": 1}, batching=batching)
     control = a_control(batches=(1,), owners=(0,))
-    counts_R = batches.test_counts(control, plans_of(control, settings), settings)
-    assert counts_R.tolist() == [0]
-    for tested in ([], [((0,), (0,), counts_R, stats(9.0, 1.0, workers=1))]):
+    assert planning.test_count(plans_of(control, settings)[0], 1, settings) == 0
+    for tested in ([], [((0,), (0,), np.zeros(1), stats(9.0, 1.0, workers=1))]):
         after, (decision,) = adloco.with_batch_sizes(control, tested, settings)
-        assert decision.reason == "skipped" and decision.next_batch_size == 1
+        assert decision.reason == "skipped" and decision.size.batch_size == 1
         assert after.counts == {"skipped": 1}
 
 
@@ -236,7 +241,7 @@ def test_workers_that_tested_nothing_are_left_out_of_their_trainers_statistics()
     stats_R = stats(np.array([8.0, 1e9]), np.array([1.0, 0.0]), workers=2)
     control = a_control(batches=(4,), owners=(0, 0))
     _, (decision,) = with_batch_sizes(settings, control, stats_R, np.array([4, 0], np.int32))
-    assert (decision.noise, decision.signal, decision.next_batch_size) == (8.0, 1.0, 4)
+    assert (decision.noise, decision.signal, decision.size.batch_size) == (8.0, 1.0, 4)
 
 
 def test_a_trainers_statistics_are_its_own_whatever_class_it_was_tested_in():
@@ -255,7 +260,7 @@ def test_growth_is_asked_for_per_worker_of_the_trainer():
     for scope, sizes in (("trainer", [16, 32, 32]), ("worker", [32] * 3)):  # two workers, one, one
         settings = settings_of(batching=FREELY | {"scope": scope})
         _, decisions = observed(settings, a_control(), noise=32.0, signal=1.0)
-        assert [d.next_batch_size for d in decisions] == sizes
+        assert [d.size.batch_size for d in decisions] == sizes
 
 
 GROWING = {"num_trainers": 2, "num_workers": 8, "initial_workers": 2}
@@ -318,7 +323,7 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
     assert (control.owners, control.streams) == ([0, 1], [0, 1])
     control.round = 1
     control, decisions = observed(settings, control, noise=1000.0, signal=1.0)
-    assert [d.next_workers for d in decisions] == [2, 2]
+    assert [d.size.num_workers for d in decisions] == [2, 2]
     engine = host_engine()
     engine.spawn.side_effect = lambda ensemble, *_: ensemble
     state, events = State(None, control), []
@@ -334,7 +339,7 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
     # One worker is left of a pool of five: the first trainer takes it.
     settings = settings_of(ensemble=GROWING | {"num_workers": 5}, batching=batching)
     _, decisions = observed(settings, state.control, noise=1000.0, signal=1.0)
-    assert [d.next_workers for d in decisions] == [3, 2]
+    assert [d.size.num_workers for d in decisions] == [3, 2]
 
 
 def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
@@ -353,12 +358,12 @@ def test_without_a_signal_growth_stops_at_a_multiple_of_what_was_last_measured()
     control, sizes, reasons = a_control(batches=(4,), owners=(0,)), [], []
     for signal in (-1.0, -1.0, 1.0, -30.0, -30.0):
         control, (decision,) = observed(settings, control, noise=100.0, signal=signal)
-        sizes.append(decision.next_batch_size)
+        sizes.append(decision.size.batch_size)
         reasons.append(decision.reason)
     assert sizes[:2] == [8, 8] and reasons[:2] == ["signal", "held"]
     assert sizes[2:] == [32, 32, 32]
     _, (decision,) = observed(settings_of(batching=batching), control, noise=100.0, signal=-1.0)
-    assert decision.next_batch_size == 128
+    assert decision.size.batch_size == 128
 
 
 def test_smoothing_averages_numerators_and_denominators_apart_whatever_their_scales():
@@ -389,7 +394,7 @@ def test_degenerate_statistics_keep_the_batch_and_are_counted(noise, signal, rea
     settings = settings_of(batching={"max_growth": 2})
     control = a_control(batches=(4,), owners=(0,))
     after, (decision,) = observed(settings, control, noise, signal)
-    assert (decision.reason, decision.next_batch_size) == (reason, batch)
+    assert (decision.reason, decision.size.batch_size) == (reason, batch)
     assert after.counts == {reason: 1}
     if reason == "degenerate":
         assert after.trainers[0].smoothing == {}  # nothing broken is remembered
@@ -400,15 +405,15 @@ def test_ramp_takes_the_declared_batch_of_the_next_round():
     control, sizes = adloco.start(settings, 4), []
     for control.round in range(1, 4):
         control, decisions = adloco.with_batch_sizes(control, [], settings)
-        sizes.append(decisions[0].next_batch_size)
+        sizes.append(decisions[0].size.batch_size)
     assert sizes == [2, 6, 6]
 
 
 def test_a_run_is_over_by_rounds_or_by_tokens():
     settings = settings_of(num_rounds=10, num_tokens=1000)
-    shares = [adloco.share_done(*done, settings) for done in ((5, 100), (2, 750), (3, 1000))]
+    shares = [planning.share_done(*done, settings) for done in ((5, 100), (2, 750), (3, 1000))]
     assert shares == [0.5, 0.75, 1.0]
-    assert adloco.share_done(9, 10**9, settings_of(num_rounds=10)) == 0.9
+    assert planning.share_done(9, 10**9, settings_of(num_rounds=10)) == 0.9
 
 
 def test_where_tokens_end_a_run_the_schedule_follows_them():
@@ -418,13 +423,12 @@ def test_where_tokens_end_a_run_the_schedule_follows_them():
     control.tokens_total = 600
     for trainer, updates in zip(control.trainers, (3, 22, 7), strict=True):
         trainer.updates = updates  # does not matter
-    (group,) = groups_of(control, settings)
-    rate_TR = batches.learning_rates(control, group, settings, round_tokens=480)
-    expected_T = [0.4, 0.28, 0.16, 0.04]  # a quarter of 480 tokens a step
-    np.testing.assert_allclose(rate_TR, np.tile(expected_T, (4, 1)).T, rtol=1e-6)
+    for rate_T in rates_of(control, settings, round_tokens=480):
+        # A quarter of 480 tokens a step.
+        np.testing.assert_allclose(rate_T, [0.4, 0.28, 0.16, 0.04], rtol=1e-6)
     control.tokens_total = 990
-    rate_TR = batches.learning_rates(control, group, settings, round_tokens=480)
-    np.testing.assert_allclose(rate_TR[:, 0], [0.01, 0, 0, 0], rtol=1e-5, atol=1e-9)
+    for rate_T in rates_of(control, settings, round_tokens=480):
+        np.testing.assert_allclose(rate_T, [0.01, 0, 0, 0], rtol=1e-5, atol=1e-9)
 
 
 def test_accounting_of_rounds():

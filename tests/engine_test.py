@@ -19,7 +19,8 @@ from adloco_jax.engine.inputs import make_batch
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower
 from adloco_jax.engine.spec import Key
-from adloco_jax.loop.adloco import State, after_merge, round_plan, start
+from adloco_jax.loop.adloco import State, after_merge, start
+from adloco_jax.loop.plans import round_plans
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.machines import here
@@ -121,7 +122,7 @@ def test_the_engines_round_is_the_public_outer_step():
     heldout = split_heldout(rows.heldout_rows, num_sequences=8, batch_size=4)
     engine = LocalEngine(settings, spec, Programs(spec), rows, heldout)
     state = State(ensemble, control)
-    plans = {m: round_plan(control, m, settings) for m in engine.ready(state)}
+    plans = round_plans(control, settings, engine.ready(state))
     assert {plan.num_accum_steps for plan in plans.values()} == {num_accum_steps}
     state, underway = engine.outer_step(state, engine.batch(state, plans))
     state, metrics, changes = engine.finish(state, underway)
@@ -159,7 +160,7 @@ def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     assert len(rows.reads) == 4
     if changes:
         control = after_merge(control, (0, 1))
-    plans = {m: round_plan(control, m, settings) for m in range(len(control.trainers))}
+    plans = round_plans(control, settings)
     batch = engine.batch(State(None, control), plans)
     assert len(rows.reads) == (8 if changes else 4)
     expected = make_batch(control, plans, settings, spec, rows)

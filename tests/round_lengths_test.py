@@ -7,8 +7,7 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax import ROUND_LENGTHS
-from adloco_jax.engine import inputs as batches
-from adloco_jax.loop import adloco
+from adloco_jax.loop import plans
 from adloco_jax.loop.control import Control, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -21,7 +20,7 @@ def a_control(*, updates=0, tokens=0, rounds=0, round_length=1):
 
 
 def steps(settings, **how):
-    return adloco.round_plan(a_control(**how), 0, settings).num_updates
+    return plans.round_plans(a_control(**how), settings)[0].num_updates
 
 
 @pytest.mark.parametrize(
@@ -60,10 +59,9 @@ def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
     monkeypatch.setitem(ROUND_LENGTHS, "fixed", rule)
     for updates in (2, 7):
         control = a_control(updates=updates, tokens=3000)
-        plans = {0: adloco.round_plan(control, 0, settings)}
-        (group,) = batches.group_trainers(control, plans, model_shards=1)
-        rate_TR = batches.learning_rates(control, group, settings, round_tokens=192)
-        assert seen[-1] == pytest.approx(rate_TR[0, 0])
+        (plan,) = plans.round_plans(control, settings).values()
+        rate_T = plans.learning_rates(control, 0, plan, settings, round_tokens=192)
+        assert seen[-1] == pytest.approx(rate_T[0])
     assert seen[0] == pytest.approx(0.6 * seen[1])
 
 
@@ -78,13 +76,10 @@ def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
     settings = settings_of(inner=inner)
     trainers = [Trainer(0, 4, updates=4), Trainer(1, 12, updates=30), Trainer(2, 4, round_length=3)]
     control = Control(trainers, [0, 1, 1, 2], [0, 1, 2, 3], 4, 4)
-    plans = {m: adloco.round_plan(control, m, settings) for m in range(3)}
     found = {}
-    for group in batches.group_trainers(control, plans, model_shards=1):
-        rate_TR = batches.learning_rates(control, group, settings)
-        interval_M = batches.intervals(group, rate_TR, settings)
-        assert interval_M.dtype == np.float32
-        found |= dict(zip(group.trainers, interval_M, strict=True))
+    for m, plan in plans.round_plans(control, settings).items():
+        rate_T = plans.learning_rates(control, m, plan, settings, round_tokens=0)
+        found[m] = plans.interval(rate_T, plan, settings)
     # 4 updates of 5, 6, 7 and 8 eighths; 4, each of 3 micro-batches; 12, of which 8 warm up.
     assert found == {0: pytest.approx(3.25 / 4), 1: pytest.approx(1), 2: pytest.approx(8.5 / 4)}
 

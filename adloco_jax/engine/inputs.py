@@ -1,7 +1,6 @@
-"""A round's inputs: groups of trainers, their sequences, learning rates and test rows."""
+"""A round's inputs: groups of trainers, their sequences and test rows, on the devices."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
@@ -9,30 +8,33 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from adloco_jax.core.batching import BATCH_TESTS
-from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
-from adloco_jax.engine.programs import AUTO_TEST_MAX, AUTO_TEST_MIN, placement
+from adloco_jax.engine.programs import placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Kind, Machine, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
     choose_members,
-    is_over,
     joining_workers,
     merge_due,
-    round_plan,
     with_workers,
 )
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.loop.growth import measures_gradients, with_growth
-from adloco_jax.loop.learning_rates import learning_rate
+from adloco_jax.loop.plans import (
+    interval,
+    is_over,
+    learning_rates,
+    planned,
+    round_plans,
+    test_count,
+    update_flags,
+)
 from adloco_jax.settings import Settings
 
 _COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them must differ
-AUTO_TEST_FRAC = 0.04  # of a round's sequences, for the batch-size test
 
 
 class Rows(Protocol):
@@ -65,7 +67,7 @@ class Group(NamedTuple):
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
     owners: tuple[int, ...]  # of these workers, in the group's own stack
     devices: tuple[int, int] | None  # the first and the number of those used; None: all
-    plan: RoundPlan = RoundPlan(0, 1, 0, 0)  # where they run a round
+    plan: RoundPlan = RoundPlan(0, 1, 0)  # where they run a round
 
     def key(self, kind: Kind, **more) -> Key:
         """The key of a program that depends on the workers' trainers."""
@@ -94,7 +96,7 @@ class Batch(NamedTuple):
     """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]; for a
     loss that takes `key` each worker's trainer id, stream, and first sequence of it [R, 3]."""
     intervals: list[np.ndarray]
-    """By group: float32 [M of the group], the round's length in base rounds, see `intervals`."""
+    """By group: float32 [M of the group], the round's length in base rounds (`plans.interval`)."""
     tests: list[Test]
     lines: list[dict]
     """The round's ledger fields by trainer, as far as the plan decides them."""
@@ -176,7 +178,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
 
     Both include a merge that may come before them, chosen as if all guard losses were equal.
     """
-    keys = _keys(control, settings, spec)
+    keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
     last = is_over(later, settings)
     if settings.outer.leaves_unsynchronised:
@@ -189,7 +191,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key
                 ahead = after_merge(ahead, members)
             for position, num_workers in joining_workers(ahead, settings):
                 ahead = with_workers(ahead, position, num_workers)
-            keys += _keys(ahead, settings, spec)
+            keys += round_keys(ahead, round_plans(ahead, settings), settings, spec)
     return list(dict.fromkeys(keys))
 
 
@@ -198,11 +200,6 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
     if not merge_due(control, settings):
         return ()
     return choose_members(control, [0.0] * len(control.trainers), settings)
-
-
-def _keys(control: Control, settings: Settings, spec: Spec) -> list[Key]:
-    plans = {m: round_plan(control, m, settings) for m in range(len(control.trainers))}
-    return round_keys(control, plans, settings, spec)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
@@ -217,12 +214,12 @@ def make_batch(
     """Puts the next sequences of every worker's stream on the devices."""
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
-        group.plan.num_micro_batches * group.plan.micro_batch_size * len(group.workers)
-        for group in groups
+        group.plan.num_sequences * len(group.workers) for group in groups
     )
     count_R = np.zeros(len(control.owners), np.int32)
-    if measures_gradients(settings):
-        count_R = test_counts(control, plans, settings)
+    for m, plan in plans.items():
+        workers = control.workers_of(m)
+        count_R[workers] = test_count(plan, len(workers), settings)
     tested = []
     for group in classes(control, plans, spec):
         if count_R[list(group.workers)].any():
@@ -235,12 +232,17 @@ def make_batch(
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
         rows_TRBL = _sequences(control, group, spec, rows, at, tested_here)
-        for place, worker in enumerate(group.workers):
-            flat = rows_TRBL[:, place].reshape(-1, spec.row_length)
+        for index, worker in enumerate(group.workers):
+            flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
             beginnings[worker] = flat[: max(count_R[worker], _COMPARED)]
-        rate_TR = learning_rates(control, group, settings, round_tokens=round_tokens)
-        flag_T = update_flags(group.plan)
-        intervals_M.append(intervals(group, rate_TR, settings))
+        flag_T, rates = update_flags(group.plan), []
+        for m in group.trainers:
+            how = {"round_tokens": round_tokens}
+            rates.append(learning_rates(control, m, group.plan, settings, **how))
+            lines[m] = planned(control, m, group.plan, rates[-1])
+        rate_TR = np.stack(rates, axis=1)[:, group.owners]
+        found = [interval(rate_T, group.plan, settings) for rate_T in rates]
+        intervals_M.append(np.array(found, np.float32))
         parts.append(
             [
                 (
@@ -252,104 +254,29 @@ def make_batch(
                 for t in range(0, group.plan.num_micro_batches, steps)
             ]
         )
-        lines |= {m: _planned(control, m, group, rate_TR, settings) for m in group.trainers}
     if control.round == 0:
         _require_different_rows(control, beginnings)
     tests = []
     for group, at, test_RBL in tested:
-        for place, worker in enumerate(group.workers):
-            test_RBL[place, : count_R[worker]] = beginnings[worker][: count_R[worker]]
+        for index, worker in enumerate(group.workers):
+            test_RBL[index, : count_R[worker]] = beginnings[worker][: count_R[worker]]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
     return Batch(plans, groups, parts, intervals_M, tests, [lines[m] for m in sorted(lines)])
-
-
-def _planned(
-    control: Control, position: int, group: Group, rate_TR: np.ndarray, settings: Settings
-) -> dict:
-    """A trainer's fields of the ledger, as far as the plan decides them."""
-    trainer, workers = control.trainers[position], control.workers_of(position)
-    return {
-        "round": control.round + 1,
-        "trainer": trainer.id,
-        "workers": len(workers),
-        "requested_batch_size": trainer.requested_batch_size,
-        "steps_per_round": group.plan.num_updates,
-        "micro_batch_size": group.plan.micro_batch_size,
-        "num_accum_steps": group.plan.num_accum_steps,
-        "learning_rate": float(rate_TR[-1, group.workers.index(workers[0])]),
-    }
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
     """DataError if two workers read the same rows: they would compute the same update."""
     first_with = {}
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
-        place = control.reads(worker)
-        before = first_with.setdefault(rows_BL.tobytes(), place)
+        read = control.reads(worker)
+        before = first_with.setdefault(rows_BL.tobytes(), read)
         # Few different rows may coincide by chance, and of another process all are zero.
-        if before != place and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
+        if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
-                f" {place[0]}, stream {place[1]} the same {len(rows_BL)} rows; choose rows by both"
+                f" {read[0]}, stream {read[1]} the same {len(rows_BL)} rows; choose rows by both"
                 " arguments, trainer and stream"
             )
-
-
-def update_flags(plan: RoundPlan) -> np.ndarray:
-    """Bool [T]: the micro-batches that end an update."""
-    return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
-
-
-def learning_rates(
-    control: Control, group: Group, settings: Settings, *, round_tokens: int = 0
-) -> np.ndarray:
-    """Float32 [T, R of the group]: the learning rate of the update each micro-batch belongs to.
-
-    `round_tokens` are those of all trainers in this round.
-    """
-    plan = group.plan
-    update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
-    start_R = np.array([control.trainers[control.owners[w]].updates for w in group.workers])
-    used_T = control.tokens_total + update_T / plan.num_updates * round_tokens
-    rate_TR = learning_rate(
-        settings,
-        updates=update_T[:, None] + start_R[None, :],
-        tokens=used_T[:, None],
-    )
-    return rate_TR.astype(np.float32)
-
-
-def intervals(group: Group, rate_TR: np.ndarray, settings: Settings) -> np.ndarray:
-    """Float32 [M of the group]: a round's length in base rounds, as the learning rate measures it.
-
-    The sum of the rates of its updates, over that of `steps_per_round` updates at the full rate.
-    """
-    inner = settings.inner
-    sum_R = rate_TR[update_flags(group.plan)].sum(axis=0, dtype=np.float64)
-    firsts = [group.owners.index(place) for place in range(len(group.trainers))]
-    return (sum_R[firsts] / (inner.steps_per_round * inner.learning_rate)).astype(np.float32)
-
-
-def least_test_sequences(settings: Settings) -> int:
-    """Sequences per worker without which the batch-size test has no meaning."""
-    needs = BATCH_TESTS[settings.batching.test].needs
-    return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
-
-
-def test_counts(control: Control, plans: Mapping[int, RoundPlan], settings: Settings) -> np.ndarray:
-    """Int32 [R]: how many of its round's first sequences each worker tests; 0 skips a trainer."""
-    counts = np.zeros(len(control.owners), np.int32)
-    least = least_test_sequences(settings)
-    for trainer, plan in plans.items():
-        per_worker = plan.num_micro_batches * plan.micro_batch_size
-        workers = control.workers_of(trainer)
-        total = settings.batching.test_batch_size
-        if total is None:
-            fraction = math.ceil(AUTO_TEST_FRAC * per_worker * len(workers))
-            total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
-        share = min(max(total // len(workers), least), per_worker)
-        counts[workers] = share if share >= least else 0
-    return counts
 
 
 def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
@@ -359,9 +286,9 @@ def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
-    """The places on an axis that this process's devices have a part of."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return {place for index in indices if index for place in range(shape[axis])[index[axis]]}
+    """The indices on an axis that this process's devices have a part of."""
+    slices = sharding.addressable_devices_indices_map(shape).values()
+    return {index for part in slices if part for index in range(shape[axis])[part[axis]]}
 
 
 def _sequences(
@@ -380,9 +307,9 @@ def _sequences(
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)
     rows_TRBL = np.zeros(shape, np.int32)
     trained_here = _here(tokens_at, shape, 1)
-    for place, worker in enumerate(group.workers):
-        if place not in trained_here and worker not in tested_here:
+    for index, worker in enumerate(group.workers):
+        if index not in trained_here and worker not in tested_here:
             continue
         taken = rows.batch(*control.reads(worker), len(rows_TRBL) * size)
-        rows_TRBL[:, place] = taken.reshape(len(rows_TRBL), size, -1)
+        rows_TRBL[:, index] = taken.reshape(len(rows_TRBL), size, -1)
     return rows_TRBL

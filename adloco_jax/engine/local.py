@@ -33,8 +33,9 @@ from adloco_jax.engine.inputs import (
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Key, Spec
-from adloco_jax.loop.adloco import State, Stats, round_plan
+from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
+from adloco_jax.loop.plans import round_plans
 from adloco_jax.settings import Settings
 
 
@@ -101,7 +102,7 @@ class LocalEngine:
     def look_ahead(self, control: Control) -> None:
         """Prepares the next round's rows, and compiles programs of the rounds to come."""
         self.programs.prefetch(programs_ahead(control, self.settings, self.spec))
-        plans = {m: round_plan(control, m, self.settings) for m in range(len(control.trainers))}
+        plans = round_plans(control, self.settings)
         try:
             batch: Batch | Exception = make_batch(
                 control, plans, self.settings, self.spec, self.rows

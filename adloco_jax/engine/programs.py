@@ -29,8 +29,8 @@ from adloco_jax.core.streaming import flush_workers, fragment_steps
 from adloco_jax.core.types import Ensemble, Workers, init
 from adloco_jax.engine.sharding import Placement, place, reshard
 from adloco_jax.engine.spec import Key, Kind, Spec
+from adloco_jax.loop.plans import AUTO_TEST_MIN
 
-AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences that a trainer's batch-size test takes
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
 # XLA's CPU client admits 32 programs to a device and lets the next one wait on the thread that one

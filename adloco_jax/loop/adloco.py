@@ -8,16 +8,12 @@ run goes on is its `State`.
 import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from adloco_jax.core.arguments import with_knobs
-from adloco_jax.core.batching import switch_mode
 from adloco_jax.core.merge import MERGE_POLICIES, Candidate, allocate_workers, divide_workers
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
 from adloco_jax.core.types import Ensemble
 from adloco_jax.loop.control import (
     Control,
@@ -28,7 +24,7 @@ from adloco_jax.loop.control import (
     with_cost,
 )
 from adloco_jax.loop.growth import Decision, Stats, free_workers, with_batch_sizes
-from adloco_jax.loop.learning_rates import learning_rate
+from adloco_jax.loop.plans import is_over, round_plans, share_done
 from adloco_jax.settings import Settings
 
 
@@ -139,7 +135,7 @@ def adloco(
     """
     while not is_over(state.control, settings):
         trainers = engine.ready(state)
-        plans = {m: round_plan(state.control, m, settings) for m in trainers}  # 4.4, switch mode
+        plans = round_plans(state.control, settings, trainers)  # 4.4, switch mode
         batch = engine.batch(state, plans)
         stats = engine.gradient_stats(state, batch)  # 4.2, at the round's common point
         state, underway = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
@@ -185,71 +181,6 @@ def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) 
         max_batch_size=max_batch_size,
         eval_batch_size=max_batch_size,
     )
-
-
-def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done; at 1 it is over."""
-    by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
-    return max(rounds / settings.num_rounds, by_tokens)
-
-
-def is_over(control: Control, settings: Settings) -> bool:
-    """Whether no round is left."""
-    return share_done(control.round, control.tokens_total, settings) >= 1
-
-
-def round_plan(control: Control, trainer: int, settings: Settings) -> RoundPlan:
-    """Switch mode, and the micro-batch rounded up to its bucket (section 4.4)."""
-    bucket, accum = _micro_batches(control, trainer, settings)
-    steps = round_steps(control, trainer, settings)
-    return RoundPlan(bucket, accum, steps * accum, steps)
-
-
-def _micro_batches(control: Control, trainer: int, settings: Settings) -> tuple[int, int]:
-    """The micro-batch of a trainer's next round, and how many of them an update averages."""
-    largest = control.max_batch_size
-    size, accum = switch_mode(
-        control.trainers[trainer].requested_batch_size,
-        max_batch_size=largest,
-        multiplier=settings.switch.multiplier,
-        mode=settings.switch.mode,
-    )
-    return min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest), accum
-
-
-def round_steps(control: Control, trainer: int, settings: Settings) -> int:
-    """Steps of a trainer's next round: its rule's, times what its test has let rounds grow by.
-
-    A rule's steps are rounded down to whole base rounds, of which there is at least one, and no
-    more than reach the end of a run that tokens end.
-    """
-    inner, its = settings.inner, control.trainers[trainer]
-    rate = learning_rate(settings, updates=its.updates, tokens=control.tokens_total)
-    available = {
-        **vars(inner),
-        "next_rate": float(rate),
-        "updates": its.updates,
-        "round_index": control.round,
-        "share_done": share_done(control.round, control.tokens_total, settings),
-    }
-    wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
-    left = np.ceil(_base_rounds_left(control, settings))
-    # What rounding errors have taken away does not cost a base round.
-    length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
-    steps = inner.steps_per_round * max(int(min(its.round_length * length, left)), 1)
-    return min(steps, inner.max_steps_per_round or steps)
-
-
-def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Rounds of the base length, of all trainers, until tokens end the run."""
-    if settings.num_tokens is None:
-        return math.inf
-    inner, sequences = settings.inner, 0  # of a step
-    for owner in control.owners:
-        bucket, accum = _micro_batches(control, owner, settings)
-        sequences += bucket * accum
-    tokens = inner.steps_per_round * sequences * settings.data.sequence_length
-    return (settings.num_tokens - control.tokens_total) / tokens
 
 
 def merge_due(control: Control, settings: Settings) -> bool:
@@ -304,10 +235,7 @@ def merge_trainers(
         state, num_joining, flushed = _join(state, members, shares, engine, refused=refused)
         changes += flushed
     cost = merge_cost(
-        engine.state_bytes,
-        num_absorbed=len(members) - 1,
-        num_joining=num_joining,
-        refused=refused,
+        engine.state_bytes, num_absorbed=len(members) - 1, num_joining=num_joining, refused=refused
     )
     ids = [trainers[m].id for m in members]
     event: dict[str, Any] = {

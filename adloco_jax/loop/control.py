@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """What growth is spent on: how many workers of a trainer do how much in a round."""
+    """The quantities that grow: workers of a trainer, length of its rounds, batch."""
 
     num_workers: int
     round_length: int  # in multiples of inner.steps_per_round
@@ -76,14 +76,14 @@ class Control:
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """What a worker reads next: its trainer's id, its stream, and the place of the sequence."""
+        """What a worker reads next: trainer's id, stream, and the sequence's number there."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
-    def size(self, trainer: int) -> Size:
+    def size(self, position: int) -> Size:
         """What the trainer at a position runs with."""
-        its = self.trainers[trainer]
-        return Size(self.owners.count(trainer), its.round_length, its.requested_batch_size)
+        trainer = self.trainers[position]
+        return Size(self.owners.count(position), trainer.round_length, trainer.requested_batch_size)
 
 
 class RoundPlan(NamedTuple):
@@ -91,8 +91,17 @@ class RoundPlan(NamedTuple):
 
     micro_batch_size: int  # B
     num_accum_steps: int  # A
-    num_micro_batches: int  # T
-    num_updates: int
+    num_updates: int  # S
+
+    @property
+    def num_micro_batches(self) -> int:
+        """T, of all updates."""
+        return self.num_accum_steps * self.num_updates
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each worker."""
+        return self.num_micro_batches * self.micro_batch_size
 
 
 class StateBytes(NamedTuple):
@@ -124,13 +133,12 @@ def count_round(
     spent = []
     for position, plan in sorted(plans.items()):
         trainer, workers = control.trainers[position], control.workers_of(position)
-        sequences = plan.num_micro_batches * plan.micro_batch_size
         trainer.rounds += 1
         trainer.updates += plan.num_updates
         for worker in workers:
             _, stream, cursor = control.reads(worker)
-            trainer.cursors[str(stream)] = cursor + sequences
-        tokens = sequences * len(workers) * sequence_length
+            trainer.cursors[str(stream)] = cursor + plan.num_sequences
+        tokens = plan.num_sequences * len(workers) * sequence_length
         cost = sync_cost(len(workers), sync_bytes, num_syncs)
         spent.append({"updates": plan.num_updates, "tokens": tokens, **cost})
     control.round += 1

@@ -22,18 +22,11 @@ it tested, and its statistics, arrays [R] that may still be computed."""
 class Decision(NamedTuple):
     """The outcome of one trainer's batch-size test."""
 
-    noise: float | None  # S_hat
-    signal: float | None  # |G|^2
-    test_value: float | None  # sequences per worker
-    next_batch_size: int
-    reason: str  # why it is this one
-    next_workers: int
-    next_round_length: int  # in multiples of inner.steps_per_round
-
-    @property
-    def size(self) -> Size:
-        """What the trainer grows to."""
-        return Size(self.next_workers, self.next_round_length, self.next_batch_size)
+    size: Size  # for the rounds to come
+    reason: str
+    noise: float | None = None  # S_hat
+    signal: float | None = None  # |G|^2
+    test_value: float | None = None  # sequences per worker
 
 
 def measures_gradients(settings: Settings) -> bool:
@@ -65,9 +58,9 @@ def with_batch_sizes(
                 decision = _tested(trainer, tested.get(position), request, now, free, settings)
             else:
                 size = now._replace(batch_size=int(request(None)))
-                decision = _decision(size, "kept" if size == now else "schedule")
+                decision = Decision(size, "kept" if size == now else "schedule")
             trainer.grow_to(decision.size)
-            free -= decision.next_workers - now.num_workers
+            free -= decision.size.num_workers - now.num_workers
             control.counts[decision.reason] = control.counts.get(decision.reason, 0) + 1
             decisions.append(decision)
     return control, decisions
@@ -150,11 +143,11 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
     pooled = {}
     for trainers, owners, count_R, stats_R in stats:
         fields = {name: np.asarray(value, np.float64) for name, value in vars(stats_R).items()}
-        for place, trainer in enumerate(trainers):
-            own = [w for w, owner in enumerate(owners) if owner == place and count_R[w] > 0]
-            if own:
-                mine = {name: values[own] for name, values in fields.items()}
-                pooled[trainer] = pool(GradientStats(**mine))
+        for index, trainer in enumerate(trainers):
+            tested = [w for w, owner in enumerate(owners) if owner == index and count_R[w] > 0]
+            if tested:
+                parts = {name: values[tested] for name, values in fields.items()}
+                pooled[trainer] = pool(GradientStats(**parts))
     return pooled
 
 
@@ -182,10 +175,10 @@ def _tested(
     """The test's answer within its limits; the trainer's smoothed sums change in place."""
     batching = settings.batching
     if stats is None:
-        return _decision(now, "skipped")
+        return Decision(now, "skipped")
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
-        return _decision(now, "degenerate", noise, signal)
+        return Decision(now, "degenerate", noise, signal)
     # Without a scale, which differs from test to test: float64 holds it.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
     if batching.mode == "unbiased":
@@ -212,16 +205,4 @@ def _tested(
         reason = "capped"
     else:
         reason = "kept" if size == now else "grew" if size.total > now.total else "shrank"
-    return _decision(size, reason, noise, signal, value)
-
-
-def _decision(
-    size: Size,
-    reason: str,
-    noise: float | None = None,
-    signal: float | None = None,
-    test_value: float | None = None,
-) -> Decision:
-    return Decision(
-        noise, signal, test_value, size.batch_size, reason, size.num_workers, size.round_length
-    )
+    return Decision(size, reason, noise, signal, value)

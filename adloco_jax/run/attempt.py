@@ -32,10 +32,9 @@ from adloco_jax.loop.adloco import (
     Observer,
     State,
     adloco,
-    is_over,
-    share_done,
     start,
 )
+from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes, resume
 from adloco_jax.run.build import InitFn, attention
 from adloco_jax.run.checkpoint import Saver

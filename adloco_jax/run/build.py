@@ -22,10 +22,10 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
 from adloco_jax.engine.memory import fewest_model_shards
-from adloco_jax.engine.programs import AUTO_TEST_MAX
 from adloco_jax.engine.spec import Machine, Spec
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
+from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
 

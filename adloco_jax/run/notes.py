@@ -7,15 +7,19 @@ from adloco_jax.settings import Settings
 def decided(decision: Decision, settings: Settings) -> dict:
     """A decision's fields of the ledger."""
     fields = decision._asdict()
-    del fields["next_round_length"]
-    return fields | {"next_steps_per_round": _next_steps(decision, settings)}
+    size = fields.pop("size")
+    return fields | {
+        "next_workers": size.num_workers,
+        "next_steps_per_round": _next_steps(decision, settings),
+        "next_batch_size": size.batch_size,
+    }
 
 
 def _next_steps(decision: Decision, settings: Settings) -> int | None:
     """Steps of the trainer's next round; None if a rule for them decides when it begins."""
     inner = settings.inner
     is_known = inner.round_length == "fixed"
-    return decision.next_round_length * inner.steps_per_round if is_known else None
+    return decision.size.round_length * inner.steps_per_round if is_known else None
 
 
 def of_round(line: dict, decision: Decision, settings: Settings) -> list[str]:
@@ -39,7 +43,7 @@ def _growth(line: dict, decision: Decision, settings: Settings) -> str:
     limit = "batching.max_growth"
     if "batch" not in batching.growth:
         limit = "batching.growth, which has no 'batch'"
-    elif decision.next_batch_size >= batching.batch_cap:
+    elif decision.size.batch_size >= batching.batch_cap:
         limit = "batching.batch_cap"
     why = {
         "capped": f"{requested}, limited by {limit}",
@@ -48,7 +52,7 @@ def _growth(line: dict, decision: Decision, settings: Settings) -> str:
         "schedule": "as declared",
     }.get(decision.reason, requested)
     changes = {
-        "batch per worker": (line["requested_batch_size"], decision.next_batch_size),
+        "batch per worker": (line["requested_batch_size"], decision.size.batch_size),
         "updates per round": (line["steps_per_round"], _next_steps(decision, settings)),
     }
     shown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]

@@ -24,9 +24,8 @@ from adloco_jax.loop.adloco import (
     Control,
     Observer,
     State,
-    is_over,
-    share_done,
 )
+from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, notes, processes
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import Ledger

@@ -11,13 +11,14 @@ from adloco_jax.config import validate
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import Corpus, check_corpus
 from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import Group, classes, least_test_sequences, round_keys
+from adloco_jax.engine.inputs import Group, classes, round_keys
 from adloco_jax.engine.memory import find_max_batch, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec, num_bytes
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
+from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run import processes
 from adloco_jax.run.build import (
     attention,
@@ -207,7 +208,7 @@ def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool)
     control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
     keys = []
     for count in (1, 2) if accumulates else (1,):
-        plan = RoundPlan(size, count, steps * count, steps)
+        plan = RoundPlan(size, count, steps)
         plans = dict.fromkeys(range(len(control.trainers)), plan)
         keys += round_keys(control, plans, settings, spec)
     return keys

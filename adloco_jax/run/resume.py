@@ -22,7 +22,8 @@ from adloco_jax.crashpoints import hit
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
-from adloco_jax.loop.adloco import Control, State, Trainer, share_done
+from adloco_jax.loop.adloco import Control, State, Trainer
+from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes, records
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read, write_errors

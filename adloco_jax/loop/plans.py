@@ -1,0 +1,173 @@
+"""A round's plan: how many updates of which batch each trainer's workers run, at what rate."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from adloco_jax.core.arguments import with_knobs
+from adloco_jax.core.batching import BATCH_TESTS, switch_mode
+from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
+from adloco_jax.core.round_lengths import ROUND_LENGTHS
+from adloco_jax.loop.control import Control, RoundPlan
+from adloco_jax.settings import Settings
+
+AUTO_TEST_FRAC = 0.04  # of a trainer's sequences in a round, for its batch-size test
+AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences of that test
+
+
+def share_done(rounds: int, tokens: int, settings: Settings) -> float:
+    """The fraction of the run that is done; at 1 it is over."""
+    by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
+    return max(rounds / settings.num_rounds, by_tokens)
+
+
+def is_over(control: Control, settings: Settings) -> bool:
+    """Whether no round is left."""
+    return share_done(control.round, control.tokens_total, settings) >= 1
+
+
+def round_plans(
+    control: Control, settings: Settings, trainers: Iterable[int] | None = None
+) -> dict[int, RoundPlan]:
+    """What the trainers at these positions, or all, run in the next round (section 4.4)."""
+    chosen = range(len(control.trainers)) if trainers is None else trainers
+    return {
+        m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
+        for m in chosen
+    }
+
+
+def _round_steps(control: Control, position: int, settings: Settings) -> int:
+    """Updates of a trainer's next round: its rule's, times what its test has let rounds grow by.
+
+    A rule's updates are rounded down to whole base rounds, of which there is at least one, and no
+    more than reach the end of a run that tokens end.
+    """
+    inner, trainer = settings.inner, control.trainers[position]
+    rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
+    available = {
+        **vars(inner),
+        "next_rate": float(rate),
+        "updates": trainer.updates,
+        "round_index": control.round,
+        "share_done": share_done(control.round, control.tokens_total, settings),
+    }
+    wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
+    left = np.ceil(_base_rounds_left(control, settings))
+    # What rounding errors have taken away does not cost a base round.
+    length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
+    steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
+    return min(steps, inner.max_steps_per_round or steps)
+
+
+def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
+    """The micro-batch of a trainer's next round, and how many of them an update averages."""
+    largest = control.max_batch_size
+    size, accum = switch_mode(
+        control.trainers[position].requested_batch_size,
+        max_batch_size=largest,
+        multiplier=settings.switch.multiplier,
+        mode=settings.switch.mode,
+    )
+    return min(n for n in (*settings.batching.buckets, largest) if size <= n <= largest), accum
+
+
+def _base_rounds_left(control: Control, settings: Settings) -> float:
+    """Rounds of the base length, of all trainers, until tokens end the run."""
+    if settings.num_tokens is None:
+        return math.inf
+    batches = [math.prod(_micro_batches(control, owner, settings)) for owner in control.owners]
+    tokens = settings.inner.steps_per_round * sum(batches) * settings.data.sequence_length
+    return (settings.num_tokens - control.tokens_total) / tokens
+
+
+def learning_rate(
+    settings: Settings, *, updates: int | np.ndarray, tokens: float | np.ndarray
+) -> np.ndarray:
+    """The learning rate of inner updates; arguments that are arrays broadcast.
+
+    Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
+    restarts a schedule. Where tokens end the run, a schedule depends on those of all trainers.
+
+    Args:
+      settings: The run's settings.
+      updates: The trainer's inner updates before each.
+      tokens: Of all trainers together before each.
+
+    Returns:
+      Float64, of the shape to which the arguments broadcast.
+    """
+    inner = settings.inner
+    warmup = np.minimum(1.0, (updates + 1) / max(inner.warmup_updates, 1))
+    horizon = max(settings.num_rounds * inner.steps_per_round - inner.warmup_updates, 1)
+    by_updates = (updates - inner.warmup_updates) / horizon
+    done = by_updates if settings.num_tokens is None else tokens / settings.num_tokens
+    done = np.clip(done, 0.0, 1.0)
+    curves = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
+    final = inner.final_lr_frac
+    return inner.learning_rate * warmup * (final + (1 - final) * curves[inner.schedule])
+
+
+def learning_rates(
+    control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
+) -> np.ndarray:
+    """Float32 [T]: of a trainer, the learning rate of the update each micro-batch belongs to.
+
+    `round_tokens` are those of all trainers in this round.
+    """
+    update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
+    rate_T = learning_rate(
+        settings,
+        updates=control.trainers[position].updates + update_T,
+        tokens=control.tokens_total + update_T / plan.num_updates * round_tokens,
+    )
+    return rate_T.astype(np.float32)
+
+
+def update_flags(plan: RoundPlan) -> np.ndarray:
+    """Bool [T]: the micro-batches that end an update."""
+    return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
+
+
+def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
+    """A round's length in base rounds, as the learning rate measures it.
+
+    The sum of the rates of its updates, over that of `steps_per_round` updates at the full rate.
+    """
+    inner = settings.inner
+    sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)
+    return float(sum_of_rates / (inner.steps_per_round * inner.learning_rate))
+
+
+def least_test_sequences(settings: Settings) -> int:
+    """Sequences per worker without which the batch-size test has no meaning."""
+    needs = BATCH_TESTS[settings.batching.test].needs
+    return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
+
+
+def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
+    """How many of the round's first sequences each worker of a trainer tests; 0: no test."""
+    if BATCH_TESTS[settings.batching.test].needs == "nothing":
+        return 0
+    least, total = least_test_sequences(settings), settings.batching.test_batch_size
+    if total is None:
+        fraction = math.ceil(AUTO_TEST_FRAC * plan.num_sequences * num_workers)
+        total = min(max(fraction, AUTO_TEST_MIN), AUTO_TEST_MAX)
+    share = min(max(total // num_workers, least), plan.num_sequences)
+    return share if share >= least else 0
+
+
+def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
+    """A trainer's fields of the ledger, as far as the plan decides them."""
+    trainer = control.trainers[position]
+    return {
+        "round": control.round + 1,
+        "trainer": trainer.id,
+        "workers": control.owners.count(position),
+        "requested_batch_size": trainer.requested_batch_size,
+        "steps_per_round": plan.num_updates,
+        "micro_batch_size": plan.micro_batch_size,
+        "num_accum_steps": plan.num_accum_steps,
+        "learning_rate": float(rate_T[-1]),
+    }
