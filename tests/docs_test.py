@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_the_readme_is_short_and_files_that_the_pages_name_exist():
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_extra_is_explained_and_all_is_what_needs_no_accelerator():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert [name for name in extras if f"`{name}`" not in page] == []
+    for_users = text.partition("[project.optional-dependencies]")[2].partition("\n#")[0]
+    names = set(re.findall(r"^(\w+) = ", for_users, re.MULTILINE))
+    needs_more = {"all", "cuda12", "cuda13", "tpu", "torch"}
+    assert extras["all"] == [f"adloco_jax[{','.join(sorted(names - needs_more))}]"]
 
 
 def test_every_public_name_is_in_the_reference():
