@@ -14,7 +14,7 @@ _arrivals: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()  # checkpoints are written on a thread of their own
 
 
-def hit(name: str) -> None:
+def crash_point(name: str) -> None:
     """Kills the process, or raises, if the environment names this point."""
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:

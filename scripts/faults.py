@@ -191,7 +191,7 @@ def points() -> list[str]:
     names = set()
     for path in (ROOT / "adloco_jax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "hit":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "crash_point":
                 names.add(ast.literal_eval(node.args[0]))
     return sorted(names)
 

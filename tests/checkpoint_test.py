@@ -128,7 +128,7 @@ def test_checkpoints_deleted_during_a_save_are_reported_with_what_is_left(
                 if path.name not in map(str, left):
                     shutil.rmtree(path)
 
-    monkeypatch.setattr(checkpoint, "hit", delete)
+    monkeypatch.setattr(checkpoint, "crash_point", delete)
     with pytest.raises(CheckpointError) as refusal:
         save(folder, 3)
     expected = f"{folder / '3'}: deleted while it was written; {advice}"
@@ -271,7 +271,7 @@ def test_a_save_reads_back_what_the_disk_has_kept(tmp_path, monkeypatch):
             (tmp_path / "2" / "host.json").write_text("{}")
 
     save(tmp_path, 1)
-    monkeypatch.setattr(checkpoint, "hit", lose)
+    monkeypatch.setattr(checkpoint, "crash_point", lose)
     with pytest.raises(ResourceError, match="2: the checkpoint cannot be written .*host.json"):
         save(tmp_path, 2, keep=1)
     assert verify(tmp_path / "1")["round"] == 1

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, Workers, put, take
-from adloco_jax.crashpoints import hit
+from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
 from adloco_jax.engine.health import Outcome, count_skips, without_trainers
 from adloco_jax.engine.inputs import (
@@ -138,7 +138,7 @@ class LocalEngine:
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
         """Waits for a round, counts its skipped updates and retires broken trainers."""
-        hit("round.decided")
+        crash_point("round.decided")
         jax.block_until_ready(underway.norms)
         step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
         outcomes = _outcomes(underway)
@@ -230,13 +230,13 @@ class LocalEngine:
         owners: Sequence[int],
     ) -> Ensemble:
         """`core.merge`, then `core.reassign` of the workers."""
-        hit("merge.decided")
+        crash_point("merge.decided")
         weights_n = np.asarray(weights, np.float32)
         return _merge_and_reassign(ensemble, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """`core.spawn`."""
-        hit("spawn.decided")
+        crash_point("spawn.decided")
         return _spawn(ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:

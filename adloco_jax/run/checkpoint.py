@@ -25,7 +25,7 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from adloco_jax.crashpoints import hit
+from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.sources import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
@@ -140,7 +140,7 @@ class Saver:
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
-        hit("save.begin")
+        crash_point("save.begin")
         if processes.is_first():
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -150,24 +150,24 @@ class Saver:
         if not processes.is_first():
             return 0
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
-        hit("save.arrays")
+        crash_point("save.arrays")
         (staging / _HOST).write_bytes(_encode(host))
-        hit("save.host")
+        crash_point("save.host")
         files = _describe_files(staging)
         for path in [*staging.rglob("*"), staging]:
             sync(path)
-        hit("save.synced")
+        crash_point("save.synced")
         manifest = {"format": FORMAT, "round": round_index, "loss": loss, "files": files}
         (staging / _MANIFEST).write_bytes(_seal(manifest))
         sync(staging / _MANIFEST)
         sync(staging)
-        hit("save.manifest")
+        crash_point("save.manifest")
         os.rename(staging, target)
-        hit("save.renamed")
+        crash_point("save.renamed")
         sync(self.folder)
-        hit("save.committed")
+        crash_point("save.committed")
         verify(target)
-        hit("save.verified")
+        crash_point("save.verified")
         self._delete_old()
         return sum(file["size"] for file in files.values())
 
@@ -180,12 +180,12 @@ class Saver:
         known = [number for number, loss in losses.items() if loss is not None]
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
-            hit("retention.begin")
+            crash_point("retention.begin")
             # Renamed first: a half deleted folder must not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
-            hit("retention.renamed")
+            crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
-            hit("retention.deleted")
+            crash_point("retention.deleted")
 
 
 def list_rounds(folder: Path) -> list[int]:
@@ -288,7 +288,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
             while aside.exists():
                 aside = aside.with_name(aside.name + "+")
             os.rename(folder / str(damaged), aside)
-        hit("restore.read")
+        crash_point("restore.read")
         return found, damage
     if damage:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from adloco_jax.crashpoints import hit
+from adloco_jax.crashpoints import crash_point
 from adloco_jax.errors import CheckpointError, DataError, ResourceError
 from adloco_jax.run import records
 
@@ -83,11 +83,11 @@ class Ledger(contextlib.AbstractContextManager):
         text = (json.dumps(line, allow_nan=False) + "\n").encode()
         with self._lock:
             with write_errors(self._path):
-                hit("ledger.write")
+                crash_point("ledger.write")
                 rest = memoryview(text)
                 while rest:  # a full disk takes a part first, and then raises
                     rest = rest[self._file.write(rest) :]
-                hit("ledger.written")
+                crash_point("ledger.written")
                 self._hash.update(text)
                 self._num_bytes += len(text)
         self._on_write(line)
@@ -208,14 +208,14 @@ def _replace(path: Path, content: bytes) -> None:
     """Replaces the file as a whole."""
     replacement = path.with_name(".ledger.jsonl")
     with write_errors(path):
-        hit("ledger.cut")
+        crash_point("ledger.cut")
         with open(replacement, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        hit("ledger.cut_written")
+        crash_point("ledger.cut_written")
         os.replace(replacement, path)
-        hit("ledger.cut_renamed")
+        crash_point("ledger.cut_renamed")
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from adloco_jax.crashpoints import hit
+from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import measured_peaks
@@ -126,7 +126,7 @@ class Evaluator:
             for position, trainer in enumerate(control.trainers):
                 params = evaluate.trainer_params(state.ensemble, position)
                 self._record(control, trainer.id, params)
-            hit("eval.trainers")
+            crash_point("eval.trainers")
             self.consensus(state, record=True)
             recorder.write_memory(control)
         recorder.show(state, boundary)

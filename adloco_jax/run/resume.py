@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
 from adloco_jax.config import default_config, validate
-from adloco_jax.crashpoints import hit
+from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import Key, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
@@ -231,13 +231,13 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     """
     path, replacement = workdir / "config.json", workdir / ".config.json"
     with write_errors(path):
-        hit("config.write")
+        crash_point("config.write")
         with open(replacement, "w", encoding="utf-8") as file:
             record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
             json.dump(record, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        hit("config.written")
+        crash_point("config.written")
         os.replace(replacement, path)
 
 
