@@ -28,8 +28,9 @@ import sys
 if "google.colab" in sys.modules:  # Colab's own jax, with its GPU, stays
     import subprocess
 
-    source = ".."  # a checkout of this project, or its repository's address
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
+    # This works as it stands once the package is published; until then, put the address of its
+    # repository in place of the name: "git+https://...".
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "adloco_jax"], check=True)
 
 # %% tags=["parameters"]
 num_repeats = 400  # independent test batches behind every point
