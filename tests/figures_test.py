@@ -277,3 +277,20 @@ def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
     bounds = [(p.num_steps, p.batch_bound) for p in found]
     assert points(batch["at least (Theorem 1)"]) == bounds
+
+
+def test_a_file_has_its_panels_in_a_grid_and_the_colours_of_its_theme():
+    x, y = chart.axis("x", [0, 1]), chart.axis("y", [0, 1])
+    panels = [chart.chart(x, y, [Curve([0, 1], [0, 1], "c0")], title=f"p{n}") for n in range(3)]
+    how = {"title": "t", "legend": ["a name"] * 30, "caption": "word " * 99, "columns": 2}
+    root = ET.fromstring(chart.document(panels, width=600, **how))
+    boxes = [[float(box.get(k)) for k in ("x", "y", "width")] for box in root.findall("{*}svg")]
+    (a, top, wide), (b, beside, _), (c, below, _) = boxes
+    assert top == beside < below and a == c and a + wide < 300 < b and b + wide < 600
+    texts = [text for text in root.findall("{*}text") + root.findall("{*}g/{*}text")]
+    assert max(float(text.get("y")) for text in texts) < float(root.get("height"))
+    assert all(float(text.get("x")) >= 0 for text in texts)
+    follows, light, dark = (chart.svg(9, 9, "t", [], theme=t) for t in (None, "light", "dark"))
+    assert "prefers-color-scheme: dark" in follows and 'class="paper"' in follows
+    assert "--ink: #16181d" in light and "--ink: #e9ebef" in dark
+    assert "prefers-color-scheme" not in light + dark and 'class="paper"' not in light + dark
