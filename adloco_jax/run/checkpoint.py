@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -312,25 +312,48 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
     Raises:
       Damaged: If they do not have the template's structure, shapes and types.
     """
-    arrays, expected = checkpoint.absolute() / _ARRAYS, _fields(template)
+    return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
+
+
+def read_params(checkpoint: Path, template: PyTree) -> PyTree:
+    """The trainers' parameters alone, of a verified checkpoint of any format that is exported.
+
+    Args:
+      checkpoint: The folder.
+      template: Their `jax.ShapeDtypeStruct`s, with a leading axis of trainers, and shardings.
+
+    Raises:
+      Damaged: If they do not have the template's structure, shapes and types.
+    """
+    return _read_fields(checkpoint, {"params_M": template})["params_M"]
+
+
+def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
+    """All fields of the saved dataclass, or its parameters alone."""
+    arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
     # Each process by itself: if one of them cannot read, the others must not wait within Orbax.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
+    handler = kind(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
             # The shapes first: nothing of another size is read, and no memory taken for it.
-            stored, wanted = _shapes(reader.metadata(arrays).item_metadata), _shapes(expected)
-            for name in sorted(stored.keys() | wanted.keys()):
+            metadata = reader.metadata(arrays).item_metadata
+            stored, wanted = _shapes(metadata), _shapes(expected)
+            for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
                 if stored.get(name) != wanted.get(name):
                     raise Damaged(
                         f"{arrays}: {name} is {stored.get(name)}, expected {wanted.get(name)}"
                     )
-            restored = reader.restore(arrays, args=ocp.args.StandardRestore(expected))
+            args: Any = ocp.args.StandardRestore(expected)
+            if partial:
+                how = ocp.checkpoint_utils.construct_restore_args(expected)
+                args = ocp.args.PyTreeRestore(expected, restore_args=how, partial_restore=True)
+            return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             raise Damaged(f"{arrays}: unreadable ({reason})") from error
-    return dataclasses.replace(template, **restored)
 
 
 def read_json(path: Path) -> dict:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax import hf
+from adloco_jax.core.types import Ensemble
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
@@ -26,7 +28,7 @@ from adloco_jax.run.build import (
     row_length,
 )
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import read_state, recorded_settings
+from adloco_jax.run.resume import read_control, recorded_settings
 from adloco_jax.settings import Settings
 
 
@@ -115,8 +117,17 @@ def read_trained(
     functions = build_model(settings)
     spec = program_spec(settings, *functions, row_length(settings), classes, machine=here())
     try:
-        checkpoint.verify(path)
-        ensemble, control = read_state(path, settings, spec).state
+        checkpoint.verify(path, checkpoint.EXPORTED)
+        control = read_control(path, checkpoint.read_host(path).get("control"), settings)
+        at = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (len(control.trainers), *leaf.shape), leaf.dtype, sharding=at
+            ),
+            spec.params,
+        )
+        params_M = checkpoint.read_params(path, shapes)
+        ensemble = Ensemble(params_M, (), (), tuple(range(len(control.trainers))), jnp.int32(0))
     except checkpoint.Damaged as error:
         raise CheckpointError(f"{error}; choose another round of {workdir}") from error
     ids = [trainer.id for trainer in control.trainers]

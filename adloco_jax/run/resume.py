@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -201,7 +201,7 @@ def recorded_settings(workdir: Path) -> Settings:
         raise CheckpointError(f"{path}: missing; name the folder of a run")
     known = {
         key: _as_tuples(value)
-        for key, value in _read(path).items()
+        for key, value in _read(path, exported=True).items()
         if key in KNOBS and value is not None  # null is what an unset default resolves to
     }
     faults = [
@@ -262,8 +262,12 @@ def _flat(config: dict) -> dict[str, object]:
     return dict(flatten_dict(config, sep="."))
 
 
-def _read(path: Path) -> dict[str, object]:
-    """The config of a run of this version, whose folder has the record at a path.
+def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
+    """The config of a run, from the record in its folder.
+
+    Args:
+      path: The record.
+      exported: Whether the run may be of 0.2, of which the model and the data are read alone.
 
     Raises:
       CheckpointError: If it cannot be read, or is of a run of another version.
@@ -272,6 +276,10 @@ def _read(path: Path) -> dict[str, object]:
         record = checkpoint.read_json(path)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    if exported and "format" not in record:
+        groups = ("seed", "model", "data", "eval", "ensemble")
+        config = record["config"] if isinstance(record.get("config"), dict) else {}
+        return {key: v for key, v in _flat(config).items() if key.split(".")[0] in groups}
     if record.get("format") != checkpoint.FORMAT:
         raise CheckpointError(
             f"{path}: a run of another version of adloco_jax; use that version, or"
@@ -298,25 +306,37 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
     host = checkpoint.read_host(path)
     if fault := records.fault(host, records.HOST, "host"):
         raise Damaged(f"{path}: {fault}")
-    ensemble = settings.ensemble
-    try:
-        control = control_from_json(host["control"])
-        num_trainers, owners = len(control.trainers), tuple(control.owners)
-        if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
-            raise ValueError(f"{num_trainers} trainers, {len(owners)} workers")
-        if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
-            raise ValueError(f"owners {owners}, round {control.round}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{path}: not this run's state ({error})") from error
+    control = read_control(path, host["control"], settings)
+    owners = tuple(control.owners)
     template = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
-def control_from_json(data: dict) -> Control:
-    """The inverse of `dataclasses.asdict` on a control.
+def read_control(path: Path, data: Any, settings: Settings) -> Control:
+    """A run's control from JSON; fields of other versions are left out.
+
+    Args:
+      path: The checkpoint.
+      data: Its host's `control`.
+      settings: The run's.
 
     Raises:
-      KeyError: If there are no trainers.
-      TypeError: If the fields are not a control's.
+      Damaged: If it is not a control of this run.
     """
-    return Control(**data | {"trainers": [Trainer(**trainer) for trainer in data["trainers"]]})
+    if fault := records.fault(data, Control, "host.control"):
+        raise Damaged(f"{path}: {fault}")
+    control, ensemble = control_from_json(data), settings.ensemble
+    num_trainers, owners = len(control.trainers), control.owners
+    if num_trainers > ensemble.num_trainers or len(owners) > ensemble.num_workers:
+        raise Damaged(f"{path}: not this run's: {num_trainers} trainers, {len(owners)} workers")
+    if set(owners) != set(range(num_trainers)) or control.round != int(path.name):
+        raise Damaged(f"{path}: not this run's: owners {owners}, round {control.round}")
+    return control
+
+
+def control_from_json(data: dict) -> Control:
+    """The inverse of `dataclasses.asdict` on a control; fields of other versions are left out."""
+    fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
+    names = [each.name for each in dataclasses.fields(Trainer)]
+    trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
+    return Control(**fields | {"trainers": trainers})
