@@ -128,13 +128,10 @@ def test_a_run_of_0_2_is_exported_and_not_resumed(tmp_path, capsys):
     with tarfile.open(Path(__file__).parent / "run-0.2.0.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     assert cli.main(["export", str(tmp_path / "run"), f"--out={tmp_path / 'out'}"]) == 0
-    exported, expected = (
-        load_file(tmp_path / n / "model.safetensors") for n in ("out", "expected")
-    )
-    assert_equal(exported, expected)
-    config = tiny()
+    files = (tmp_path / name / "model.safetensors" for name in ("out", "expected"))
+    assert_equal(*map(load_file, files))
     with pytest.raises(CheckpointError, match="config.json: a run of another version"):
-        train(config, tmp_path / "run")
+        train(tiny(), tmp_path / "run")
 
 
 # --- Starting from a checkpoint ---------------------------------------------------------------
