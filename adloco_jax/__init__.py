@@ -13,7 +13,18 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from adloco_jax.core.aggregate import AGGREGATORS
+    from adloco_jax.contrib import (
+        AGGREGATORS,
+        INNER_OPTIMIZERS,
+        OUTER_OPTIMIZERS,
+        ROUND_LENGTHS,
+    )
+    from adloco_jax.contrib.streaming import (
+        outer_update_fragment,
+        put_fragment,
+        receive_fragment,
+        take_fragment,
+    )
     from adloco_jax.core.batching import (
         BATCH_TESTS,
         BatchTest,
@@ -35,15 +46,7 @@ if TYPE_CHECKING:
         reassign,
         spawn,
     )
-    from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
     from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
-    from adloco_jax.core.round_lengths import ROUND_LENGTHS
-    from adloco_jax.core.streaming import (
-        outer_update_fragment,
-        put_fragment,
-        receive_fragment,
-        take_fragment,
-    )
     from adloco_jax.core.types import (
         BatchPlan,
         Ensemble,

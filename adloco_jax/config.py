@@ -48,6 +48,8 @@ REMOVED = {
     "inner.max_lr_growth": "the learning rate does not change with the batch",
     "batching.estimator": "taps are used where the model has them, else per-example gradients",
     "batching.monotone": "a batch never falls",
+    "inner.qsr_alpha": "its paper's 0.0175; make an entry of ROUND_LENGTHS for another",
+    "outer.weight_decay": "weights decay inside alone, by inner.weight_decay",
     "inner.unit": "steps_per_round counts updates",
     "inner.schedule=linear_after_merge": "set inner.schedule=linear",
     "ensemble.worker_parallelism": "one worker at a time on a CPU, elsewhere all",

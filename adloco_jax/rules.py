@@ -115,10 +115,6 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "inner.tx inner.weight_decay",
         lambda tx, decay: tx != "sgd" or decay == 0,
     ),
-    "neither sgd nor nesterov decays weights; set outer.weight_decay=0.0": (
-        "outer.tx outer.weight_decay",
-        lambda tx, decay: tx not in ("sgd", "nesterov", "nesterov_by_interval") or decay == 0,
-    ),
     "a round is cut into as many equal parts; choose a divisor of inner.steps_per_round": (
         "outer.fragments inner.steps_per_round",
         lambda fragments, steps: steps % fragments == 0,

@@ -176,7 +176,6 @@ class Inner:
         " linear: up to max_steps_per_round over the run. qsr: (0.0175 / learning rate)^2.",
         table=("ROUND_LENGTHS", "fixed", "qsr", "linear"),
     )
-    qsr_alpha: Rate = _knob(0.0175, "Of qsr; its paper's value for ViT-B with AdamW.")
     tx: str = _fixed(
         "adamw",
         "The workers' optimizer. muon: for the matrices of hidden layers, with adamw for the rest,"
@@ -211,7 +210,6 @@ class Outer:
     )
     learning_rate: Rate = _knob(0.7, "Rate of the pseudo-gradient (DiLoCo: 0.7).")
     momentum: Decay = _knob(0.9, "Decay of earlier pseudo-gradients; nesterov only.")
-    weight_decay: Weight = _knob(0.0, "Weight decay, times the rate; adamw only.")
     skip_single: bool = _knob(
         False, "A trainer with one worker takes the worker's parameters; tx begins with a second."
     )

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from adloco_jax.config import default_config
 from adloco_jax.study.cluster import Cluster
 from adloco_jax.study.compare import Comparison
-from studies.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, steps, trunk
+from studies.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, qsr, steps, trunk
 from studies.compare_study_again import MILD, SKIP
 
 WORKERS, BATCH, LENGTH = 8, 16, 512
@@ -69,7 +69,7 @@ def _variants() -> Mapping[str, Mapping[str, object]]:
         "DiLoCo, momentum 0.6, 50 steps": MILD,
         "DiLoCo, Nesterov, 200 steps": {**NESTEROV, **steps(4 * STEPS)},
         "trunk of 0.1": {**NESTEROV, **SKIP, **steps(2 * STEPS), **trunk(0.1)},
-        "QSR": {**AVERAGE, "inner.round_length": "qsr", "inner.qsr_alpha": 0.01},
+        "QSR": {**AVERAGE, **qsr(0.01)},
         "ours": {**NESTEROV, **SKIP, **ours, "inner.schedule": "constant"},
     }
 

@@ -21,13 +21,16 @@ Hardware:  two CPU cores, about an hour; stopped, the same command goes on
 Then:      studies/compare_study_small.py, compare_study_prose.py and compare_study_half.py
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from adloco_jax import ROUND_LENGTHS
 from adloco_jax.configs import compare_quick
 from adloco_jax.configs.compare_quick import AVERAGE, batch
+from adloco_jax.contrib.qsr import quadratic
 from adloco_jax.study.compare import Comparison
 
 Changes = Mapping[str, Any]
@@ -84,6 +87,13 @@ def budget(size: str, updates: int, *, workers: int = WORKERS) -> dict[str, int]
 def steps(count: int) -> dict[str, int]:
     """A round of so many updates."""
     return {"inner.steps_per_round": count}
+
+
+def qsr(alpha: float) -> dict[str, str]:
+    """Rounds of (alpha / learning rate)^2 updates, an entry of the table of its own."""
+    name = f"qsr_{alpha:g}"
+    ROUND_LENGTHS[name] = functools.partial(quadratic, alpha=alpha)
+    return {"inner.round_length": name}
 
 
 def trunk(share: float) -> dict[str, Any]:
@@ -167,8 +177,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
                 **LINEAR,
                 **steps(count),
                 **full,
-                "inner.round_length": "qsr",
-                "inner.qsr_alpha": alpha * rates[0],
+                **qsr(alpha * rates[0]),
                 "inner.max_steps_per_round": 24 * STEPS,
             }
     for eta in (0.15, 0.4):

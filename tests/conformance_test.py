@@ -22,7 +22,7 @@ from jax import lax
 from published import TORCHFT, Row
 
 from adloco_jax import init, inner_steps, outer_step, start_round
-from adloco_jax.core.streaming import fragment_steps
+from adloco_jax.contrib.streaming import fragment_steps
 from adloco_jax.study import results
 from adloco_jax.study.compare import runs_of
 from studies import compare_order_seeds, compare_shakespeare

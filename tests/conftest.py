@@ -35,8 +35,8 @@ os.environ.setdefault(
 # Not core.types: jax rebuilds the state classes there with placeholders for leaves, and the batch
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
-    *("core.batching", "core.compress", "core.streaming", "core.gradstats"),
-    *("core.aggregate", "core.inner", "core.merge", "core.outer", "models"),
+    *("core.batching", "core.compress", "core.gradstats"),
+    *("core.aggregate", "core.inner", "core.merge", "core.outer", "models", "contrib"),
 ]
 jaxtyping.install_import_hook(
     [f"adloco_jax.{module}" for module in CHECKED],

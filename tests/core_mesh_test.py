@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from trees import assert_close
 
 import adloco_jax as aj
-from adloco_jax.core import streaming
+from adloco_jax.contrib import streaming
 from adloco_jax.core.gradstats import per_example_products
 
 MESH = ((4, 2), ("pool", "model"), (AxisType.Explicit, AxisType.Explicit))

@@ -472,23 +472,23 @@ def test_random_keys_in_states_and_parameters_go_through_a_round():
     assert after.params_M["count"].tolist() == [7, 7]
 
 
-def test_each_trainers_interval_reaches_an_outer_optimizer_that_takes_it():
-    """Of the one that does not, the rounds are what they are without."""
-
+def test_each_trainers_extra_argument_reaches_an_outer_optimizer_that_takes_it(unchecked):
     def update(updates, state, params=None, *, interval, **_):
         return jax.tree.map(lambda update: -interval * update, updates), state
 
     scaled = optax.GradientTransformationExtraArgs(PLAIN.init, update)
-    batch = batch_of(2, 3, 4)
     for outer_tx, factors in ((scaled, [0.5, 2.0]), (optax.chain(scaled), [0.5, 2.0]), (PLAIN, 1)):
-        start = different_trainers([0, 0, 1], SGD, outer_tx)
-        ended, _ = step_of(SGD, outer_tx)(start, batch, interval_M=np.float32([0.5, 2.0]))
-        plain, _ = step_of(SGD, PLAIN)(different_trainers([0, 0, 1], SGD, PLAIN), batch)
-        for name, leaf_M in start.params_M.items():
-            went_M, goes_M = ended.params_M[name] - leaf_M, plain.params_M[name] - leaf_M
-            shape = (2, *[1] * (leaf_M.ndim - 1))
-            expected_M = goes_M * np.broadcast_to(factors, 2).reshape(shape)
-            np.testing.assert_allclose(went_M, expected_M, rtol=1e-4, atol=1e-7)
+        ensemble = different_trainers([0, 0, 1], SGD, outer_tx)
+        workers = start_round(ensemble)
+        workers = workers.replace(params_R=jax.tree.map(lambda leaf: 3 * leaf, workers.params_R))
+        end = functools.partial(outer_update, outer_tx=outer_tx)
+        ended, _ = jax.jit(end)(ensemble, workers, extra_M={"interval": np.float32([0.5, 2.0])})
+        for name, leaf_M in ensemble.params_M.items():
+            factor_M = np.broadcast_to(factors, 2).reshape(2, *[1] * (leaf_M.ndim - 1))
+            expected_M = (1 + 2 * factor_M) * leaf_M
+            np.testing.assert_allclose(ended.params_M[name], expected_M, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"extra_M\['interval'\] has shape \(3,\), expected"):
+        outer_update(ensemble, workers, outer_tx=scaled, extra_M={"interval": np.ones(3)})
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 # pure half is core, models, settings (the knobs, which name tables by strings) and the loop.
 BELOW = {
     "core": set(),
+    "contrib": {"core"},
     "models": {"core"},
     "settings": set(),
     "errors": set(),
@@ -20,7 +21,7 @@ BELOW = {
 }
 BELOW["rules"] = {"settings"}
 BELOW["crashpoints"] = {"errors"}
-BELOW["loop"] = {"core", "models", "settings"}
+BELOW["loop"] = {"core", "contrib", "models", "settings"}
 BELOW["data"] = {"core", "models", "settings", "errors"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["config"] = BELOW["hf"] | {"hf", "rules"}
@@ -37,7 +38,6 @@ CORE["meshes"] = CORE["optimizers"] = CORE["round_lengths"] = set()
 CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
 CORE["gradstats"] = CORE["inner"] = {"types", "meshes", "arguments"}
 CORE["outer"] = {"types", "meshes", "arguments", "aggregate", "compress", "inner"}
-CORE["streaming"] = {"types", "meshes", "compress", "outer"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {
     "dataclasses",
@@ -53,7 +53,7 @@ PURE_LIBRARIES |= {
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
 # Rooms below the line.
-PURE = ("core", "models", "settings", "loop")
+PURE = ("core", "contrib", "models", "settings", "loop")
 
 
 def room_of(path):
@@ -112,9 +112,25 @@ def test_pure_modules_import_pure_libraries_only_and_touch_no_file_and_no_termin
 
 
 @pytest.mark.parametrize("stem", sorted(CORE))
-def test_in_the_core_a_second_paper_stands_on_the_first_and_all_on_the_types(stem):
+def test_in_the_core_all_stand_on_the_types(stem):
     siblings = {parts[1] for parts in ours(PACKAGE / "core" / f"{stem}.py")}
     assert siblings <= CORE[stem], f"core/{stem}.py imports {siblings - CORE[stem]}"
+
+
+def test_tables_are_read_with_the_entries_of_all_papers():
+    """Above the core they are imported from `contrib`, whose import registers all of its files."""
+    tables = {"AGGREGATORS", "INNER_OPTIMIZERS", "OUTER_OPTIMIZERS", "ROUND_LENGTHS"}
+    for path in MODULES:
+        read = {parts[-1] for parts in ours(path) if parts[0] == "core"} & tables
+        assert not read or room_of(path) == "contrib", f"{name_of(path)} reads {read} of core"
+    rules = {path.stem for path in MODULES if room_of(path) == "contrib"}
+    assert rules <= {parts[1] for parts in ours(PACKAGE / "contrib" / "__init__.py")}
+    code = "import adloco_jax as a; print(*{**a.AGGREGATORS, **a.INNER_OPTIMIZERS})"
+    code += "; print(*{**a.OUTER_OPTIMIZERS, **a.ROUND_LENGTHS})"
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
+    found = set(out.stdout.split())
+    assert {"rda", "isotropic", "muon", "nesterov_by_interval", "qsr", "linear"} <= found
 
 
 def test_the_pure_functions_cost_jax_flax_and_optax_only_and_the_package_alone_nothing():

@@ -73,7 +73,7 @@ def step(group, params, grad, state, learning_rate):
     """One update of the optimizer that a group of settings names: the inner or the outer one."""
     if group.tx == "adamw":
         b1, b2 = getattr(group, "beta1", 0.9), getattr(group, "beta2", 0.999)
-        decay = group.weight_decay
+        decay = getattr(group, "weight_decay", 0.0)
         return adamw(params, grad, state, learning_rate, weight_decay=decay, b1=b1, b2=b2)
     if group.tx == "nesterov":
         return nesterov(params, grad, state, learning_rate, momentum=group.momentum)

@@ -1,5 +1,7 @@
 """How long a round is, by rule, and the outer step that knows it."""
 
+import functools
+
 import numpy as np
 import optax
 import pytest
@@ -7,6 +9,7 @@ from toy import settings_of
 from toy_runs import events, run
 
 from adloco_jax import ROUND_LENGTHS
+from adloco_jax.contrib.qsr import quadratic
 from adloco_jax.loop import plans
 from adloco_jax.loop.control import Control, Trainer
 
@@ -28,12 +31,13 @@ def steps(settings, **how):
 )
 def test_the_quadratic_rule_by_hand(rate, updates, length):
     rule, how = ROUND_LENGTHS["qsr"], {"steps_per_round": 4, "warmup_updates": 9}
-    assert rule(qsr_alpha=0.03, next_rate=rate, updates=updates, **how) == pytest.approx(length)
+    assert rule(alpha=0.03, next_rate=rate, updates=updates, **how) == pytest.approx(length)
 
 
-def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps():
+def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps(monkeypatch):
+    monkeypatch.setitem(ROUND_LENGTHS, "qsr", functools.partial(quadratic, alpha=0.2))
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "schedule": "linear"}
-    rule = {"round_length": "qsr", "qsr_alpha": 0.2, "warmup_updates": 9}
+    rule = {"round_length": "qsr", "warmup_updates": 9}
     ending = {"num_tokens": 64_000, "num_rounds": 999}  # of 64 an update
     settings = settings_of(inner=inner | rule, **ending)
     # (0.2 / (0.1 left))^2 is 4, 11.1, 25, and 1600, but 50 updates are left.

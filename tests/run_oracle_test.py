@@ -30,7 +30,7 @@ CASES = {
     "inner_product": settings_of(
         num_rounds=6,
         inner={"tx": "sgd", "learning_rate": 0.5, "weight_decay": 0.0},
-        outer={"tx": "adamw", "learning_rate": 0.05, "weight_decay": 0.1},
+        outer={"tx": "adamw", "learning_rate": 0.05},
         batching={
             "test": "inner_product",
             "scope": "worker",

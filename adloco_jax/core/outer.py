@@ -6,7 +6,7 @@ that synchronises a fragment of the parameters at a time has, in place of the la
 `outer_update_fragment` and `receive_fragment`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,6 @@ def outer_step(
     has_aux: bool = False,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
-    interval_M: Float[Array, " M"] | Sequence[float] | None = None,
     skip_single: bool = False,
 ) -> tuple[Ensemble, RoundMetrics]:
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
@@ -71,7 +70,7 @@ def outer_step(
     Parameters are the floating-point leaves of any pytree: a dict, a named tuple, `flax.nnx.State`,
     the arrays of a partitioned Equinox module. Others, such as typed PRNG keys and counts, are
     given to `loss_fn` and stay as they are. Transformations get gradients, state and parameters, no
-    more, except for the `interval` of `interval_M`:
+    more; `outer_update` can give an `outer_tx` extra arguments:
 
     - Those that need a `value`, the loss, are refused: `optax.contrib.reduce_on_plateau`,
       `optax.lbfgs`, `optax.polyak_sgd`, line searches.
@@ -103,9 +102,6 @@ def outer_step(
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel between workers: "float32", "bfloat16",
         "int8" or "int4".
-      interval_M: Each trainer's round in rounds of a base length, above 0: the extra argument
-        `interval` of an `outer_tx` that takes some, such as the table's `nesterov_by_interval`;
-        None gives none.
       skip_single: Whether a trainer with one worker takes its parameters as they are, without
         `outer_tx`, whose state waits until it has more.
 
@@ -114,9 +110,9 @@ def outer_step(
 
     Raises:
       ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
-        `learning_rate_SR`, `weights_R` or `interval_M` has another shape, `precision` is unknown,
-        parameters are complex or none is floating-point, `loss_fn` does not return one number, or
-        needs a key and has none, or a transformation is one of those above.
+        `learning_rate_SR` or `weights_R` has another shape, `precision` is unknown, parameters are
+        complex or none is floating-point, `loss_fn` does not return one number, or needs a key and
+        has none, or a transformation is one of those above.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
@@ -146,7 +142,6 @@ def outer_step(
         weights_R=weights_R,
         aggregate=aggregate,
         precision=precision,
-        interval_M=interval_M,
         skip_single=skip_single,
     )
     loss_SAR, skipped_SAR, *aux_SAR = jax.tree.map(
@@ -214,7 +209,7 @@ def outer_update(
     weights_R: Float[Array, " R"] | Sequence[float] | None = None,
     aggregate: Aggregator = mean,
     precision: Precision = "float32",
-    interval_M: Float[Array, " M"] | Sequence[float] | None = None,
+    extra_M: Mapping[str, Float[Array, " M"] | Sequence[float]] | None = None,
     skip_single: bool = False,
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
@@ -240,7 +235,8 @@ def outer_update(
       aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
         `AGGREGATORS`, or a function like them.
       precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
-      interval_M: Each trainer's round in rounds of a base length, as `outer_step` says.
+      extra_M: Extra arguments for an `outer_tx` that takes some, by name, a number for each
+        trainer: `{"interval": ...}` for `contrib.nesterov_by_interval`. Others ignore them.
       skip_single: Whether a trainer with one worker takes its parameters as they are, without
         `outer_tx`, whose state waits until it has more.
       reduce_scatter: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
@@ -253,8 +249,8 @@ def outer_update(
       The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
 
     Raises:
-      ValueError: While tracing, as `outer_step` does for `weights_R`, `interval_M`, `precision`,
-        parameters and `outer_tx`.
+      ValueError: While tracing, as `outer_step` does for `weights_R`, `precision`, parameters and
+        `outer_tx`, and if an array of `extra_M` has another shape.
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
@@ -262,7 +258,10 @@ def outer_update(
     """
     owners = ensemble.owners
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
-    interval_M = checked_factors("interval_M", interval_M, (ensemble.num_trainers,))
+    extra_M = {
+        name: checked_factors(f"extra_M[{name!r}]", values, (ensemble.num_trainers,))
+        for name, values in (extra_M or {}).items()
+    }
     transform = checked_update(
         "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
     )
@@ -286,7 +285,6 @@ def outer_update(
     )
     norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
-    extra_M = {} if interval_M is None else {"interval": interval_M}
     updates_M, outer_state_M = jax.vmap(transform)(
         pseudo_grad_M, ensemble.outer_state_M, start_M, **extra_M
     )

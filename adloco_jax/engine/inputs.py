@@ -87,6 +87,10 @@ class Test(NamedTuple):
     count_R: np.ndarray  # of rows that count; the rest is padding
 
 
+EXTRAS = {"interval": interval}
+"""By the keyword of an outer optimizer's update: a trainer's value, of its rates and plan."""
+
+
 class Batch(NamedTuple):
     """A round's plan, with its sequences on the devices."""
 
@@ -95,8 +99,8 @@ class Batch(NamedTuple):
     parts: list[list[tuple[Array, np.ndarray, np.ndarray, np.ndarray | None]]]
     """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]; for a
     loss that takes `key` each worker's trainer id, stream, and first sequence of it [R, 3]."""
-    intervals: list[np.ndarray]
-    """By group: float32 [M of the group], the round's length in base rounds (`plans.interval`)."""
+    extras: list[dict[str, np.ndarray]]
+    """By group: the extra arguments of the outer optimizer, float32 [M of the group] by name."""
     tests: list[Test]
     lines: list[dict]
     """The round's ledger fields by trainer, as far as the plan decides them."""
@@ -227,7 +231,7 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, intervals_M, lines, beginnings = [], [], {}, {}
+    parts, extras, lines, beginnings = [], [], {}, {}
     for group in groups:
         size, steps = group.plan.micro_batch_size, spec.num_micro_batches
         at = placement(spec, group.steps_key()).tokens_TRBL(size)
@@ -241,8 +245,11 @@ def make_batch(
             rates.append(learning_rates(control, m, group.plan, settings, **how))
             lines[m] = planned(control, m, group.plan, rates[-1])
         rate_TR = np.stack(rates, axis=1)[:, group.owners]
-        found = [interval(rate_T, group.plan, settings) for rate_T in rates]
-        intervals_M.append(np.array(found, np.float32))
+        found = {
+            name: [EXTRAS[name](rate_T, group.plan, settings) for rate_T in rates]
+            for name in spec.extras
+        }
+        extras.append({name: np.array(values, np.float32) for name, values in found.items()})
         parts.append(
             [
                 (
@@ -261,7 +268,7 @@ def make_batch(
         for index, worker in enumerate(group.workers):
             test_RBL[index, : count_R[worker]] = beginnings[worker][: count_R[worker]]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
-    return Batch(plans, groups, parts, intervals_M, tests, [lines[m] for m in sorted(lines)])
+    return Batch(plans, groups, parts, extras, tests, [lines[m] for m in sorted(lines)])
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:

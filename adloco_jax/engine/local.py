@@ -160,10 +160,10 @@ class LocalEngine:
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list]:
         ensemble, measured, norms = state.ensemble, [], []
-        inputs = zip(batch.groups, batch.parts, batch.intervals, strict=True)
-        for group, parts, interval_M in inputs:
+        inputs = zip(batch.groups, batch.parts, batch.extras, strict=True)
+        for group, parts, extra_M in inputs:
             sub, group_measured, group_norms = self._run_group(
-                self._take(ensemble, group), group, parts, interval_M
+                self._take(ensemble, group), group, parts, extra_M
             )
             ensemble = self._put(ensemble, group, sub)
             measured.append(group_measured)
@@ -174,7 +174,7 @@ class LocalEngine:
         return ensemble, measured, norms
 
     def _run_group(
-        self, sub: Ensemble, group: Group, parts: list, interval_M: np.ndarray
+        self, sub: Ensemble, group: Group, parts: list, extra_M: dict[str, np.ndarray]
     ) -> tuple[Ensemble, list, list]:
         """Algorithm 1, lines 6 to 16, for trainers that run the same plan."""
         spec, steps = self.spec, group.steps_key()
@@ -205,7 +205,7 @@ class LocalEngine:
             sub = sub.replace(params_R=workers.params_R)
         else:
             ended = Workers(workers.params_R, None)
-            sub, norm_M = self.programs.call(group.key("outer"), sub, ended, interval_M)
+            sub, norm_M = self.programs.call(group.key("outer"), sub, ended, extra_M)
             norms.append(norm_M)
         return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
 

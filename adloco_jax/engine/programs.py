@@ -22,10 +22,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from adloco_jax.contrib.streaming import flush_workers, fragment_steps
 from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
-from adloco_jax.core.streaming import flush_workers, fragment_steps
 from adloco_jax.core.types import Ensemble, Workers, init
 from adloco_jax.engine.sharding import Placement, place, reshard
 from adloco_jax.engine.spec import Key, Kind, Spec
@@ -195,8 +195,8 @@ def _steps(spec: Spec, key: Key, at: Placement) -> Program:
 def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
-    num_trainers = (max(key.owners) + 1,)
-    interval_M = jax.ShapeDtypeStruct(num_trainers, jnp.float32, sharding=at.replicated)
+    number_M = jax.ShapeDtypeStruct((max(key.owners) + 1,), jnp.float32, sharding=at.replicated)
+    extra_M = dict.fromkeys(spec.extras, number_M)
     end = functools.partial(
         outer_update,
         outer_tx=spec.outer_tx,
@@ -205,10 +205,10 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
         **_collectives(spec, at),
     )
 
-    def update(ensemble, workers, interval_M):
-        return end(ensemble, workers, interval_M=interval_M)
+    def update(ensemble, workers, extra_M):
+        return end(ensemble, workers, extra_M=extra_M)
 
-    return update, (ensemble, workers, interval_M), (0,), (_shardings(ensemble), at.replicated)
+    return update, (ensemble, workers, extra_M), (0,), (_shardings(ensemble), at.replicated)
 
 
 def _fragment(spec: Spec, key: Key, at: Placement) -> Program:

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from adloco_jax.contrib.streaming import take_fragment
 from adloco_jax.core.aggregate import Aggregator, mean
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
-from adloco_jax.core.streaming import take_fragment
 from adloco_jax.core.types import LossFn, block_size, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import Outer
@@ -89,6 +89,7 @@ class Spec:
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
     aggregate: Aggregator = mean  # of a trainer's workers' differences
+    extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     key_seed: int | None = None  # of a loss that takes `key`
     worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
     examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`

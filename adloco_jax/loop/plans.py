@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from adloco_jax.contrib import ROUND_LENGTHS
 from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.batching import BATCH_TESTS, switch_mode
 from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.settings import Settings
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,14 +13,14 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax import hf
-from adloco_jax.core.aggregate import AGGREGATORS
+from adloco_jax.contrib import AGGREGATORS, INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.arguments import takes, with_knobs
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
+from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.spec import Machine, Spec
 from adloco_jax.errors import ConfigError
@@ -172,24 +172,32 @@ def inner_transform(
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
-        label_params = ARCHITECTURES[settings.model.arch].label_params
-        labels = {} if label_params is None else {"label_params": label_params}
-        tx = with_knobs(INNER_OPTIMIZERS[inner.tx], labels)(inner)
+        tx = with_knobs(INNER_OPTIMIZERS[inner.tx], _labels(settings))(inner)
     return optax.chain(clip, tx)
+
+
+def _labels(settings: Settings) -> dict[str, Any]:
+    """The model's labels, as a knob of rules that treat parameters apart."""
+    label_params = ARCHITECTURES[settings.model.arch].label_params
+    return {} if label_params is None else {"label_params": label_params}
 
 
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
-) -> optax.GradientTransformation:
-    """The trainers' optimizer on the pseudo-gradient, at the configured rate.
+) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
+    """The trainers' optimizer on the pseudo-gradient, at the configured rate, and its extras.
 
     Args:
       settings: The run's.
       tx: Replaces the one that `outer.tx` names.
+
+    Returns:
+      The transformation, and the names in `EXTRAS` that its update takes.
     """
     outer = settings.outer
     chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
-    return optax.chain(chosen, optax.scale(outer.learning_rate))
+    extras = tuple(name for name in EXTRAS if takes(chosen.update, name))
+    return optax.chain(chosen, optax.scale(outer.learning_rate)), extras
 
 
 def worker_parallelism(machine: Machine) -> int | None:
@@ -229,12 +237,15 @@ def program_spec(
     """What every program of the run shares, from the settings and the model's functions."""
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
+    chosen_outer_tx, extras = outer_transform(settings, outer_tx)
+    knobs = vars(settings.outer) | _labels(settings)
     spec = Spec(
         machine=machine,
         loss_fn=loss_fn,
         params=jax.eval_shape(init_fn, jax.random.key(0)),
         inner_tx=inner_transform(settings, inner_tx),
-        outer_tx=outer_transform(settings, outer_tx),
+        outer_tx=chosen_outer_tx,
+        extras=extras,
         outer=settings.outer,
         num_micro_batches=settings.inner.steps_per_round // settings.outer.fragments,
         row_length=row_length,
@@ -243,7 +254,7 @@ def program_spec(
         estimator=resolve_estimator("auto", loss_fn),
         inner_products=uses_inner_products,
         reset_inner_state=settings.inner.state == "reset",
-        aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], vars(settings.outer)),
+        aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], knobs),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
         worker_parallelism=worker_parallelism(machine),
         examples_per_pass=examples_per_pass(settings, machine),

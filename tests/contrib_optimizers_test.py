@@ -10,7 +10,7 @@ import pytest
 from ensembles import draw
 
 from adloco_jax.config import default_config, validate
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.contrib import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 
 INNER = dataclasses.replace(
     validate(default_config()).inner, beta1=0.8, beta2=0.95, weight_decay=0.3

@@ -12,7 +12,8 @@ from ensembles import PLAIN, draw, ensemble_of
 from toy import LENGTH, settings_of
 from trees import assert_close, at
 
-from adloco_jax import AGGREGATORS, outer_update, start_round
+from adloco_jax import AGGREGATORS, ARCHITECTURES, outer_update, start_round
+from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
@@ -26,6 +27,17 @@ OTHERS = [name for name in AGGREGATORS if name != "mean"]
 
 
 PARAMS = draw(SHAPES)
+LABELS = {
+    "embed": "embedding",
+    "layers": {"w": "stacked_matrix", "gain": "stacked_other"},
+    "head": "head",
+    "b": "other",
+}
+
+
+def rule_of(name):
+    """An entry of the table, with the labels where it takes some."""
+    return with_knobs(AGGREGATORS[name], {"label_params": lambda params: LABELS})
 
 
 @functools.cache
@@ -37,7 +49,7 @@ def update_of(rule, precision="float32"):
         ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
         workers = start_round(ensemble)
         workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
-        how = {"aggregate": AGGREGATORS[rule], "precision": precision}
+        how = {"aggregate": rule_of(rule), "precision": precision}
         after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, weights_R=weights_R, **how)
         return jax.tree.map(jnp.negative, after.params_M), norm_M
 
@@ -94,6 +106,21 @@ def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
     np.testing.assert_allclose(cancelled, [-1.0, 0.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("rule", OTHERS)
+def test_without_labels_each_leaf_goes_by_its_own_shape_whatever_its_name(rule):
+    """The same matrix as a layer, an embedding, and by itself; four of them are no one matrix."""
+    matrix_W, share_W = jnp.asarray(draw({"w": (4, 3)}, 2)["w"]), jnp.float32([0.5, 0.5])
+    names = ("w", "layers", "layers_0", "players", "embedding", "lm_head")
+    moved = AGGREGATORS[rule](dict.fromkeys(names, matrix_W), share_W)
+    expected = by_tensor(rule, np.float64(matrix_W), share_W)
+    for name in names:
+        np.testing.assert_allclose(moved[name], expected, rtol=1e-5, atol=1e-6)
+    stack_W = jnp.asarray(draw({"w": (5, 4, 3)}, 2)["w"])
+    labelled = functools.partial(AGGREGATORS[rule], label_params=lambda _: "stacked_matrix")
+    layers = [by_tensor(rule, np.float64(stack_W[:, n]), share_W) for n in range(5)]
+    np.testing.assert_allclose(labelled(stack_W, share_W), layers, rtol=1e-5, atol=1e-6)
+
+
 def test_quantised_differences_are_aggregated_after_they_have_arrived():
     ones, difference_R = np.ones(3, np.float32), draw(SHAPES, 3)
     arrived_R = unpack(pack(difference_R, "int8"), difference_R, "int8")
@@ -103,8 +130,10 @@ def test_quantised_differences_are_aggregated_after_they_have_arrived():
 
 
 @pytest.mark.parametrize("rule", OTHERS)
-def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
-    """The engine's own program, which shards the differences over the workers' devices."""
+def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch):
+    """The engine's own program, with the labels that the architecture declares."""
+    own = dataclasses.replace(ARCHITECTURES["llama"], label_params=lambda params: LABELS)
+    monkeypatch.setitem(ARCHITECTURES, "llama", own)
     configured = settings_of(
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         outer={"aggregator": rule, "tx": "sgd", "learning_rate": 1.0},
@@ -117,7 +146,7 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule):
     ensemble = ensemble_of([0] * 8, zeros, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx)
     ensemble = ensemble.replace(inner_state_R=None)
     workers = start_round(ensemble).replace(params_R=jax.tree.map(np.negative, draw(SHAPES, 8)))
-    arguments = (ensemble, workers, np.ones(1, np.float32))
+    arguments = (ensemble, workers, {})
     after, _ = program(*reshard(arguments, program.input_shardings[0]))
     expected, _ = update_of(rule)(draw(SHAPES, 8), np.ones(8, np.float32), (0,) * 8)
     actual_M = jax.tree.map(np.negative, after.params_M)

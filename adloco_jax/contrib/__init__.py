@@ -1,0 +1,35 @@
+"""Rules of other papers, one file each: a rule and its entry in the table of `core`.
+
+Streaming DiLoCo, a round of another form, has no entry: `outer.fragments` chooses it.
+
+Each file is a template for a rule of your own: write the function with the table's signature, give
+it a name in the table, and add the file below. Tables are read from here (`adloco_jax.AGGREGATORS`
+and the like are these), so that the entries of all files are in them.
+"""
+
+from adloco_jax.contrib import (
+    isotropic,
+    linear,
+    muon,
+    nesterov_by_interval,
+    qsr,
+    radial,
+    streaming,
+)
+from adloco_jax.core.aggregate import AGGREGATORS
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
+from adloco_jax.core.round_lengths import ROUND_LENGTHS
+
+__all__ = [
+    "AGGREGATORS",
+    "INNER_OPTIMIZERS",
+    "OUTER_OPTIMIZERS",
+    "ROUND_LENGTHS",
+    "isotropic",
+    "linear",
+    "muon",
+    "nesterov_by_interval",
+    "qsr",
+    "radial",
+    "streaming",
+]

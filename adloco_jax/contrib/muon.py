@@ -1,0 +1,72 @@
+"""Muon, inside: orthogonalised momentum for the matrices of hidden layers."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+from jaxtyping import PyTree
+
+from adloco_jax.core.optimizers import INNER_OPTIMIZERS, adamw
+
+
+def label_by_shape(params: PyTree) -> PyTree:
+    """Labels each leaf by its own shape: "matrix" where it has two axes, else "other"."""
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
+
+
+def muon(
+    inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
+) -> optax.GradientTransformation:
+    """Muon for the matrices of hidden layers, each layer's on its own, and AdamW for the rest.
+
+    A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled, and the same for all
+    parameters, as is the learning rate.
+
+    Args:
+      inner: The settings' group `inner`.
+      label_params: Gives a tree of the parameters' structure: "matrix" for [in, out],
+        "stacked_matrix" for [layers, in, out], anything else for what AdamW updates.
+
+    Returns:
+      A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
+
+    Source: MuLoCo (arXiv 2505.23725); Newton-Schulz is optax's. Its `optax.contrib.muon` scales by
+      at least 1, where MuLoCo also scales down.
+    """
+
+    def label(params):
+        labels = jax.tree.map(
+            lambda label: label if label in ("matrix", "stacked_matrix") else "other",
+            label_params(params),
+        )
+        if {*jax.tree.leaves(labels)} == {"other"}:
+            raise ValueError(
+                "inner_tx: no parameter is labelled as a hidden layer's matrix, so muon has none to"
+                " update; give the Architecture its own label_params, or take inner.tx='adamw'"
+            )
+        return labels
+
+    def by_shape(updates, _):
+        return jax.tree.map(lambda u: u * math.sqrt(u.shape[-1] / u.shape[-2]), updates)
+
+    def last_two_axes(updates):
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
+
+    of_matrices = optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=inner.beta1, nesterov=False, weight_dimension_numbers=last_two_axes
+        ),
+        optax.stateless(by_shape),
+        optax.add_decayed_weights(inner.weight_decay),
+        optax.scale(-1.0),
+    )
+    return optax.partition(
+        {"matrix": of_matrices, "stacked_matrix": of_matrices, "other": adamw(inner)}, label
+    )
+
+
+INNER_OPTIMIZERS["muon"] = muon
