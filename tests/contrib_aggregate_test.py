@@ -17,7 +17,7 @@ from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import ConfigError
 from adloco_jax.run.build import program_spec
 from adloco_jax.run.machines import here
@@ -141,7 +141,7 @@ def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch)
     spec = program_spec(
         configured, lambda key: PARAMS, lambda params, rows: 0.0, LENGTH + 1, machine=here()
     )
-    program = lower(spec, Key("outer", (0,) * 8)).compile()
+    program = lower(spec, ProgramKey("outer", (0,) * 8)).compile()
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     ensemble = ensemble_of([0] * 8, zeros, inner_tx=spec.inner_tx, outer_tx=spec.outer_tx)
     ensemble = ensemble.replace(inner_state_R=None)

@@ -34,7 +34,7 @@ from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.engine.programs import lower
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import Preempted
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
@@ -445,7 +445,11 @@ def compiled(*, fragments=1, delay=0, precision="float32"):
         outer={"fragments": fragments, "delay_updates": delay, "precision": precision},
     )
     spec = program_spec(configured, layered_params, layered_loss, LENGTH + 1, machine=here())
-    key = Key("fragment", (0,) * 8, 2, False) if fragments > 1 else Key("outer", (0,) * 8)
+    key = (
+        ProgramKey("fragment", (0,) * 8, 2, False)
+        if fragments > 1
+        else ProgramKey("outer", (0,) * 8)
+    )
     text = lower(spec, key).compile().as_text()
     return spec, text, collectives(text, loops=fragments > 1)
 

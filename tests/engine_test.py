@@ -18,7 +18,7 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs, lower
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.run import plan as plan_module
@@ -60,7 +60,7 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
     in_parts = {"fragments": 3, "mixing": 0.5} if kind in ("fragment", "flush") else {}
     settings = settings_of(outer=in_parts)
     spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
-    lower(spec, Key(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
+    lower(spec, ProgramKey(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
     # What a program is given has the shapes that `start_round` makes.
     assert traced - ({"start_round"} - functions) == functions
 

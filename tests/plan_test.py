@@ -13,7 +13,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.memory import peak_bytes
 from adloco_jax.engine.programs import Programs, needed_bytes
-from adloco_jax.engine.spec import Key, Machine
+from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError, DataError, ResourceError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
@@ -70,7 +70,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
     programs = Programs(spec)
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
     needs = {
-        size: needed_bytes(programs[Key("steps", (0,) * 4, size, accumulates=True)]) + beside
+        size: needed_bytes(programs[ProgramKey("steps", (0,) * 4, size, accumulates=True)]) + beside
         for size in (2, 8, 15)
     }
     assert sorted(needs.values()) == list(needs.values())
@@ -90,8 +90,8 @@ def test_the_batch_size_test_must_fit_the_memory_too():
     programs = Programs(spec)
     owners = (0, 0, 1, 2)
     state = 3 * 2 * 6 * 6 * 4 + 4 * (2 * 6 * 6 * 4 + 4) + 4  # Adam's two and count; the round
-    need = needed_bytes(programs[Key("stats", owners)]) + state - 3 * 6 * 6 * 4
-    assert need > peak_bytes(programs, Key("steps", (0,) * 4, 15, accumulates=True), owners)
+    need = needed_bytes(programs[ProgramKey("stats", owners)]) + state - 3 * 6 * 6 * 4
+    assert need > peak_bytes(programs, ProgramKey("steps", (0,) * 4, 15, accumulates=True), owners)
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
         plan_module.max_batch_size(settings, Programs(of_bytes(spec, need)))
     roomy = of_bytes(spec, int(need / 0.8) + 1)

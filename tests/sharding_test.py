@@ -15,8 +15,8 @@ from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.programs import lower, needed_bytes, placement
-from adloco_jax.engine.sharding import fetch, place, reshard
-from adloco_jax.engine.spec import Key, Machine
+from adloco_jax.engine.sharding import arrange, fetch, reshard
+from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import build_model, program_spec, row_length
@@ -49,7 +49,7 @@ def owners_of(num_trainers, num_workers):
 @functools.cache
 def compiled(kind, owners, *, accumulates=False, **spread):
     """The key and the program of some workers' inner steps, or of their synchronisation."""
-    key = Key(kind, owners, BATCH if kind == "steps" else 0, accumulates)
+    key = ProgramKey(kind, owners, BATCH if kind == "steps" else 0, accumulates)
     return key, lower(spec_of(**spread)[0], key).compile()
 
 
@@ -98,7 +98,7 @@ def assert_same_steps(actual, expected):
     ],
 )
 def test_meshes_use_devices_for_workers_first(devices, owners, batch, shards, expected):
-    at = place(owners, batch, devices=jax.devices()[8 - devices :], model_shards=shards)
+    at = arrange(owners, batch, devices=jax.devices()[8 - devices :], model_shards=shards)
     assert tuple(at.mesh.shape.values()) == expected
     assert at.mesh.devices.reshape(-1).tolist() == jax.devices()[8 - devices :]
 
@@ -206,7 +206,7 @@ def test_model_shards_are_as_few_as_memory_needs():
 
 def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
     spec, _ = spec_of()
-    at = placement(spec, Key("outer", (0, 0, 1, 1)))
+    at = placement(spec, ProgramKey("outer", (0, 0, 1, 1)))
     leaf = jax.ShapeDtypeStruct((2, 64, 128), np.float32)
     assert at.by_trainer(leaf).shard_shape(leaf.shape) == (1, 64, 128)
     assert at.sharded(leaf).shard_shape(leaf.shape) == (1, 64, 128 // 4)
@@ -217,7 +217,7 @@ def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
 
 
 def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
-    at = place((0, 0, 1, 1), devices=jax.devices())
+    at = arrange((0, 0, 1, 1), devices=jax.devices())
     tree = {"a": np.arange(24.0, dtype=np.float32).reshape(4, 6), "b": np.arange(8)}
     put = reshard(tree, {"a": at.workers, "b": at.replicated})
     assert put["a"].sharding == at.workers and reshard(put["a"], at.workers) is put["a"]
@@ -225,10 +225,10 @@ def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():
 
 
 def test_placement_is_described_and_drawn():
-    at = place((0, 0, 1, 1), 3, devices=jax.devices())
-    assert "4 ways over 8 devices; idle, repeating others' work: device 1 3 5 7" in at.describe()
+    at = arrange((0, 0, 1, 1), 3, devices=jax.devices())
+    assert "4 groups on 8 devices; idle, repeating others' work: device 1 3 5 7" in at.describe()
     assert at.draw(["0 (trainer 0)", *"123"])[0] == "  device 0 1: worker 0 (trainer 0)"
-    shared = place((0, 0), 2, devices=jax.devices(), model_shards=2).describe()
+    shared = arrange((0, 0), 2, devices=jax.devices(), model_shards=2).describe()
     assert shared.endswith("2 share a worker's batch; 2 share a worker's parameters")
 
 
@@ -236,4 +236,4 @@ def test_model_shards_must_divide_the_devices():
     with pytest.raises(ConfigError, match="model_shards = 3: does not divide the 8 devices"):
         spec_of(model_shards=3)
     with pytest.raises(ValueError, match="cannot reshape"):
-        place((0,), devices=jax.devices(), model_shards=3)
+        arrange((0,), devices=jax.devices(), model_shards=3)

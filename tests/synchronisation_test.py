@@ -17,7 +17,7 @@ from trees import assert_close, same
 from adloco_jax import init, outer_update, start_round
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower
-from adloco_jax.engine.sharding import place, reshard
+from adloco_jax.engine.sharding import arrange, reshard
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import sync_cost
 from adloco_jax.run.build import program_spec
@@ -152,7 +152,7 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
 def sharded(precision, owners, model_shards):
     """The compiled synchronisation on eight devices, with its arguments' shardings."""
     shapes = tuple(map(shapes_of, drifted(*owners)))
-    at = place(shapes[0].owners, 4, devices=jax.devices(), model_shards=model_shards)
+    at = arrange(shapes[0].owners, 4, devices=jax.devices(), model_shards=model_shards)
     states = (at.ensemble(shapes[0]), at.by_worker(shapes[1]))
     update = functools.partial(
         outer_update,

@@ -27,7 +27,7 @@ from adloco_jax.config import default_config
 from adloco_jax.core.batching import BATCH_TESTS, BatchTest
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.programs import Programs
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.resume import check_workdir
@@ -440,11 +440,11 @@ def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
 
     monkeypatch.setattr(Programs, "_compile", compile_slowly)
     programs = Programs(None)
-    programs.prefetch([Key("stats"), Key("start")])
+    programs.prefetch([ProgramKey("stats"), ProgramKey("start")])
     assert begun.wait(60)
-    assert programs[Key("start")] == "start"
+    assert programs[ProgramKey("start")] == "start"
     needed.set()
-    assert programs[Key("stats")] == "stats"
+    assert programs[ProgramKey("stats")] == "stats"
     programs.close()
     assert compiled == [("stats", True), ("start", False)]
 
@@ -471,7 +471,7 @@ def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monke
     monkeypatch.setattr(Programs, "_compile", lambda *_, **__: program)
     programs = Programs(None)
     for number in range(20):
-        programs.call(Key("steps"), number)
+        programs.call(ProgramKey("steps"), number)
     programs.close()
     assert waited == [number for number in range(20 - 8) if number % 3]
 

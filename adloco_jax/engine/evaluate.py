@@ -15,7 +15,7 @@ from adloco_jax.data.packing import MAX_GUARD_ROWS
 from adloco_jax.data.sampling import permute
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import Key
+from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import DataError
 
 
@@ -120,9 +120,9 @@ def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size:
     return np.concatenate(losses)[: len(rows_EL)]
 
 
-def loss_key(batch_size: int) -> Key:
+def loss_key(batch_size: int) -> ProgramKey:
     """The key of the one evaluation program, which takes one model at a time."""
-    return Key("loss", micro_batch_size=batch_size)
+    return ProgramKey("loss", micro_batch_size=batch_size)
 
 
 def trainer_params(ensemble: Ensemble, position: int) -> PyTree:

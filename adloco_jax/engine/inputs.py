@@ -12,7 +12,7 @@ from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
 from adloco_jax.engine.programs import placement
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import Key, Kind, Machine, Spec
+from adloco_jax.engine.spec import Kind, Machine, ProgramKey, Spec
 from adloco_jax.errors import DataError
 from adloco_jax.loop.adloco import (
     after_merge,
@@ -69,14 +69,14 @@ class Group(NamedTuple):
     devices: tuple[int, int] | None  # the first and the number of those used; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # where they run a round
 
-    def key(self, kind: Kind, **more) -> Key:
+    def key(self, kind: Kind, **more) -> ProgramKey:
         """The key of a program that depends on the workers' trainers."""
-        return Key(kind, self.owners, devices=self.devices, **more)
+        return ProgramKey(kind, self.owners, devices=self.devices, **more)
 
-    def steps_key(self) -> Key:
+    def steps_key(self) -> ProgramKey:
         """The key of the inner steps, which do not depend on the workers' trainers."""
         pool, size = (0,) * len(self.workers), self.plan.micro_batch_size
-        return Key("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
+        return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
 class Test(NamedTuple):
@@ -159,7 +159,7 @@ def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec)
 
 def round_keys(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec
-) -> list[Key]:
+) -> list[ProgramKey]:
     """The programs of a round, in the order in which they are called."""
     keys = []
     if measures_gradients(settings):
@@ -177,7 +177,7 @@ def round_keys(
     return list(dict.fromkeys(keys))
 
 
-def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Key]:
+def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
     """The programs of the next round, and of the one after it with unchanged and fastest growth.
 
     Both include a merge that may come before them, chosen as if all guard losses were equal.

@@ -32,7 +32,7 @@ from adloco_jax.engine.inputs import (
 )
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
-from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.loop.plans import round_plans
@@ -269,7 +269,7 @@ class LocalEngine:
         """The ensemble with a group's part replaced by `sub`."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
-        at = placement(self.spec, Key("outer", group.owners))  # on all devices
+        at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
 
 

@@ -16,7 +16,7 @@ from adloco_jax.engine.programs import (
     placement,
     workers_spec,
 )
-from adloco_jax.engine.spec import Key, Kind, Spec
+from adloco_jax.engine.spec import Kind, ProgramKey, Spec
 from adloco_jax.errors import ResourceError
 
 # What of the ensemble each takes as an argument; the rest stays on the device beside it.
@@ -31,9 +31,11 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 }
 
 
-def peak_bytes(programs: Programs, key: Key, owners: tuple[int, ...]) -> int:
+def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> int:
     """Bytes a device holds while a program runs, with what it does not take of the ensemble."""
-    state = ensemble_spec(programs.spec, owners, placement(programs.spec, Key("stats", owners)))
+    state = ensemble_spec(
+        programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
+    )
     taken = dict.fromkeys(_TAKES[key.kind])
     return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
 
@@ -51,7 +53,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
       and their gradients fit, activations not counted; all devices if none is enough.
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
-    key = Key("steps", owners, accumulates=True)
+    key = ProgramKey("steps", owners, accumulates=True)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
         tried = dataclasses.replace(spec, model_shards=shards)
         at = placement(tried, key)
@@ -89,7 +91,7 @@ def find_max_batch(
     programs: Programs,
     owners: tuple[int, ...],
     *,
-    keys_of: Callable[[int], Iterable[Key]],
+    keys_of: Callable[[int], Iterable[ProgramKey]],
     sizes: Sequence[int],
     memory_frac: float | None,
 ) -> int:

@@ -27,8 +27,8 @@ from adloco_jax.core.arguments import fold_in_each, with_fixed_key
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.outer import inner_steps, outer_update, start_round
 from adloco_jax.core.types import Ensemble, Workers, init
-from adloco_jax.engine.sharding import Placement, place, reshard
-from adloco_jax.engine.spec import Key, Kind, Spec
+from adloco_jax.engine.sharding import Placement, arrange, reshard
+from adloco_jax.engine.spec import Kind, ProgramKey, Spec
 from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
@@ -41,7 +41,7 @@ _MAX_IN_FLIGHT = 8
 class Compiled(NamedTuple):
     """The record of one compilation, for the ledger."""
 
-    key: Key
+    key: ProgramKey
     seconds: float
     hit: bool  # it came from the persistent cache
     background: bool
@@ -57,11 +57,11 @@ class Programs:
         self.stall_s = 0.0  # waited for compilation so far
         self._on_compile = on_compile
         self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
-        self._programs: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
-    def call(self, key: Key, *arguments: PyTree) -> Any:
+    def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
         """Dispatches a program with its arguments moved to where it wants them.
 
         Does not wait for it, but for the call `_MAX_IN_FLIGHT` calls ago.
@@ -76,7 +76,7 @@ class Programs:
                     oldest.block_until_ready()
         return results
 
-    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+    def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
         """The program for a key; waits for it, or compiles it now."""
         start_s = time.perf_counter()
         begun = self._programs.get(key)
@@ -91,7 +91,7 @@ class Programs:
         self.stall_s += time.perf_counter() - start_s
         return program
 
-    def prefetch(self, keys: Iterable[Key]) -> None:
+    def prefetch(self, keys: Iterable[ProgramKey]) -> None:
         """Has programs compiled in the background, in this order; ones already begun stay."""
         for key in keys:
             if key not in self._programs:
@@ -101,7 +101,7 @@ class Programs:
         """Cancels what is still in the queue, and waits for what is being compiled."""
         self._background.shutdown(cancel_futures=True)
 
-    def _compile(self, key: Key, *, background: bool) -> jax.stages.Compiled:
+    def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
         start_s = time.perf_counter()
         _on_this_thread.hits = 0
         with jax.enable_x64(self._x64):
@@ -124,12 +124,12 @@ def _note_cache_hit(event: str, **_: str | int) -> None:
 jax.monitoring.register_event_listener(_note_cache_hit)
 
 
-def placement(spec: Spec, key: Key) -> Placement:
+def placement(spec: Spec, key: ProgramKey) -> Placement:
     """Where the arrays of a key's program live."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
-    return place(key.owners, size, devices=devices, model_shards=spec.model_shards)
+    return arrange(key.owners, size, devices=devices, model_shards=spec.model_shards)
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
@@ -147,14 +147,14 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
     return _with_shardings(shapes, at.ensemble(shapes))
 
 
-def workers_spec(spec: Spec, key: Key, at: Placement) -> Workers:
+def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
     """Shapes, dtypes and shardings of a group's workers in the middle of a round."""
     ensemble = ensemble_spec(spec, key.owners, at)
     shapes = jax.eval_shape(functools.partial(start_round, accumulate=key.accumulates), ensemble)
     return _with_shardings(shapes, at.by_worker(shapes))
 
 
-def lower(spec: Spec, key: Key) -> jax.stages.Lowered:
+def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
     """Traces and lowers the program of a key; its `.compile()` is what costs time."""
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
@@ -170,7 +170,7 @@ Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
 """A function, its arguments' shapes, which of them are donated, and its results' shardings."""
 
 
-def _start(spec: Spec, key: Key, at: Placement) -> Program:
+def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     bare = ensemble_spec(spec, key.owners, at)
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
     if spec.outer.own_params:
@@ -181,7 +181,7 @@ def _start(spec: Spec, key: Key, at: Placement) -> Program:
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
 
-def _steps(spec: Spec, key: Key, at: Placement) -> Program:
+def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     workers = workers_spec(spec, key, at)
     out = (_shardings(workers), at.replicated, at.replicated)
     advance = _inner_steps(spec, at)
@@ -192,7 +192,7 @@ def _steps(spec: Spec, key: Key, at: Placement) -> Program:
     return steps, (workers, *_batch_spec(spec, key, at)), (0,), out
 
 
-def _outer(spec: Spec, key: Key, at: Placement) -> Program:
+def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     workers = Workers(workers_spec(spec, key, at).params_R, None)
     number_M = jax.ShapeDtypeStruct((max(key.owners) + 1,), jnp.float32, sharding=at.replicated)
@@ -211,7 +211,7 @@ def _outer(spec: Spec, key: Key, at: Placement) -> Program:
     return update, (ensemble, workers, extra_M), (0,), (_shardings(ensemble), at.replicated)
 
 
-def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
+def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None, params_R=None)
     workers = workers_spec(spec, key, at)
     advance = _inner_steps(spec, at)
@@ -244,13 +244,13 @@ def _fragment(spec: Spec, key: Key, at: Placement) -> Program:
     return fragment_program, arguments, (0, 1), out
 
 
-def _flush(spec: Spec, key: Key, at: Placement) -> Program:
+def _flush(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     ensemble = ensemble_spec(spec, key.owners, at).replace(inner_state_R=None)
     flush = functools.partial(flush_workers, **_collectives(spec, at))
     return flush, (ensemble,), (0,), _shardings(ensemble)
 
 
-def _stats(spec: Spec, key: Key, at: Placement) -> Program:
+def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     num_trainers, num_workers = max(key.owners) + 1, len(key.owners)
     params_M = ensemble_spec(spec, key.owners, at).params_M
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
@@ -294,7 +294,7 @@ def _stats(spec: Spec, key: Key, at: Placement) -> Program:
     return stats, (params_M, tokens, counts), (), at.replicated
 
 
-def _loss(spec: Spec, key: Key, at: Placement) -> Program:
+def _loss(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     params = _with_shardings(spec.params, at.params(spec.params))
     loss_fn = with_fixed_key(spec.loss_fn)
     shape, size = (key.micro_batch_size, spec.row_length), key.micro_batch_size
@@ -306,7 +306,7 @@ def _loss(spec: Spec, key: Key, at: Placement) -> Program:
     return losses, (params, tokens), (), at.replicated
 
 
-_PROGRAMS: Mapping[Kind, Callable[[Spec, Key, Placement], Program]] = {
+_PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
     "start": _start,
     "steps": _steps,
     "outer": _outer,
@@ -374,7 +374,7 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
     return steps
 
 
-def _batch_spec(spec: Spec, key: Key, at: Placement) -> tuple:
+def _batch_spec(spec: Spec, key: ProgramKey, at: Placement) -> tuple:
     """Tokens, learning rates, update flags where gradients are accumulated, streams for keys."""
     steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)

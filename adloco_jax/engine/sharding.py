@@ -191,14 +191,14 @@ def _names(devices: np.ndarray) -> str:
     return "device " + " ".join(str(device.id) for device in devices.reshape(-1))
 
 
-def place(
+def arrange(
     owners: tuple[int, ...],
     batch_size: int = 1,
     *,
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Devices as a mesh for some trainers and workers.
+    """Arranges devices as a mesh for some trainers and workers.
 
     Args:
       owners: Position of each worker's trainer.
@@ -237,7 +237,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     at = structure.flatten_up_to(shardings)
-    placed = [_place(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
+    placed = [_put(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
     moving = [i for i, leaf in enumerate(placed) if leaf is None]
     if moving:  # in one program
         moved = _move(tuple(at[i] for i in moving))([leaves[i] for i in moving])
@@ -246,7 +246,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     return structure.unflatten(placed)
 
 
-def _place(leaf: Any, to: NamedSharding | None) -> Any:
+def _put(leaf: Any, to: NamedSharding | None) -> Any:
     """A leaf at its sharding; None if that takes a program of all processes."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf

@@ -20,7 +20,7 @@ from adloco_jax.settings import Outer
 Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
-class Key(NamedTuple):
+class ProgramKey(NamedTuple):
     """What a program is compiled for."""
 
     kind: Kind

@@ -24,7 +24,7 @@ from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Compiled, Programs, placement
-from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, DataError, DivergedError, ResourceError
 from adloco_jax.loop.adloco import (
     Control,
@@ -291,7 +291,7 @@ def _initial_ensemble(run: Run, control: Control) -> Ensemble:
             stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
         return stack
 
-    at = placement(spec, Key("stats", tuple(control.owners)))
+    at = placement(spec, ProgramKey("stats", tuple(control.owners)))
     shardings = at.ensemble(jax.eval_shape(make, key, run.params))
     return jax.jit(make, out_shardings=shardings)(key, run.params)
 

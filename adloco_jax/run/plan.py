@@ -14,7 +14,7 @@ from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import Group, classes, round_keys
 from adloco_jax.engine.memory import find_max_batch, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
-from adloco_jax.engine.spec import Key, Spec, num_bytes
+from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -123,7 +123,7 @@ def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[st
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
-    at = placement(spec, Key("steps", owners, batching.initial_batch_size))
+    at = placement(spec, ProgramKey("steps", owners, batching.initial_batch_size))
     weights = f"from {model.init_from}" if model.init_from else "from random weights"
     pool = ensemble.num_workers - len(owners)
     length, steps = f"{settings.num_rounds:,} rounds", f"{inner.steps_per_round}"
@@ -203,7 +203,9 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     )
 
 
-def _first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) -> list[Key]:
+def _first_keys(
+    settings: Settings, spec: Spec, size: int, *, accumulates: bool
+) -> list[ProgramKey]:
     """The programs of a round of the whole pool in which all trainers run this micro-batch."""
     control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
     keys = []
@@ -221,7 +223,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     first = batching.initial_batch_size
     control = start(settings, first, whole_pool=True)
     owners = tuple(control.owners)
-    state = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
+    state = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
     outer_bytes = num_bytes(state.outer_state_M) // num_trainers
     inner_bytes = num_bytes(state.inner_state_R) // num_workers
     begins = start(settings, first).owners
@@ -281,7 +283,9 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def _planned_keys(settings: Settings, spec: Spec, max_batch: int, groups: list[Group]) -> list[Key]:
+def _planned_keys(
+    settings: Settings, spec: Spec, max_batch: int, groups: list[Group]
+) -> list[ProgramKey]:
     """The programs of the rounds before the first merge, and of evaluation."""
     batching, keys = settings.batching, []
     for size in (size for size in batching.buckets if size <= max_batch):

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.programs import ensemble_spec, placement
-from adloco_jax.engine.spec import Key, Spec
+from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
 from adloco_jax.loop.adloco import Control, State, Trainer
 from adloco_jax.loop.plans import share_done
@@ -308,7 +308,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
         raise Damaged(f"{path}: {fault}")
     control = read_control(path, host["control"], settings)
     owners = tuple(control.owners)
-    template = ensemble_spec(spec, owners, placement(spec, Key("stats", owners)))
+    template = ensemble_spec(spec, owners, placement(spec, ProgramKey("stats", owners)))
     return Restored(State(checkpoint.read_arrays(path, template), control), host)
 
 
