@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 from safetensors.numpy import load_file
-from toy import config_of, corpus
+from toy import config_of
 
 from adloco_jax import ARCHITECTURES, hf
 from adloco_jax import main as cli
@@ -16,7 +16,6 @@ from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run.build import build_model, inner_transform, require_same_network
 from adloco_jax.run.ledger import read
-from adloco_jax.training import fit
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -55,18 +54,6 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
     assert cli.main(export) == 2 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{out}: MLP has no Hugging Face names; give its Architecture a weight_map"
-
-
-def test_a_users_model_trains_through_fit(own, tmp_path):
-    config = load_config(own, "get_config", type(default_config()))
-    small = config_of(num_rounds=1, batching={"test": "constant"}, ensemble={"num_trainers": 1})
-    small.model.update(dict(arch=config.model.arch, width=8))
-    small.inner.steps_per_round, small.ensemble.num_workers = 30, 1
-    settings = validate(small)
-    init_fn, loss_fn = build_model(settings)
-    functions = {"init_fn": init_fn, "loss_fn": loss_fn}
-    result = fit(settings, corpus=corpus(), workdir=tmp_path / "r", **functions)
-    assert result.loss < 2.0  # log 257 without training: 5.55
 
 
 def test_a_users_model_starts_from_no_checkpoint(own):
