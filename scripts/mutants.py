@@ -89,7 +89,8 @@ def definitions(folder: Path) -> dict[str, tuple[Path, int, int]]:
                 inner = f"{name}.{child.name}"
             elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, SCOPES):
                 target = child.targets[0] if isinstance(child, ast.Assign) else child.target
-                inner = f"{name}.{ast.unparse(target)}"
+                if child.value:  # a field that is only declared is no place
+                    inner = f"{name}.{ast.unparse(target)}"
             if inner != name:
                 first = min([child, *getattr(child, "decorator_list", [])], key=lambda n: n.lineno)
                 found[inner] = path, first.lineno - 1, child.end_lineno
