@@ -49,6 +49,7 @@ REMOVED = {
     "batching.estimator": "taps are used where the model has them, else per-example gradients",
     "batching.monotone": "a batch never falls",
     "inner.qsr_alpha": "its paper's 0.0175; make an entry of ROUND_LENGTHS for another",
+    "outer.precision=int8": "set outer.precision=int4, or bfloat16",
     "outer.weight_decay": "weights decay inside alone, by inner.weight_decay",
     "inner.unit": "steps_per_round counts updates",
     "inner.schedule=linear_after_merge": "set inner.schedule=linear",

@@ -219,7 +219,7 @@ class Outer:
         " (docs/algorithm.md, 1).",
         table=("AGGREGATORS", "mean", "rda", "isotropic"),
     )
-    precision: Literal["float32", "bfloat16", "int8", "int4"] = _knob(
+    precision: Literal["float32", "bfloat16", "int4"] = _knob(
         "float32", "Format of sent outer gradients, which are added in float32 (arXiv 2501.18512)."
     )
     # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. Whether workers keep parameters of

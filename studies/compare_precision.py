@@ -1,4 +1,4 @@
-"""Outer gradients in fewer bits: DiLoCo in four precisions and two settings, three seeds.
+"""Outer gradients in fewer bits: DiLoCo in three precisions and two settings, three seeds.
 
 Command:   adloco compare studies/compare_precision.py --processes 2
 Hardware:  two CPU cores, about 25 minutes
@@ -9,7 +9,7 @@ Answers:   docs/LOG.md
 from adloco_jax.configs import compare_quick
 from adloco_jax.study.compare import Comparison
 
-BELOW_FLOAT32 = ("bfloat16", "int8", "int4")
+BELOW_FLOAT32 = ("bfloat16", "int4")
 
 
 def get_comparison() -> Comparison:

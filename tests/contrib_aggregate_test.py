@@ -123,9 +123,9 @@ def test_without_labels_each_leaf_goes_by_its_own_shape_whatever_its_name(rule):
 
 def test_quantised_differences_are_aggregated_after_they_have_arrived():
     ones, difference_R = np.ones(3, np.float32), draw(SHAPES, 3)
-    arrived_R = unpack(pack(difference_R, "int8"), difference_R, "int8")
+    arrived_R = unpack(pack(difference_R, "int4"), difference_R, "int4")
     _, expected_M = update_of("rda")(arrived_R, ones, (0, 0, 0))
-    _, norm_M = update_of("rda", "int8")(difference_R, ones, (0, 0, 0))
+    _, norm_M = update_of("rda", "int4")(difference_R, ones, (0, 0, 0))
     np.testing.assert_allclose(norm_M, expected_M, rtol=1e-5)
 
 

@@ -89,7 +89,7 @@ def test_one_fragment_is_the_whole_update_bit_for_bit():
     ensemble = drifted([0, 1, 0])
     workers = start_round(ensemble)
     assert same(workers.params_R, ensemble.params_R)
-    how = {"outer_tx": NESTEROV, "precision": "int8"}
+    how = {"outer_tx": NESTEROV, "precision": "int4"}
     whole, whole_norm_M = jax.jit(functools.partial(outer_update, **how))(ensemble, workers)
     update = functools.partial(outer_update_fragment, fragment=0, num_fragments=1, **how)
     part, norm_M = jax.jit(update)(ensemble, workers.params_R)
@@ -310,7 +310,7 @@ RUN = {
     "num_rounds": 4,
     "ensemble": {"num_trainers": 2, "num_workers": 3},
     "inner": {"steps_per_round": 6, "learning_rate": 0.05},
-    "outer": {"fragments": 3, "delay_updates": 1, "mixing": 0.5, "precision": "int8"},
+    "outer": {"fragments": 3, "delay_updates": 1, "mixing": 0.5, "precision": "int4"},
     "batching": {"eta": 0.5},
     "merge": {"every_rounds": 2},
     "eval": {"every_rounds": 2, "num_sequences": 8},
@@ -330,7 +330,7 @@ def whole(tmp_path_factory):
 
 
 def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole):
-    part, all_of_it = 2 * 6 + 4, 6 * 6 + 4  # of a 6 x 6 table in int8, with one scale
+    part, all_of_it = 2 * 3 + 4, 6 * 3 + 4  # of a 6 x 6 table in int4, with one scale
     rounds, syncs, merges = (events(whole.workdir, name) for name in ("round", "sync", "merge"))
     for line in rounds:
         several = line["workers"] > 1

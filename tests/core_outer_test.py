@@ -416,7 +416,7 @@ def test_wrong_shapes_are_named_while_tracing(shapes, num_accum_steps, words):
     [
         ({"weights_R": [1.0, 2.0]}, r"weights_R has shape \(2,\), expected one number for each of"),
         ({"learning_rate_SR": 0.1}, r"learning_rate_SR has shape \(\), expected .* \(2, 3\)"),
-        ({"precision": "int2"}, "precision='int2': expected one of float32, bfloat16, int8, int4"),
+        ({"precision": "int2"}, "precision='int2': expected one of float32, bfloat16, int4"),
     ],
 )
 def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
@@ -491,7 +491,7 @@ def test_each_trainers_extra_argument_reaches_an_outer_optimizer_that_takes_it(u
         outer_update(ensemble, workers, outer_tx=scaled, extra_M={"interval": np.ones(3)})
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "int4"])
 def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
     """They end where they are, and their trainer's momentum waits; the others' rounds stay."""
     batch, owner_R = batch_of(2, 3, 4), [0, 0, 1]

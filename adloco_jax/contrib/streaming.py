@@ -121,7 +121,7 @@ def outer_update_fragment(
       num_fragments: F >= 1, synchronised in turn.
       outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
         such as a count, is updated with every fragment.
-      precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
+      precision: In which differences and updates travel: "float32", "bfloat16" or "int4".
       keep: Applied to the fragment of the trainers' parameters as it is taken. Where they are
         replicated over several devices, a sharding constraint that says so, or the partitioner
         shards and gathers them again.

@@ -1,4 +1,4 @@
-"""Outer gradients quantised for communication: bfloat16, or whole numbers with block scales.
+"""Outer gradients quantised for communication: bfloat16, or four bits with block scales.
 
 Only what is sent is smaller: sums and averages of it are formed in float32. A block of a leaf has
 one float32 scale, its largest magnitude over the largest code, and each entry becomes the nearest
@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
-Precision: TypeAlias = Literal["float32", "bfloat16", "int8", "int4"]
+Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
 SCALE_BLOCK = 128  # the most entries that share a float32 scale
 SCALE_BITS = 32
-BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}  # of an entry
+BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "int4": 4}  # of an entry
+LARGEST_CODE = 7  # of int4; -8 is not used
 BITS_PER_PARAM: Mapping[str, float] = {
     precision: bits + (SCALE_BITS / SCALE_BLOCK if bits <= 8 else 0.0)
     for precision, bits in BITS.items()
@@ -32,7 +33,7 @@ _EVEN_SHARES = 8  # an axis of a multiple of it divides over the usual numbers o
 class Packed(NamedTuple):
     """One leaf as whole numbers; a pytree node. X is the leaf's own leading axis."""
 
-    codes: Array  # int8 or, two to a byte, uint8 [X, rows, blocks of a row, bytes of a block]
+    codes: Array  # uint8, two codes to a byte [X, rows, blocks of a row, bytes of a block]
     scales: Array  # float32 [X, rows, blocks of a row]
 
 
@@ -67,7 +68,7 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
       precision: What is left of an entry; "float32" changes nothing.
 
     Returns:
-      For "int8" and "int4" a `Packed` in place of each leaf; for "bfloat16" the leaves' bits as
+      For "int4" a `Packed` in place of each leaf; for "bfloat16" the leaves' bits as
       uint16 [X, ...], which no compiler widens again. An entry that is not finite makes all of its
       block so.
 
@@ -86,9 +87,7 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
             lambda leaf: lax.bitcast_convert_type(jnp.asarray(leaf, jnp.bfloat16), jnp.uint16),
             tree_X,
         )
-    return jax.tree.map(
-        lambda leaf: _pack_leaf(jnp.asarray(leaf, jnp.float32), BITS[precision]), tree_X
-    )
+    return jax.tree.map(lambda leaf: _pack_leaf(jnp.asarray(leaf, jnp.float32)), tree_X)
 
 
 def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
@@ -109,7 +108,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
     def unpack_leaf(leaf, packed):
         if precision == "bfloat16":
             return lax.bitcast_convert_type(packed, jnp.bfloat16).astype(leaf.dtype)
-        return _unpack_leaf(packed, leaf.shape, BITS[precision]).astype(leaf.dtype)
+        return _unpack_leaf(packed, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map(unpack_leaf, like_X, packed_X)
 
@@ -119,7 +118,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
     Args:
       tree: Leaves [...] without a leading axis; only their shapes are read.
-      precision: "float32", "bfloat16", "int8" or "int4".
+      precision: "float32", "bfloat16" or "int4".
 
     Returns:
       Bytes, of which float32 takes four per parameter.
@@ -147,26 +146,21 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
     return _Blocks(axis, length, rest, -(-length // places), places, per_row, width)
 
 
-def _pack_leaf(leaf_X: Array, bits: int) -> Packed:
+def _pack_leaf(leaf_X: Array) -> Packed:
     values = _to_blocks(leaf_X)
-    largest_code = 2 ** (bits - 1) - 1
-    scales = jnp.max(jnp.abs(values), axis=-1) / largest_code
+    scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
     # A maximum may overlook a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
-    codes = jnp.clip(codes, -largest_code, largest_code).astype(jnp.int8)
-    if bits == 4:
-        # The block's halves side by side: neighbours in pairs would not vectorise.
-        low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
-        codes = (low & 15) | (high << 4)
-    return Packed(codes, scales)
+    codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
+    # The block's halves side by side: neighbours in pairs would not vectorise.
+    low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
+    return Packed((low & 15) | (high << 4), scales)
 
 
-def _unpack_leaf(packed: Packed, shape: tuple[int, ...], bits: int) -> Array:
-    codes = packed.codes
-    if bits == 4:
-        nibbles = jnp.concatenate([codes << 4, codes & 240], axis=-1)
-        codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # arithmetic: keeps the sign
+def _unpack_leaf(packed: Packed, shape: tuple[int, ...]) -> Array:
+    nibbles = jnp.concatenate([packed.codes << 4, packed.codes & 240], axis=-1)
+    codes = lax.bitcast_convert_type(nibbles, jnp.int8) >> 4  # arithmetic: keeps the sign
     return _from_blocks(codes.astype(jnp.float32) * packed.scales[..., None], shape)
 
 

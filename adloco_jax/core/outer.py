@@ -100,8 +100,8 @@ def outer_step(
         metrics have each update's mean.
       aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
         `AGGREGATORS`, or a function like them.
-      precision: In which differences and updates travel between workers: "float32", "bfloat16",
-        "int8" or "int4".
+      precision: In which differences and updates travel between workers: "float32", "bfloat16"
+        or "int4".
       skip_single: Whether a trainer with one worker takes its parameters as they are, without
         `outer_tx`, whose state waits until it has more.
 
@@ -234,7 +234,7 @@ def outer_update(
       weights_R: Relative weights of the workers in their trainer's mean; None weighs them alike.
       aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
         `AGGREGATORS`, or a function like them.
-      precision: In which differences and updates travel: "float32", "bfloat16", "int8" or "int4".
+      precision: In which differences and updates travel: "float32", "bfloat16" or "int4".
       extra_M: Extra arguments for an `outer_tx` that takes some, by name, a number for each
         trainer: `{"interval": ...}` for `contrib.nesterov_by_interval`. Others ignore them.
       skip_single: Whether a trainer with one worker takes its parameters as they are, without
