@@ -25,7 +25,7 @@ from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, State
 from adloco_jax.run import processes
-from adloco_jax.run.arguments import check_arguments, check_transform
+from adloco_jax.run.arguments import check_arguments, check_optimizer, check_transform
 from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
 from adloco_jax.run.build import (
     InitFn,
@@ -153,6 +153,7 @@ def fit(
     num_classes: int | None = None,
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
+    loss_unit: str | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -177,6 +178,9 @@ def fit(
         updates. A resumed run needs the same one.
       outer_tx: The trainers' optimizer in place of the one that `outer.tx` names, built in
         the same way.
+      loss_unit: What the loss is in: "nats/token", for which perplexity is reported too,
+        "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
+        corpus knows its tokens per byte of text, else a plain number.
       command: Recorded in the ledger.
       accept_config_change: Whether a resumed run may continue with other settings that change it.
       accept_data_change: Whether it may continue with other data than it began with.
@@ -193,6 +197,8 @@ def fit(
       UserError: Otherwise see `train`; no text is read here.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir)
+    for name, given in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
+        check_optimizer(name, given)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
@@ -223,7 +229,10 @@ def fit(
     spec = program_spec(
         settings, init_fn, loss_fn, row_length, num_classes=num_classes, machine=here(), **txs
     )
-    own = {"init_fn": init_fn, "params": params, "num_classes": num_classes}
+    if loss_unit is None:
+        is_text = num_classes is None and corpus.tokens_per_byte is not None
+        loss_unit = "nats/token" if is_text else "nats/example" * (num_classes is not None)
+    own = {"init_fn": init_fn, "params": params, "num_classes": num_classes, "unit": loss_unit}
     run = Run(settings, spec, corpus, heldout, workdir, command, accept_data_change, **own)
     _require_equal_processes(run)
     result = _until_done(run)

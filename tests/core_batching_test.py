@@ -182,6 +182,19 @@ def test_statistics_without_inner_products_are_refused(test, mode):
     assert np.isnan(few) == (mode == "unbiased")
 
 
+@pytest.mark.parametrize("value", [0, 0.0, -0.5, float("nan")])
+def test_thresholds_that_divide_by_zero_are_refused(value):
+    stats = stats_from(sums_of())
+    for function, name in (
+        (norm_test, "eta"),
+        (inner_product_test, "vartheta"),
+        (augmented_inner_product_test, "nu"),
+    ):
+        more = {"vartheta": 1.0} if name == "nu" else {}
+        with pytest.raises(ValueError, match=f"{name}={value} must be positive"):
+            function(stats, **{name: value}, **more)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -25,6 +25,7 @@ GROWING = {
 def run(workdir, settings=None, **others):
     """`fit` of the toy; `others` are further arguments, or replace the toy's."""
     given = {"corpus": corpus(), "init_fn": init_fn, "loss_fn": bigram_loss} | others
+    given.setdefault("loss_unit", "nats/token")
     return fit(settings or settings_of(**GROWING), workdir=workdir, **given)
 
 

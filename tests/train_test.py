@@ -122,6 +122,12 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
             r"corpus.heldout_rows: float64 of shape \(16, 9\); give an array of integers",
         ),
         (dict(init_fn=lambda key: {}), "init_fn: its parameters hold no array"),
+        (
+            dict(init_fn=lambda key: {"w": jnp.zeros(3), "f": jnp.tanh}),
+            r"init_fn: .*'f'.* its leaves must all be arrays: leave others out of the tree",
+        ),
+        (dict(inner_tx=0.1), "inner_tx: a float; give a transformation, such as optax.adamw"),
+        (dict(outer_tx=optax.sgd), "outer_tx: a function; give a transformation"),
         (dict(init_fn={}), "init_fn: a dict; give a function of a PRNG key that returns param"),
         (
             dict(loss_fn=None, init_fn=3),
@@ -136,6 +142,21 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         with pytest.raises(ConfigError, match=expected):
             run(**given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_has_a_perplexity_only_where_it_is_nats_per_token(tmp_path, capsys):
+    settings = settings_of(num_rounds=1, eval={"every_rounds": 1})
+    for index, unit in enumerate(("nats/token", "points", None)):
+        result = run(tmp_path / str(index), settings, loss_unit=unit)
+        (line,) = events(result.workdir, "eval", trainer="consensus")
+        assert ("perplexity" in line) == (unit == "nats/token")
+        (start,) = events(result.workdir, "start")
+        assert start["loss_unit"] == (unit or "")
+        out = capsys.readouterr().out
+        (shown,) = re.findall(r"^held-out loss +[\d.]+(.*?), .* after round", out, re.MULTILINE)
+        assert shown.strip() == (unit or "") and ("\nperplexity " in out) == (unit == "nats/token")
+        page = (result.workdir / "report" / "index.html").read_text()
+        assert ("nats/token" in page) == (unit == "nats/token")
 
 
 class Pair(NamedTuple):

@@ -50,10 +50,11 @@ def norm_test(
       statistics are degenerate (no noise and no signal).
 
     Raises:
-      ValueError: If `mode` is unknown.
+      ValueError: If `mode` is unknown, or `eta` is a number that is not positive.
 
     Source: Byrd et al. 2012, eq. 3.9; AdLoCo eq. 10 (without `num_workers`).
     """
+    _require_positive(eta=eta)
     noise = stats.noise_sum / stats.noise_weight
     return noise / (num_workers * eta**2 * _signal(stats, mode, num_workers, batch_size))
 
@@ -81,12 +82,13 @@ def inner_product_test(
       Requested sequences per worker, float, not rounded, capped or kept monotone.
 
     Raises:
-      ValueError: If `mode` is unknown, or `stats` was taken without inner products (not known while
-        tracing: then NaN, in mode `paper` 0).
+      ValueError: If `mode` is unknown, `vartheta` is a number that is not positive, or `stats` was
+        taken without inner products (not known while tracing: then NaN, in mode `paper` 0).
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
       works with the reference's scaling errors (docs/algorithm.md, 2, "Constants").
     """
+    _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
     # Divided twice rather than by the square, which would underflow.
     return _ip_variance(stats, mode) / signal / signal / (num_workers * vartheta**2)
@@ -120,10 +122,12 @@ def augmented_inner_product_test(
       The larger of the two requests, in sequences per worker, float.
 
     Raises:
-      ValueError: If `mode` is unknown, or `stats` was taken without inner products.
+      ValueError: If `mode` is unknown, a threshold is a number that is not positive, or `stats` was
+        taken without inner products.
 
     Source: Bollapragada et al. 2017, eq. 3.3; AdLoCo eq. 13.
     """
+    _require_positive(nu=nu)
     signal = _signal(stats, mode, num_workers, batch_size)
     if mode == "paper":
         orthogonal = stats.plugin_orth_sum / stats.noise_weight
@@ -133,6 +137,13 @@ def augmented_inner_product_test(
         stats, vartheta=vartheta, num_workers=num_workers, mode=mode, batch_size=batch_size
     )
     return _maximum(inner_product, orthogonal / (num_workers * nu**2 * signal))
+
+
+def _require_positive(**thresholds: float) -> None:
+    """Refuses thresholds that divide by zero; arrays that are traced are taken as they are."""
+    for name, value in thresholds.items():
+        if isinstance(value, int | float) and not value > 0:
+            raise ValueError(f"{name}={value} must be positive.")
 
 
 def constant(*, batch_size: int) -> int:

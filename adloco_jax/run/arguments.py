@@ -61,7 +61,11 @@ def check_arguments(
 
 
 def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[str]:
-    drawn = jax.eval_shape(init_fn, jax.random.key(0))
+    try:
+        drawn = jax.eval_shape(init_fn, jax.random.key(0))
+    except TypeError as error:  # a leaf that is no array, or a mistake within
+        reason = " ".join(str(error).split())[:300]
+        return [f"init_fn: {reason}; its leaves must all be arrays: leave others out of the tree"]
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
@@ -103,6 +107,16 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
         elif not math.prod(jnp.shape(leaf)):
             faults.append(f"{where}: a leaf of size zero, which cannot be saved; leave it out")
     return faults
+
+
+def check_optimizer(name: str, tx: object) -> None:
+    """Refuses an optimizer that is no optax transformation; None is one that is not given.
+
+    Raises:
+      ConfigError: Names the argument.
+    """
+    if tx is not None and not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+        raise ConfigError(f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)")
 
 
 def check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:

@@ -59,6 +59,7 @@ class Run:
     init_fn: InitFn
     params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
     num_classes: int | None  # of labelled rows
+    unit: str  # of the loss; empty for a plain number
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def begin(
         on_saved=lambda saved: ledger.write("checkpoint", **saved),
     )
     stack.callback(saver.close)
-    evaluator = observers.Evaluator(recorder, run.num_classes)
+    evaluator = observers.Evaluator(recorder, run.num_classes, run.unit)
     checkpoints = observers.Checkpoints(
         recorder, saver, stop.is_set, lambda state: _host(run, recorder, state)
     )
@@ -348,6 +349,7 @@ def _write_start(
         versions=versions(),
         data_fingerprint=run.corpus.fingerprint,
         tokens_per_byte=run.corpus.tokens_per_byte,
+        loss_unit=run.unit,
         round=control.round,
         max_batch_size=control.max_batch_size,
         buckets=settings.batching.buckets,

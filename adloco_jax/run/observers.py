@@ -116,6 +116,7 @@ class Evaluator:
 
     recorder: Recorder
     num_classes: int | None  # of labelled rows
+    unit: str  # of the loss
     params: PyTree | None = None  # the last consensus
 
     def __call__(self, state: State, boundary: Boundary) -> None:
@@ -151,10 +152,10 @@ class Evaluator:
 
     def _record(self, control: Control, trainer: int | str, params: PyTree, **more: Any) -> float:
         loss = evaluate.mean_loss(*self._given(params))
-        if self.num_classes is None:
+        if self.unit == "nats/token":
             with np.errstate(over="ignore"):  # not finite: null in the ledger
                 more["perplexity"] = float(np.exp(loss))
-        else:
+        if self.num_classes is not None:
             more |= evaluate.class_report(*self._given(params), self.num_classes)
         fields = {"round": control.round, "trainer": trainer, "loss": loss}
         fields |= _totals(control) | more

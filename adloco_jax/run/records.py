@@ -47,7 +47,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "start": _fields(str, "run command data_fingerprint")
     | _fields(int, "num_params max_batch_size")
     | {"state_bytes": get_type_hints(StateBytes), "config": Settings}
-    | _fields(Maybe(str), "time devices jax attention")
+    | _fields(Maybe(str), "time devices jax attention loss_unit")
     | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
     | {"round": Maybe(int), "buckets": Maybe(list[int])},
     "round": _fields(int, "round trainer workers requested_batch_size micro_batch_size")

@@ -140,6 +140,11 @@ def is_evaluated(run: Run) -> bool:
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))
 
 
+def loss_unit(run: Run) -> str:
+    """The unit of the run's losses; empty for a plain number."""
+    return run.start.get("loss_unit", "nats/example" if is_classifier(run) else "nats/token")
+
+
 def is_classifier(run: Run) -> bool:
     """Whether losses are per example, not per token, and accuracies are on record."""
     return any("accuracy" in e for e in lines(run.events, "eval"))

@@ -24,7 +24,7 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.types import LossFn
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
 from adloco_jax.run import ledger
-from adloco_jax.run.build import build_model, class_count, load_data
+from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_workdir
@@ -307,7 +307,7 @@ def analyse_run(
         "round": trained.round,
         "source": trained.source,
         "data_fingerprint": start["data_fingerprint"],
-        "unit": "nats/token" if class_count(settings) is None else "nats/example",
+        "unit": start.get("loss_unit", "nats/token") or "of the loss",
         "num_sequences": num_sequences,
         "num_training_sequences": num_rows,
         **draw_settings,

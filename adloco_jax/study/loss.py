@@ -129,8 +129,8 @@ def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Cu
 def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
     if field == "accuracy":
         return "held-out accuracy (fraction)"
-    unit = "example" if any(map(curves.is_classifier, runs)) else "token"
-    return f"{'held-out' if heldout else 'training'} loss (nats/{unit})"
+    unit = " or ".join(dict.fromkeys(map(curves.loss_unit, runs)))
+    return f"{'held-out' if heldout else 'training'} loss" + (f" ({unit})" if unit else "")
 
 
 def caption(variants: Sequence[Variant], field: str = "loss") -> str:

@@ -87,6 +87,7 @@ def totals(events: Sequence[dict]) -> dict:
         "tokens_per_s": end.get("tokens_per_s"),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
+        "loss_unit": start.get("loss_unit", "nats/example" if classes else "nats/token"),
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
         # Of a uniform guess; unknown for a corpus of other rows than text.
@@ -139,12 +140,11 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
     measured = f"{source} after round {t['loss_round']}"
     if t["loss"] is None:
         return [("held-out loss", f"not finite, {measured}")]
-    unit, scores = "example", ["accuracy"]
-    if t["classes"] is None:
-        per_byte = [name for name in ("nats_per_byte", "bits_per_byte") if t[name] is not None]
-        unit, scores = "token", ["perplexity", *per_byte]
+    names = ("accuracy", "perplexity", "nats_per_byte", "bits_per_byte")
+    scores = [name for name in names if t[name] is not None]
     chance = "" if t["chance_loss"] is None else f" (chance {t['chance_loss']:.2f})"
-    facts = [("held-out loss", f"{number(t['loss'])} nats/{unit}{chance}, {measured}")]
+    shown = f"{number(t['loss'])} {t['loss_unit']}".rstrip()
+    facts = [("held-out loss", f"{shown}{chance}, {measured}")]
     facts += [(name.replace("_", " "), number(t[name])) for name in scores]
     for label, row in enumerate(t["classes"] or []):
         named = {name: row[name] for name in ("precision", "recall", "f1")}
