@@ -1,4 +1,4 @@
-"""Named points of a run at which a test may kill the process, or have a write fail.
+"""Named points of a run at which a test kills the process or makes a write fail.
 
 `ADLOCO_CRASH_AT=name:n` kills the process at the n-th arrival at a point, as SIGKILL does: nothing
 is flushed or cleaned up. `ADLOCO_FAIL_AT=name:n:ENOSPC` raises that error there, once.

@@ -14,7 +14,7 @@ from toy import settings_of
 
 from adloco_jax.core.types import GradientStats
 from adloco_jax.engine import inputs as batches
-from adloco_jax.engine.health import without_trainers
+from adloco_jax.engine.local import without_trainers
 from adloco_jax.loop import adloco
 from adloco_jax.loop import control as accounting
 from adloco_jax.loop import growth as batch_sizes

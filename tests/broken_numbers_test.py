@@ -1,4 +1,4 @@
-"""Losses that are not finite: skipped, counted, and their trainer quarantined; spikes."""
+"""Losses that are not finite: skipped and counted; their trainer is quarantined."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from toy_runs import events
 from trees import same
 
 from adloco_jax.engine import local as engine
-from adloco_jax.engine.health import Outcome, count_skips
+from adloco_jax.engine.local import Outcome, count_skips
 from adloco_jax.errors import DivergedError
 from adloco_jax.loop.adloco import start
 from adloco_jax.run.ledger import deterministic_lines

@@ -43,14 +43,14 @@ def split_heldout(
     of each class, as many as there are of the rarest.
 
     Args:
-      rows_EL: Held-out rows of integers; of a labelled row the first one is its class.
+      rows_EL: Held-out rows of integers; a labelled row begins with its class.
       num_sequences: Largest number of reported rows.
       batch_size: Rows per call of the evaluation program.
       num_classes: Classes of labelled rows; None for rows of text.
-      num_trainers: Of several trainers, guard rows choose the best.
+      num_trainers: Trainers of the run; if several, guard rows choose among them.
 
     Raises:
-      DataError: If none are left to report on, or to choose among several trainers by.
+      DataError: If there are too few rows to report on, or to choose among several trainers.
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
@@ -86,8 +86,8 @@ def class_report(
     program of the held-out loss also predicts.
 
     Returns:
-      `accuracy`, the share of rows whose likeliest class is theirs, and `classes`: for each class
-      its `precision`, `recall`, `f1` (None where undefined) and `support` in rows.
+      `accuracy`, the share of rows whose likeliest class is the right one, and `classes`: for each
+      class `precision`, `recall`, `f1` (None where undefined) and `support` in rows.
     """
 
     def losses_under(label: int) -> np.ndarray:

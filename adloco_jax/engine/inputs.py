@@ -38,7 +38,7 @@ _COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them
 
 
 class Rows(Protocol):
-    """What `fit` needs of a corpus; `ArrayRows` and `Corpus` of `adloco_jax.data` are such."""
+    """What `fit` needs of a corpus; `ArrayRows` and `Corpus` of `adloco_jax.data` implement it."""
 
     @property
     def heldout_rows(self) -> np.ndarray:
@@ -46,15 +46,15 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the content that decides the rows."""
+        """Hash of the content that decides the rows."""
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A JSON record of each part that was read, to name which has changed; may be empty."""
+        """A JSON record of each part that was read, which names a changed part; may be empty."""
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Of the held-out text, where tokens are text."""
+        """Tokens per byte of the held-out text; None if tokens are no text."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
@@ -66,8 +66,8 @@ class Group(NamedTuple):
     trainers: tuple[int, ...]  # positions
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
     owners: tuple[int, ...]  # of these workers, in the group's own stack
-    devices: tuple[int, int] | None  # the first and the number of those used; None: all
-    plan: RoundPlan = RoundPlan(0, 1, 0)  # where they run a round
+    devices: tuple[int, int] | None  # first device and number of devices; None: all
+    plan: RoundPlan = RoundPlan(0, 1, 0)  # of the round, if they run one
 
     def key(self, kind: Kind, **more) -> ProgramKey:
         """The key of a program that depends on the workers' trainers."""
@@ -107,9 +107,9 @@ class Batch(NamedTuple):
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
-    """Trainers by their number of workers, each class with devices of its own; one on one device.
+    """Classes of trainers with equally many workers, each on separate devices if there are enough.
 
-    Of several processes all trainers share all devices: a process must take part in every program.
+    With several processes all trainers share all devices, as a process takes part in every program.
     """
     chosen = sorted(trainers)
     if not chosen:
@@ -207,7 +207,7 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """What decides the inputs of a round: two rounds that read alike have the same."""
+    """What decides the inputs of a round: equal reads mean equal inputs."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -272,12 +272,12 @@ def make_batch(
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
-    """DataError if two workers read the same rows: they would compute the same update."""
+    """Raises DataError if two workers read the same rows, and so compute the same update."""
     first_with = {}
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), read)
-        # Few different rows may coincide by chance, and of another process all are zero.
+        # Few different rows may coincide by chance; rows of another process are all zero.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
@@ -308,7 +308,7 @@ def _sequences(
 ) -> np.ndarray:
     """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
 
-    Of several processes each fills in only the workers that its devices train or test.
+    A process fills in only the workers that its devices train or test.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)

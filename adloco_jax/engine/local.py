@@ -5,7 +5,9 @@ several devices and trainers have unequal numbers of workers, each such class of
 devices of its own, so that what a synchronisation moves is what is accounted.
 """
 
+import copy
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +22,6 @@ from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, Workers, put, take
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
-from adloco_jax.engine.health import Outcome, count_skips, without_trainers
 from adloco_jax.engine.inputs import (
     Batch,
     Group,
@@ -37,6 +38,22 @@ from adloco_jax.loop.adloco import State, Stats
 from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush, count_round
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.settings import Settings
+
+SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
+
+
+class Outcome(NamedTuple):
+    """Losses and skipped updates of one trainer's round."""
+
+    loss_SR: np.ndarray  # of each update of each of its workers; NaN where it was skipped
+    skipped_SR: np.ndarray  # bool
+    pseudo_grad_norm: float  # NaN if there was no finite one
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the updates that were made; NaN if there were none."""
+        made = self.loss_SR[~self.skipped_SR]
+        return float(np.mean(made)) if made.size else math.nan
 
 
 class UnderWay(NamedTuple):
@@ -74,8 +91,8 @@ class LocalEngine:
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
-        self.underway: Control  # before the round under way, for who deals with its failure
-        self._ahead: tuple[tuple, Batch | Exception] | None = None  # what a round reads; its inputs
+        self.underway: Control  # before the round under way; for the handler of its failure
+        self._ahead: tuple[tuple, Batch | Exception] | None = None  # next round's reads, inputs
         self._start_s = self._stalled_s = 0.0  # clock and waits when the round under way began
         self._flushed: set[int] = set()  # trainers, by id, with nothing left unsynchronised
 
@@ -86,7 +103,7 @@ class LocalEngine:
 
     def ready(self, state: State) -> list[int]:
         """All trainers: their devices take one round after the other."""
-        self.underway = state.control  # reading its sequences may fail, too
+        self.underway = state.control  # reading sequences may fail, too
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
@@ -242,8 +259,7 @@ class LocalEngine:
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Synchronises all that the trainers' workers have not synchronised yet.
 
-        Without fragments (Streaming DiLoCo), where all parameters are synchronised at every round's
-        end and taken as they arrive, nothing is left.
+        Only Streaming DiLoCo leaves anything: otherwise a round's end synchronises all parameters.
         """
         ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
@@ -260,7 +276,7 @@ class LocalEngine:
         return State(ensemble, control), [line]
 
     def _take(self, ensemble: Ensemble, group: Group) -> Ensemble:
-        """A group's part of the ensemble: all of it, without a copy, where it has all workers."""
+        """A group's part of the ensemble; the ensemble itself if the group has all workers."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return ensemble
         return _take(ensemble, group.trainers)
@@ -271,6 +287,50 @@ class LocalEngine:
             return sub
         at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
+
+
+def count_skips(control: Control, outcomes: Sequence[Outcome]) -> tuple[Control, list[int]]:
+    """Counts the skipped updates of a round.
+
+    A trainer is broken once every one of its workers has skipped its last updates.
+
+    Args:
+      control: At the round's boundary, with the round's trainers and workers.
+      outcomes: In stack order.
+
+    Returns:
+      The changed copy, and the positions of the broken trainers.
+    """
+    control = copy.deepcopy(control)
+    broken = []
+    for position, (trainer, outcome) in enumerate(zip(control.trainers, outcomes, strict=True)):
+        streams = [str(control.streams[w]) for w in control.workers_of(position)]
+        rows = {}
+        for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
+            made = np.flatnonzero(~skipped_S)
+            before = 0 if made.size else trainer.skipped_in_a_row.get(stream, 0)
+            rows[stream] = before + len(skipped_S) - (int(made[-1]) + 1 if made.size else 0)
+        trainer.skipped_in_a_row = rows
+        if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
+            broken.append(position)
+    return control, broken
+
+
+def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
+    """The control without some trainers, whose workers retire with them; who remains."""
+    control = copy.deepcopy(control)
+    survivors = [m for m in range(len(control.trainers)) if m not in broken]
+    workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
+    for position in broken:
+        trainer = control.trainers[position]
+        retired = {"workers": control.owners.count(position)}
+        control.quarantined.append({"trainer": trainer.id, "round": control.round} | retired)
+    control.trainers = [control.trainers[m] for m in survivors]
+    # As `core.take` orders them: each trainer's workers next to one another.
+    workers.sort(key=lambda worker: control.owners[worker])
+    control.streams = [control.streams[w] for w in workers]
+    control.owners = [survivors.index(control.owners[w]) for w in workers]
+    return control, survivors
 
 
 def _outcomes(underway: UnderWay) -> list[Outcome]:

@@ -19,7 +19,7 @@ from adloco_jax.engine.programs import (
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec
 from adloco_jax.errors import ResourceError
 
-# What of the ensemble each takes as an argument; the rest stays on the device beside it.
+# Parts of the ensemble that a program takes as arguments; the rest stays on the device.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -32,7 +32,7 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 
 
 def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> int:
-    """Bytes a device holds while a program runs, with what it does not take of the ensemble."""
+    """Bytes a device holds while a program runs: the program's, and the rest of the ensemble's."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
@@ -44,7 +44,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     """How many devices must share a worker's parameters for what a round keeps to fit.
 
     Args:
-      spec: Its own `model_shards` is not looked at.
+      spec: What programs share; its `model_shards` is ignored.
       owners: Trainer position of each worker at the start; merges only need less.
       memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
 
@@ -66,7 +66,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 
 
 def _bytes_here(shapes: PyTree) -> int:
-    """Bytes of one device's share of arrays, known by shape and sharding."""
+    """Bytes of one device's share of arrays of these shapes and shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -74,9 +74,9 @@ def _bytes_here(shapes: PyTree) -> int:
 
 
 def measured_peaks() -> dict[str, int | list[int | None]]:
-    """The most memory this process has held so far: on the host, and on each device, in bytes.
+    """Peak memory of this process so far, in bytes: of the host and of each device.
 
-    A device is null where its backend does not count, as a CPU, whose memory is the host's.
+    A device's peak is null if its backend does not count, as on a CPU.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return {

@@ -1,9 +1,10 @@
 """The compiled programs of a run: which there are, and where their arrays live.
 
-Each is `jax.jit` of public functions of the core, compiled ahead of its first call and kept by its
-key (`engine/spec.py`). A round calls `start`, then `steps`, several times where gradients are
-accumulated, then `outer`; with fragments (Streaming DiLoCo) it calls `fragment` where each of them
-is synchronised. How many steps are accumulated is data, and makes no program of its own.
+A program is `jax.jit` of public functions of the core. It is compiled before its first call, and
+kept by its key (`engine/spec.py`). A round calls `start`, then `steps`, several times if gradients
+are accumulated, then `outer`. With fragments (Streaming DiLoCo) it calls `fragment` for the last
+steps before a fragment is synchronised. The number of accumulation steps is data, not part of a
+key.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
-# XLA's CPU client admits 32 programs to a device and lets the next one wait on the thread that one
-# of those would need, so that several devices deadlock. A call is up to four: arrays move, too.
+# XLA's CPU client admits 32 programs to a device. The next one waits on a thread that one of those
+# may need, so several devices deadlock. A call is up to four programs, as arrays move too.
 _MAX_IN_FLIGHT = 8
 
 
@@ -49,7 +50,7 @@ class Compiled(NamedTuple):
 
 
 class Programs:
-    """Compiles programs once, in the background where they were foreseen, and keeps them."""
+    """Compiles each program once, in the background if it was foreseen, and keeps it."""
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
         """Starts with no program; `on_compile` is called with each, on the compiling thread."""
@@ -62,17 +63,17 @@ class Programs:
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        """Dispatches a program with its arguments moved to where it wants them.
+        """Reshards the arguments and dispatches a program.
 
-        Does not wait for it, but for the call `_MAX_IN_FLIGHT` calls ago.
+        Returns at once; blocks only on the call `_MAX_IN_FLIGHT` calls earlier.
         """
         program = self[key]
         results = program(*reshard(arguments, program.input_shardings[0]))
         self._in_flight.append(jax.tree.leaves(results)[-1])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
-            if not oldest.is_deleted():  # donated, that is: then a later call stands for it
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # its reader's to report
+            if not oldest.is_deleted():  # deleted is donated: a later call stands for it
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # its reader reports it
                     oldest.block_until_ready()
         return results
 
@@ -92,7 +93,7 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Has programs compiled in the background, in this order; ones already begun stay."""
+        """Queues programs for compilation in the background, in order, unless they are known."""
         for key in keys:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
@@ -155,7 +156,7 @@ def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Traces and lowers the program of a key; its `.compile()` is what costs time."""
+    """Traces and lowers the program of a key; compiling the result takes most of the time."""
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
@@ -218,7 +219,7 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
     def steps(workers, *inputs):
         workers, *measured_TR = advance(workers, *inputs)
-        # Pinned, or what follows would decide where the loop keeps its parameters.
+        # Pinned, or later operations would decide where the loop keeps its parameters.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
@@ -270,14 +271,14 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         inner_products=spec.inner_products,
     )
 
-    # A device's workers in turn: one gradient is held at a time, each worker stops at its own
+    # A device takes its workers in turn: it holds one gradient at a time, a worker stops at its
     # count, and a vmap over few workers made the products of single examples a quarter slower.
     @functools.partial(
         jax.shard_map,
         mesh=at.mesh,
         in_specs=(P("trainer"), *(P(("trainer", "worker")),) * 3),
         out_specs=P(("trainer", "worker")),
-        axis_names={"trainer", "worker"},  # what shares a worker is left to the partitioner
+        axis_names={"trainer", "worker"},  # the partitioner divides a worker over devices
         check_vma=False,
     )
     def of_workers(params_M, owner_R, tokens_RBL, count_R):
@@ -318,10 +319,9 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """The tokens, and for a loss that takes `key` each sequence's own, [T, R, B].
+    """The tokens, and for a loss that takes `key` each sequence's key, [T, R, B].
 
-    Of a sequence's trainer, stream and place in it: a round that is repeated with smaller
-    micro-batches has the same ones.
+    A key depends on the sequence's trainer, its stream and its number there, not on micro-batches.
     """
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
@@ -359,7 +359,7 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
             at_once = at_once if num_places == 1 else None
             return advance(workers, keyed, rate_TR, update_T, at_once=at_once)
         pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
-        specs: list[Any] = [pool, pool, pool, P(), pool]  # the count of gradients is everybody's
+        specs: list[Any] = [pool, pool, pool, P(), pool]  # all workers share the count of gradients
         by_worker = Workers(*specs)
         mapped = jax.shard_map(
             functools.partial(advance, at_once=at_once),
@@ -395,7 +395,7 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device bytes a program holds while it runs, with its arguments: the compiler's analysis."""
+    """Device bytes of a running program and its arguments, by the compiler's analysis."""
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

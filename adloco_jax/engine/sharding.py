@@ -6,11 +6,11 @@ A program has a mesh over its devices, by default all devices of all processes, 
   worker   a trainer's workers, or all workers where trainers do not divide over the devices
   data     devices that share a worker's batch
   model    devices that share a worker's parameters and optimizer state, and its batch if it divides
-  idle     devices that repeat another's work, as no dimension is left that divides
+  idle     devices that repeat the work of others, because no dimension is left that divides
 
-Trainers' parameters are replicated over their workers, as the batch-size test and the round both
-start there; a trainer's outer state, which only the synchronisation reads, is sharded over all its
-devices.
+A trainer's parameters are replicated over its workers, because the batch-size test and the round
+start from them. Its outer state is sharded over all its devices, because only the synchronisation
+reads it.
 """
 
 import functools
@@ -86,10 +86,11 @@ class Placement:
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
         """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
 
-        In two steps, or the partitioner replicates: first the devices that share a worker keep a
-        part of it each, then these are redistributed as `sharded` says. A floating-point leaf of
-        which no dimension divides over the workers skips the second: its mean is an all-reduce,
-        which moves as much as both halves. Copied to every device it would be R / 2 times that.
+        It takes two steps, since the partitioner would replicate in one: first the devices that
+        share a worker keep a part each, then the parts are redistributed as `sharded` says. A
+        floating-point leaf of which no dimension divides over the workers skips the second step:
+        its mean is an all-reduce, which moves as much as both halves. A copy on every device would
+        be R / 2 times that.
         """
         in_parts = self._stacked(tree_R, _POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
@@ -106,7 +107,7 @@ class Placement:
     def all_gather(self, tree_M: PyTree) -> PyTree:
         """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
 
-        In two steps, or what is quantised would be gathered first and quantised then.
+        It takes two steps, or the partitioner would gather before it quantises.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
@@ -123,16 +124,16 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a synchronisation moves between devices of different workers, in total.
 
-        With a device for each worker it is what is accounted (docs/algorithm.md, accounting).
-        Workers that share a device have less to move. Where a device has workers of several
-        trainers, but not all of theirs, every device is sent all trainers. Below float32 a leaf of
+        With a device for each worker it equals the accounted bytes (docs/algorithm.md, accounting).
+        Workers that share a device move less. If a device has some workers of several trainers,
+        every device is sent all trainers. Below float32 a leaf of
         which no dimension divides over the workers is replicated to each of them, which is more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """How many devices there are of each sort, and which have nothing of their own to do."""
+        """How workers, batches and parameters are spread over devices; which devices are idle."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -203,7 +204,7 @@ def arrange(
     Args:
       owners: Position of each worker's trainer.
       batch_size: Sequences of a worker that devices may share.
-      devices: Those to use.
+      devices: The devices to use.
       model_shards: Devices that share one worker's parameters; divides the number of devices.
 
     Returns:
@@ -219,7 +220,7 @@ def arrange(
         trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
-    # In the devices' own order, which a program shares with what gave it its arguments.
+    # In the devices' order: a program and the source of its arguments must agree on it.
     grid = chosen.reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
@@ -228,12 +229,12 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     """Reshards arrays, in any number of processes.
 
     Args:
-      tree: Of JAX arrays, which move between devices, and host arrays, of which every process must
-        hold at least what its own devices get.
-      shardings: Of the same structure; None leaves an unused array where it is.
+      tree: JAX arrays, which move between devices, and host arrays; of a host array every process
+        must hold the parts that its devices get.
+      shardings: A tree of the same structure; None leaves an unused array where it is.
 
     Returns:
-      JAX arrays of those shardings; ones that have theirs already are not copied.
+      JAX arrays of those shardings; an array that has the right sharding is not copied.
     """
     leaves, structure = jax.tree.flatten(tree)
     at = structure.flatten_up_to(shardings)

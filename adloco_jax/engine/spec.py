@@ -24,10 +24,10 @@ class ProgramKey(NamedTuple):
     """What a program is compiled for."""
 
     kind: Kind
-    owners: tuple[int, ...] = (0,)  # trainer position of each worker; all 0 where it is no matter
+    owners: tuple[int, ...] = (0,)  # trainer position of each worker; 0 if trainers do not matter
     micro_batch_size: int = 0
     accumulates: bool = False
-    devices: tuple[int, int] | None = None  # the first and the number of those used; None: all
+    devices: tuple[int, int] | None = None  # first device and number of devices; None: all
 
     def __str__(self):
         num_trainers, num_workers = max(self.owners) + 1, len(self.owners)
@@ -51,12 +51,12 @@ class Machine:
 
     @property
     def platform(self) -> str:
-        """Of the devices: "cpu", "gpu" or "tpu"."""
+        """Platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     @property
     def num_processes(self) -> int:
-        """Processes that have the devices."""
+        """Number of processes that own the devices."""
         return len({device.process_index for device in self.devices})
 
     def describe(self) -> str:
@@ -81,7 +81,7 @@ class Spec:
     outer_tx: optax.GradientTransformation
     outer: Outer  # how often, how late and in which numbers synchronisations take place
     num_micro_batches: int  # per dispatch: S, or with fragments S / F
-    row_length: int  # integers of a row: L + 1, the last target's; or 2 + L, class and length first
+    row_length: int  # integers of a row: L + 1, or 2 + L where class and length come first
     sequence_length: int  # L
     max_test_sequences: int  # per worker
     estimator: Estimator  # resolved: not auto
@@ -103,7 +103,7 @@ class Spec:
     def sync_bytes(self) -> int:
         """Bytes of one trainer's outer gradient, or of the updates sent back.
 
-        Of one fragment, padding included, where there are several.
+        With several fragments: bytes of one of them, padding included.
         """
 
         def take(params):
@@ -115,7 +115,7 @@ class Spec:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """What trainers and workers send one another when they merge or move."""
+        """Bytes that trainers and workers send when they merge or move."""
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
 

@@ -1,8 +1,8 @@
 """AdLoCo: the training loop (arXiv 2508.18182, algorithms 1 to 3) and the host's decisions in it.
 
 `adloco` is the method, one line for each step of the paper. It runs on an `Engine`, which owns the
-devices, and is watched by observers, which write, print, evaluate and save. All that decides how a
-run goes on is its `State`.
+devices. Observers watch it: they write, print, evaluate and save. Everything that decides how a run
+goes on is in its `State`.
 """
 
 import copy
@@ -68,13 +68,13 @@ class Engine(Protocol):
         """Bytes that a merge or a reallocation sends."""
 
     def ready(self, state: State) -> list[int]:
-        """Positions of the trainers to run a round; waits until there is one."""
+        """Positions of the trainers whose next round may begin; waits until there is one."""
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
         """The next sequences of these trainers' workers, each from its own stream."""
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
-        """Per-example gradient statistics at each trainer's parameters, on the round's first."""
+        """Gradient statistics at each trainer's parameters, on the round's first sequences."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
         """A round of these trainers, which `finish` waits for."""
@@ -166,9 +166,9 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """The control before the first round: workers spread as evenly as possible.
+    """The control before the first round: workers are spread as evenly as possible.
 
-    With `whole_pool` also of those that only join later: what the devices must have room for.
+    With `whole_pool` it includes the workers that join later, for which devices must have room.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -264,7 +264,7 @@ def merge_trainers(
 def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into one trainer; the number of workers that change trainer; flushes."""
+    """Merge the members into one trainer; also the number of workers that move, and flushes."""
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners
@@ -285,7 +285,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     Args:
       control: Before the merge.
       members: Positions, the representative first.
-      refused: The weaker members only leave; the representative takes nothing over.
+      refused: The weaker members leave, and the representative stays as it is.
     """
     changed = copy.deepcopy(control)
     if not refused:
@@ -303,7 +303,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """The trainers, by position, that workers join now, and their number of workers then."""
+    """Position and new number of workers of each trainer that workers join now."""
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
@@ -325,7 +325,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """The control with more workers of the trainer at a position: they read unused streams."""
+    """The control after workers have joined a trainer; they read unused streams."""
     joining = num_workers - control.owners.count(trainer)
     unused = (stream for stream in itertools.count() if stream not in control.streams)
     return dataclasses.replace(

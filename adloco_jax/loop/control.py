@@ -16,7 +16,7 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sequences, for each update of a round of the first length."""
+        """Sequences of all workers in as many updates as a round has base rounds."""
         return self.num_workers * self.round_length * self.batch_size
 
 
@@ -37,11 +37,11 @@ class Trainer:
 
     @property
     def demand(self) -> int:
-        """Sequences per worker that its gradient noise has asked for, as updates or in them."""
+        """Requested sequences per worker: batch times round length."""
         return self.requested_batch_size * self.round_length
 
     def grow_to(self, size: Size) -> None:
-        """Sets what it requests for the rounds to come."""
+        """Sets the request for the rounds to come."""
         self.requested_workers, self.round_length, self.requested_batch_size = size
 
 
@@ -95,12 +95,12 @@ class RoundPlan(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        """T, of all updates."""
+        """T: micro-batches of the whole round."""
         return self.num_accum_steps * self.num_updates
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of each worker."""
+        """Sequences that each worker reads in the round."""
         return self.num_micro_batches * self.micro_batch_size
 
 
@@ -126,7 +126,7 @@ def count_round(
       control: Before the round.
       plans: What ran, by trainer position.
       sequence_length: Tokens of a sequence.
-      sync_bytes: Of one worker's outer gradient as it is sent, see `sync_cost`.
+      sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
       num_syncs: Synchronisations of a round, one for each fragment.
     """
     control = copy.deepcopy(control)
@@ -171,8 +171,8 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
     """Communications and bytes of a trainer's synchronisations, all its workers together.
 
-    A ring all-reduce among m workers moves 2 (m - 1) times what one outer gradient takes; a trainer
-    with one worker communicates nothing (docs/algorithm.md, accounting).
+    A ring all-reduce among m workers moves 2 (m - 1) outer gradients. A trainer with one worker
+    communicates nothing (docs/algorithm.md, accounting).
     """
     return {
         "syncs": num_syncs * (num_workers > 1),
@@ -183,17 +183,17 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Communications and bytes of a merge, or of a refused one, and of the reallocation with it.
+    """Communications and bytes of a merge or refusal, with the reallocation of workers.
 
-    One blocking communication. Each absorbed trainer sends its parameters and, unless the merge is
-    refused, its outer momentum; each worker that joins a trainer receives the parameters and an
-    inner state (docs/algorithm.md, accounting).
+    Together they are one blocking communication. Each absorbed trainer sends its parameters and,
+    unless the merge is refused, its outer momentum. Each worker that joins a trainer receives the
+    parameters and an inner state (docs/algorithm.md, accounting).
 
     Args:
-      state_bytes: What travels.
-      num_absorbed: Trainers whose parameters come to the representative.
-      num_joining: Workers that are another trainer's afterwards; those of an absorbed trainer, too.
-      refused: Whether the parameters came together only to know the merged loss.
+      state_bytes: Bytes of each part that is sent.
+      num_absorbed: Trainers that send their parameters to the representative.
+      num_joining: Workers whose trainer changes, those of absorbed trainers included.
+      refused: Whether the parameters were sent for the merged loss alone.
     """
     absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
     joining_bytes = state_bytes.params + state_bytes.inner_state

@@ -15,8 +15,8 @@ from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
-"""By class of trainers: their positions; of each worker its trainer among them, how many examples
-it tested, and its statistics, arrays [R] that may still be computed."""
+"""For each class of trainers: the trainers' positions; each worker's trainer, as an index into
+these; how many examples each worker tested; the statistics, arrays [R] that may not be ready."""
 
 
 class Decision(NamedTuple):
@@ -40,7 +40,7 @@ def with_batch_sizes(
     """Set every trainer's requested batch for the next round; waits for the statistics.
 
     Args:
-      control: Already counts the round.
+      control: After the round is counted.
       stats: From the engine; a trainer that was not tested is not in it.
       settings: The run's settings.
 
@@ -50,7 +50,7 @@ def with_batch_sizes(
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
-    with np.errstate(all="ignore"):  # what has no meaning is not finite, and keeps the batch
+    with np.errstate(all="ignore"):  # a meaningless value is not finite, and keeps the batch
         tested = _by_trainer(stats)
         for position, trainer in enumerate(control.trainers):
             request, now = _request(control, position, settings), control.size(position)
@@ -98,7 +98,7 @@ def grown(
 
     Args:
       now: What the trainer runs with.
-      request: Sequences per worker, with as many workers as now; not finite: nothing changes.
+      request: Sequences per worker, for as many workers as now; if not finite, nothing changes.
       settings: The run's settings.
       limit: Upper bound of the new `Size.total`, not below the present one.
       free_workers: How many may join.
@@ -111,7 +111,7 @@ def grown(
     batching, inner, size = settings.batching, settings.inner, now
     request = min(request, limit / now.num_workers)
     for name in batching.growth:
-        # Per worker, with those that have joined.
+        # Per worker, with the workers that have just joined.
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
             each = size.round_length * size.batch_size
@@ -120,7 +120,7 @@ def grown(
             if needed > size.num_workers:
                 size = size._replace(num_workers=min(2 * size.num_workers, most))
             if size.num_workers < needed:
-                break  # they double again before anything else grows
+                break  # workers double again before anything else grows
         elif name == "rounds":
             most = (inner.max_steps_per_round or inner.steps_per_round) // inner.steps_per_round
             most = min(most, limit // (size.num_workers * size.batch_size))
@@ -179,7 +179,7 @@ def _tested(
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
         return Decision(now, "degenerate", noise, signal)
-    # Without a scale, which differs from test to test: float64 holds it.
+    # In float64 sums need no scale, which would differ from test to test.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
     if batching.mode == "unbiased":
         decay = batching.smoothing
