@@ -95,7 +95,7 @@ def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, num
 def sample(kind):
     """A value of a kind as `records.EVENTS` declares them."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
-    plain = {int: 1, float: 1.0, str: "text", bool: True}
+    plain = {int: 1, records.Size: 1, float: 1.0, str: "text", bool: True}
     if kind in (*plain,):
         return plain[kind]
     if origin in (list, tuple):
@@ -158,6 +158,7 @@ def test_a_field_of_another_kind_is_refused_by_file_line_and_field(path, event):
         ({"event": "eval", "round": 2}, "eval.round: have 2 after round 1"),
         ({"event": "merge", "members": []}, "differ in length"),
         ({"event": "round", "tokens": ...}, "round.tokens: missing"),
+        ({"event": "round", "workers": 0}, "round.workers: have 0, expected a count from 1 on"),
     ],
 )
 def test_lines_that_contradict_one_another_are_refused(path, change, fault):

@@ -326,6 +326,23 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
     assert {file.name for file in page.parent.iterdir()} == FILES
 
 
+def test_a_number_of_any_size_is_drawn(tmp_path):
+    """Of each kind of line, each number in turn: as large and as small as a ledger may hold."""
+    run = write_run(tmp_path / "run", refusal=True, rounds=ROUNDS[:9])
+    path, seen = run / "ledger.jsonl", set()
+    lines = path.read_text().splitlines(keepends=True)
+    for index, line in enumerate(map(json.loads, lines)):
+        kind = line["event"], line.get("trainer") == "consensus"
+        for field in [f for f, v in line.items() if type(v) in (int, float)] * (kind not in seen):
+            for value in (0, 2**62, 1e300):
+                changed = json.dumps(line | {field: value}) + "\n"
+                path.write_text("".join([*lines[:index], changed, *lines[index + 1 :]]))
+                with contextlib.suppress(DataError):
+                    report.write([run], tmp_path / "report")
+        seen.add(kind)
+    assert len(seen) == 9
+
+
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write(**round_line(1))

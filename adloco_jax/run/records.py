@@ -5,13 +5,31 @@ A folder may be damaged, or somebody else's. What `ledger.jsonl`, `config.json` 
 """
 
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NewType,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from adloco_jax.loop.adloco import Control, StateBytes
 from adloco_jax.settings import Settings
 
+Size = NewType("Size", int)  # at least 1
 _MOST_SECONDS = 1e12
-_WORDS = {int: "a count", float: "a number", str: "text", bool: "true or false", dict: "an object"}
+_WORDS = {
+    Size: "a count from 1 on",
+    int: "a count",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "an object",
+}
 
 
 class Maybe(NamedTuple):
@@ -45,13 +63,14 @@ _MERGE = (
 # By event, the kind of each field. A number is null where it was not finite, or not measured.
 EVENTS: dict[str, dict[str, Any]] = {
     "start": _fields(str, "run command data_fingerprint")
-    | _fields(int, "num_params max_batch_size")
+    | _fields(Size, "num_params max_batch_size")
     | {"state_bytes": get_type_hints(StateBytes), "config": Settings}
     | _fields(Maybe(str), "time devices jax attention loss_unit")
     | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
     | {"round": Maybe(int), "buckets": Maybe(list[int])},
-    "round": _fields(int, "round trainer workers requested_batch_size micro_batch_size")
-    | _fields(int, "num_accum_steps next_batch_size updates tokens")
+    "round": _fields(int, "round trainer tokens")
+    | _fields(Size, "workers requested_batch_size micro_batch_size num_accum_steps")
+    | _fields(Size, "next_batch_size updates")
     | _COSTS
     | _fields(float | None, "train_loss noise signal test_value step_s stall_s")
     | _fields(Maybe(float | None), "learning_rate pseudo_grad_norm")
@@ -135,8 +154,8 @@ def fault(value: Any, kind: Any, name: str) -> str:
 
 
 def _is(value: Any, kind: Any, name: str) -> bool:
-    if kind is int:
-        return type(value) is int and 0 <= value < 2**63
+    if kind in (int, Size):
+        return type(value) is int and int(kind is Size) <= value < 2**63
     if kind is float:  # an integer may be too large for one
         limit = _MOST_SECONDS if name.endswith(("_s", ".seconds")) else 2**1023
         return type(value) in (int, float) and abs(value) < limit

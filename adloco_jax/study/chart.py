@@ -23,6 +23,7 @@ _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _UNITS = 4000  # of a curve's coordinates, across and up the box
 _MAX_BINS = 4000  # of all curves of a chart, each with up to four points
+_HUGE = 1e290  # what is drawn is smaller; ten times as much has no room in a float
 _MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
 _LABEL_PX = 14  # from one line of text to the next
 
@@ -79,7 +80,7 @@ def axis(
       margin: Room beyond the values on both sides, a fraction of the axis.
       max_ticks: As many as have room.
     """
-    shown = [v for v in values if math.isfinite(v) and (v > 0 or not base)] or [1.0]
+    shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
     low, high = min(shown), max(shown)
     if base:
         room = (high / low) ** margin if high > 1.01 * low else base

@@ -125,7 +125,7 @@ def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
         | {
             "loss": found["value"],
             "updates": sum(count for index, count in updates.items() if index <= found["round"]),
-            "time_s": end_s[found["round"]],
+            "time_s": end_s.get(found["round"], 0.0),
             "rounds": found["round"],
         }
         for found in heldout_points(events)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def start(self) -> dict:
-        """The last start line, whose config holds for a resumed run; empty if there is none."""
+        """The last start line, whose config holds for a resumed run."""
         return last(self.events, "start")
 
     @property
@@ -69,11 +69,13 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
       folder: The run's folder, of a finished run or of one that still goes on.
 
     Raises:
-      DataError: If the folder holds no ledger, or a damaged one.
+      DataError: If the folder holds no ledger, a damaged one, or one without a start line.
     """
     path = Path(folder) / "ledger.jsonl"
-    events = ledger.read(path)
-    return Run(Path(folder), events)
+    run = Run(Path(folder), ledger.read(path))
+    if not run.start:
+        raise DataError(f"{path}: no start line; let the run begin")
+    return run
 
 
 def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> list[Variant]:

@@ -55,7 +55,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         else:
             found = curves.training_points(run.events, trainer=trainer)
         end_s = run_seconds(run.events, CLUSTER)
-        return [point | {"simulated_s": end_s.get(point["round"])} for point in found]
+        return [point | {"simulated_s": end_s.get(point["round"], 0.0)} for point in found]
 
     drawn = [
         (
@@ -103,8 +103,9 @@ def _curve(
     cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
 ) -> Curve:
     """A line for one seed; for several their median, with a band."""
-    known = [[p for p in points if p[cost] is not None] for points in all_points]
-    seeds = [([p[cost] for p in found], [p["value"] for p in found]) for found in known if found]
+    seeds = [
+        ([p[cost] for p in found], [p["value"] for p in found]) for found in all_points if found
+    ]
     if len(seeds) < 2:
         x, y = seeds[0] if seeds else ([], [])
         return Curve(x, y, classes, label, key)

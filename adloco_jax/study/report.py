@@ -144,10 +144,10 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
 def _read(runs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None) -> list[Variant]:
     read = [curves.read_run(run) for run in runs]
     for run in read:
-        if not run.start or not curves.lines(run.events, "round"):
+        if not curves.lines(run.events, "round"):
             raise DataError(
-                f"{run.folder / 'ledger.jsonl'}: no start line, or no round has finished yet, so"
-                " there is nothing to draw; let the run reach the end of round 1"
+                f"{run.folder / 'ledger.jsonl'}: no round has finished yet, so there is nothing to"
+                " draw; let the run reach the end of round 1"
             )
     return curves.variants(read, labels=labels)
 

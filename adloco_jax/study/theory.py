@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import digamma
 
 from adloco_jax.errors import DataError
 from adloco_jax.study import curves
@@ -120,7 +121,7 @@ def paper_communications(num_steps: int, constants: Constants, *, max_batch_size
 
     Source: AdLoCo, Theorem 2.
     """
-    harmonic = float(np.sum(1 / np.arange(1, num_steps + 1)))
+    harmonic = float(digamma(num_steps + 1) + np.euler_gamma)
     return communications_bound(constants, max_batch_size=max_batch_size) * harmonic
 
 
