@@ -23,8 +23,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
-from adloco_jax.data.snapshot import HUB_NAME, snapshot
-from adloco_jax.data.sources import sync
+from adloco_jax import hub
+from adloco_jax.data.files import sync
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.models.architectures import ARCHITECTURES
@@ -248,13 +248,13 @@ def _local(name: str) -> Path | None:
             raise DataError(f"{path}: a file; give a folder with config.json and model.safetensors")
     except (OSError, ValueError) as error:  # a name with NUL in it, or too long
         raise DataError(f"{name[:200]!r}: {error}") from error
-    if not HUB_NAME.fullmatch(name):
+    if not hub.NAME.fullmatch(name):
         raise DataError(f"{name}: no such folder")
     return None
 
 
 def _of_hub(name: str, files: Sequence[str], needed: str) -> Path:
-    return snapshot(name, files, one_of=[needed], where=name, what="checkpoint")
+    return hub.download(name, files, one_of=[needed], where=f"model.init_from={name}")
 
 
 def _read_json(file: Path) -> dict:

@@ -31,9 +31,9 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "data.sequence_length model.max_length",
         lambda length, longest: length <= longest,
     ),
-    "the model classifies JSON lines of a text and a label; set data.source=jsonl": (
+    "the model classifies rows of a text and a label; set data.source=jsonl, parquet or hf": (
         "model.arch data.source",
-        lambda arch, source: not _is_labelled(arch) or source == "jsonl",
+        lambda arch, source: not _is_labelled(arch) or "text_column" in _needs(source),
     ),
     "a labelled row has a first and a last token of its own; set at least 3": (
         "model.arch data.sequence_length",

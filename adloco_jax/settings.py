@@ -119,9 +119,9 @@ class Data:
 
     source: str = _knob(
         "stdlib",
-        "Kind of text. stdlib: this Python's own standard library, no download. tokens: a folder"
-        " that adloco prepare made. hf: a Hugging Face data set.",
-        table=("DATA_SOURCES", "stdlib", "text", "jsonl", "tokens", "hf"),
+        "Kind of text. stdlib: this Python's own standard library, no download. hf: a data set of"
+        " the Hugging Face hub, a saved one, or CSV. tokens: a folder that adloco prepare made.",
+        table=("DATA_SOURCES", "stdlib", "text", "jsonl", "parquet", "hf", "tokens"),
     )
     # The fingerprint of the data is compared on resume, so that a path may change.
     path: str = _free("", "File, folder or glob; for hf also a hub name.")

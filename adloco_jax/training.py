@@ -41,8 +41,7 @@ from adloco_jax.run.checkpoint import list_rounds
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.machines import here
-from adloco_jax.run.plan import data_header
-from adloco_jax.run.resume import check_config, exclusive, flat_settings
+from adloco_jax.run.resume import check_config, exclusive, flat_settings, recorded_commit
 from adloco_jax.run.trackers import check_installed
 from adloco_jax.settings import KNOBS, Settings
 from adloco_jax.study import report
@@ -122,12 +121,13 @@ def train(
         params, lines = None, []
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
             params, lines = pretrained_params(settings)
-        return params, lines, load_data(settings)
+        return params, lines, load_data(settings, recorded_commit(workdir))
 
-    params, lines, corpus = processes.run_on_all(load)
+    with processes.only_first_prints():
+        params, lines, corpus = processes.run_on_all(load)
     init_fn, loss_fn = build_model(settings, here())
     with processes.only_first_prints():
-        print(*lines, data_header(corpus), sep="\n")
+        print(*lines, corpus.describe(), sep="\n")
         return fit(
             settings,
             corpus=corpus,

@@ -29,9 +29,9 @@ from side_by_side import SHAPES, InnerSteps, Shape, random_tokens, settings_of, 
 from timing import interleave, machine, ratio, report
 
 import adloco_jax
-from adloco_jax.config import Settings
-from adloco_jax.data import packing
-from adloco_jax.data.prepare import Request, prepare
+from adloco_jax.config import Settings, default_config, validate
+from adloco_jax.data.corpus import make_job
+from adloco_jax.data.rows import prepare
 from adloco_jax.data.sources import stdlib_documents
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.programs import needed_bytes
@@ -255,8 +255,9 @@ def preparation(options: argparse.Namespace) -> dict:
     The text is the standard library's, thrice and each time under another first line, as gzipped
     JSON lines in shards; the tokenizer is a byte-level BPE trained on a part of it.
     """
-    texts = [f"# {copy}\n{text}" for copy in range(3) for text in stdlib_documents()]
-    blocks = list(packing.chunks(texts))
+    settings = validate(default_config())
+    library = list(stdlib_documents(None, settings.data))
+    texts = [f"# {copy}\n{text}" for copy in range(3) for text in library]
     size = sum(len(text.encode()) for text in texts)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = _train_tokenizer(texts[::60], f"{folder}/tokenizer.json")
@@ -264,15 +265,16 @@ def preparation(options: argparse.Namespace) -> dict:
         for number in range(8):
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[number::8])
             Path(f"{folder}/shards/{number}.json.gz").write_bytes(gzip.compress(lines.encode(), 6))
-        request = Request("jsonl", f"{folder}/shards", tokenizer=tokenizer, sequence_length=512)
         encoder = load_tokenizer(tokenizer)
+        changes = {"source": "jsonl", "path": f"{folder}/shards", "sequence_length": 512}
+        job = make_job(dataclasses.replace(settings.data, **changes), encoder)
 
         def encode():
-            for block in blocks:
-                encoder.encode_batch(block)
+            for start in range(0, len(texts), 100):
+                encoder.encode_batch(texts[start : start + 100])
 
         def whole():
-            prepare(request, f"{folder}/out{time.monotonic_ns()}")
+            prepare(job, Path(folder, f"out{time.monotonic_ns()}"))
 
         times = interleave({"bare tokenizer": encode, "prepare": whole}, options.repeats)
     report(f"{size / 1e6:.1f} MB of text", times)

@@ -11,13 +11,13 @@ from toy import data_settings
 
 from adloco_jax import hf
 from adloco_jax.config import default_config, validate
-from adloco_jax.data.labelled import balanced, load_labelled
+from adloco_jax.data import load_corpus
+from adloco_jax.data.sampling import interleave
 from adloco_jax.engine import evaluate
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.run.plan import data_header
 from adloco_jax.study import report
 from adloco_jax.training import train
 
@@ -39,7 +39,8 @@ def reviews(count: int, seed: int = 0):
 
 def load(path: str, **changes):
     options = dict(path=path, sequence_length=24, heldout_frac=0.25, num_streams=2)
-    return load_labelled(data_settings(source="jsonl", **(options | changes)))
+    settings = data_settings(source="jsonl", **(options | changes))
+    return load_corpus(settings, num_classes=settings.model.num_classes, note=lambda line: None)
 
 
 # --- Rows -------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def test_a_text_is_its_class_its_length_and_its_tokens(tmp_path):
     assert short[:6].tolist() == [0, 4, 256, ord("0"), ord("0"), 256] and not short[6:].any()
     (long,) = [row for row in np.concatenate([data.rows, data.heldout_rows]) if row[1] > 4]
     assert long.tolist() == [1, 24, 256, *[ord("x")] * 22, 256]
-    assert data.num_truncated == 1
+    assert data.manifest.truncated == 1 and "1 of the texts cut" in data.describe()
 
 
 def test_rows_are_as_wide_as_the_longest_text_needs(tmp_path):
@@ -78,9 +79,9 @@ def test_a_text_that_is_held_out_too_is_not_trained_on_whatever_its_class(tmp_pa
     copies = [{"text": text, "label": label} for label in (0, 1)]
     # The held-out places of the first 40 stay as they are.
     data = load(write(tmp_path / "a.jsonl", [*records, *copies]))
-    assert data.num_also_heldout == 2 and len(data.rows) == 30
+    assert data.manifest.copies == 2 and len(data.rows) == 30
     assert not (data.rows[:, 1:] == held[1:]).all(axis=1).any()
-    assert "left out: 2 documents that are held out too" in data_header(data)
+    assert "held out; 2 copies of held-out ones left out" in data.describe()
 
 
 def test_a_file_sorted_by_class_is_cut_at_random_and_each_stream_sees_its_rows_once(tmp_path):
@@ -94,26 +95,39 @@ def test_a_file_sorted_by_class_is_cut_at_random_and_each_stream_sees_its_rows_o
     np.testing.assert_array_equal(load(path, seed=7).heldout_rows, data.heldout_rows)
 
 
-def test_balanced_rows_take_turns_and_are_as_many(tmp_path):
-    rows = np.array([[0], [0], [2], [1], [0], [2], [1], [2], [2]])
-    assert balanced(rows).tolist() == [0, 3, 2, 1, 6, 5]
-    heldout = evaluate.split_heldout(
-        np.arange(200).reshape(100, 2) % 3, num_sequences=20, batch_size=4, num_classes=3
-    )
-    for part in (heldout.guard_EL, heldout.report_EL):
-        counts = np.bincount(part[:, 0])
-        assert counts.min() == counts.max() > 0
-    assert len(heldout.report_EL) == 18
+@pytest.mark.parametrize("counts", [(270, 30), (30, 270), (150, 100, 50), (297, 3), (5, 1)])
+def test_every_heldout_row_is_reported_on_or_judges_in_the_proportions_of_all(counts):
+    total, num_classes = sum(counts), len(counts)
+    labels = np.repeat(np.arange(num_classes), counts)
+    rows = np.stack([labels, np.arange(total)], axis=1)
+    for limit in (10**6, total // 3):
+        heldout = evaluate.split_heldout(
+            rows, num_sequences=limit, batch_size=4, num_classes=num_classes
+        )
+        num_guard = min(32, total // 2)
+        assert len(heldout.guard_EL) == num_guard
+        assert len(heldout.report_EL) == min(limit, total - num_guard)
+        assert not {*heldout.guard_EL[:, 1]} & {*heldout.report_EL[:, 1]}
+        for part in (heldout.guard_EL, heldout.report_EL):
+            found = np.bincount(part[:, 0], minlength=num_classes)
+            assert np.abs(found - len(part) * np.array(counts) / total).max() <= 1.5
+        by_class = ", ".join(map(str, np.bincount(heldout.report_EL[:, 0], minlength=num_classes)))
+        line = heldout.describe(num_classes)
+        assert line.startswith(f"held out: losses are of {len(heldout.report_EL)} rows ({by_class}")
+        assert f"; {num_guard} others (" in line
+    order = interleave(labels)
+    np.testing.assert_array_equal(np.sort(order), np.arange(total))
 
 
 def test_a_bad_label_is_refused_by_line(tmp_path):
     for record, expected in (
         ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
         ({"text": "x", "label": -1}, "have -1"),
-        ({"text": "x", "label": "pos"}, "have pos"),
+        ({"text": "x", "label": "pos"}, 'have "pos"'),
+        ({"text": "x", "label": "0"}, 'have "0", need a class'),
         ({"text": "x", "label": 1.0}, "have 1.0"),
-        ({"text": "x", "label": True}, "have True"),
-        ({"text": "x"}, "have None"),
+        ({"text": "x", "label": True}, "have true"),
+        ({"text": "x"}, "no field 'label'"),
         ({"text": "", "label": 1}, "'text' is empty"),
     ):
         path = write(tmp_path / "a.jsonl", [*reviews(40), record, *reviews(4)])
@@ -123,10 +137,11 @@ def test_a_bad_label_is_refused_by_line(tmp_path):
 
 
 def test_too_little_of_a_class_is_said(tmp_path):
-    with pytest.raises(DataError, match="have 40, 0 texts of classes 0 to 1"):
-        load(write(tmp_path / "a.jsonl", ({"text": "x", "label": 0} for _ in range(40))))
-    with pytest.raises(DataError, match="2 held out of the rarest class"):
-        load(write(tmp_path / "b.jsonl", reviews(16)))
+    with pytest.raises(DataError, match="have 30, 0 texts of classes 0 to 1, need some of each"):
+        load(write(tmp_path / "a.jsonl", ({"text": f"{n}", "label": 0} for n in range(40))))
+    rare = [{"text": f"{n}", "label": int(n == 7)} for n in range(40)]
+    with pytest.raises(DataError, match="have 10, 0 texts of classes"):
+        load(write(tmp_path / "b.jsonl", rare))
 
 
 # --- Scores -----------------------------------------------------------------------------------

@@ -190,8 +190,6 @@ CONTRADICTIONS = {
     "no path": dict(data__source="jsonl"),
     "held-out path of stdlib": dict(data__heldout_path="x.txt"),
     "configuration of a text": dict(data__name="en"),
-    "held-out path of a stream": HUB | dict(data__heldout_path="y.jsonl"),
-    "classes of a stream": HUB | dict(model__arch="bert"),
     "workers": dict(ensemble__num_workers=3),
     "warm-up": dict(num_rounds=2, inner__steps_per_round=5, inner__warmup_updates=10),
     "rounds that grow": dict(inner__max_steps_per_round=400, inner__schedule="cosine"),

@@ -21,6 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests compile the same program: it is compiled once per session, in a folder of its own.
 _cache = tempfile.TemporaryDirectory()
+os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are made once per session, too
 jax.config.update("jax_compilation_cache_dir", _cache.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do

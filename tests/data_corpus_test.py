@@ -1,14 +1,11 @@
-import dataclasses
-
 import numpy as np
 import pytest
 from texts import END, as_stream, numbered_documents, numbers_in, write_documents
 from toy import data_settings
 
-from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, packing
+from adloco_jax.data import DATA_SOURCES, DataSource, check_corpus, load_corpus, rows
 from adloco_jax.data.sampling import RowOrder, stream_rows
-from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run.plan import data_header
+from adloco_jax.errors import ConfigError, DataError, UserError
 
 
 def settings_of(path="", **changes):
@@ -17,7 +14,11 @@ def settings_of(path="", **changes):
 
 
 def load(path="", **changes):
-    return load_corpus(settings_of(path, **changes))
+    return load_corpus(settings_of(path, **changes), note=lambda line: None)
+
+
+def documents_of(corpus):
+    return tuple(corpus.manifest.documents)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_defect_12_rows_are_the_documents_end_to_end_without_padding_or_gap(tmp_
     stream = "".join(text + "\0" for text in numbered_documents(50))
     assert corpus.rows.shape == (len(stream) // 16, 16) and corpus.rows.dtype == np.uint16
     assert as_stream(corpus.rows) == stream[: corpus.rows.size]
-    assert corpus.num_documents == 50 and corpus.num_heldout_documents == 2
+    assert documents_of(corpus) == (50, 2)
     assert as_stream(corpus.heldout_rows) == "ü" * 40 + "\0" + "ab" * 7 + "a"
     assert corpus.tokens_per_byte == 102 / 100  # of UTF-8 bytes, with ends of text
 
@@ -49,7 +50,7 @@ def test_a_batch_is_int32_and_follows_the_order_of_its_run(fifty):
 def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
     path = write_documents(tmp_path, numbered_documents(200))
     corpus = load(path)
-    assert corpus.num_heldout_documents == 20 and corpus.num_documents == 180
+    assert documents_of(corpus) == (180, 20)
     train, heldout = numbers_in(corpus.rows), numbers_in(corpus.heldout_rows)
     assert not train & heldout
     assert len(train | heldout) >= 198  # the dropped tails may hold one document each
@@ -66,7 +67,7 @@ def test_the_held_out_share_of_the_documents_is_rounded_and_fills_two_rows(tmp_p
         (short, 0.05, 4),
     ):
         corpus = load(write_documents(tmp_path, texts), heldout_frac=share)
-        assert corpus.num_heldout_documents == heldout
+        assert documents_of(corpus)[1] == heldout
 
 
 def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
@@ -74,26 +75,28 @@ def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
     for given in (texts, texts[2:4]):
         corpus = load(write_documents(tmp_path, given), heldout_frac=0.01, num_streams=1)
         assert as_stream(corpus.heldout_rows) == "d" * 31 + "\0"
-        assert corpus.num_heldout_documents == 1
+        assert documents_of(corpus)[1] == 1
 
 
-def test_a_length_of_whole_rows_keeps_its_last_row():
-    assert [packing.pack_rows(np.arange(length), 16).shape[0] for length in (48, 47)] == [3, 2]
+@pytest.mark.parametrize(("num_chars", "num_rows"), [(47, 3), (46, 2)])
+def test_a_length_of_whole_rows_keeps_its_last_row(tmp_path, num_chars, num_rows):
+    heldout = write_documents(tmp_path, ["h" * 40], "heldout.jsonl")
+    path = write_documents(tmp_path, ["x" * num_chars])
+    assert len(load(path, heldout_path=str(heldout), num_streams=1).rows) == num_rows
 
 
 def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_CHARS", 2**10)
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 2**10)
     path = write_documents(tmp_path, [f"{i:03}" + str(i % 10) * 97 for i in range(200)])
     corpus, everything = load(path, num_sequences=50), load(path, num_sequences=10**9)
-    assert corpus.num_documents + corpus.num_heldout_documents < 100
-    assert everything.num_documents + everything.num_heldout_documents == 200
+    assert sum(documents_of(corpus)) < 100 and sum(documents_of(everything)) == 200
     np.testing.assert_array_equal(corpus.rows, everything.rows[:50])
     first = everything.heldout_rows[: len(corpus.heldout_rows)]
     np.testing.assert_array_equal(corpus.heldout_rows, first)
 
 
 def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_CHARS", 1)  # reading may stop after every document
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 1)  # reading may stop after every document
     texts = [f"<{n}>" * 8 for n in range(24)]
     texts[1] = texts[3] = texts[0]  # which is held out
     path = write_documents(tmp_path, texts)
@@ -103,18 +106,18 @@ def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatc
 
 
 def test_num_sequences_reads_on_until_something_is_held_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_CHARS", 2**10)
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 2**10)
     texts = [f"{i:02}" + "x" * (2**10 - 2) for i in range(12)]
     corpus = load(write_documents(tmp_path, texts), num_sequences=5)
     assert len(corpus.rows) == 5 and len(corpus.heldout_rows) == 2**10 // 16
-    assert corpus.num_documents == 4 and corpus.num_heldout_documents == 1
+    assert documents_of(corpus) == (4, 1)
 
 
 def test_a_single_text_document_is_cut_in_two(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"<{i}> paragraph\n\n" for i in range(200)))
     (tmp_path / "empty.txt").write_text("")
     corpus = load(tmp_path, source="text")
-    assert corpus.num_documents == corpus.num_heldout_documents == 1
+    assert documents_of(corpus) == (1, 1)
     train, heldout = map(numbers_in, (corpus.rows, corpus.heldout_rows))
     assert max(map(int, train)) < min(map(int, heldout))
     assert len(corpus.heldout_rows) / len(corpus.rows) == pytest.approx(1 / 9, rel=0.1)
@@ -140,7 +143,8 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     path = write_documents(tmp_path, texts)
     corpus = load(path, sequence_length=40)
     first, sample = corpus.describe().split("\n  | ")
-    assert "rows of 40 tokens to train on" in first and sample.isprintable()
+    assert first.startswith("data: 1 files; 54 documents to train on, 6 held out\nrows: ")
+    assert " of 40 tokens to train on" in first and sample.isprintable()
     assert r"line\n\t\x1b[31m " in sample and "é<end of text>line" in sample
     assert sample.count("<end of text>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
     _, long = load(path, sequence_length=300, num_streams=1).describe().split("\n  | ")
@@ -156,13 +160,11 @@ def test_a_document_that_is_held_out_too_is_not_trained_on(tmp_path):
     path = write_documents(tmp_path, texts)
     corpus = load(path)
     assert "4" in numbers_in(corpus.heldout_rows)
-    assert corpus.num_also_heldout == 1
-    assert (corpus.num_documents, corpus.num_heldout_documents) == (44, 5)
-    held = packing.is_heldout(0, 50, 0.1)
+    assert corpus.manifest.copies == 1 and documents_of(corpus) == (44, 5)
+    held = rows.is_heldout(0, 50, 0.1)
     kept = [text for n, text in enumerate(texts) if not held[n] and n != 12]
     assert as_stream(corpus.rows) == "".join(text + "\0" for text in kept)[: corpus.rows.size]
-    assert "left out: 1 documents that are held out too" in data_header(corpus)
-    assert "held out too" not in data_header(dataclasses.replace(corpus, num_also_heldout=0))
+    assert "held out; 1 copies of held-out ones left out" in corpus.describe()
 
 
 def test_reading_goes_on_past_documents_that_are_held_out_too(tmp_path):
@@ -175,9 +177,9 @@ def test_reading_goes_on_past_documents_that_are_held_out_too(tmp_path):
         corpus = load(path, heldout_path=str(heldout_path), num_sequences=num_sequences)
         assert len(corpus.rows) == (num_sequences or len(stream) // 16)
         assert as_stream(corpus.rows) == stream[: corpus.rows.size]
-        assert corpus.num_also_heldout == 10
+        assert corpus.manifest.copies == 10
     other = write_documents(tmp_path, texts, "other.jsonl")
-    with pytest.raises(DataError, match="have 0 rows .* 50 documents held out too are left out"):
+    with pytest.raises(DataError, match=r"have 0 rows .*\(50 copies of held-out ones are left out"):
         load(path, heldout_path=str(other))
 
 
@@ -207,22 +209,28 @@ def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):
     [
         (dict(num_streams=11, subset_frac=0.5), "have 10 rows .*need 11, one per"),
         (dict(num_streams=4, num_sequences=3), "have 3 rows .*need 4, one per"),
-        (dict(sequence_length=400), "have 0 rows .*need 3, one per"),
-        (dict(sequence_length=600), "data.heldout_path=.*have 1 rows, need 2 of 601"),
+        (dict(sequence_length=400), "have 0 rows of 401 tokens to train on.*need 1"),
+        (dict(sequence_length=600), "have 0 rows of 601 tokens to train on"),
+        (dict(sequence_length=300), None),
     ],
 )
 def test_too_few_rows_is_a_data_error(tmp_path, changes, message):
     heldout = write_documents(tmp_path, ["x" * 1000], "heldout.jsonl")
     train = write_documents(tmp_path, ["y" * 325])
-    with pytest.raises(DataError, match=message):
-        load(train, heldout_path=str(heldout), **changes)
+    if message:
+        with pytest.raises(DataError, match=message):
+            load(train, heldout_path=str(heldout), **changes)
+    else:
+        short = write_documents(tmp_path, ["x" * 500], "short.jsonl")
+        with pytest.raises(DataError, match="heldout_path=.*have 1 rows of 301 tokens to hold out"):
+            load(train, heldout_path=str(short), num_streams=1, **changes)
 
 
 @pytest.mark.parametrize("source", ["jsonl", "tokens", "hf"])
 def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
     for path in ("gone/*.txt", "~no_such_user/x", "gone/deep/x.npy"):
         for refuse in (check_corpus, load_corpus):
-            with pytest.raises((ConfigError, DataError), match=r"data\.path=") as error:
+            with pytest.raises(UserError, match=r"data\.path=") as error:
                 refuse(settings_of(path, source=source))
             assert "\n" not in str(error.value)
 
@@ -243,7 +251,7 @@ def test_the_check_reads_no_text_and_finds_missing_paths_and_tokenizers(tmp_path
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (lambda *_: ["a", b"b"], "data.source=own: document 2 is bytes, need str"),
+        (lambda *_: ["a", b"b"], "data.source=own: document 2: 'text' must be a string"),
         (lambda *_: (str(10 // (9 - n)) for n in range(20)), None),
         (lambda *_: (b"\xff".decode() for _ in range(2)), "after document 0: 'utf-8' codec"),
     ],
@@ -252,3 +260,18 @@ def test_what_a_source_gives_besides_text_is_one_line(monkeypatch, documents, me
     monkeypatch.setitem(DATA_SOURCES, "own", DataSource(documents, needs=()))
     with pytest.raises(DataError if message else ZeroDivisionError, match=message):
         load(source="own")
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_rows_of_an_entry_are_kept_only_if_it_has_a_version(monkeypatch, version):
+    calls = []
+
+    def documents(file, data):
+        calls.append(file)
+        return numbered_documents(50)
+
+    monkeypatch.setitem(DATA_SOURCES, "own", DataSource(documents, needs=(), version=version))
+    first, second = load(source="own"), load(source="own")
+    assert first.fingerprint == second.fingerprint
+    np.testing.assert_array_equal(first.rows, second.rows)  # also after their folder is gone
+    assert calls == [None] * (1 if version else 2)

@@ -2,40 +2,44 @@
 
 import gzip
 import json
-import os
 import random
-import resource
+import tracemalloc
+import zlib
 
 import pytest
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, sources
-from adloco_jax.data.sources import Intake, shard_changes
 from adloco_jax.errors import DataError, UserError
 
 GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
+DATA = data_settings(label_column="").data
 
 
 def lines_of(rows):
     return "\n".join(json.dumps(row) for row in rows).encode()
 
 
-def jsonl(*paths):
-    intake = Intake()
-    return list(sources.jsonl_documents(paths, intake, text_column="text")), intake
+def jsonl(path):
+    """The texts of a file of JSON lines."""
+    found = sources.jsonl_documents(path, DATA)
+    return [
+        document.text for document in sources.documents_of(found, DATA, where="x", num_classes=None)
+    ]
 
 
 def corpus(path, **options):
     defaults = dict(source="jsonl", path=str(path), sequence_length=16, heldout_frac=0.1)
-    return load_corpus(data_settings(**defaults | options))
+    return load_corpus(data_settings(**defaults | options), note=lambda line: None)
 
 
 BAD_ROWS = {
     "cut": (b'{"text": "abc', "not one JSON object per line"),
     "two": (b'{"text": "a"} {"text": "b"}', "not one JSON object"),
     "a list": (b'[{"text": "a"}]', "have a JSON list, need an object"),
-    "no text": (b'{"body": 1, "id": 3}', r"no field 'text' \(data.text_column\), have body, id"),
+    "no text": (b'{"body": 1, "id": 3}', r"no field 'text' \(data.text_column.*\), have body, id"),
     "null": (b'{"text": null}', "'text' must be a string, have null"),
+    "a number": (b'{"text": 5}', "'text' must be a string, have 5"),
     "invalid UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
     "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     "a key twice": (b'{"text": "a", "text": "b"}', "a key stands there twice"),
@@ -46,11 +50,15 @@ BAD_ROWS = {
 }
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(("bad", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_refused_by_line(tmp_path, bad, message):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n')
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}") as error:
+def test_a_bad_row_is_refused_by_line(tmp_path, bad, message, suffix):
+    path, content = (
+        tmp_path / f"a.jsonl{suffix}",
+        b'{"text": "one"}\n' + bad + b'\n{"text": "two"}\n',
+    )
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix}:2: .*{message}") as error:
         jsonl(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
@@ -59,17 +67,16 @@ def test_harmless_rows_are_read_plain_and_compressed(tmp_path):
     content = b'\xef\xbb\xbf{"text": "one", "n": 1}\r\n\n{"text": ""}\n  {"text":"NUL \\u0000"} '
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(content))
-    assert jsonl(*sorted(tmp_path.iterdir()))[0] == ["one", "NUL \0"] * 2
+    assert [jsonl(path) for path in sorted(tmp_path.iterdir())] == [["one", "NUL \0"]] * 2
 
 
 def test_two_thousand_random_rows_are_read_or_refused(tmp_path):
     rng = random.Random(1)
     alphabet = [b'{"text": "', b'"}', b"{", b"}", b"[", b'"', b"\\u", b"\\", b"\xff", b"\0", b"a"]
     alphabet += [b":", b",", b"null", b"1e999", b"NaN", b'"text"', b"\xef\xbb\xbf", b" ", b"\r"]
-    rows = [b"".join(rng.choices(alphabet, k=rng.randint(1, 12))) for _ in range(2000)]
     path, num_refused = tmp_path / "fuzz.jsonl", 0
-    for row in rows:
-        path.write_bytes(row)
+    for _ in range(2000):
+        path.write_bytes(b"".join(rng.choices(alphabet, k=rng.randint(1, 12))))
         try:
             jsonl(path)
         except DataError as error:
@@ -88,63 +95,40 @@ DAMAGED = {
 }
 
 
+@pytest.mark.parametrize("num_sequences", [None, 3])  # the limit falls into the first file
 @pytest.mark.parametrize(("fault", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_shard_is_refused_before_its_rows(tmp_path, fault, message):
-    for name, content in (("a", WHOLE), ("b", fault), ("c", WHOLE)):
-        (tmp_path / f"{name}.json.gz").write_bytes(content)
-    with pytest.raises(DataError, match=rf"b\.json\.gz: {message}") as error:
-        corpus(tmp_path)
-    assert "\n" not in str(error.value)
-    texts = sources.jsonl_documents([tmp_path / "b.json.gz"], Intake(), text_column="text")
-    with pytest.raises(DataError):
-        next(texts)
-
-
-def test_only_regular_files_of_a_folder_are_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines_of(GOOD))
-    os.mkfifo(tmp_path / "b.jsonl")
-    (tmp_path / "c.jsonl").symlink_to(tmp_path / "nowhere")
-    assert [shard["name"] for shard in corpus(tmp_path).shards] == ["a.jsonl"]
-    for name in ("b.jsonl", "c.jsonl"):
-        with pytest.raises(UserError, match=name):
-            corpus(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904,), }",
-        "{'descr': '<i4', 'fortran_order': False, 'shape': (-5,), }",
-        "{'descr': '<i4', 'fortran_order': False, 'shape': (500,), }",
-        "__import__('os').system('true')",
-    ],
-)
-def test_strange_arrays_of_tokens_are_refused_before_memory_is_taken(tmp_path, header):
-    text = header.encode().ljust(117) + b"\n"
-    content = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 20
-    (tmp_path / "tokens.npy").write_bytes(content)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"tokens\.npy: "):
-        sources.open_tokens(tmp_path / "tokens.npy", row_length=17)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
-
-
-def test_what_changed_between_two_readings_is_named(tmp_path):
+def test_a_damaged_file_is_refused_also_behind_the_limit(tmp_path, fault, message, num_sequences):
+    bad = "b" if num_sequences is None else "a"
     for name in "abc":
-        rows = [{"text": f"{name} {row['text']}"} for row in GOOD]
-        (tmp_path / f"{name}.jsonl").write_bytes(lines_of(rows))
-    first = corpus(tmp_path)
-    assert [shard["rows"] for shard in first.shards] == [40, 40, 40]
-    assert shard_changes(first.shards, corpus(tmp_path).shards) == []
-    with (tmp_path / "b.jsonl").open("ab") as file:
-        file.write(b'\n{"text": "more"}')
-    (tmp_path / "c.jsonl").rename(tmp_path / "d.jsonl")
-    second = corpus(tmp_path)
-    assert second.fingerprint != first.fingerprint
-    assert sorted(shard_changes(first.shards, second.shards)) == [
-        "b.jsonl: edited",
-        "c.jsonl: no longer there",
-        "d.jsonl: was not there before",
-    ]
-    reordered = [*first.shards[1:], first.shards[0]]
-    assert shard_changes(first.shards, reordered) == ["the same files in another order"]
+        (tmp_path / f"{name}.json.gz").write_bytes(fault if name == bad else WHOLE)
+    with pytest.raises(DataError, match=rf"{bad}\.json\.gz: {message}") as error:
+        corpus(tmp_path, num_sequences=num_sequences)
+    assert "\n" not in str(error.value)
+
+
+def test_a_hundred_flipped_bits_are_all_refused_by_file(tmp_path):
+    rng, path = random.Random(0), tmp_path / "a.json.gz"
+    for _ in range(100):
+        content, place = bytearray(WHOLE), rng.randrange(10, len(WHOLE))
+        content[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.json\.gz"):
+            jsonl(path)
+
+
+def test_a_bomb_takes_no_memory_whatever_it_unpacks_to(tmp_path):
+    packer = zlib.compressobj(9, wbits=31)
+    zeros = [packer.compress(b"\0" * 2**20) for _ in range(200)]
+    (tmp_path / "bomb.json.gz").write_bytes(b"".join([*zeros, packer.flush()]))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"bomb\.json\.gz:1: a line of more than"):
+        jsonl(tmp_path / "bomb.json.gz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * sources.MAX_LINE_BYTES
+
+
+def test_a_file_of_another_kind_is_no_json(tmp_path):
+    (tmp_path / "README.md").write_text("{}")
+    with pytest.raises(UserError, match=r"README\.md: data.source=jsonl reads .jsonl and .json"):
+        jsonl(tmp_path / "README.md")

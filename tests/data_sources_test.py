@@ -1,13 +1,25 @@
+"""Which files a path names, and what each source reads from them."""
+
+import gzip
 import os
 import re
 import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from texts import write_documents
+from toy import data_settings
 
-from adloco_jax.data import sources
+from adloco_jax import main as cli
+from adloco_jax.cli.prepare import guess_source
+from adloco_jax.data import load_corpus, sources
+from adloco_jax.data.files import find_files, shard_changes
 from adloco_jax.errors import ConfigError, DataError
+
+DATA = data_settings(label_column="").data
 
 
 def write(path, content):
@@ -16,39 +28,110 @@ def write(path, content):
     return path
 
 
+def names(path):
+    return list(find_files(str(path), key="data.path"))
+
+
+def corpus(path, **options):
+    defaults = dict(source="text", path=str(path), sequence_length=16, heldout_frac=0.1)
+    settings = data_settings(**defaults | options)
+    return load_corpus(settings, num_classes=options.get("classes"), note=lambda line: None)
+
+
+# -- Files -----------------------------------------------------------------------------------
+
+
 def test_a_file_a_folder_and_a_glob_name_their_files_in_order(tmp_path):
-    for name in ("b.txt", "a.txt", "deep/c.txt", "d.md"):
+    for name in ("b.txt", "a.txt", "deep/c.txt", "deep/er/e.txt", "d.md"):
         write(tmp_path / name, name)
-
-    def names(path):
-        found = sources.find_files(str(path), key="data.path")
-        return [file.relative_to(tmp_path).as_posix() for file in found]
-
     assert names(tmp_path / "d.md") == ["d.md"]
-    assert names(tmp_path) == ["a.txt", "b.txt", "d.md", "deep/c.txt"]
+    everything = ["a.txt", "b.txt", "d.md", "deep/c.txt", "deep/er/e.txt"]
+    assert names(tmp_path) == names(tmp_path / "**") == names(f"{tmp_path}/**/*") == everything
     assert names(tmp_path / "*.txt") == ["a.txt", "b.txt"]
-    assert names(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "deep/c.txt"]
+    assert names(tmp_path / "**" / "*.txt") == [n for n in everything if n != "d.md"]
+    assert names(tmp_path / "*" / "er" / "*") == ["deep/er/e.txt"]
     write(tmp_path / "a1", "other")
     write(tmp_path / "a[1]", "this")
     assert names(tmp_path / "a[1]") == ["a[1]"]  # an existing file is not read as a glob
 
 
-def test_a_path_without_files_is_refused(tmp_path):
+@pytest.fixture
+def linked(tmp_path):
+    """Six files, of which links lead to four; two loops; hidden names."""
+    for name in ("other/three.txt", "other/sub/four.txt", "far/five.txt", "six.txt"):
+        write(tmp_path / name, f"text {name}\n" * 20)
+    for name in ("data/one.txt", "data/two.txt", "data/.git/config", "data/.hidden.txt"):
+        write(tmp_path / name, f"text {name}\n" * 20)
+    write(tmp_path / "data/.ipynb_checkpoints/x.txt", "x\n" * 20)
+    write(tmp_path / "data/._one.txt", b"\xff\xfe")
+    for name, target in (("other", "other"), ("again", "other"), ("far", "far"), ("up", "data")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / target)
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "6.txt").symlink_to(tmp_path / "six.txt")
+    return tmp_path / "data"
+
+
+def test_a_folder_and_a_glob_follow_links_once_and_leave_hidden_names_out(linked):
+    expected = ["6.txt", "again/sub/four.txt", "again/three.txt", "far/five.txt"]
+    expected += ["one.txt", "two.txt"]
+    assert names(linked) == names(linked / "**" / "*.txt") == expected
+    folder, by_glob = corpus(linked), corpus(linked / "**" / "*.txt")
+    np.testing.assert_array_equal(folder.rows, by_glob.rows)
+    assert "data: 6 files; 5 documents to train on, 1 held out" in folder.describe()
+    for name in ("one.txt", "two.txt", "6.txt"):
+        (linked / name).unlink()
+    assert len(names(linked)) == 3  # links alone
+    assert names(linked / ".git" / "*") == ["config"]  # spelled, so meant
+    (linked / "lost.txt").symlink_to(linked / "nowhere")
+    with pytest.raises(DataError, match="lost.txt is a link that leads nowhere"):
+        names(linked)
+
+
+def test_a_path_without_regular_files_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "pipe")
     for path, message in (
         ("gone.txt", "no such file or folder"),
         ("*.gz", "no file matches"),
         ("folder", "an empty folder"),
     ):
         with pytest.raises(DataError, match=message) as error:
-            sources.find_files(str(tmp_path / path), key="data.heldout_path")
-        assert str(error.value).startswith(f"data.heldout_path={tmp_path / path}")
+            names(tmp_path / path)
+        assert str(error.value).startswith(f"data.path={tmp_path / path}")
     with pytest.raises(ConfigError, match="data.path is empty"):
-        sources.find_files("", key="data.path")
+        names("")
+    with pytest.raises(ConfigError, match="data.path: an address") as refused:
+        names("https://user:secret@host/a.txt")
+    assert "secret" not in str(refused.value)
+
+
+def test_what_changed_between_two_readings_is_named(tmp_path):
+    for name in "abc":
+        write_documents(
+            tmp_path, [f"{name} {n} and more words" for n in range(40)], f"{name}.jsonl"
+        )
+    first = corpus(tmp_path, source="jsonl")
+    assert [shard["rows"] for shard in first.shards] == [40, 40, 40]
+    assert shard_changes(first.shards, corpus(tmp_path, source="jsonl").shards) == []
+    with (tmp_path / "b.jsonl").open("ab") as file:
+        file.write(b'\n{"text": "more"}')
+    (tmp_path / "c.jsonl").rename(tmp_path / "d.jsonl")
+    second = corpus(tmp_path, source="jsonl")
+    assert second.fingerprint != first.fingerprint
+    assert sorted(shard_changes(first.shards, second.shards)) == [
+        "b.jsonl: edited",
+        "c.jsonl: no longer there",
+        "d.jsonl: was not there before",
+    ]
+    reordered = [*first.shards[1:], first.shards[0]]
+    assert shard_changes(first.shards, reordered) == ["the same files in another order"]
+
+
+# -- Text ------------------------------------------------------------------------------------
 
 
 def test_stdlib_is_the_librarys_own_sources_and_topics_without_tests():
-    documents = list(sources.stdlib_documents())
+    documents = list(sources.stdlib_documents(None, DATA))
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "json" / "__init__.py").read_text() in documents
     assert any(document.startswith('The "assert" statement') for document in documents)
@@ -58,41 +141,12 @@ def test_stdlib_is_the_librarys_own_sources_and_topics_without_tests():
 
 
 def test_text_gives_a_document_per_file_that_is_not_empty(tmp_path):
-    contents = {"a": "one\r\ntwo", "b": "", "c": "ü", "d": b"a\xff"}
+    contents = {"a": "one\r\ntwo", "b": "", "c": b"\xef\xbb\xbf\xc3\xbc"}
     files = [write(tmp_path / name, content) for name, content in contents.items()]
-    assert list(sources.text_documents(files[:3], sources.Intake())) == ["one\r\ntwo", "ü"]
+    texts = [text for file in files for text in sources.text_documents(file, DATA)]
+    assert texts == ["one\r\ntwo", "ü"]  # without a byte-order mark
     with pytest.raises(DataError, match="d: not UTF-8 at byte 1 .*or leave it out by a glob"):
-        list(sources.text_documents(files, sources.Intake()))
-
-
-def test_a_file_of_another_kind_is_no_json(tmp_path):
-    with pytest.raises(DataError, match=r"README\.md: data.source=jsonl reads .jsonl and .json"):
-        list(sources.jsonl_documents([tmp_path / "README.md"], sources.Intake(), text_column="t"))
-
-
-def test_texts_without_a_file_are_recorded_by_their_hash():
-    first, other = sources.Intake(), sources.Intake()
-    assert list(first.read_unfiled("x", ["a", "", "ö"])) == ["a", "ö"]
-    list(other.read_unfiled("x", ["aö"]))
-    (one,), (two,) = first.shards, other.shards
-    assert one["bytes"] == two["bytes"] == 3 and one["rows"] == 2
-    assert one["sha256"] != two["sha256"]
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.zeros(8, np.float32), "token ids are integers, have float32"),
-        (np.zeros((2, 5), np.int32), r"rows of 5 tokens, need 4 \(data.sequence_length 3"),
-        (np.zeros((2, 2, 4), np.int32), "have 3 dimensions"),
-        (np.arange(1000), "no readable, whole .npy array"),  # truncated below
-    ],
-)
-def test_an_array_of_another_kind_is_a_data_error(tmp_path, array, message):
-    np.save(tmp_path / "t.npy", array, allow_pickle=True)
-    os.truncate(tmp_path / "t.npy", min(200, (tmp_path / "t.npy").stat().st_size))
-    with pytest.raises(DataError, match=rf"t\.npy: {message}"):
-        sources.open_tokens(tmp_path / "t.npy", row_length=4)
+        list(sources.text_documents(write(tmp_path / "d", b"a\xff"), DATA))
 
 
 def test_a_single_document_is_cut_at_the_blank_line_nearest_to_the_held_out_share():
@@ -113,3 +167,149 @@ def test_a_blank_line_far_from_the_held_out_share_gives_way_to_a_newline():
     assert len(tail) / len(text) == pytest.approx(0.2, abs=0.02)
     with pytest.raises(DataError, match="data.path=x: the only document has no line break"):
         sources.cut_in_two("one line only\n", where="data.path=x", heldout_frac=0.5)
+
+
+# -- Tables ----------------------------------------------------------------------------------
+
+TEXTS = [f'{n}: words, "quoted"\nand a second line' for n in range(40)]
+TEXTS[3:7] = ["None", "NA", "null", "nan"]  # text like any other
+COLUMNS = {"id": range(40), "text": TEXTS, "label": [n % 2 for n in range(40)]}
+
+
+def as_csv(path, columns, separator=",", bom=""):
+    def cell(value):
+        return '"' + str(value).replace('"', '""') + '"' if isinstance(value, str) else str(value)
+
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    text = "\r\n".join(separator.join(map(cell, row)) for row in rows)
+    content = (bom + text).encode()
+    return write(path, gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def as_parquet(path, columns, text_type="string"):
+    arrays = {name: pyarrow.array(list(values)) for name, values in columns.items()}
+    arrays["text"] = pyarrow.array(columns["text"], getattr(pyarrow, text_type)())
+    pyarrow.parquet.write_table(pyarrow.table(arrays), path)
+    return path
+
+
+def saved(path, columns):
+    import datasets
+
+    columns = {name: list(values) for name, values in columns.items()}
+    datasets.Dataset.from_dict(columns).save_to_disk(path, num_shards=2)
+    return path
+
+
+ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+TABLES = {
+    "csv": ("hf", lambda at: as_csv(at / "a.csv", COLUMNS)),
+    "csv with a mark": ("hf", lambda at: as_csv(at / "a.csv.gz", COLUMNS, bom="\ufeff")),
+    "tsv": ("hf", lambda at: as_csv(at / "a.tsv", COLUMNS, "\t")),
+    "saved": ("hf", lambda at: saved(at / "saved", COLUMNS)),
+    "parquet": ("parquet", lambda at: as_parquet(at / "a[1].parquet", COLUMNS)),
+    "views": ("parquet", lambda at: as_parquet(at / "a.parquet", COLUMNS, "string_view")),
+    "large": ("parquet", lambda at: as_parquet(at / "a.parquet", COLUMNS, "large_string")),
+    "jsonl": ("jsonl", lambda at: write_documents(at, ROWS)),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
+    source, make = TABLES[kind]
+    path = make(tmp_path)
+    expected = corpus(write_documents(tmp_path / "texts", TEXTS), source="jsonl", num_streams=1)
+    found = corpus(path, source=source)
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    np.testing.assert_array_equal(found.heldout_rows, expected.heldout_rows)
+    assert guess_source(str(path)) == source
+    settings = data_settings(source=source, path=str(path), sequence_length=16, heldout_frac=0.1)
+    labelled = load_corpus(settings, num_classes=2, note=lambda line: None)
+    assert np.bincount(labelled.rows[:, 0]).tolist() == [18, 18]
+    assert "36 (18, 18 by class) of 16 tokens" in labelled.describe()
+
+
+def unused(path, kind):
+    """A column that nobody asked for: nested and late, of a type of its own, or of two types."""
+    values = {
+        "nested": [None] * 30 + [{"a": [{"b": n}]} for n in range(10)],
+        "month": [pyarrow.scalar((1, 2, 3), pyarrow.month_day_nano_interval())] * 40,
+        "text": [f"{n}" for n in range(40)],
+    }[kind]
+    if path.suffix == ".jsonl":
+        rows = [{"text": t, "extra": v} for t, v in zip(TEXTS, values, strict=True)]
+        return write_documents(path.parent, rows, path.name)
+    table = {"text": TEXTS, "extra": pyarrow.array(values)}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    return path
+
+
+def test_a_column_that_is_not_used_is_not_read(tmp_path):
+    expected = corpus(write_documents(tmp_path / "texts", TEXTS * 2), source="jsonl").rows
+    for suffix, source, kinds in (
+        ("jsonl", "jsonl", ("nested", "text")),
+        ("parquet", "parquet", ("nested", "text")),
+        ("parquet", "parquet", ("month", "nested")),
+    ):
+        folder = tmp_path / "-".join([suffix, *kinds])
+        folder.mkdir()
+        for number, kind in enumerate(kinds):
+            try:
+                unused(folder / f"{number}.{suffix}", kind)
+            except pyarrow.ArrowNotImplementedError:  # parquet has no such type
+                unused(folder / f"{number}.{suffix}", "text")
+        np.testing.assert_array_equal(corpus(folder, source=source).rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"id,body\n1,x\n", "no field 'text' .*have id, body"),
+        ("a.csv", b"text\nfine\nx,y\n", r"a\.csv:3: more cells than there are columns"),
+        ("a.csv", b'text\n"open', r"a\.csv: damaged or unreadable"),
+        ("a.csv", b"id,text\n1\n", r"a\.csv:2: 'text' must be a string, have null"),
+        ("a.csv", b"text\n\xff\n", r"a\.csv: damaged or unreadable \('utf-8' codec"),
+        ("a.tsv.gz", b"no gzip", r"a\.tsv\.gz: damaged or unreadable"),
+        ("a.json", b"{}", "JSON lines and parquet are read by data.source=jsonl and parquet"),
+        ("a.arrow", b"ARROW1", r"a\.arrow: damaged or unreadable"),
+    ],
+)
+def test_a_damaged_table_is_refused_in_a_line(tmp_path, name, content, message):
+    write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message) as error:
+        corpus(tmp_path, source="hf")
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_parquet_file_and_a_wrong_column_are_refused_in_a_line(tmp_path):
+    path = as_parquet(tmp_path / "a.parquet", COLUMNS)
+    for column, message in (
+        ("body", r"a\.parquet: no field 'body' .*have id, text, label"),
+        ("id", r"a\.parquet: row 1: 'id' must be a string, have 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            corpus(path, source="parquet", text_column=column)
+    content = path.read_bytes()
+    for damaged in (content[:99], b"PAR1", content[:200] + b"\0" * 400 + content[600:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.parquet: damaged or unreadable") as error:
+            corpus(path, source="parquet")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a.html"], r"a\.html: \.html is no plain text; .*--source=text"),
+        (["a.XLSX"], r"a\.XLSX: \.xlsx is no plain text"),
+        (["a.txt.gz"], r"a\.txt\.gz: \.txt is no plain text"),
+        (["a.csv", "b.md"], r"files of several kinds \(a\.csv, b\.md\); give a glob, or --source"),
+        (["a.jsonl", "b.parquet"], r"files of several kinds"),
+    ],
+)
+def test_prepare_refuses_what_it_would_have_to_guess(tmp_path, capsys, files, message):
+    for name in files:
+        write(tmp_path / "in" / name, "a,b\n1,2\n")
+    words = ["prepare", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()

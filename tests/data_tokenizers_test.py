@@ -7,8 +7,6 @@ from texts import write_documents
 from toy import data_settings
 
 from adloco_jax.data import load_corpus, load_tokenizer
-from adloco_jax.data.labelled import load_labelled
-from adloco_jax.data.prepare import Request, prepare
 from adloco_jax.data.tokenizers import check_round_trip
 from adloco_jax.errors import ConfigError, DataError
 
@@ -143,14 +141,6 @@ def test_a_path_that_does_not_exist_is_a_data_error():
             load_tokenizer(name)
 
 
-def test_an_unreachable_hub_name_is_a_config_error(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError) as error:
-        load_tokenizer("no-such-owner/no-such-name")
-    assert "data.tokenizer=no-such-owner/no-such-name" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_a_cached_hub_tokenizer_needs_no_network(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--somebody--words" / "snapshots" / ("0" * 40)
     refs = tmp_path / "models--somebody--words" / "refs"
@@ -199,19 +189,10 @@ def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path)
     texts = [f"about the noise of gradients {n % 3 + 1}" for n in range(200)]
     records = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
     path = write_documents(tmp_path, records)
-    request = Request("jsonl", str(path), tokenizer=numbers_only)
-    run, streamed = (
-        data_settings(source=source, path=str(path), tokenizer=numbers_only)
-        for source in ("jsonl", "hf")
-    )
-    for refuse in (
-        lambda: load_corpus(run),
-        lambda: load_corpus(streamed),
-        lambda: load_labelled(run),
-        lambda: prepare(request, tmp_path / "out"),
-    ):
+    settings = data_settings(source="jsonl", path=str(path), tokenizer=numbers_only)
+    for num_classes in (None, 2):
         with pytest.raises(DataError, match=r"of 30 sampled documents.* of 900 bytes come back"):
-            refuse()
+            load_corpus(settings, num_classes=num_classes)
 
 
 def test_a_tokenizer_that_drops_case_accents_and_spaces_is_not_refused(tmp_path):

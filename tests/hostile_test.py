@@ -156,9 +156,9 @@ FROM_FOLDER = {
     "compare": (0, ["--config=tiny.py", "--workdir=runs"]),
     "report": (0, [SENT, "--out=page"]),
     "export": (0, [f"--workdir={SENT}", "--out=model"]),
-    "generate": (3, [f"--model={SENT}/export", "--tokens=2"]),
+    "generate": (0, [f"--model={SENT}/export", "--tokens=2"]),
     "gradients": (0, [f"--workdir={SENT}", "--num-sequences=8", "--batch-sizes=2", "--draws=2"]),
-    "prepare": (3, ["texts", f"--tokenizer={SENT}/export", "--output=rows"]),
+    "prepare": (0, ["texts", f"--tokenizer={SENT}/export", "--output=rows"]),
 }
 
 

@@ -23,14 +23,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 
 @pytest.fixture
 def own_source(tmp_path, monkeypatch):
-    """The page's own data source, and CSV files for it in the working directory."""
+    """The page's own data source, and files for it in the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(DATA_SOURCES, "csv", None)  # so that the snippet's entry goes afterwards
+    monkeypatch.setitem(DATA_SOURCES, "diary", None)  # so that the snippet's entry goes afterwards
     Path("own.py").write_text(SNIPPET, encoding="utf-8")
-    Path("reviews").mkdir()
+    Path("diaries").mkdir()
     for name in "ab":
-        lines = "".join(f'{n},"review {name} {n}, quoted"\n' for n in range(40))
-        Path(f"reviews/{name}.csv").write_text("id,text\n" + lines, encoding="utf-8")
+        lines = "".join(f'{n},"entry {name} {n}, quoted"\n' for n in range(40))
+        Path(f"diaries/{name}.csv").write_text(lines, encoding="utf-8")
 
 
 def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, capsys):
@@ -59,19 +59,19 @@ def test_a_data_source_of_a_config_file_trains_plans_and_resumes(own_source, cap
         settings = validate(config)
         own = load_corpus(settings)
         assert [shard["rows"] for shard in own.shards] == [40, 40]
-        assert own.num_heldout_documents == 8
+        assert own.manifest.documents[1] == 8
         init_fn, loss_fn = build_model(settings)
         functions = {"init_fn": init_fn, "loss_fn": loss_fn}
         fit(settings, workdir=workdir, corpus=own, **functions)
 
     code, printed = run_main("--plan")
-    assert code == 0 and "not checked: data.path = reviews/*.csv: what its files" in printed.out
+    assert code == 0 and "not checked: data.path = diaries/*.csv: what its files" in printed.out
     run_fit("resumed", 1)
     code, printed = run_main("--workdir=resumed", "--config.num_rounds=2")
-    assert code == 0 and "rows of 8 tokens to train on" in printed.out
+    assert code == 0 and " of 8 tokens to train on, " in printed.out
     rounds = [e["round"] for e in read("resumed/ledger.jsonl") if e["event"] == "round"]
     assert rounds == [1, 2]
-    with open("reviews/b.csv", "a", encoding="utf-8") as file:
+    with open("diaries/b.csv", "a", encoding="utf-8") as file:
         file.write("40,one more\n")
     code, printed = run_main("--workdir=resumed", "--config.num_rounds=3")
     assert code == 3 and "b.csv: edited" in printed.err

@@ -14,7 +14,7 @@ from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.engine.memory import peak_bytes
 from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.engine.spec import Machine, ProgramKey
-from adloco_jax.errors import ConfigError, DataError, ResourceError
+from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
@@ -125,10 +125,10 @@ def test_a_plan_refuses_what_the_run_would(exported, tmp_path, monkeypatch):
         config.data.update(TEXT)
         for group, values in changes.items():
             config[group].update(values)
-        with pytest.raises((ConfigError, DataError)) as by_plan:
+        with pytest.raises(UserError) as by_plan:
             plan_module.check_inputs(validate(config))
         assert message in str(by_plan.value) and "\n" not in str(by_plan.value)
-        with pytest.raises((ConfigError, DataError)) as by_run:
+        with pytest.raises(UserError) as by_run:
             train(config, tmp_path / "run")
         assert str(by_run.value) == str(by_plan.value)
 

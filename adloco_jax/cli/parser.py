@@ -151,18 +151,22 @@ def _prepare(parser: Parser) -> None:
     parser.describe(
         "SOURCE --out FOLDER [--tokenizer NAME] [--sequence-length L]",
         "Tokenises and packs text once, for runs to read as rows (data.source=tokens).\n\n"
-        "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet or text, a data set"
-        " on the\nHugging Face hub (allenai/c4 --name en), or stdlib. Stopped, the same command"
+        "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data"
+        " set on\nthe Hugging Face hub (allenai/c4 --name en), or stdlib. Stopped, the same command"
         " goes on.",
     )
     parser.about("SOURCE", text="file, folder, glob, name of a data set, or stdlib")
     parser.add_argument(
         "--out", "--output", dest="output", type=Path, required=True, help="folder to make"
     )
-    parser.add_argument("--source", dest="kind", help="kind of text; default: by SOURCE")
-    for name in ("name", "split", "text_column", "tokenizer", "sequence_length", "heldout_frac"):
+    text = "kind of text; default: by the endings of the files"
+    parser.add_argument("--source", dest="kind", help=text)
+    names = ("heldout_path", "name", "split", "revision", "heldout_split", "text_column")
+    for name in (*names, "tokenizer", "sequence_length", "heldout_frac"):
         knob = KNOBS[f"data.{name}"]
         parser.option(f"--{name.replace('_', '-')}", knob.default, knob.doc.rstrip("."))
+    text = KNOBS["data.num_sequences"].doc.rstrip(".")
+    parser.add_argument("--num-sequences", type=int, help=text)
 
 
 def _compare(parser: Parser) -> None:

@@ -2,94 +2,91 @@
 
 import argparse
 import shlex
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
-
-from adloco_jax.data import packing, prepared, sources
-from adloco_jax.data.prepare import Request, prepare
-from adloco_jax.data.snapshot import HUB_NAME
+from adloco_jax import hub
+from adloco_jax.config import default_config, validate
+from adloco_jax.data import Corpus, prepared, rows
+from adloco_jax.data.corpus import make_job
+from adloco_jax.data.files import find_files, local_path
+from adloco_jax.data.sampling import order_of
 from adloco_jax.data.tokenizers import load_tokenizer
+from adloco_jax.errors import ConfigError
 
-_SOURCES = {".parquet": "parquet", ".json": "jsonl", ".jsonl": "jsonl"}
+_SOURCES = {
+    **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
+    **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
+}
+# Files that hold text among other things: as plain text a model would learn the rest, too.
+_REFUSED = frozenset(
+    "html htm xhtml xml xls xlsx ods ipynb feather orc avro npy npz pkl h5 db sqlite zip tar bz2 xz"
+    " zst pdf docx odt rtf epub".split()
+)
 
 
 def guess_source(path: str) -> str:
-    """The source that a path most likely means: by its first file, else a data set on the hub.
+    """The source that a path most likely means: by the endings of its files, else the hub.
 
     Raises:
-      ConfigError: If the path is empty.
+      ConfigError: If its files are of several kinds, or of one that is not read by its ending.
       DataError: If it leads to no file and is no name of a data set.
     """
     if path == "stdlib":
         return path
-    suffix = Path(path.removesuffix(".gz")).suffix
-    if HUB_NAME.fullmatch(path) and suffix not in (*_SOURCES, ".txt"):
-        if not sources.local_path(path, key="path").exists():
-            return "hub"
-    first = sources.find_files(path, key="path")[0]
-    return _SOURCES.get(Path(first.name.removesuffix(".gz")).suffix, "text")
+    is_name = hub.NAME.fullmatch(path) and _ending(path) not in {*_SOURCES, *_REFUSED, "txt"}
+    if is_name and not local_path(path, key="path").exists():
+        return "hf"
+    kinds = {}
+    for name in find_files(path, key="path"):
+        ending = _ending(name)
+        if ending in _REFUSED or (name.endswith(".gz") and ending not in _SOURCES):
+            raise ConfigError(
+                f"path={path}: {name}: .{ending} is no plain text; convert it, or read it as it"
+                " stands by --source=text"
+            )
+        kinds.setdefault(_SOURCES.get(ending, "text"), name)
+    if any(name.endswith(".arrow") for name in kinds.values()):
+        return "hf"  # a saved data set, with its descriptions in JSON
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"path={path}: files of several kinds ({', '.join(kinds.values())}); give a glob, or"
+            " --source"
+        )
+    return next(iter(kinds))
 
 
-class Progress:
-    """Shards done and tokens so far: one line, overwritten on a terminal, else now and then."""
-
-    def __init__(self):
-        self._start_s = self._last_s = time.monotonic()
-        self.first_tokens: int | None = None  # None: nothing to do
-        self.tokens_per_s = 0.0  # of this process, not of an earlier one
-
-    def __call__(self, done: int, total: int, tokens: int) -> None:
-        """See `prepare`'s `on_progress`."""
-        now_s, is_terminal = time.monotonic(), sys.stdout.isatty()
-        if self.first_tokens is None:
-            self.first_tokens = tokens
-            if done:
-                print(f"continuing: {done} of {total} shards and {tokens} tokens are done")
-        self.tokens_per_s = (tokens - self.first_tokens) / max(1e-9, now_s - self._start_s)
-        if now_s - self._last_s > (0.5 if is_terminal else 10.0):
-            self._last_s = now_s
-            line = f"{done} of {total} shards, {tokens} tokens, {self.tokens_per_s:.0f}/s"
-            print(line, end="\r" if is_terminal else "\n", flush=True)
-
-
-def make(request: Request, output: Path) -> None:
-    """Prepare the folder and say what is in it, and how to train on it."""
-    progress = Progress()
-    sidecar = prepare(request, output, on_progress=progress)
-    if progress.first_tokens is None:
-        print(f"{output}: already prepared by this request, nothing to do")
-        return
-    if sidecar.also_heldout:
-        print(f"left out: {sidecar.also_heldout} documents that are held out too")
-    rows, _ = prepared.open_rows(output, sidecar)
-    encoder = load_tokenizer(request.tokenizer)
-    length = sidecar.row_length - 1
-    keys = {  # that these rows decide
-        "data.source": "tokens",
-        "data.path": output,
-        "data.tokenizer": request.tokenizer,
-        "data.sequence_length": length,
-        "model.vocab_size": sidecar.vocab_size,
-        "model.max_length": length,
-    }
-    options = [f"--config.{key}={value}" for key, value in keys.items()]
-    print(
-        f"{progress.tokens_per_s:.0f} tokens/s\n"
-        f"{output}: {sidecar.train.rows} rows of {length} tokens from {sidecar.train.documents} "
-        f"documents, {sidecar.heldout.rows} held-out rows from {sidecar.heldout.documents}; "
-        "a model will see, for instance:\n"
-        f"  | {packing.readable(np.asarray(rows[0]), encoder, max_chars=240)}\n"
-        f"train with: {shlex.join(['adloco', 'train', 'quickstart', *options])}"
-    )
+def _ending(name: str) -> str:
+    return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    """Makes a folder of rows."""
-    how = dict(vars(options))
-    path, output, kind = (how.pop(key) for key in ("source", "output", "kind"))
-    source = kind or guess_source(path)
-    make(Request(source, "" if source == "stdlib" else path, **how), output)
+    """Makes a folder of rows; says what is in it, and how to train on it."""
+    data = dict(vars(options))
+    path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
+    if source is None:
+        source = guess_source(path)
+        print(f"source: {source}, by the name {path}; --source names another")
+    config = default_config()
+    config.data.update(data | {"source": source, "path": "" if source == "stdlib" else path})
+    config.model.max_length = max(1, data["sequence_length"])
+    settings, encoder = validate(config), load_tokenizer(data["tokenizer"])
+    limit = rows.MAX_GUARD_ROWS + settings.eval.num_sequences
+    job = make_job(settings.data, encoder, num_heldout_rows=limit)
+    output = Path(output).expanduser().absolute()
+    if prepared.is_prepared(output):
+        print(f"{output}: there; compared with what is asked for")
+    manifest = rows.prepare(job, output)
+    arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
+    order = order_of(settings, len(arrays[0]), where=str(output))
+    print(Corpus(*arrays, encoder, manifest, order, manifest.tokens_per_byte).describe())
+    keys = {  # that these rows decide
+        "data.source": "tokens",
+        "data.path": output,
+        "data.tokenizer": data["tokenizer"],
+        "data.sequence_length": length,
+        "model.vocab_size": encoder.vocab_size,
+        "model.max_length": length,
+    }
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    print(f"train with: {shlex.join(['adloco', 'train', 'quickstart', *words])}")
     return 0

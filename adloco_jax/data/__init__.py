@@ -1,13 +1,15 @@
-"""Text in, rows of tokens out: sources, tokenizers, packing, and the order rows are seen in.
+"""Text in, rows of tokens out: sources, tokenizers, rows on disk, and their order in a run.
 
-`load_corpus` reads everything once, before anything compiles. From then on
+`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. From then
+on
 `Corpus.batch(trainer, stream, start, count)` is a pure function, so a cursor per worker stream is
 the whole state of the data.
 """
 
 from adloco_jax.data.arrays import ArrayRows
-from adloco_jax.data.corpus import DATA_SOURCES, Corpus, DataSource, check_corpus, load_corpus
+from adloco_jax.data.corpus import Corpus, check_corpus, load_corpus
 from adloco_jax.data.sampling import permute, stream_rows
+from adloco_jax.data.sources import DATA_SOURCES, DataSource, Record
 from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "ArrayRows",
     "Corpus",
     "DataSource",
+    "Record",
     "Tokenizer",
     "check_corpus",
     "load_corpus",

@@ -8,9 +8,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from adloco_jax.data.labelled import NUM_FIELDS
-from adloco_jax.data.packing import MIN_HELDOUT_ROWS, pack_rows
-from adloco_jax.data.sampling import RowOrder, stream_rows
+from adloco_jax.data.rows import MIN_HELDOUT_ROWS, NUM_FIELDS
+from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Settings
 
@@ -49,7 +48,7 @@ class ArrayRows:
         Args:
           tokens: Integers that int32 holds: rows [N, L + 1], whose last token is a target only, or
             one sequence [T], cut every L + 1 tokens; a tail too short for a row is left out. It may
-            be memory-mapped. For a classifier rows [N, 2 + L] (`data.labelled`).
+            be memory-mapped. For a classifier rows [N, 2 + L] (`data.rows`).
           sequence_length: L, tokens that are predicted per row; needed for [T] alone.
           heldout: Share of the rows to hold out, in (0, 1), the last ones and at least two; shuffle
             rows that are sorted. Or held-out rows of their own, in one of the two shapes of
@@ -93,20 +92,12 @@ class ArrayRows:
           DataError: If a worker stream would have no row.
         """
         length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
-        data, num_streams = settings.data, settings.ensemble.num_workers
-        if data.sequence_length != length:
+        if settings.data.sequence_length != length:
             raise ConfigError(
-                f"data.sequence_length = {data.sequence_length}: the rows of the corpus have"
-                f" {length}; set it to {length}"
+                f"data.sequence_length = {settings.data.sequence_length}: the rows of the corpus"
+                f" have {length}; set it to {length}"
             )
-        order = RowOrder(settings.seed, len(self.rows), num_streams, data.subset_frac)
-        if order.subset_size < num_streams:
-            raise DataError(
-                f"corpus: have {order.subset_size} rows for a trainer ({len(self.rows)} rows in"
-                f" all, data.subset_frac={data.subset_frac}), need {num_streams}, one per worker"
-                " stream; give more rows, fewer workers (ensemble.num_workers) or a larger"
-                " data.subset_frac"
-            )
+        order = order_of(settings, len(self.rows), where="corpus")
         ordered = copy.copy(self)
         ordered._order = order
         return ordered
@@ -144,7 +135,8 @@ def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarra
                 f"sequence_length: have {sequence_length}, need how many tokens of each row are"
                 f" predicted, at least 1, as {name} is one sequence"
             )
-        array = pack_rows(array, sequence_length + 1)
+        num_rows = len(array) // (sequence_length + 1)
+        array = array[: num_rows * (sequence_length + 1)].reshape(num_rows, sequence_length + 1)
     elif array.shape[1] < 2 or sequence_length not in (None, array.shape[1] - 1):
         raise ConfigError(f"{found}, sequence_length={sequence_length}; {_EXPECTED}")
     limits = np.iinfo(np.int32)

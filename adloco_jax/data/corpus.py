@@ -1,72 +1,75 @@
-"""From the configured source to a corpus: packed rows, and a pure function from cursors to batches.
+"""From the settings to a corpus: prepared rows, and a pure function from cursors to batches.
 
-Documents are laid end to end, each closed by the end-of-text token, and the stream is cut every
-L+1 tokens: no padding, no overlap. A row gives the model L inputs and the L tokens that follow
-them, so a row's last token is only ever a target and its first only ever an input.
+A row gives the model L inputs and the L tokens that follow them, so a row's last token is only ever
+a target and its first only ever an input.
 """
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import shlex
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adloco_jax.data import hub, packing, prepared, sources
-from adloco_jax.data.packing import Documents
-from adloco_jax.data.sampling import RowOrder, stream_rows
-from adloco_jax.data.snapshot import HUB_NAME
-from adloco_jax.data.sources import Intake
+from adloco_jax import hub
+from adloco_jax.data import prepared, rows, sources
+from adloco_jax.data.files import cache_folder, find_files, local_path
+from adloco_jax.data.prepared import Manifest
+from adloco_jax.data.rows import MAX_GUARD_ROWS, NUM_FIELDS, Job
+from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
+from adloco_jax.data.sources import DATA_SOURCES, Part
 from adloco_jax.data.tokenizers import Tokenizer, load_fitting_tokenizer
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Data, Settings
 
-DocumentsFn = Callable[[Data, Sequence[Path], Intake], Iterable[str]]
+Note = Callable[[str], None]
+Opened = tuple[Manifest, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Rows in memory or on disk, and the order in which each worker stream sees them.
+    """Rows on disk, and the order in which each worker stream sees them.
 
     Attributes:
-      rows: Token ids [num_sequences, L+1], integers of any width; of `labelled`, with two fields
-        more.
+      rows: Token ids [num_sequences, L+1], integers of any width; of labelled texts [.., 2 + L]:
+        class, number n of real tokens, tokens (zeros from n on).
       heldout_rows: The same for held-out documents, none of which is in `rows`.
       tokenizer: What made the ids.
-      fingerprint: SHA-256 (hex) of both arrays and of the tokenizer's own fingerprint.
-      shards: What was read, see `sources.Intake`; names the files that explain a new fingerprint.
-      num_documents: Documents to train on.
-      num_heldout_documents: Documents held out.
-      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
-        nats per byte. None where the loss is not per token.
-      num_also_heldout: Documents left out of training because a held-out one is the same.
+      manifest: What the rows were made of.
       order: Of the rows in worker streams; decides nothing about the split.
-      num_truncated: Labelled texts of which only the first tokens are in a row.
-      description: The data in words, in place of those for plain text.
+      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
+        nats per byte. None where texts are labelled, and the loss is not per token.
     """
 
     rows: np.ndarray
     heldout_rows: np.ndarray
     tokenizer: Tokenizer
-    fingerprint: str
-    shards: Sequence[dict]
-    num_documents: int
-    num_heldout_documents: int
-    tokens_per_byte: float | None
-    num_also_heldout: int
+    manifest: Manifest
     order: RowOrder
-    num_truncated: int = 0
-    description: str = ""
+    tokens_per_byte: float | None
 
     @property
-    def num_sequences(self) -> int:
-        """Training rows, from which every trainer draws its subset."""
-        return len(self.rows)
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the hashes of both arrays and of the tokenizer."""
+        parts = self.tokenizer.fingerprint, len(self.rows), *self.manifest.hashes
+        return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
 
-    def sequence(self, index: int) -> np.ndarray:
-        """Training row `index` as int32[L+1]."""
-        return self.rows[index].astype(np.int32)
+    @property
+    def commit(self) -> str:
+        """Of a data set on the hub, else empty."""
+        return str(self.manifest.request.get("commit", ""))
+
+    @property
+    def shards(self) -> Sequence[dict]:
+        """What was read, see `Manifest.files`; names the files that explain a new fingerprint."""
+        return self.manifest.files
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
@@ -84,67 +87,185 @@ class Corpus:
 
     def describe(self) -> str:
         """The data of a run in words, with an excerpt of what the model will see."""
-        if self.description:
-            return self.description
-        excerpt = packing.readable(self.batch(0, 0, 0, 1)[0], self.tokenizer, max_chars=240)
+        manifest, row, of_class = self.manifest, self.batch(0, 0, 0, 1)[0], ""
+        sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
+        if self.tokens_per_byte is None:
+            for i, side in enumerate((self.rows, self.heldout_rows)):
+                sides[i] += f" ({', '.join(map(str, np.bincount(side[:, 0])))} by class)"
+            of_class, num_tokens = f" of class {row[0]}", len(row) - NUM_FIELDS
+            row = row[NUM_FIELDS + 1 : NUM_FIELDS + row[1] - 1]
+        cut = f", {manifest.truncated} of the texts cut" if manifest.truncated else ""
+        copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
+        files = f"{sum('bytes' in record for record in manifest.files)} files"
         return (
-            f"data: {len(self.rows)} rows of {self.rows.shape[1] - 1} tokens to train on,"
-            f" {len(self.heldout_rows)} held out; a model will see, for instance:\n  | {excerpt}"
+            f"data: {files if files[0] != '0' else self.manifest.files[0]['name']};"
+            f" {manifest.documents[0]} documents to train on, {manifest.documents[1]} held out"
+            f"{copies}\n"
+            f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
+            f" model will see, for instance{of_class}:\n"
+            f"  | {readable(row, self.tokenizer, max_chars=240)}"
         )
 
 
-def row_order(
-    settings: Settings, rows: np.ndarray, heldout_rows: np.ndarray, num_also_heldout: int
-) -> RowOrder:
-    """The order in which a run sees rows.
+def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
+    """A row decoded, with the ends of documents shown: one printable line, at most `max_chars`."""
+    pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
+    text = "<end of text>".join(
+        tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
+    )
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def load_corpus(
+    settings: Settings,
+    *,
+    num_classes: int | None = None,
+    commit: str = "",
+    note: Note = print,
+) -> Corpus:
+    """Read, tokenise, split and pack the configured text, unless rows of it are kept already.
+
+    Without `data.heldout_path` or `data.heldout_split`, whole documents are held out, evenly along
+    the reading order and whatever the seed, so runs that differ by seed share their held-out text;
+    a single text file is cut in two instead. A document that is the same as a held-out one, token
+    by token, is not trained on. With `data.num_sequences`, reading of text stops soon after there
+    is enough; labelled texts are read whole and drawn.
+
+    Rows are kept in the user's cache, by a hash of all that decides them. A prepared folder
+    (`tokens`) is used as it is.
+
+    Args:
+      settings: The run's; `data.source` names an entry of `DATA_SOURCES`.
+      num_classes: Of labelled texts; None packs text.
+      commit: Of a data set on the hub, in place of the one that `data.revision` is at.
+      note: Takes the lines to be shown.
+
+    Returns:
+      The corpus, memory-mapped, in the smallest type that holds the ids.
+
+    Raises:
+      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      DataError: If files are missing, damaged, or hold too little.
+      ResourceError: If the hub does not answer.
+    """
+    data = settings.data
+    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    if DATA_SOURCES[data.source].is_folder:
+        manifest, (train, heldout) = _open_prepared(data, tokenizer)
+        for array in (train, heldout):  # a folder may be somebody else's
+            if array.max() >= tokenizer.vocab_size:
+                raise DataError(f"{where_of(data)}: token id {array.max()}; prepare the data again")
+        train = train[: data.num_sequences]
+    else:
+        options = {"num_classes": num_classes, "commit": commit}
+        options["num_heldout_rows"] = MAX_GUARD_ROWS + settings.eval.num_sequences
+        manifest, (train, heldout) = _kept_rows(data, tokenizer, note, options)
+    order = order_of(settings, len(train), where=where_of(data))
+    tokens_per_byte = manifest.tokens_per_byte if num_classes is None else None
+    return Corpus(train, heldout, tokenizer, manifest, order, tokens_per_byte)
+
+
+def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
+    """Rows from the user's cache, made first if they are not there."""
+    try:
+        job = make_job(data, tokenizer, **options)
+    except hub.Unreachable:
+        wanted = make_job(data, tokenizer, **options | {"commit": "any"}).request
+        found = cache_folder().glob(f"*/{prepared.MANIFEST}")
+        for path in sorted(found, key=os.path.getmtime, reverse=True):
+            manifest = prepared.read_prepared(path.parent)
+            if manifest.request | {"commit": "any"} == wanted:
+                note(f"{where_of(data)}: the hub does not answer; using the rows made last")
+                return manifest, prepared.open_rows(path.parent, manifest)
+        raise
+    if DATA_SOURCES[data.source].version is not None:
+        try:
+            folder = cache_folder() / job.key
+            manifest = rows.prepare(job, folder, note=note)
+        except OSError as error:
+            note(f"rows cannot be kept for later runs ({error})")
+        else:
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            note(
+                f"rows are kept for later runs, {size / 1e6:.1f} MB; to delete them: rm -r"
+                f" {shlex.quote(str(folder))}"
+            )
+            return manifest, prepared.open_rows(folder, manifest)
+    # The arrays stay readable after their names are gone.
+    with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
+        folder = Path(temporary) / job.key
+        manifest = rows.prepare(job, folder, note=note)
+        return manifest, prepared.open_rows(folder, manifest)
+
+
+def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
+    """The rows of a prepared folder; ConfigError if they are not what the config asks for."""
+    where = where_of(data)
+    if not prepared.is_prepared(data.path):
+        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
+    folder = Path(data.path).expanduser()
+    manifest = prepared.read_prepared(folder)
+    arrays, have = prepared.open_rows(folder, manifest), manifest.fingerprint
+    if arrays[0].shape[1] != data.sequence_length + 1:
+        length = arrays[0].shape[1] - 1
+        raise ConfigError(
+            f"{where}: rows of {length} tokens, data.sequence_length={data.sequence_length}; set"
+            f" data.sequence_length={length} or prepare the data again"
+        )
+    if (have, manifest.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
+        raise ConfigError(
+            f"{where}: made with the tokenizer {manifest.tokenizer} ({manifest.vocab_size} ids,"
+            f" fingerprint {have[:12]}), data.tokenizer={tokenizer.name} has"
+            f" {tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to"
+            " the one it was made with, or prepare the data again"
+        )
+    return manifest, arrays
+
+
+def check_corpus(settings: Settings) -> list[str]:
+    """Check all that `load_corpus` checks before it reads text.
 
     Args:
       settings: The run's.
-      rows: To train on.
-      heldout_rows: Held out.
-      num_also_heldout: Documents left out of training as copies, for the message.
+
+    Returns:
+      A line for each fault that only `load_corpus` finds.
 
     Raises:
-      DataError: If a worker stream would have no row, or there are too few held-out rows.
+      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      DataError: If a path leads nowhere, or to a prepared folder that is damaged.
     """
-    data, (num_rows, row_length) = settings.data, rows.shape
-    order = RowOrder(settings.seed, num_rows, settings.ensemble.num_workers, data.subset_frac)
-    packing.require_heldout_rows(heldout_rows, where_of(data, heldout=True))
-    have_rows = min(num_rows, order.subset_size)
-    if have_rows < order.num_streams:
-        left_out = f", {num_also_heldout} documents held out too are left out"
-        raise DataError(
-            f"{where_of(data)}: too little text: have {have_rows} rows of {row_length} tokens for a"
-            f" trainer ({num_rows} rows in all, data.subset_frac={data.subset_frac}"
-            f"{left_out if num_also_heldout else ''}), need {order.num_streams}, one per worker"
-            " stream; give more text, fewer workers (ensemble.num_workers), a larger"
-            " data.subset_frac or data.num_sequences, or a smaller data.sequence_length"
-        )
-    return order
+    data, source = settings.data, DATA_SOURCES[settings.data.source]
+    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    if source.is_folder:
+        _open_prepared(data, tokenizer)
+        return []
+    if source.is_hub and is_on_hub(data):
+        what = "whether the Hugging Face hub has it, and what it holds"
+        return [f"data.path = {data.path}: {what}"]
+    if any(find_sides(data)):
+        return [f"data.path = {data.path}: what its files hold"]
+    return [f"data.source = {data.source}: whether it is text enough"]
 
 
-def find_sides(data: Data) -> tuple[list[Path], list[Path]]:
-    """Files to train on and to hold out; no held-out ones where the first have to be split.
-
-    Args:
-      data: The config's group; without a path, there are no files.
+def is_on_hub(data: Data) -> bool:
+    """Whether `data.path` is the name of a data set on the hub.
 
     Raises:
-      ConfigError: If a file would be on both sides.
-      DataError: If a path leads to no file.
+      ConfigError: If a key is set that does not go with it.
     """
-    if data.source == "hf" or not data.path:
-        return [], []
-    files = sources.find_files(data.path, key="data.path")
-    if not data.heldout_path:
-        return files, []
-    heldout_files = sources.find_files(data.heldout_path, key="data.heldout_path")
-    for file in {f.resolve() for f in files} & {f.resolve() for f in heldout_files}:
+    path = local_path(data.path, key="data.path")
+    is_file = path.exists() or path.suffix in (".csv", ".tsv", ".arrow", ".gz")
+    on_hub = bool(hub.NAME.fullmatch(data.path)) and not is_file
+    if on_hub and data.heldout_path:
+        raise ConfigError(f"{where_of(data)}: has splits; set data.heldout_split, not heldout_path")
+    if not on_hub and (data.name or data.heldout_split):
         raise ConfigError(
-            f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
-            f" {file.name}: text that is trained on cannot be held out"
+            f"{where_of(data)}: files have no configurations and no splits; leave data.name and"
+            " data.heldout_split empty, and set data.heldout_path"
         )
-    return files, heldout_files
+    return on_hub
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
@@ -154,241 +275,109 @@ def where_of(data: Data, *, heldout: bool = False) -> str:
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
-def fingerprint_of(tokenizer: Tokenizer, *parts: str | np.ndarray) -> str:
-    """SHA-256 (hex) of the tokenizer's fingerprint and the parts in order."""
-    digest = hashlib.sha256(tokenizer.fingerprint.encode())
-    for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).data)
-    return digest.hexdigest()
+def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Files to train on and to hold out, by name; no held-out ones where the first are split.
 
+    Args:
+      data: The config's group; where the source needs no path, there are no files.
 
-def _read_documents(settings: Settings) -> Corpus:
-    """Tokenise, split and pack what `DataSource.documents` gives."""
-    data = settings.data
-    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
-    intake = Intake()
-    train, heldout = _read_sides(settings, tokenizer, intake)
-    is_heldout_too = np.isin(train.about["digest"], heldout.about["digest"])
-    if num_also_heldout := int(is_heldout_too.sum()):
-        train = packing.choose(train, ~is_heldout_too)
-    rows = packing.pack_rows(train.tokens, data.sequence_length + 1)[: data.num_sequences]
-    heldout_rows = packing.pack_rows(heldout.tokens, data.sequence_length + 1)
-    layouts = [f"{array.dtype.str} {array.shape}" for array in (rows, heldout_rows)]
-    return Corpus(
-        rows=rows,
-        heldout_rows=heldout_rows,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint_of(tokenizer, layouts[0], rows, layouts[1], heldout_rows),
-        shards=tuple(intake.shards),
-        num_documents=len(train.about),
-        num_heldout_documents=len(heldout.about),
-        tokens_per_byte=len(heldout.tokens) / int(heldout.about["num_bytes"].sum()),
-        num_also_heldout=num_also_heldout,
-        order=row_order(settings, rows, heldout_rows, num_also_heldout),
-    )
-
-
-def _read_sides(
-    settings: Settings, tokenizer: Tokenizer, intake: Intake
-) -> tuple[Documents, Documents]:
-    """Documents to train on, some of which may be held out too, and documents to hold out."""
-    data, where, source = settings.data, where_of(settings.data), DATA_SOURCES[settings.data.source]
-    files, heldout_files = find_sides(data)
-
-    def read(files: Sequence[Path], where: str, data: Data = data, **options: Any) -> Documents:
-        assert source.documents is not None, f"data.source={data.source} has no documents"
-        texts = _checked(source.documents(data, files, intake), where)
-        return packing.encode_documents(texts, tokenizer, where=where, **options)
-
-    if data.heldout_split:
-        heldout = read([], where, dataclasses.replace(data, split=data.heldout_split))
-        return read(files, where, wanted=data, heldout=heldout), heldout
-    if heldout_files:
-        heldout = read(heldout_files, where_of(data, heldout=True))
-        return read(files, where, wanted=data, heldout=heldout), heldout
-    if source.cuts_single_file and sum(file.stat().st_size > 0 for file in files) == 1:
-        (text,) = sources.text_documents(files, intake)
-        parts = sources.cut_in_two(text, where=where, heldout_frac=data.heldout_frac)
-        train, heldout = (packing.encode_documents([t], tokenizer, where=where) for t in parts)
-        return train, heldout
-    return packing.split_documents(read(files, where, wanted=data), data, where=where)
-
-
-def _checked(texts: Iterable[str], where: str) -> Iterator[str]:
-    """The texts; what else a user's own source gives or raises is a DataError."""
-    number = 0
-    try:
-        for number, text in enumerate(texts, 1):
-            if not isinstance(text, str):
-                raise DataError(f"{where}: document {number} is {type(text).__name__}, need str")
-            yield text
-    except (OSError, ValueError) as error:
-        raise DataError(f"{where}: after document {number}: {error}") from error
-
-
-def _check_files(settings: Settings) -> list[str]:
-    data = settings.data
-    if any(find_sides(data)):
-        return [f"data.path = {data.path}: what its files hold"]
-    return [f"data.source = {data.source}: whether it is text enough"]
-
-
-def _load_tokens(settings: Settings) -> Corpus:
-    data = settings.data
-    tokenizer, sidecar, (rows, heldout_rows) = _open_prepared(settings)
-    rows = rows[: data.num_sequences]
-    if not sidecar.heldout.text_bytes:
-        raise DataError(f"{where_of(data)}: no held-out text; prepare the data again")
-    hashes = f" {sidecar.train.sha256} {len(rows)} {sidecar.heldout.sha256}"
-    return Corpus(
-        rows=rows,
-        heldout_rows=heldout_rows,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint_of(tokenizer, hashes),
-        shards=tuple(sidecar.shards),
-        num_documents=sidecar.train.documents,
-        num_heldout_documents=sidecar.heldout.documents,
-        tokens_per_byte=sidecar.heldout.tokens / sidecar.heldout.text_bytes,
-        num_also_heldout=sidecar.also_heldout,
-        order=row_order(settings, rows, heldout_rows, sidecar.also_heldout),
-    )
-
-
-def _check_tokens(settings: Settings) -> list[str]:
-    _open_prepared(settings)
-    return []
-
-
-def _open_prepared(settings: Settings) -> tuple[Tokenizer, prepared.Sidecar, list[np.ndarray]]:
-    """A prepared folder's tokenizer, sidecar, training and held-out rows."""
-    data, where = settings.data, where_of(settings.data)
-    tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
+    Raises:
+      ConfigError: If a file would be on both sides.
+      DataError: If a path leads to no file.
+    """
+    if "path" not in DATA_SOURCES[data.source].needs:
+        return {}, {}
+    files, heldout = find_files(data.path, key="data.path"), {}
     if data.heldout_path:
+        heldout = find_files(data.heldout_path, key="data.heldout_path")
+    if "dataset_dict.json" in files:
         raise ConfigError(
-            f"{where}: a prepared folder has its own held-out rows; leave data.heldout_path="
-            f"{data.heldout_path} empty"
+            f"{where_of(data)}: a saved data set of several splits; name one's folder"
         )
-    if not prepared.is_prepared(data.path):
-        raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
-    folder, row_length = Path(data.path).expanduser(), data.sequence_length + 1
-    sidecar = prepared.read_sidecar(folder)
-    prepared.check_fits(sidecar, tokenizer, where=where, row_length=row_length)
-    return tokenizer, sidecar, prepared.open_rows(folder, sidecar)
-
-
-def _check_hf(settings: Settings) -> list[str]:
-    data = settings.data
-    if HUB_NAME.fullmatch(data.path) and not Path(data.path).exists():
-        what = "whether the Hugging Face hub has it, and what it holds"
-        return [f"data.path = {data.path}: {what}"]
-    hub.open_stream(data.path, data.name, data.split, text_column=data.text_column)
-    return []
-
-
-def _hub_documents(data: Data, files: Sequence[Path], intake: Intake) -> Iterator[str]:
-    found = hub.open_stream(
-        data.path,
-        data.name,
-        data.split,
-        text_column=data.text_column,
-        revision=data.revision,
+    files, heldout = (  # of a saved data set, those that hold its rows
+        {name: file for name, file in side.items() if name.endswith(".arrow")} or side
+        for side in (files, heldout)
     )
-    return intake.read_unfiled(data.path, hub.texts(found.open(), found.where, data.text_column))
+    both = ({file.resolve() for file in side.values()} for side in (files, heldout))
+    for file in set.intersection(*both):
+        raise ConfigError(
+            f"data.path={data.path} and data.heldout_path={data.heldout_path} both hold"
+            f" {file.name}: text that is trained on cannot be held out"
+        )
+    return files, heldout
 
 
-@dataclasses.dataclass(frozen=True)
-class DataSource:
-    """How the text of a run is read.
-
-    Attributes:
-      documents: `documents(data, files, intake)` reads the files of `data.path`, and if there is a
-        `data.heldout_path`, is called for its files too. `data` is the config's group. It returns
-        texts in a fixed reading order. `Intake.read` records the files.
-      needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
-        no files.
-      refuses: Keys of the group `data` that must keep their default, each with the reason.
-      cuts_single_file: Whether a file is one text, and a single one is cut in two to hold text out.
-      load: `load(settings)` returns the rows of a run, by default from `documents`.
-      check: `check(settings)` raises what `load` raises before it reads text, and returns a line
-        for each fault that only `load` finds.
-    """
-
-    documents: DocumentsFn | None = None
-    needs: Sequence[str] = ("path",)
-    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    cuts_single_file: bool = False
-    load: Callable[[Settings], Corpus] = _read_documents
-    check: Callable[[Settings], list[str]] = _check_files
-
-
-_PARTS = "only hf has configurations and splits; leave it as it is or set data.source=hf"
-_NO_PARTS = dict.fromkeys(("name", "split", "revision", "heldout_split"), _PARTS)
-
-DATA_SOURCES: dict[str, DataSource] = {
-    "stdlib": DataSource(
-        lambda data, files, intake: sources.stdlib_documents(), needs=(), refuses=_NO_PARTS
-    ),
-    "text": DataSource(
-        lambda data, files, intake: sources.text_documents(files, intake),
-        refuses=_NO_PARTS,
-        cuts_single_file=True,
-    ),
-    "jsonl": DataSource(
-        lambda data, files, intake: sources.jsonl_documents(
-            files, intake, text_column=data.text_column
-        ),
-        needs=("path", "text_column"),
-        refuses=_NO_PARTS,
-    ),
-    "tokens": DataSource(refuses=_NO_PARTS, load=_load_tokens, check=_check_tokens),
-    "hf": DataSource(
-        _hub_documents,
-        needs=("path", "text_column"),
-        refuses={"heldout_path": "hf holds out documents of the data set itself; leave it empty"},
-        check=_check_hf,
-    ),
-}
-
-
-def load_corpus(settings: Settings) -> Corpus:
-    """Read, tokenise, split and pack the configured text, and report all that is wrong.
-
-    Without `data.heldout_path`, whole documents are held out, evenly along the reading order and
-    whatever the seed, so runs that differ by seed share their held-out text (`split_documents`);
-    a single text file is cut in two instead. A document that is the same as a held-out one, token
-    by token, is not trained on. With `data.num_sequences`, reading of text stops soon after
-    there is enough.
-
-    A prepared folder (`tokens`, see `prepared`) brings its own held-out rows. Its sidecar's hashes
-    stand for the arrays in the fingerprint: only sizes and shapes are checked, not the content.
+def make_job(
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    num_classes: int | None = None,
+    num_heldout_rows: int | None = None,
+    commit: str = "",
+) -> Job:
+    """What is to be prepared, and all that decides it.
 
     Args:
-      settings: The run's; `data.source` names an entry of `DATA_SOURCES`.
-
-    Returns:
-      The corpus: of a prepared folder memory-mapped, else in memory in the smallest type that holds
-      the ids.
-
-    Raises:
-      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
-      DataError: If files are missing, damaged, or hold too little.
-    """
-    return DATA_SOURCES[settings.data.source].load(settings)
-
-
-def check_corpus(settings: Settings) -> list[str]:
-    """Refuse what `load_corpus` would refuse before it reads any text.
-
-    Args:
-      settings: The run's.
-
-    Returns:
-      What `load_corpus` would check besides, a line each.
+      data: The config's group.
+      tokenizer: The configured one.
+      num_classes: Of labelled texts; None packs text.
+      num_heldout_rows: Limit of the rows of a held-out split on the hub.
+      commit: Of a data set on the hub; empty asks the hub for that of `data.revision`.
 
     Raises:
-      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
-      DataError: If files or the tokenizer are missing or damaged, as far as names, sizes and
-        headers tell.
+      ConfigError: If a file would be on both sides, or the hub has no such data set.
+      DataError: If a path leads to no file.
+      Unreachable: If the hub does not answer.
     """
-    load_fitting_tokenizer(settings.data.tokenizer, settings.model.vocab_size)
-    return DATA_SOURCES[settings.data.source].check(settings)
+    source, where = DATA_SOURCES[data.source], (where_of(data), where_of(data, heldout=True))
+    if num_classes is None:
+        data = dataclasses.replace(data, label_column="")
+    on_hub = source.is_hub and is_on_hub(data)
+    files, heldout_files = ({}, {}) if on_hub else find_sides(data)
+    if on_hub and not commit:
+        commit = data.revision
+        if not hub.COMMIT.fullmatch(commit):
+            place = f"{where[0]}, data.revision={data.revision}"
+            commit = hub.commit_of(data.path, data.revision, where=place)
+    limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
+    keys = ("name", "split", "heldout_split", "text_column", "label_column")
+    keys += ("sequence_length", "num_sequences", "heldout_frac")
+    request = {key: getattr(data, key) for key in keys} | {
+        "format": prepared.FORMAT,
+        "source": [data.source, source.version],
+        "path": data.path if on_hub else "",
+        "commit": commit,
+        "files": [_identity(file) for file in files.values()],
+        "heldout_files": [_identity(file) for file in heldout_files.values()],
+        "num_classes": num_classes or 0,
+        "num_heldout_rows": limit or 0,
+        "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id],
+        "python": "" if files or on_hub else f"{sys.version} {sysconfig.get_path('stdlib')}",
+    }
+    sizes = [file.stat().st_size for file in files.values()]
+    cuts = source.cuts_single_file and not heldout_files and sum(size > 0 for size in sizes) == 1
+
+    def parts() -> tuple[list[Part], list[Part]]:
+        if on_hub:
+            read = functools.partial(sources.hub_parts, data, commit=commit, where=where[0])
+            return read(data.heldout_split) if data.heldout_split else [], read(data.split)
+        if not files:
+            return [], [Part(data.source, None, functools.partial(source.documents, None, data))]
+        read = _cut_file if cuts else source.documents
+        heldout, rest = (
+            [Part(name, file, functools.partial(read, file, data)) for name, file in side.items()]
+            for side in (heldout_files, files)
+        )
+        return heldout, rest
+
+    return Job(data, tokenizer, num_classes, request, parts, where, limit, cuts)
+
+
+def _identity(file: Path) -> list:
+    stat = file.stat()
+    return [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
+
+
+def _cut_file(file: Path, data: Data) -> Iterator[str]:
+    if text := sources.read_text(file):
+        yield from sources.cut_in_two(text, where=where_of(data), heldout_frac=data.heldout_frac)

@@ -1,65 +1,43 @@
-"""A prepared folder: packed rows in `train.npy` and `heldout.npy`, described by `prepared.json`.
+"""A folder of rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
 
-The sidecar is written last and holds the SHA-256 of both arrays. To start quickly, training
-compares sizes and takes the hashes from the sidecar; `check.check_tokens` hashes both arrays.
+The description is written last and holds the SHA-256 of both arrays. To start quickly, training
+compares sizes and takes the hashes from it.
 """
 
 import dataclasses
 import json
 import typing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.sources import open_tokens
-from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import DataError
 
-SIDECAR = "prepared.json"
-FORMAT = 1
-_MAX_SIDECAR_BYTES = 2**28  # a million source files
+MANIFEST = "prepared.json"
+FORMAT = 2
+_MAX_BYTES = 2**28  # a million source files
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """One array, and the documents it was cut from.
-
-    Attributes:
-      rows: Rows in the array.
-      documents: Documents, the last of which may end beyond the rows.
-      tokens: Tokens of these documents, end-of-text tokens and the tail in no row included.
-      text_bytes: UTF-8 bytes of these documents.
-      file_bytes: Size of the array's file.
-      sha256: Of the array's file, hex.
-    """
-
-    rows: int
-    documents: int
-    tokens: int
-    text_bytes: int
-    file_bytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Sidecar:
+class Manifest:
     """What `prepared.json` says.
 
     Attributes:
       format: Version of this layout.
-      request: The fields of `prepare.Request`, with the tokenizer's fingerprint and the files.
+      request: All that decides the rows, as plain JSON; see `corpus.make_job`.
       tokenizer: The name it was given.
       fingerprint: The tokenizer's, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      row_length: Tokens in a row, L+1.
-      heldout_frac: Share of the documents held out.
-      train: The training rows.
-      heldout: The held-out rows.
-      shards: What was read, see `sources.Intake`.
-      also_heldout: Documents left out of training because a held-out one is the same; 0 in folders
-        of earlier versions, which kept them.
+      shapes: Of the training and of the held-out rows. A row has L+1 integers, or of labelled
+        texts two more than the tokens.
+      hashes: SHA-256 (hex) of the two files.
+      documents: Documents that the two were made of; the last one may end beyond the rows.
+      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes.
+      files: What was read: `name` and `rows`, the documents in it; of a file on this machine also
+        `bytes` and `sha256`.
+      copies: Documents left out of training because a held-out one is the same.
+      truncated: Labelled texts of which only the first tokens are in a row.
     """
 
     format: int
@@ -68,112 +46,82 @@ class Sidecar:
     fingerprint: str
     vocab_size: int
     eot_id: int
-    row_length: int
-    heldout_frac: float
-    train: Side
-    heldout: Side
-    shards: list[dict]
-    also_heldout: int
+    shapes: list[list]
+    hashes: list[str]
+    documents: list[int]
+    tokens_per_byte: float
+    files: list[dict]
+    copies: int
+    truncated: int
+
+
+def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
+    """The type that rows are stored in: the smallest that holds the ids, int32 where labelled."""
+    return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder has a sidecar."""
+    """Whether a folder has a description of rows."""
     try:
-        return (Path(path).expanduser() / SIDECAR).is_file()
+        return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError):  # no path at all: opening it raises the clear error
         return False
 
 
-def read_sidecar(folder: Path) -> Sidecar:
+def read_prepared(folder: Path) -> Manifest:
     """Read a folder's `prepared.json`.
 
     Raises:
       DataError: If it is missing, damaged or of another format.
     """
-    path = folder / SIDECAR
+    path, values = folder / MANIFEST, {}
     try:
-        if path.stat().st_size > _MAX_SIDECAR_BYTES:
-            raise DataError(f"{path}: larger than {_MAX_SIDECAR_BYTES} bytes, no sidecar")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"{path}: larger than {_MAX_BYTES} bytes, no description of rows")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: unreadable ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged, no JSON ({error})") from error
     version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT:
-        raise DataError(f"{path}: format {version}, need {FORMAT}; prepare the data again")
-    sidecar = _parse(Sidecar, {"also_heldout": 0} | content, str(path))
-    if not all(isinstance(shard, dict) and "name" in shard for shard in sidecar.shards):
-        raise DataError(f"{path}: damaged, not every one of shards has a name")
-    return sidecar
+    if type(version) is not int or version != FORMAT:
+        raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
+    for field in dataclasses.fields(Manifest):
+        value = values[field.name] = content.get(field.name)
+        kind, items = typing.get_origin(field.type) or field.type, typing.get_args(field.type)
+        is_good = type(value) is kind
+        is_good = is_good and (not items or all(type(item) is items[0] for item in value))
+        if not is_good or (kind in (int, float) and not value >= 0):
+            raise DataError(f"{path}: damaged, {field.name} is {value!r:.40}")
+    manifest = Manifest(**values)
+    is_named = all(isinstance(record.get("name"), str) for record in manifest.files)
+    if not is_named or {len(manifest.shapes), len(manifest.hashes), len(manifest.documents)} != {2}:
+        raise DataError(f"{path}: damaged, a file has no name, or there are not two sides")
+    return manifest
 
 
-def open_rows(folder: Path, sidecar: Sidecar) -> list[np.ndarray]:
-    """Memory-map the rows to train on and those held out; size, type and shape are checked alone.
+def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
+    """Memory-map the rows to train on and those held out; type and shape are checked alone.
 
     Raises:
       DataError: If an array is missing, no regular file of the folder, or not as described.
     """
+    dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
-    dtype = np.min_scalar_type(max(sidecar.vocab_size - 1, 0))
-    for file, side in (("train.npy", sidecar.train), ("heldout.npy", sidecar.heldout)):
-        file, shape = folder / file, (side.rows, sidecar.row_length)
-        if not file.is_file():
-            raise DataError(f"{file}: missing; prepare the data again")
-        if file.resolve().parent != folder.resolve():
-            raise DataError(f"{file}: a link out of the folder; put the array itself there")
-        if file.stat().st_size != side.file_bytes:
+    for name, shape in zip(("train.npy", "heldout.npy"), manifest.shapes, strict=True):
+        file = folder / name
+        if not file.is_file() or file.resolve().parent != folder.resolve():
+            raise DataError(f"{file}: missing, or a link out of the folder; prepare the data again")
+        try:
+            with np.errstate(over="raise"):  # a forged shape's size wraps around to a small one
+                rows = np.lib.format.open_memmap(file, mode="r")
+            is_whole = file.stat().st_size == rows.offset + rows.nbytes
+        except (OSError, ValueError, FloatingPointError) as error:
+            raise DataError(f"{file}: no whole .npy array ({error}); prepare it again") from error
+        if not is_whole or (list(rows.shape), rows.dtype) != (shape, dtype):
             raise DataError(
-                f"{file}: {file.stat().st_size} bytes, {SIDECAR} says {side.file_bytes}; damaged, "
-                "prepare the data again"
-            )
-        rows = open_tokens(file, row_length=sidecar.row_length)
-        if (rows.shape, rows.dtype) != (shape, dtype):
-            raise DataError(
-                f"{file}: {rows.dtype} of shape {rows.shape}, {SIDECAR} says {dtype} of {shape}; "
-                "damaged, prepare the data again"
+                f"{file}: {rows.dtype} of shape {rows.shape}, {MANIFEST} says {dtype} of {shape}"
+                " and no more; damaged, prepare the data again"
             )
         arrays.append(rows)
-    return arrays
-
-
-def check_fits(sidecar: Sidecar, tokenizer: Tokenizer, *, where: str, row_length: int) -> None:
-    """Compare prepared rows with what the config asks for.
-
-    Args:
-      sidecar: Of the folder.
-      tokenizer: The configured one.
-      where: The key and value of the folder, for messages.
-      row_length: `data.sequence_length` plus one.
-
-    Raises:
-      ConfigError: If the tokenizer or the rows' length is another.
-    """
-    if sidecar.row_length != row_length:
-        raise ConfigError(
-            f"{where}: rows of {sidecar.row_length} tokens, need {row_length} "
-            f"(data.sequence_length={row_length - 1}); set data.sequence_length="
-            f"{sidecar.row_length - 1} or prepare the data again"
-        )
-    have = (sidecar.fingerprint, sidecar.vocab_size, sidecar.eot_id)
-    if have != (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot_id):
-        raise ConfigError(
-            f"{where}: made with the tokenizer {sidecar.tokenizer} ({sidecar.vocab_size} ids, "
-            f"fingerprint {sidecar.fingerprint[:12]}), data.tokenizer={tokenizer.name} has "
-            f"{tokenizer.vocab_size} ids and {tokenizer.fingerprint[:12]}; set data.tokenizer to "
-            "the one it was made with, or prepare the data again"
-        )
-
-
-def _parse(kind: Any, content: Any, where: str) -> Any:
-    """A dataclass out of JSON, each field of its type; numbers are not negative."""
-    values = {}
-    for field in dataclasses.fields(kind):
-        value: Any = content.get(field.name) if isinstance(content, dict) else None
-        wanted = typing.get_origin(field.type) or field.type
-        if dataclasses.is_dataclass(wanted):
-            value = _parse(wanted, value, f"{where}: {field.name}")
-        elif type(value) is not wanted or (wanted in (int, float) and not value >= 0):
-            raise DataError(f"{where}: damaged, {field.name} is {value!r:.40}")
-        values[field.name] = value
-    return kind(**values)
+    return arrays[0], arrays[1]

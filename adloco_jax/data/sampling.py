@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from adloco_jax.errors import DataError
+from adloco_jax.settings import Settings
 
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
 _UINT64_MASK = 2**64 - 1
@@ -39,6 +40,29 @@ class RowOrder:
     def subset_size(self) -> int:
         """Rows in each trainer's random subset: the share rounded down, at least one."""
         return max(1, int(self.subset_frac * self.num_rows))
+
+
+def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
+    """The order in which a run sees rows.
+
+    Args:
+      settings: The run's: its `seed`, `ensemble.num_workers` and `data.subset_frac` count.
+      num_rows: Rows to train on.
+      where: What names them, for messages.
+
+    Raises:
+      DataError: If a worker stream would have no row.
+    """
+    num_streams, frac = settings.ensemble.num_workers, settings.data.subset_frac
+    order = RowOrder(settings.seed, num_rows, num_streams, frac)
+    if min(num_rows, order.subset_size) < num_streams:
+        raise DataError(
+            f"{where}: have {min(num_rows, order.subset_size)} rows for a trainer ({num_rows} rows"
+            f" in all, data.subset_frac={frac}), need {num_streams}, one per worker stream; give"
+            " more text, fewer workers (ensemble.num_workers), a larger data.subset_frac or"
+            " data.num_sequences, or a smaller data.sequence_length"
+        )
+    return order
 
 
 def stream_rows(
@@ -122,6 +146,22 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
         image[outside] = _feistel(image[outside], num_bits, key[outside] if key.size > 1 else key)
         outside = outside[image[outside] >= num_items]
     return image.astype(np.int64)
+
+
+def interleave(labels: np.ndarray) -> np.ndarray:
+    """Positions of labelled items in an order of which every stretch has the proportions of all.
+
+    Args:
+      labels: Integers [N].
+
+    Returns:
+      int64[N], a permutation; items of one label keep their order.
+    """
+    share = np.zeros(len(labels))
+    for label in np.unique(labels):
+        index = np.flatnonzero(labels == label)
+        share[index] = (np.arange(len(index)) + 0.5) / len(index)
+    return np.argsort(share, kind="stable")
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:

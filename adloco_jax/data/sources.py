@@ -1,10 +1,15 @@
-"""Documents from files: the Python library itself, text, JSON lines, and arrays of tokens."""
+"""Documents: from the Python library itself, from text, JSON lines and parquet files.
+
+A source of files is a function of one file, which yields its documents. A row with columns is a
+`Record`, of which the text and, for a classifier, the class are taken (`documents_of`).
+"""
 
 import codecs
+import contextlib
+import csv
 import dataclasses
-import glob
+import functools
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -12,289 +17,304 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from adloco_jax import hub
 from adloco_jax.errors import ConfigError, DataError
-
-T = TypeVar("T")
+from adloco_jax.settings import Data
 
 MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
-@dataclasses.dataclass
-class Intake:
-    """A record of what has been read.
+class Record(NamedTuple):
+    """A row with columns, and what names it in messages."""
+
+    where: str
+    columns: Mapping[str, Any]
+
+
+class Document(NamedTuple):
+    """A text to be tokenised as a whole, and its class where texts are labelled."""
+
+    text: str
+    label: int = 0
+
+
+class Part(NamedTuple):
+    """A file, or a part of a data set.
 
     Attributes:
-      shards: One JSON record per file, in reading order: `name`, `bytes`, `sha256` and `rows`, the
-        documents taken from it.
+      name: For records and messages.
+      path: The file, if it is on this machine.
+      read: Starts reading what it holds from the beginning.
     """
 
-    shards: list[dict] = dataclasses.field(default_factory=list)
-
-    def read(
-        self,
-        files: Iterable[Path],
-        rows_of: Callable[[Path], Iterable[T]],
-        check: Callable[[Path], object] | None = None,
-    ) -> Iterator[T]:
-        """Rows of files in order, with a record of each file.
-
-        Args:
-          files: To be read.
-          rows_of: Rows of a file; empty ones are skipped.
-          check: Raises DataError for a damaged file, before any of its rows is used.
-
-        Raises:
-          DataError: While reading, if a file is damaged.
-        """
-        for file in files:
-            if check is not None:
-                check(file)
-            record = self._new_record(file.name, file.stat().st_size, file_sha256(file))
-            yield from self._take(rows_of(file), record)
-
-    def read_unfiled(self, name: str, rows: Iterable[str]) -> Iterator[str]:
-        """Texts that no file holds; their record has the bytes and SHA-256 of those taken.
-
-        Args:
-          name: For the record.
-          rows: Texts; empty ones are skipped.
-        """
-        record, digest = self._new_record(name, 0, ""), hashlib.sha256()
-        for text in self._take(rows, record):
-            content = text.encode()
-            digest.update(content + b"\0")
-            record["bytes"] += len(content)
-            yield text
-        record["sha256"] = digest.hexdigest()
-
-    def _new_record(self, name: str, size: int, sha256: str) -> dict:
-        record = {"name": name, "bytes": size, "sha256": sha256, "rows": 0}
-        self.shards.append(record)
-        return record
-
-    def _take(self, rows: Iterable[T], record: dict) -> Iterator[T]:
-        """The rows that are not empty, counted in `record`."""
-        for row in rows:
-            if row:
-                record["rows"] += 1
-                yield row
+    name: str
+    path: Path | None
+    read: Callable[[], Iterable[str | Record]]
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """How the text of a run is read.
 
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """The files that differ between two reads, a line each.
-
-    Args:
-      before: Records of the earlier read, see `Intake.shards`.
-      after: Records of the later one.
+    Attributes:
+      documents: `documents(file, data)` yields what one file holds, in a fixed order: texts, or
+        `Record`s, of which `data.text_column` is the text. `data` is the config's group of that
+        name. Without `path` among `needs` it is called once, and `file` is None.
+      needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
+        no files.
+      refuses: Keys of the group `data` that must keep their default, each with the reason.
+      cuts_single_file: Whether a file is one text, and a single one is cut in two to hold text out.
+      version: Number of the function's version, to be raised when what it yields changes: rows are
+        kept for later runs. None: they are made anew at every start.
+      is_hub: Whether a path that leads nowhere here is the name of a data set on the hub.
+      is_folder: Whether it is a folder that `adloco prepare` made.
     """
-    old = {record["name"]: record.get("sha256") for record in before}
-    new = {record["name"]: record.get("sha256") for record in after}
-    lines = [f"{name}: no longer there" for name in old if name not in new]
-    lines += [f"{name}: was not there before" for name in new if name not in old]
-    lines += [f"{name}: edited" for name in old if name in new and old[name] != new[name]]
-    if not lines and list(old) != list(new):
-        lines.append("the same files in another order")
-    return lines
+
+    documents: Callable[[Path | None, Data], Iterable[str | Record]] | None = None
+    needs: Sequence[str] = ("path",)
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cuts_single_file: bool = False
+    version: int | None = None
+    is_hub: bool = False
+    is_folder: bool = False
 
 
-def local_path(name: str, *, key: str) -> Path:
-    """The path that a config value names, with `~` expanded; it need not exist.
+def documents_of(
+    found: Iterable[str | Record], data: Data, *, where: str, num_classes: int | None
+) -> Iterator[Document]:
+    """The documents among what a source yields; records without text are left out.
 
     Args:
-      name: The value.
-      key: The config key, for messages.
+      found: What the source yields.
+      data: Names the columns.
+      where: What names the source, for messages.
+      num_classes: C, where texts are labelled: a class is a whole number in [0, C).
 
     Raises:
-      DataError: If it cannot be accessed: too long, of an unknown user, in a closed folder.
+      DataError: While reading, naming the row, if a row has no such column, its text is no string,
+        or its class is no class; also for an empty text where texts are labelled.
     """
+    number = 0
     try:
-        path = Path(name).expanduser()
-        path.exists()
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{key}={name[:200]}: no path that can be read ({reason})") from error
-    return path
+        for number, row in enumerate(found, 1):
+            is_record = isinstance(row, Record)
+            if not is_record:
+                row = Record(f"{where}: document {number}", {data.text_column: row})
+            text = _text(row, data.text_column)
+            if num_classes is not None:
+                yield Document(text, _label(row, text, data, num_classes))
+            elif text or not is_record:
+                yield Document(text)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where}: after document {number}: {error}") from error
 
 
-def find_files(path: str, *, key: str) -> list[Path]:
-    """Files that a config value names, in the order of their paths.
-
-    Args:
-      path: A file, a folder (every regular file in it, at any depth), or a glob.
-      key: The config key, for messages.
-
-    Returns:
-      At least one file; an existing path is never read as a glob.
-
-    Raises:
-      ConfigError: If `path` is empty.
-      DataError: If it leads to no file.
-    """
-    if not path:
-        raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
-    start = local_path(path, key=key)
-    if start.is_file():
-        return [start]
-    if start.is_dir():
-        files = [file for file in start.rglob("*") if file.is_file()]
-        missing = "an empty folder"
-    else:
-        found = glob.glob(str(start), recursive=True)
-        files = [file for file in map(Path, found) if file.is_file()]
-        missing = "no file matches" if glob.has_magic(path) else "no such file or folder"
-    if not files:
-        raise DataError(f"{key}={path}: {missing}")
-    return sorted(files, key=Path.as_posix)
+def _text(row: Record, column: str) -> str:
+    require_columns(row.columns, [column], row.where)
+    text = row.columns[column]
+    if not isinstance(text, str):
+        raise DataError(f"{row.where}: {column!r} must be a string, have {_shown(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise DataError(f"{row.where}: {column!r} is not Unicode text ({error.reason})") from error
+    return text
 
 
-def stdlib_documents() -> Iterator[str]:
+def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
+    if not text:
+        raise DataError(f"{row.where}: {data.text_column!r} is empty")
+    require_columns(row.columns, [data.label_column], row.where)
+    label = row.columns[data.label_column]
+    if type(label) is not int or not 0 <= label < num_classes:
+        raise DataError(
+            f"{row.where}: {data.label_column!r}: have {_shown(label)}, need a class from 0 to "
+            f"{num_classes - 1} (model.num_classes={num_classes})"
+        )
+    return label
+
+
+def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -> None:
+    """DataError for a column that is not there."""
+    for column in wanted:
+        if column not in columns:
+            raise DataError(
+                f"{where}: no field {column!r} (data.text_column, data.label_column), have"
+                f" {', '.join(columns)}"
+            )
+
+
+def _shown(value: object) -> str:
+    try:
+        return json.dumps(value)[:40]  # "0" with its quotes
+    except (TypeError, ValueError):
+        return repr(value)[:40]
+
+
+# -- The sources -----------------------------------------------------------------------------
+
+
+def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
     """Sources and documentation topics of the running Python, by path, a file or topic each.
 
     Left out: tests, installed packages, and files that the build wrote for this machine.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py"), key=Path.as_posix):
-        folders = file.relative_to(root).parts[:-1]
-        if all(f.isidentifier() and f not in _TEST_FOLDERS for f in folders):  # site-packages: no
-            if file.name == "topics.py":  # pydoc_data: one dict of texts
-                from pydoc_data.topics import topics
+    files = []
+    for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [f for f in folders if f.isidentifier() and f not in _TEST_FOLDERS]
+        files += [Path(at, name) for name in names if name.endswith(".py")]
+    for file in sorted(files, key=Path.as_posix):
+        if file.name == "topics.py":  # pydoc_data: one dict of texts
+            from pydoc_data.topics import topics
 
-                yield from (topics[name] for name in sorted(topics))
-            elif not file.name.startswith("_sysconfigdata"):
-                yield _read_text(file)
+            yield from (topics[name] for name in sorted(topics))
+        elif not file.name.startswith("_sysconfigdata"):
+            yield read_text(file)
 
 
-def text_documents(files: Sequence[Path], intake: Intake) -> Iterator[str]:
-    """One document per file that is not empty.
+def text_documents(file: Path, data: Data) -> Iterator[str]:
+    """The whole file as one document, unless it is empty."""
+    if text := read_text(file):
+        yield text
 
-    Args:
-      files: To be read.
-      intake: Records what is read.
+
+def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
+    """A record for each line that is not blank: C4's layout, plain or compressed by gzip.
 
     Raises:
-      DataError: While reading, if a file is unreadable or not UTF-8.
+      DataError: While reading, naming file and line, if the file has another suffix, is empty,
+        truncated or no valid gzip, or a line is longer than `MAX_LINE_BYTES` or no JSON object.
     """
-    return intake.read(files, lambda file: [_read_text(file)], check=_read_text)
+    if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
+        raise DataError(
+            f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; a glob leaves"
+            " other files out"
+        )
+    try:
+        with _opened(file) as lines:
+            for number in itertools.count(1):
+                line, where = lines.readline(MAX_LINE_BYTES + 1), f"{file}:{number}"
+                if not line and number == 1:
+                    raise DataError(f"{file}: empty, need one JSON object per line")
+                if not line:
+                    return
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                try:
+                    if line.strip():
+                        yield Record(where, _json_object(line, where))
+                except DataError:
+                    for _ in range(256):  # MB: if the file is damaged, that is what is reported
+                        lines.read(2**20)
+                    raise
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
-def jsonl_documents(files: Sequence[Path], intake: Intake, *, text_column: str) -> Iterator[str]:
-    """One document per JSON line (C4's layout), except blank lines and empty texts.
+def table_documents(file: Path, data: Data) -> Iterator[Record]:
+    """A record for each row of a .csv, .tsv or .arrow file."""
+    suffix = Path(file.name.removesuffix(".gz")).suffix
+    if suffix not in (".csv", ".tsv", ".arrow"):
+        raise DataError(
+            f"{file}: data.source=hf reads data sets of the hub, saved ones (.arrow), .csv and"
+            " .tsv; JSON lines and parquet are read by data.source=jsonl and parquet"
+        )
+    return (arrow_documents if suffix == ".arrow" else csv_documents)(file, data)
 
-    A file is decompressed to its end before any of its lines is used: most truncated gzip files
-    give rows first and an error later. A byte-order mark and CRLF are accepted.
 
-    Args:
-      files: `.jsonl` or `.json`, each also with `.gz`.
-      intake: Records what is read.
-      text_column: Name of the field that holds the text.
+def csv_documents(file: Path, data: Data) -> Iterator[Record]:
+    """A record for each row of a table whose first line names the columns; every cell is text.
+
+    Cells that are whole numbers are numbers in the column of classes.
 
     Raises:
-      DataError: While reading, naming file and line, if a file has another suffix, is empty,
-        truncated or no valid gzip, or a line is longer than
-        `MAX_LINE_BYTES` or not a JSON object with one string of text.
+      DataError: While reading, naming file and line, if the file is damaged, has no such columns,
+        or a row has more cells than there are columns.
     """
-    return _json_lines(files, intake, lambda record, where: _text(record, where, text_column))
+    csv.field_size_limit(MAX_LINE_BYTES)
+    delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
+    try:
+        with _opened(file) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as lines:
+            rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            require_columns(rows.fieldnames or (), _used(data), str(file))
+            for row in rows:
+                where = f"{file}:{rows.line_num}"
+                if None in row:
+                    raise DataError(f"{where}: more cells than there are columns")
+                if re.fullmatch(r"-?\d{1,18}", row.get(data.label_column) or ""):
+                    row[data.label_column] = int(row[data.label_column])
+                yield Record(where, row)
+    except (csv.Error, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
 
-def labelled_documents(
-    files: Sequence[Path], intake: Intake, *, text_column: str, label_column: str, num_classes: int
-) -> Iterator[tuple[str, int]]:
-    """Text and class of every JSON line that is not blank, read as by `jsonl_documents`.
-
-    Args:
-      files: `.jsonl` or `.json`, each also with `.gz`.
-      intake: Records what is read.
-      text_column: Name of the field that holds the text.
-      label_column: Name of the field that holds the class.
-      num_classes: C; a class is a whole number in [0, C).
+def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
+    """A record for each row; columns that are not used are not read.
 
     Raises:
-      DataError: As `jsonl_documents`, and for an empty text or a label that is no class.
+      DataError: While reading, naming the file, if it is damaged or has no such columns.
     """
+    import pyarrow.parquet
 
-    def read(record: dict, where: str) -> tuple[str, int]:
-        text, label = _text(record, where, text_column), record.get(label_column)
-        if not text:
-            raise DataError(f"{where}: {text_column!r} is empty")
-        if type(label) is not int or not 0 <= label < num_classes:
-            raise DataError(
-                f"{where}: {label_column!r}: have {str(label)[:40]}, need a class from 0 to "
-                f"{num_classes - 1} (model.num_classes={num_classes})"
-            )
-        return text, label
-
-    return _json_lines(files, intake, read)
+    with _arrow_faults(file), pyarrow.parquet.ParquetFile(file) as rows:
+        require_columns(rows.schema_arrow.names, _used(data), str(file))
+        yield from _arrow_records(rows.iter_batches(batch_size=1024, columns=_used(data)), file)
 
 
-def _json_lines(
-    files: Sequence[Path], intake: Intake, read: Callable[[dict, str], T]
-) -> Iterator[T]:
-    """What `read` makes of the object on each line that is not blank."""
-    for file in files:
-        if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
-            raise DataError(
-                f"{file}: data.source=jsonl reads .jsonl and .json, each also with .gz; "
-                "a glob leaves other files out"
-            )
-
-    def rows_of(file: Path) -> Iterator[T]:
-        for number, line in _lines(file):
-            where = f"{file}:{number}"
-            yield read(_json_object(line, where), where)
-
-    yield from intake.read(files, rows_of, check=_check_decompresses)
-
-
-def open_tokens(file: Path, *, row_length: int) -> np.ndarray:
-    """Memory-map an `.npy` array of token ids.
-
-    Args:
-      file: A stream of tokens [T], or packed rows [N, row_length].
-      row_length: `data.sequence_length` plus one.
-
-    Returns:
-      The array as stored, read-only.
+def arrow_documents(file: Path, data: Data) -> Iterator[Record]:
+    """A record for each row of a file of a data set that `datasets` saved.
 
     Raises:
-      DataError: If the file is no whole `.npy` array, or its type or shape is another.
+      DataError: While reading, naming the file, if it is damaged or has no such columns.
+    """
+    import pyarrow.ipc
+
+    with _arrow_faults(file), pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as rows:
+        require_columns(rows.schema.names, _used(data), str(file))
+        yield from _arrow_records((batch.select(_used(data)) for batch in rows), file)
+
+
+def _arrow_records(batches: Iterable[Any], file: Path) -> Iterator[Record]:
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, columns in enumerate(rows, 1):
+        yield Record(f"{file}: row {number}", columns)
+
+
+@contextlib.contextmanager
+def _arrow_faults(file: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file}: damaged or unreadable ({reason})") from error
+
+
+def _used(data: Data) -> list[str]:
+    """The columns that are read; of unlabelled text `label_column` is empty here."""
+    return [column for column in (data.text_column, data.label_column) if column]
+
+
+def read_text(file: Path) -> str:
+    """A file's UTF-8 text, without a byte-order mark.
+
+    Raises:
+      DataError: If it is unreadable, or no UTF-8.
     """
     try:
-        with np.errstate(over="raise"):  # a forged shape's size wraps around to a small one
-            tokens = np.lib.format.open_memmap(file, mode="r")
-    except (OSError, ValueError, FloatingPointError) as error:
-        raise DataError(f"{file}: no readable, whole .npy array of integers ({error})") from error
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(f"{file}: token ids are integers, have {tokens.dtype}")
-    if tokens.ndim == 2 and tokens.shape[1] != row_length:
+        return file.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"{file}: rows of {tokens.shape[1]} tokens, need {row_length} (data.sequence_length "
-            f"{row_length - 1} and the token to predict last)"
-        )
-    if tokens.ndim not in (1, 2):
-        raise DataError(f"{file}: have {tokens.ndim} dimensions, need a stream (1) or rows (2)")
-    return tokens
+            f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
+            " out by a glob"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{file}: unreadable ({error.strerror})") from error
 
 
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
@@ -324,46 +344,8 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
-def _check_decompresses(file: Path) -> None:
-    """DataError for a file that is empty, or cannot be read to its end."""
-    try:
-        size = 0
-        with _opened(file) as content:  # to the end, where gzip has its checksum
-            while part := content.read(2**20):
-                size += len(part)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: damaged or unreadable ({error})") from error
-    if not size:
-        raise DataError(f"{file}: empty, need one JSON object per line")
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, stripped, with their numbers from 1; too long ones are cut."""
-    with _opened(file) as lines:
-        for number in itertools.count(1):
-            line = rest = lines.readline(MAX_LINE_BYTES + 1)
-            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-                rest = lines.readline(MAX_LINE_BYTES + 1)
-            if not line:
-                return
-            if line := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
-                yield number, line
-
-
 def _opened(file: Path) -> io.BufferedIOBase:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}: not UTF-8 at byte {error.start} ({error.reason}); convert it, or leave it"
-            " out by a glob"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{file}: unreadable ({error.strerror})") from error
 
 
 def _json_object(line: bytes, where: str) -> dict:
@@ -380,23 +362,65 @@ def _json_object(line: bytes, where: str) -> dict:
     return record
 
 
-def _text(record: dict, where: str, text_column: str) -> str:
-    if text_column not in record:
-        raise DataError(
-            f"{where}: no field {text_column!r} (data.text_column), have {', '.join(record)}"
-        )
-    text = record[text_column]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {text_column!r} must be a string, have {json.dumps(text)[:40]}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-        raise DataError(f"{where}: {text_column!r} is not Unicode text ({error.reason})") from error
-    return text
-
-
 def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     if len(record) < len(pairs):
         raise ValueError("a key stands there twice")
     return record
+
+
+def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
+    """The files of a split on the hub, read as they are downloaded.
+
+    Raises:
+      ConfigError: If there is no such configuration or split.
+      DataError: If it has no such columns.
+      Unreachable: If the hub does not answer.
+    """
+    import datasets  # heavy, and not every run needs it
+
+    datasets.disable_progress_bars()
+    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 5
+    datasets.config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
+    hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
+    where = f"{where}, data.name={data.name}, split {split}"
+    with hub.faults(where, data.path):
+        try:
+            builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
+        except ValueError as error:  # lists the configurations
+            raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
+        if split not in (splits := builder.config.data_files or builder.info.splits or {}):
+            raise ConfigError(f"{where}: no such split, have {', '.join(map(str, splits))}")
+        dataset = builder.as_streaming_dataset(split=split)
+        if dataset.features is not None:
+            require_columns(dataset.features, _used(data), where)
+            dataset = dataset.select_columns(_used(data))
+    count = dataset.num_shards
+
+    def records(index: int) -> Iterator[Record]:
+        with hub.faults(f"{where}, file {index}", data.path) as patience:
+            for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
+                patience.answered()
+                yield Record(f"{where}, file {index}: row {number}", row)
+
+    stem = "/".join(part for part in (data.path, data.name, split) if part)
+    return [
+        Part(f"{stem}/{index:05d}-of-{count:05d}", None, functools.partial(records, index))
+        for index in range(count)
+    ]
+
+
+# -- The table -------------------------------------------------------------------------------
+
+_PARTS = "only hf has configurations, splits and revisions; leave it as it is"
+_NO_PARTS = dict.fromkeys(("name", "split", "revision", "heldout_split"), _PARTS)
+_COLUMNS = ("path", "text_column")
+
+DATA_SOURCES: dict[str, DataSource] = {
+    "stdlib": DataSource(stdlib_documents, needs=(), refuses=_NO_PARTS, version=1),
+    "text": DataSource(text_documents, refuses=_NO_PARTS, cuts_single_file=True, version=1),
+    "jsonl": DataSource(jsonl_documents, _COLUMNS, _NO_PARTS, version=1),
+    "parquet": DataSource(parquet_documents, _COLUMNS, _NO_PARTS, version=1),
+    "hf": DataSource(table_documents, _COLUMNS, version=1, is_hub=True),
+    "tokens": DataSource(refuses=_NO_PARTS, is_folder=True),
+}

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.snapshot import HUB_NAME, snapshot
-from adloco_jax.data.sources import local_path
+from adloco_jax import hub
+from adloco_jax.data.files import local_path
 from adloco_jax.errors import ConfigError, DataError
 
 MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
@@ -95,13 +95,11 @@ def _load(name: str) -> Tokenizer:
         )
     if path.exists():
         return _hugging_face_tokenizer(path)
-    if not HUB_NAME.fullmatch(name) or path.suffix in _FILES:
+    if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"data.tokenizer={name}: no such file or folder")
     # Not by the library's own call, which tries for most of a minute without a network.
-    where = f"data.tokenizer={name}"
-    return _hugging_face_tokenizer(
-        snapshot(name, _HUB_FILES, one_of=_VOCABULARIES, where=where, what="tokenizer")
-    )
+    folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"data.tokenizer={name}")
+    return _hugging_face_tokenizer(folder)
 
 
 def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
@@ -198,16 +196,18 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     _require_sentencepiece(path)
     # Else its import advises on standard error to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer: Any
     with _damage_is_a_data_error(path):
-        if path.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        elif path.suffix == ".json":
+        if path.suffix == ".json":
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-        else:
+        elif path.is_file() or (path / "tokenizer.json").exists():
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
+        else:
+            from transformers import AutoTokenizer  # imports PyTorch where it is installed
+
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     if path.suffix == ".json":
         _name_special_tokens(tokenizer, path)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id

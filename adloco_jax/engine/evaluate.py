@@ -10,9 +10,8 @@ from jaxtyping import PyTree
 
 from adloco_jax.core.merge import merge
 from adloco_jax.core.types import Ensemble
-from adloco_jax.data.labelled import balanced
-from adloco_jax.data.packing import MAX_GUARD_ROWS
-from adloco_jax.data.sampling import permute
+from adloco_jax.data.rows import MAX_GUARD_ROWS
+from adloco_jax.data.sampling import interleave, permute
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey
@@ -27,6 +26,17 @@ class HeldOut:
     report_EL: np.ndarray
     batch_size: int  # rows per call of the program
 
+    def describe(self, num_classes: int | None = None) -> str:
+        """How many rows a run reports on, and how many others decide; of labelled ones by class."""
+        parts, counts = (self.report_EL, self.guard_EL), ["", ""]
+        if num_classes is not None:
+            of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
+            counts = [f" ({', '.join(map(str, count))} by class)" for count in of_classes]
+        return (
+            f"held out: losses are of {len(self.report_EL)} rows{counts[0]};"
+            f" {len(self.guard_EL)} others{counts[1]} judge merges and choose the model"
+        )
+
 
 def split_heldout(
     rows_EL: np.ndarray,
@@ -39,8 +49,8 @@ def split_heldout(
     """Draws the guard's rows and the reported rows from held-out rows.
 
     The draw does not depend on the run's seed: runs with other seeds report on the same rows, so
-    that the spread of their losses is that of training. Labelled rows are drawn in equal numbers
-    of each class, as many as there are of the rarest.
+    that the spread of their losses is that of training. Of labelled rows both parts have the
+    classes in the proportions of all held-out rows.
 
     Args:
       rows_EL: Held-out rows of integers; a labelled row begins with its class.
@@ -54,19 +64,15 @@ def split_heldout(
     """
     order = permute(np.arange(len(rows_EL)), num_items=len(rows_EL), key=np.zeros(1, np.uint64))
     if num_classes is not None and len(order):
-        order = order[balanced(rows_EL[order])]
-        num_sequences = max(num_classes, num_sequences - num_sequences % num_classes)
-    each = num_classes or 1
-    fewest = each if num_trainers == 1 else 2 * each
+        order = order[interleave(rows_EL[order, 0])]
+    fewest = 1 if num_trainers == 1 else 2
     if len(order) < fewest:
-        have = len(order) if num_classes is None else f"{len(order)}, as many of each class"
         use = "to report on" if num_trainers == 1 else "half of them to choose among trainers by"
         raise DataError(
-            f"corpus.heldout_rows: have {have}, need {fewest}, {use}; hold out more, as by"
+            f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, as by"
             " data.heldout_frac"
         )
     num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
-    num_guard -= num_guard % each
     chosen = order[num_guard : num_guard + num_sequences]
     guard, report = np.sort(order[:num_guard]), np.sort(chosen)
     return HeldOut(rows_EL[guard], rows_EL[report], batch_size)

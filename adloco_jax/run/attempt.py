@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from adloco_jax import __version__
 from adloco_jax.core.types import Ensemble, init, of_owners
-from adloco_jax.data.sources import shard_changes
+from adloco_jax.data.files import shard_changes
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
@@ -121,6 +121,7 @@ def begin(
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
+    notes.append(run.heldout.describe(run.num_classes))
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
     progress.resume(share_done(control.round, control.tokens_total, settings))
@@ -252,6 +253,7 @@ def _open_ledger(
         return stack.enter_context(Ledger(os.devnull))
     path = run.workdir / "ledger.jsonl"
     made_with = {"versions": versions(), "data_fingerprint": run.corpus.fingerprint}
+    made_with["data_commit"] = getattr(run.corpus, "commit", "")
     resume.write_config(run.workdir, run.settings, **made_with)
     cut(path, position)
     kept = read(path) if path.exists() else []

@@ -19,7 +19,7 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
 from adloco_jax.core.types import LossFn
 from adloco_jax.data import Corpus, load_corpus
-from adloco_jax.data.labelled import NUM_FIELDS, load_labelled
+from adloco_jax.data.rows import NUM_FIELDS
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.memory import fewest_model_shards
 from adloco_jax.engine.spec import Machine, Spec
@@ -33,16 +33,17 @@ InitFn = Callable[[Array], PyTree]
 """`init_fn(key) -> params`, from a typed PRNG key."""
 
 
-def load_data(settings: Settings) -> Corpus:
+def load_data(settings: Settings, commit: str = "") -> Corpus:
     """The configured text or tokens, or labelled texts if the model is a classifier.
 
     Args:
       settings: The run's.
+      commit: Of a data set on the hub, in place of the one that `data.revision` is at.
 
     Raises:
       ConfigError, DataError: See `load_corpus`.
     """
-    return (load_corpus if class_count(settings) is None else load_labelled)(settings)
+    return load_corpus(settings, num_classes=class_count(settings), commit=commit)
 
 
 def class_count(settings: Settings) -> int | None:

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.data.sources import file_sha256, sync
+from adloco_jax.data.files import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
 

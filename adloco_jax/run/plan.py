@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from adloco_jax import hf
 from adloco_jax.config import validate
 from adloco_jax.core.batching import BATCH_TESTS
-from adloco_jax.data import Corpus, check_corpus
+from adloco_jax.data import check_corpus
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import Group, classes, round_keys
 from adloco_jax.engine.memory import find_max_batch, peak_bytes
@@ -108,14 +108,6 @@ def check_inputs(
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings)
     return unchecked
-
-
-def data_header(corpus: Corpus) -> str:
-    """The data of a run, with an excerpt decoded from what the model will see."""
-    first, *more = corpus.describe().splitlines()
-    if corpus.num_also_heldout:
-        first += f" (left out: {corpus.num_also_heldout} documents that are held out too)"
-    return "\n".join([first, *more])
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:

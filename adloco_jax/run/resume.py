@@ -22,6 +22,7 @@ from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.hub import COMMIT
 from adloco_jax.loop.adloco import Control, State, Trainer
 from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes, records
@@ -192,6 +193,8 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
 def recorded_settings(workdir: Path) -> Settings:
     """The settings of the run that a folder holds; keys of later versions are at their defaults.
 
+    The revision of a data set on the hub is the commit that the run began with.
+
     Raises:
       CheckpointError: If there is no record, or it cannot be read.
       ConfigError: If the run uses an entry that this library does not define.
@@ -213,10 +216,30 @@ def recorded_settings(workdir: Path) -> Settings:
     if faults:
         raise ConfigError("\n".join(faults))
     config = _flat(default_config().to_dict()) | known
+    if commit := recorded_commit(workdir):
+        config["data.revision"] = commit
     try:
         return validate(unflatten_dict(config, sep="."))
     except ConfigError as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+
+
+def recorded_commit(workdir: Path) -> str:
+    """The commit of the hub's data set that a folder's run began with; empty if there is none.
+
+    Raises:
+      CheckpointError: If the record cannot be read.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        return ""
+    try:
+        commit = checkpoint.read_json(path).get("data_commit", "")
+        if commit and not COMMIT.fullmatch(commit):
+            raise ValueError(f"data_commit = {commit!r:.60}")
+    except (Damaged, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
+    return commit
 
 
 def _as_tuples(value: object) -> object:

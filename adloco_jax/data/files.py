@@ -1,0 +1,143 @@
+"""Files on this machine: which ones a path names, their hashes, and where rows are kept."""
+
+import errno
+import fnmatch
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from adloco_jax.errors import ConfigError, DataError
+
+
+def cache_folder() -> Path:
+    """The folder of rows below the user's cache; it need not exist.
+
+    Raises:
+      OSError: If there is no home folder.
+    """
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # no HOME, and no entry in the list of users
+        raise FileNotFoundError(errno.ENOENT, str(error)) from error
+    return Path(home) / "adloco_jax" / "data"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
+    """The files that differ between two reads, a line each.
+
+    Args:
+      before: Records of the earlier read, see `Manifest.files`.
+      after: Records of the later one.
+    """
+    old = {record["name"]: record.get("sha256") for record in before}
+    new = {record["name"]: record.get("sha256") for record in after}
+    lines = [f"{name}: no longer there" for name in old if name not in new]
+    lines += [f"{name}: was not there before" for name in new if name not in old]
+    lines += [f"{name}: edited" for name in old if name in new and old[name] != new[name]]
+    if not lines and list(old) != list(new):
+        lines.append("the same files in another order")
+    return lines
+
+
+def local_path(name: str, *, key: str) -> Path:
+    """The path that a config value names, with `~` expanded; it need not exist.
+
+    Args:
+      name: The value.
+      key: The config key, for messages.
+
+    Raises:
+      ConfigError: If it is the address of a server, which may hold a password.
+      DataError: If it cannot be accessed: too long, of an unknown user, in a closed folder.
+    """
+    if "://" in name:
+        raise ConfigError(f"{key}: an address; give a path, or a name on the Hugging Face hub")
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}={name[:200]}: no path that can be read ({reason})") from error
+    return path
+
+
+def find_files(path: str, *, key: str) -> dict[str, Path]:
+    """Files that a config value names, in the order of their paths.
+
+    Folders and globs follow one rule: links are followed, a file or folder is read once whatever
+    links lead to it, and names that begin with a dot are left out unless the glob spells the dot.
+
+    Args:
+      path: A file, a folder (every regular file in it, at any depth), or a glob, in which `**`
+        stands for folders at any depth.
+      key: The config key, for messages.
+
+    Returns:
+      At least one file, by its name below the folder or below the part of the glob that is no
+      pattern; an existing path is never read as a glob.
+
+    Raises:
+      ConfigError: If `path` is empty.
+      DataError: If it leads to no file, or there is a link that leads nowhere.
+    """
+    if not path:
+        raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
+    start = local_path(path, key=key)
+    base, parts, files = start, ["**"], {}
+    if not start.is_dir():
+        base = next(p for p in start.parents if not glob.has_magic(str(p)))
+        parts = list(start.relative_to(base).parts)
+    try:
+        found = [start] if start.is_file() else _expand(base, parts, set())
+        for file in sorted(found, key=Path.as_posix):
+            if file.is_file():
+                files.setdefault(file.resolve(), file)
+            elif not file.exists():
+                raise DataError(f"{key}={path}: {file} is a link that leads nowhere; remove it")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise DataError(f"{key}={path}: {error.filename}: {error.strerror}") from error
+    if not files:
+        missing = "an empty folder" if start.is_dir() else "no such file or folder"
+        missing = "no file matches" if glob.has_magic(path) else missing
+        raise DataError(f"{key}={path}: {missing}")
+    return {file.relative_to(base).as_posix(): file for file in files.values()}
+
+
+def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
+    """Paths below a folder that match the parts of a glob, folders aside; no folder comes twice."""
+    place = folder.resolve(), tuple(parts)
+    if place in entered:  # also a link into a folder above
+        return
+    entered.add(place)
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        yield from _expand(folder, rest or ["*"], entered)
+    for entry in sorted(folder.iterdir()):
+        pattern = "*" if part == "**" else part
+        is_shown = not entry.name.startswith(".") or pattern.startswith(".")
+        if not is_shown or not fnmatch.fnmatchcase(entry.name, pattern):
+            continue
+        if entry.is_dir():
+            if part == "**" or rest:
+                yield from _expand(entry, parts if part == "**" else rest, entered)
+        elif not rest and part != "**":
+            yield entry

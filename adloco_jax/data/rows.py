@@ -1,0 +1,427 @@
+"""The one path from text to rows: tokenised, held out whole, packed, and kept on disk.
+
+Documents are laid end to end, each closed by the end-of-text token, and the stream is cut every
+L+1 tokens: no padding, no overlap. A labelled text is a row of its own, `[label, n, tokens...]`.
+A document of which a copy is held out is not trained on. Copies are found by their ids; texts that
+differ in one character are no copies.
+
+Everything is built in `<folder>.partial`. The tokens of a file are kept there once it was read to
+its end, so that a preparation that was killed goes on at the file that it was in. Which documents
+are held out, or are copies of held-out ones, is decided when all are known: then rows are written,
+and their folder is renamed. Memory holds the tokens of one file and 40 bytes of each document.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import filelock
+import numpy as np
+from tqdm.auto import tqdm
+
+from adloco_jax.data import prepared, sources
+from adloco_jax.data.files import file_sha256, sync
+from adloco_jax.data.kept import DOCUMENT, Kept, require_same
+from adloco_jax.data.prepared import FORMAT, MANIFEST, Manifest
+from adloco_jax.data.sampling import permute
+from adloco_jax.data.sources import Document, Part
+from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
+from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.settings import Data
+
+MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
+MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
+NUM_FIELDS = 2  # before a labelled row's tokens: its class, and how many of its tokens are real
+
+_CHUNK_CHARS = 2**20  # tokenised at a time, and the grain at which reading stops
+_FILE_CHARS = 2**16  # smaller files are kept together
+_OURS = re.compile(r"request\.json|whole|\.lock|\.new|\d+\.npz")  # names in the folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be prepared.
+
+    Attributes:
+      data: The config's group.
+      encoder: Makes the ids.
+      num_classes: Of labelled texts; None packs text.
+      request: All that decides the rows, as plain JSON.
+      parts: Finds what is to be read: for held-out text alone, and the rest.
+      where: Keys and values that name the two, for messages.
+      heldout_limit: Rows after which reading of held-out text alone stops; None reads all.
+      cuts: Whether a single text is cut in two.
+    """
+
+    data: Data
+    encoder: Tokenizer
+    num_classes: int | None
+    request: dict
+    parts: Callable[[], tuple[list[Part], list[Part]]]
+    where: tuple[str, str]
+    heldout_limit: int | None = None
+    cuts: bool = False
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a packed row."""
+        return self.data.sequence_length + 1
+
+    @property
+    def key(self) -> str:
+        """Hash of the request."""
+        content = json.dumps(self.request, sort_keys=True).encode()
+        return hashlib.sha256(content).hexdigest()[:32]
+
+
+def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
+    """Make a folder of rows, or go on making it; one that is finished is left as it is.
+
+    The result depends on the request and the text alone, not on interruptions. Of several processes
+    one makes the folder, and the others wait for it.
+
+    Args:
+      job: What is wanted.
+      folder: Where.
+      note: Takes the lines to be shown.
+
+    Returns:
+      The folder's description.
+
+    Raises:
+      ConfigError: If the folder holds what another request made or began, or other files.
+      DataError: If text is missing, damaged, or too little.
+      OSError: If the folder cannot be written. After a full disk the same request goes on.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    if not partial.exists() and (found := _finished(folder, job.request)):
+        return found
+    partial.mkdir(parents=True, exist_ok=True)
+    if others := [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]:
+        raise ConfigError(f"{partial}: in the way, holds {others[0]}; delete it or name another")
+    lock = filelock.FileLock(partial / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        note(f"waiting for another process that prepares the same rows ({partial})")
+        lock.acquire()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        if (manifest := _finished(folder, job.request)) is None:
+            kept = Kept(partial, job.request)
+            _tokenise(job, kept, note)
+            manifest = _write_folder(job, kept, partial / "whole")
+            os.rename(partial / "whole", folder)
+            sync(folder.parent)
+        shutil.rmtree(partial, ignore_errors=True)  # gone, if another process has made the folder
+    return manifest
+
+
+def _finished(folder: Path, request: dict) -> Manifest | None:
+    """The description of a folder that the same request made; None if missing or empty."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not prepared.is_prepared(folder):
+        raise ConfigError(f"{folder}: there, and no prepared folder; name another")
+    manifest = prepared.read_prepared(folder)
+    require_same(folder, manifest.request, request)
+    return manifest
+
+
+# -- Reading and tokenising ------------------------------------------------------------------
+
+
+def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
+    """Read and tokenise all that is not kept yet."""
+    heldout, rest = job.parts()
+    parts = [*heldout, *rest]
+    if done := kept.state["parts"]:
+        note(f"going on after {done} of {len(parts)} files, {kept.num_tokens} tokens")
+    with tqdm(unit=" tokens", unit_scale=True, disable=None, initial=kept.num_tokens) as bar:
+        for side, first, last in ((1, 0, len(heldout)), (0, len(heldout), len(parts))):
+            if first == last:
+                continue
+            if done <= first:
+                kept.state = {"parts": first, "num_chars": 0, "enough": False}
+            if done < last and not kept.state["enough"]:
+                _tokenise_side(job, kept, parts, last, side, bar)
+            if not (kept.about["side"] == side).any():
+                raise DataError(
+                    f"{job.where[side]}: no text in it, need at least one document that is not"
+                    " empty"
+                )
+
+
+def _tokenise_side(
+    job: Job, kept: Kept, parts: list[Part], last: int, side: int, bar: tqdm
+) -> None:
+    """Read parts of one side, behind those that are kept, until there is enough."""
+    pending: list[Document] = []
+    files: list[dict] = []
+    first, num_chars = kept.state["parts"], kept.state["num_chars"]
+    enough, needed, num_kept = False, 0.0, kept.num_tokens
+
+    def flush() -> None:
+        if pending:
+            if not kept.num_tokens:
+                check_round_trip([document.text for document in pending], job.encoder)
+            kept.add(*_encode(pending, job.encoder, side))
+            bar.update(kept.num_tokens - bar.n)
+            pending.clear()
+
+    for number in range(first, last):
+        part, num_documents = parts[number], 0
+        bar.set_description(f"file {number + 1} of {len(parts)}", refresh=False)
+        for document in sources.documents_of(
+            part.read(), job.data, where=job.where[side], num_classes=job.num_classes
+        ):
+            num_documents += 1
+            if enough:  # a file on this machine is read to its end, where gzip has its checksum
+                continue
+            pending.append(document)
+            num_chars += len(document.text)
+            if num_chars >= _CHUNK_CHARS:
+                flush()
+                num_chars = 0
+                if kept.num_tokens >= needed:
+                    missing = _missing_tokens(job, kept.about, side)
+                    enough, needed = bool(missing <= 0), kept.num_tokens + missing
+                if enough and part.path is None:
+                    break
+        files.append(_file_record(part, num_documents))
+        flush_now = sum(len(document.text) for document in pending) >= _FILE_CHARS
+        if enough or number + 1 == last or flush_now or kept.num_tokens > num_kept:
+            flush()
+            kept.close_files(files, parts=number + 1, num_chars=num_chars, enough=enough)
+            files, num_kept = [], kept.num_tokens
+        if enough:
+            return
+
+
+def _missing_tokens(job: Job, about: np.ndarray, side: int) -> float:
+    """Tokens to read at least before there are enough; none are missing at 0 or below."""
+    data, held = job.data, about["side"] == 1
+    if side:
+        limit, have = job.heldout_limit, about["length"][held].sum()
+        return np.inf if limit is None else limit * job.row_length - have
+    if data.num_sequences is None or job.num_classes is not None:
+        return np.inf
+    missing = 0
+    if not held.any():
+        held = is_heldout(0, len(about), data.heldout_frac)
+        missing = MIN_HELDOUT_ROWS * job.row_length - about["length"][held].sum()
+    known = np.isin(about["digest"], about["digest"][held])
+    return max(missing, data.num_sequences * job.row_length - about["length"][~known].sum())
+
+
+def _encode(
+    documents: Sequence[Document], encoder: Tokenizer, side: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens in the smallest type that holds them, and `DOCUMENT` [N]."""
+    texts = [document.text for document in documents]
+    ids = encoder.encode_batch(texts)
+    end_of_text = np.array([encoder.eot_id], np.int32)
+    tokens = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
+    if tokens.min() < 0 or tokens.max() >= encoder.vocab_size:
+        raise DataError(
+            f"data.tokenizer={encoder.name}: gives ids from {tokens.min()} to {tokens.max()}, "
+            f"need 0 to {encoder.vocab_size - 1}"
+        )
+    about = np.empty(len(ids), DOCUMENT)
+    about["length"] = [len(document) + 1 for document in ids]
+    about["num_bytes"] = [len(text.encode()) for text in texts]
+    hashes = (hashlib.blake2b(i.astype("<i4").tobytes(), digest_size=8).digest() for i in ids)
+    about["digest"] = [int.from_bytes(digest, "little") for digest in hashes]
+    about["label"] = [document.label for document in documents]
+    about["side"] = side
+    return tokens.astype(prepared.row_dtype(encoder.vocab_size, labelled=False)), about
+
+
+def _file_record(part: Part, num_documents: int) -> dict:
+    record: dict[str, Any] = {"name": part.name, "rows": num_documents}
+    if part.path is not None:
+        record |= {"bytes": part.path.stat().st_size, "sha256": file_sha256(part.path)}
+    return record
+
+
+# -- Holding out -----------------------------------------------------------------------------
+
+
+def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
+    """Which of `count` documents from number `first` on are held out, whatever follows them.
+
+    Args:
+      first: Number of the first in reading order, from 0.
+      count: Documents asked about.
+      heldout_frac: Share to hold out, in [0, 1).
+
+    Returns:
+      bool[count]; of the first n documents, round(n · heldout_frac) are held out.
+    """
+    marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
+    return np.diff(marks) > 0
+
+
+def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Masks bool[N] of the documents to train on and to hold out; copies of these are in neither.
+
+    Held out is text that is given apart, or the share of the documents (of each class), rounded,
+    evenly along the reading order.
+    """
+    heldout, frac = about["side"] == 1, job.data.heldout_frac
+    if not heldout.any() and job.cuts:
+        heldout = np.arange(len(about)) == 1
+    elif not heldout.any() and job.num_classes is None:
+        heldout = _fill_rows(job, about["length"], is_heldout(0, len(about), frac))
+    elif not heldout.any():
+        for label in np.unique(about["label"]):
+            index = np.flatnonzero(about["label"] == label)
+            heldout[index] = is_heldout(0, len(index), frac)
+    return ~heldout & ~np.isin(about["digest"], about["digest"][heldout]), heldout
+
+
+def _fill_rows(job: Job, lengths: np.ndarray, heldout: np.ndarray) -> np.ndarray:
+    """Hold out more until two rows are full: the shortest that fills the gap, else the longest."""
+    if len(lengths) < 2:
+        raise DataError(
+            f"{job.where[0]}: have 1 document, need 2 to hold one out, or data.heldout_path"
+        )
+    while (gap := MIN_HELDOUT_ROWS * job.row_length - int(lengths[heldout].sum())) > 0:
+        rest = np.flatnonzero(~heldout)
+        enough = rest[lengths[rest] >= gap]
+        pick = enough[lengths[enough].argmin()] if enough.size else rest[lengths[rest].argmax()]
+        heldout[pick] = True
+        if heldout.all():
+            raise DataError(
+                f"{job.where[0]}: too little text: have {lengths.sum()} tokens in {len(lengths)} "
+                f"documents, need {MIN_HELDOUT_ROWS} rows of {job.row_length} tokens in documents"
+                " held out and more to train on; give more text or a smaller data.sequence_length"
+            )
+    return heldout
+
+
+# -- Rows ------------------------------------------------------------------------------------
+
+
+def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
+    """Write rows and their description; everything is read.
+
+    Raises:
+      DataError: If there is too little text.
+    """
+    encoder, about, is_packed = job.encoder, kept.about, job.num_classes is None
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir()
+    masks = _split(job, about)
+    copies = len(about) - int(sum(mask.sum() for mask in masks))
+    paths = [whole / "train.npy", whole / "heldout.npy"]
+    with open(paths[0], "wb") as train, open(paths[1], "wb") as heldout:
+        write = _write_packed if is_packed else _write_labelled
+        shapes = write(job, kept, (train, heldout), masks)
+    for side, (have, least) in enumerate(zip(shapes, (1, MIN_HELDOUT_ROWS), strict=True)):
+        if have[0] < least:
+            raise DataError(
+                f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
+                f" {('train on', 'hold out')[side]}, in {masks[side].sum()} of {len(about)}"
+                f" documents ({copies} copies of held-out ones are left out), need {least}; give"
+                " more text, another data.heldout_frac or a smaller data.sequence_length"
+            )
+    for path in paths:
+        sync(path)
+    heldout_tokens, heldout_bytes = (about[key][masks[1]].sum() for key in ("length", "num_bytes"))
+    manifest = Manifest(
+        format=FORMAT,
+        request=job.request,
+        tokenizer=encoder.name,
+        fingerprint=encoder.fingerprint,
+        vocab_size=encoder.vocab_size,
+        eot_id=encoder.eot_id,
+        shapes=shapes,
+        hashes=[file_sha256(path) for path in paths],
+        documents=[int(mask.sum()) for mask in masks] if is_packed else [s[0] for s in shapes],
+        tokens_per_byte=float(heldout_tokens / max(1, heldout_bytes)),
+        files=kept.files,
+        copies=copies,
+        truncated=0 if is_packed else int((about["length"] >= job.data.sequence_length).sum()),
+    )
+    (whole / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)) + "\n")
+    for path in (whole / MANIFEST, whole):
+        sync(path)
+    return manifest
+
+
+Masks = tuple[np.ndarray, np.ndarray]
+
+
+def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+    """Write each side's documents end to end, cut into rows; returns the shapes."""
+    lengths, ends, shapes = kept.about["length"], [], []
+    dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
+    for file, mask, limit in zip(
+        files, masks, (job.data.num_sequences, job.heldout_limit), strict=True
+    ):
+        num_rows = int(lengths[mask].sum()) // job.row_length
+        shapes.append([num_rows if limit is None else min(num_rows, limit), job.row_length])
+        header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shapes[-1])}
+        np.lib.format.write_array_header_1_0(file, header)
+        ends.append(file.tell() + math.prod(shapes[-1]) * dtype.itemsize)
+    for tokens, which in kept.pieces():
+        offsets = np.cumsum(np.concatenate([[0], lengths[which]]))
+        for file, mask in zip(files, masks, strict=True):
+            runs = np.flatnonzero(np.diff(mask[which], prepend=False, append=False)).reshape(-1, 2)
+            for start, end in offsets[runs]:
+                file.write(tokens[start:end].data)
+    for file, end in zip(files, ends, strict=True):
+        file.truncate(end)  # a tail too short for a row is left out
+    return shapes
+
+
+def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
+    """Write a row [class, n, tokens...] for each text; returns the shapes.
+
+    A text becomes `[first] tokens [last]`: the tokenizer's own classification and separator tokens,
+    or its end of text for both. Rows are no longer than the longest text needs, rounded up to a
+    power of two or the midpoint of two, so that data of about one length share their programs.
+    """
+    encoder, about, longest = job.encoder, kept.about, job.data.sequence_length
+    first = encoder.eot_id if encoder.first_id is None else encoder.first_id
+    lengths = np.minimum(about["length"] + 1, longest)
+    power = 1 << (int(lengths.max()) - 1).bit_length()
+    bucket = power * 3 // 4 if lengths.max() <= power * 3 // 4 else power
+    rows = np.zeros((len(about), NUM_FIELDS + min(bucket, longest)), np.int32)
+    rows[:, 0], rows[:, 1], rows[:, NUM_FIELDS] = about["label"], lengths, first
+    for tokens, which in kept.pieces():
+        starts = np.cumsum(about["length"][which]) - about["length"][which]
+        for row, start, length in zip(rows[which], starts, lengths[which], strict=True):
+            row[NUM_FIELDS + 1 : NUM_FIELDS + length - 1] = tokens[start : start + length - 2]
+            row[NUM_FIELDS + length - 1] = encoder.eot_id
+    shapes = []
+    for file, mask, limit, where in zip(
+        files, masks, (job.data.num_sequences, None), job.where, strict=True
+    ):
+        chosen = rows[mask] if limit is None else _drawn(rows[mask], limit)
+        counts = np.bincount(chosen[:, 0], minlength=job.num_classes or 0)
+        if counts.min() < 1:
+            raise DataError(
+                f"{where}: have {', '.join(map(str, counts))} texts of classes 0 to"
+                f" {len(counts) - 1}, need some of each to train on and to hold out; check"
+                f" model.num_classes={len(counts)}, or give more text"
+            )
+        np.save(file, chosen)
+        shapes.append(list(chosen.shape))
+    return shapes
+
+
+def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
+    """At most as many rows as the limit, at random: files are often sorted by class."""
+    limit = min(limit, len(rows))
+    drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
+    return rows[np.sort(drawn)]

@@ -1,0 +1,228 @@
+"""The Hugging Face hub: commits, files downloaded whole, and faults told apart."""
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import logging
+import re
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+FIRST_ANSWER_S, PATIENCE_S = 10.0, 60.0
+_LOGGERS = ("huggingface_hub", "datasets")  # whose lines are ours to word
+
+
+class Unreachable(ResourceError):
+    """The hub does not answer."""
+
+
+def commit_of(name: str, revision: str, *, where: str) -> str:
+    """The commit that a revision of a data set is at, at the hub's first answer within 10 s.
+
+    Args:
+      name: Of the data set.
+      revision: Branch, tag or commit.
+      where: Keys and values of the config, for messages.
+
+    Raises:
+      Unreachable: If the hub does not answer.
+      ConfigError: If there is no such data set or revision, or no access to it.
+    """
+    import huggingface_hub
+
+    with faults(where, name):
+        api = huggingface_hub.HfApi()
+        return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
+
+
+def download(name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str) -> Path:
+    """Download files of a model's repository, unless the cache has them.
+
+    A connection that is lost is taken up again for 60 s. Every file is compared with the hash by
+    which the hub names it.
+
+    Args:
+      name: Of the repository.
+      wanted: Patterns of file names.
+      one_of: Patterns; the cache is used if it holds a file of at least one of them.
+      where: Key and value of the config, for messages.
+
+    Returns:
+      The folder that holds the files.
+
+    Raises:
+      Unreachable: If the hub does not answer.
+      ConfigError: If the hub has no such repository or none of the files, or no access to it.
+      DataError: If a file is not what the hub says that it is.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    get = functools.partial(huggingface_hub.snapshot_download, name, allow_patterns=list(wanted))
+    try:
+        folder = Path(get(local_files_only=True))
+    except (OSError, ValueError):  # nothing is cached
+        folder = None
+    if folder is None or not any(any(folder.glob(pattern)) for pattern in one_of):
+        with faults(where, name) as patience:
+            huggingface_hub.HfApi().model_info(name, timeout=FIRST_ANSWER_S)
+            while True:
+                try:
+                    folder = Path(get())
+                    break
+                except OSError as error:
+                    if not isinstance(_fault(error, where, name), Unreachable):
+                        raise
+                    time.sleep(patience.wait(2.0))
+        if not any(any(folder.glob(pattern)) for pattern in one_of):
+            raise ConfigError(f"{where}: the repository has no file {' or '.join(one_of)}")
+    for file in sorted(folder.rglob("*")):
+        _check_content(file)
+    return folder
+
+
+def _check_content(file: Path) -> None:
+    """Compare a file of the hub's cache with the hash that is its name there."""
+    blob = file.resolve()
+    if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+        return
+    digest = hashlib.sha256()
+    if len(blob.name) == 40:  # small files: git's own hash
+        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+    with open(blob, "rb") as content:
+        while part := content.read(2**20):
+            digest.update(part)
+    if digest.hexdigest() != blob.name:
+        raise DataError(
+            f"{file}: not what the hub says that it is (its hash is another); delete {blob} and run"
+            " the same command again"
+        )
+
+
+# -- Faults ----------------------------------------------------------------------------------
+
+
+class _Patience(logging.Handler):
+    """Words the waiting of the libraries, a line each, and ends it after 60 s without an answer."""
+
+    def __init__(self, where: str):
+        super().__init__(logging.WARNING)
+        self._where = where
+        self._since: float | None = None  # the first failure after the last answer
+
+    def answered(self) -> None:
+        """Notes that data arrived."""
+        self._since = None
+
+    def wait(self, seconds: float) -> float:
+        """Announces a pause and returns its length.
+
+        Raises:
+          Unreachable: If it would end more than 60 s after the first failure.
+        """
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now + seconds - self._since > PATIENCE_S:
+            raise Unreachable(
+                f"{self._where}: the Hugging Face hub does not answer, tried for"
+                f" {now - self._since:.0f} s; once it does, run the same command again, which goes"
+                " on from here"
+            )
+        left = PATIENCE_S - (now - self._since)
+        tqdm.write(
+            f"{self._where}: connection lost; next attempt in {seconds:.0f} s, giving up in"
+            f" {left:.0f} s"
+        )
+        return seconds
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes the seconds out of a library's own line, which may name an address."""
+        if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
+            self.wait(float(match[1]))
+
+
+@contextlib.contextmanager
+def faults(where: str, repo: str) -> Iterator[_Patience]:
+    """What the libraries of the hub raise is one of our errors, and what they log is a line.
+
+    Args:
+      where: The keys and values that name what is asked for.
+      repo: Name of the repository.
+    """
+    patience = _Patience(where)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers[:], logger.propagate = [patience], False
+    try:
+        yield patience
+    except UserError:
+        raise
+    except Exception as error:  # deliberately broad, because each library raises its own
+        raise _fault(error, where, repo) from error
+    finally:
+        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+
+
+def _fault(error: BaseException, where: str, repo: str) -> UserError:
+    """What an error of a library means; the reasons that it carries are looked through."""
+    from huggingface_hub import constants, errors
+
+    chain = [error]
+    while len(chain) < 20 and (cause := chain[-1].__cause__ or chain[-1].__context__):
+        chain.append(cause)
+    for cause in chain:
+        if isinstance(cause, UserError):
+            return cause
+        if isinstance(cause, errors.GatedRepoError):
+            return ConfigError(
+                f"{where}: gated; request access at {constants.ENDPOINT}/{repo} and log in"
+                " (hf auth login, or HF_TOKEN)"
+            )
+        if isinstance(cause, errors.RevisionNotFoundError):
+            return ConfigError(f"{where}: {repo} has no such revision")
+        if isinstance(cause, errors.RepositoryNotFoundError):
+            return ConfigError(
+                f"{where}: no public repository of that name on the Hugging Face hub, and no file"
+                " or folder here; correct the name, or log in where it is private (hf auth login,"
+                " or HF_TOKEN)"
+            )
+        if isinstance(cause, errors.RemoteEntryNotFoundError):
+            return ConfigError(f"{where}: {repo} lacks a file that it should have ({_line(cause)})")
+        if isinstance(cause, OSError) and cause.filename and cause.errno is not None:
+            return ResourceError(
+                f"{where}: the Hugging Face libraries cannot write to their cache"
+                f" (HF_HOME={constants.HF_HOME}: {cause.filename}: {cause.strerror})"
+            )
+        if isinstance(cause, (gzip.BadGzipFile, zlib.error, EOFError)):
+            return DataError(f"{where}: damaged ({_line(cause)})")
+    if any(_is_connection(cause) for cause in chain):
+        return Unreachable(
+            f"{where}: no file or folder of that name here, the cache lacks what is needed, and the"
+            f" Hugging Face hub does not answer ({_line(chain[-1])}); once it does, run the same"
+            " command again"
+        )
+    return DataError(f"{where}: cannot be read ({_line(error)})")
+
+
+def _is_connection(error: BaseException) -> bool:
+    from huggingface_hub import errors
+
+    known = (ConnectionError, TimeoutError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError)
+    libraries = ("httpx", "httpx2", "httpcore", "httpcore2", "aiohttp")
+    return isinstance(error, known) or type(error).__module__.partition(".")[0] in libraries
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
