@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         ramp,
         switch_mode,
     )
-    from adloco_jax.core.gradstats import gradient_stats, pool
+    from adloco_jax.core.gradstats import gradient_stats, gradient_stats_of_means, pool
     from adloco_jax.core.merge import (
         MERGE_POLICIES,
         Candidate,
@@ -89,6 +89,7 @@ __all__ = [
     "constant",
     "fit",
     "gradient_stats",
+    "gradient_stats_of_means",
     "init",
     "inner_product_test",
     "inner_steps",

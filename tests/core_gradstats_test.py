@@ -13,6 +13,8 @@ from adloco_jax import (
     GradientStats,
     augmented_inner_product_test,
     gradient_stats,
+    gradient_stats_of_means,
+    next_batch_size,
     norm_test,
     pool,
 )
@@ -270,6 +272,56 @@ def test_noise_signal_and_inner_product_variance_are_unbiased():
     plugin_ip = sums["plugin_ip"] / sums["noise_weight"]
     assert standard_errors_off(mean_squared, truths["signal"]) > 20
     assert abs(standard_errors_off(plugin_ip, truths["ip"])) > 20
+
+
+# --- From mean gradients that a loop has already
+
+
+def of_means(grads_N, batch_size):
+    norms_N = jnp.linalg.norm(grads_N, axis=1)
+    return gradient_stats_of_means(grads_N.mean(axis=0), norms_N, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_statistics_of_means_are_the_same_formulas_on_means(batch_size):
+    """Of single examples they are the exact ones."""
+    grads = grads_by_hand(batch_of(12))
+    sums = oracle.gradient_sums(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
+    means = jnp.float32(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
+    actual = in_true_units(jax.jit(functools.partial(of_means, batch_size=batch_size))(means))
+    for name, factor in (("noise", batch_size), ("examples", batch_size), ("signal", 1)):
+        np.testing.assert_allclose(actual[name], factor * sums[name], rtol=1e-4)
+    assert actual["noise_weight"] == sums["noise_weight"]
+    assert actual["signal_weight"] == sums["signal_weight"]
+
+
+def test_statistics_of_means_are_unbiased_and_spread_as_stated():
+    num_means, batch_size = 6, 3
+    covariance = MIXING @ MIXING.T
+
+    def one(key):
+        normal = jax.random.normal(key, (num_means, batch_size, 3))
+        gradients = jnp.float32(MEAN)[None, None] + normal @ jnp.asarray(MIXING.T, jnp.float32)
+        return of_means(gradients.mean(axis=1), batch_size)
+
+    stats = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(3), DRAWS))
+    noise, signal = np.float64(stats.noise), np.float64(stats.signal)
+    assert abs(standard_errors_off(noise, np.trace(covariance))) < 4
+    assert abs(standard_errors_off(signal, MEAN @ MEAN)) < 4
+    dimensions = np.trace(covariance) ** 2 / np.trace(covariance @ covariance)
+    spread = np.sqrt(2 / ((num_means - 1) * dimensions))
+    np.testing.assert_allclose(noise.std() / noise.mean(), spread, rtol=0.05)
+
+
+def test_one_mean_gradient_weighs_nothing_and_keeps_the_batch():
+    one, two = of_means(jnp.ones((1, 4)), 1), of_means(jnp.eye(2, 4), 1)
+    request = norm_test(one, eta=0.8)
+    assert np.isnan(request)
+    assert next_batch_size(float(request), batch_size=1, max_growth=4, batch_cap=64) == 1
+    both = pool(jax.tree.map(lambda *n: jnp.stack(n), one, two))
+    assert both.noise == two.noise and both.signal == two.signal
+    with pytest.raises(ValueError, match="expected one norm for each mean gradient"):
+        gradient_stats_of_means(jnp.ones(3), jnp.ones((2,)), batch_size=0)
 
 
 # --- Pooling

@@ -59,6 +59,9 @@ CALLS = {
     "gradient_stats pool norm_test inner_product_test augmented_inner_product_test": (
         lambda e, b, p, x: answers(aj.gradient_stats(loss_fn, p, x))
     ),
+    "gradient_stats_of_means": lambda e, b, p, x: aj.gradient_stats_of_means(
+        p, x["y"][:, 0], batch_size=3
+    ),
     "per_example_products": lambda e, b, p, x: per_example_products(loss_fn, p, x),
 }
 OF_THE_HOST = {"allocate_workers", "choose_merge", "constant", "next_batch_size", "ramp", "replay"}

@@ -95,26 +95,80 @@ def gradient_stats(
     examples = _examples(batch, chunk_size, num_examples, inner_products)
     sums_P, norms_B = _sum_gradients(loss_of, params, examples, estimator)
     count = examples.count.astype(jnp.float32)
+    mean = jax.tree.map(lambda sum_P: sum_P.sum(axis=0) / count, sums_P)
+    stats, rms, mean_norm = _of_means(mean, norms_B, count, 1)
+    if inner_products:
+        products_3B = _multiply(loss_of, params, examples, estimator, sums_P, rms)
+        return _with_products(stats, examples, products_3B, mean_norm)
+    return stats
+
+
+@on_any_mesh(lambda whole, *_, **__: whole)
+def gradient_stats_of_means(
+    mean: PyTree, norms_N: Float[Array, " N"], *, batch_size: int
+) -> GradientStats:
+    """Gradient statistics from N mean gradients that a loop has already, at no extra cost.
+
+    A data-parallel loop has the mean gradient of each device, an accumulating loop that of each
+    micro-batch. How far they are from their common mean measures the noise of single examples.
+
+    Noise and signal are unbiased, as those of `gradient_stats` are. Their spread is larger: the
+    noise is known to a relative standard error of sqrt(2 / ((N - 1) d)), d being the effective
+    number of dimensions of the noise, (tr Sigma)^2 / tr Sigma^2; single examples have N batch_size
+    in place of N. The signal's error is that of the noise of the whole batch. So average over steps
+    before a test, sums and weights apart: 0.9 of the old and 0.1 of the new `in_units_of(1.0)`.
+
+    One gradient (N = 1, as with a batch of 1) shows no noise: its statistics have a weight of zero
+    and add nothing to an average; alone they make a test NaN, for which `next_batch_size` keeps the
+    batch. A loop that begins with a batch of 2, as two micro-batches, measures from the start.
+
+    Args:
+      mean: The mean of the N gradients, a pytree of leaves [...]: what the optimizer is given.
+      norms_N: The L2 norm of each of the N gradients, for instance `optax.global_norm`.
+      batch_size: Examples that each of the N gradients is the mean of.
+
+    Returns:
+      The statistics, fields of shape [], without inner products: for `norm_test`.
+
+    Raises:
+      ValueError: If `norms_N` has another shape than [N], or `batch_size` is below 1.
+
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with N gradients for its two.
+    """
+    norms_N = jnp.asarray(norms_N, jnp.float32)
+    if norms_N.ndim != 1 or len(norms_N) < 1 or batch_size < 1:
+        raise ValueError(
+            f"norms_N has shape {norms_N.shape}, batch_size={batch_size}: expected one norm for"
+            " each mean gradient, and the positive number of examples behind each"
+        )
+    return _of_means(mean, norms_N, jnp.float32(len(norms_N)), batch_size)[0]
+
+
+def _of_means(
+    mean: PyTree, norms_X: Array, count: Array, batch_size: int
+) -> tuple[GradientStats, Array, Array]:
+    """Statistics of gradients that are means of `batch_size` examples; their rms norm; |mean|^2.
+
+    Analysis of variance; for single examples it is the module docstring's S and G2. Of `norms_X`
+    the first `count` are counted, others are zero.
+    """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
-    rms = norms(norms_B[None])[0] / jnp.sqrt(count)
+    rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
-    mean_1 = jax.tree.map(lambda sum_P: sum_P.sum(axis=0, keepdims=True) / count, sums_P)
-    mean_norm = jnp.square(norms(mean_1)[0] / safe)
-    noise_sum = jnp.sum(jnp.square(norms_B / safe)) - count * mean_norm
+    mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
+    noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
+    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # not the rounding error of one
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
         scale=jnp.square(rms),
-        num_examples=count,
+        num_examples=count * batch_size,
         noise_sum=noise_sum,
         noise_weight=count - 1,
-        signal_sum=count * ((count - 1) * mean_norm - noise_sum / count),
+        signal_sum=count * ((count - 1) * mean_norm - noise_sum / (count * batch_size)),
         signal_weight=count * (count - 1),
         **dict.fromkeys(("ip_sum", "ip_weight", "plugin_ip_sum", "plugin_orth_sum"), zero),
     )
-    if inner_products:
-        products_3B = _multiply(loss_of, params, examples, estimator, sums_P, safe)
-        return _with_products(stats, examples, products_3B, mean_norm)
-    return stats
+    return stats, safe, mean_norm
 
 
 def _with_products(
