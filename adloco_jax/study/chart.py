@@ -12,6 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from adloco_jax.study.summary import short
 
 # The file begins with the colours of a light page and of a dark one.
@@ -120,12 +122,12 @@ def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
 class Curve(NamedTuple):
     """A line through points in order; a gap where y is not finite."""
 
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[float] | np.ndarray
+    y: Sequence[float] | np.ndarray
     classes: str  # of `chart.css`
     label: str = ""  # beside its end
     key: str = ""  # in place of the label where there is little room
-    band: tuple[Sequence[float], Sequence[float]] | None = None  # an area around it
+    band: tuple[Sequence[float] | np.ndarray, ...] | None = None  # an area around it
 
 
 def points(
@@ -402,7 +404,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 
 
 def _placed(
-    xs: Sequence[float], ys: Sequence[float], x: Axis, y: Axis
+    xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
     """Coordinates of the points, in a list for each stretch without a gap."""
     stretches: list[list[tuple[int, int]]] = [[]]

@@ -38,14 +38,14 @@ def figure(table: dict, *, command: str) -> Figure:
     numbers = {name: number for number, name in enumerate(rows)}
     panels = []
     for question, (x, y) in _QUESTIONS.items() if reached[best] else ():
-        costs = [(numbers[name], cost[x], cost[y]) for name, cost in reached[best].items()]
-        edge = front([(across["median"], up["median"]) for _, across, up in costs])
-        curves = [Curve(*zip(*edge, strict=True), "other thin")]
-        for number, across, up in costs:
-            color = chart.look(number).split()[0]
-            curves += chart.points([_range(across)], [_range(up)], color, str(number + 1))
-        axes = [_axis(key, [spread[i] for spread in costs]) for i, key in ((1, x), (2, y))]
-        panels.append(chart.chart(*axes, curves, title=question, height=300))
+        costs = reached[best]
+        edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
+        curves = [Curve([a for a, _ in edge], [b for _, b in edge], "other thin")]
+        for name, cost in costs.items():
+            color, label = chart.look(numbers[name]).split()[0], str(numbers[name] + 1)
+            curves += chart.points([_range(cost[x])], [_range(cost[y])], color, label)
+        across, up = (_axis(key, [cost[key] for cost in costs.values()]) for key in (x, y))
+        panels.append(chart.chart(across, up, curves, title=question, height=300))
     return chart.document(
         panels,
         title=f"What each variant of {table['name']} spent to reach {losses[best]:g} nats/token",

@@ -58,10 +58,13 @@ def totals(events: Sequence[dict]) -> dict:
     start, end = last(events, "start"), last(events, "end")
     final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
     gathered = gathering(events).get(final.get("round", 0), {})
-    loss, tokens_per_byte = final.get("loss"), start.get("tokens_per_byte")
+    loss, classes = final.get("loss"), final.get("classes")
+    unit = start.get("loss_unit", "nats/example" if classes else "nats/token")
+    tokens_per_byte = start.get("tokens_per_byte") if unit == "nats/token" else None
     nats_per_byte = None if loss is None or tokens_per_byte is None else loss * tokens_per_byte
-    classes = final.get("classes")
-    guesses = len(classes) if classes else start["config"]["model"]["vocab_size"]
+    guesses = start["config"]["model"]["vocab_size"] if tokens_per_byte is not None else 0
+    if classes and unit == "nats/example":
+        guesses = len(classes)
     memory = lines(events, "memory")
     device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
     accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
@@ -87,11 +90,10 @@ def totals(events: Sequence[dict]) -> dict:
         "tokens_per_s": end.get("tokens_per_s"),
         "wall_s": max((e["wall_s"] for e in events if e.get("wall_s") is not None), default=None),
         "loss": loss,
-        "loss_unit": start.get("loss_unit", "nats/example" if classes else "nats/token"),
+        "loss_unit": unit,
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
-        # Of a uniform guess; unknown for a corpus of other rows than text.
-        "chance_loss": math.log(guesses) if classes or tokens_per_byte is not None else None,
+        "chance_loss": math.log(guesses) if guesses else None,  # of a uniform guess
         **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
