@@ -150,7 +150,7 @@ def test_one_run_leaves_a_page_and_the_totals(single):
     assert len(ET.parse(path.parent / "loss.svg").getroot().findall("{*}svg")) == 4
     page = Page(path.read_text(encoding="utf-8"))
     assert page.source.startswith("<!DOCTYPE html>")
-    assert len(page.charts) == 4 + 1 + 2 + 3 + 1 + 3  # costs, trainers, batches, test, time, theory
+    assert len(page.charts) == 4 + 1 + 2 + 2 + 1 + 3  # costs, trainers, batches, test, time, theory
     command = shlex.join(["adloco", "report", str(run), "--out", str(path.parent)])
     assert page.text.count(command) == 1
 
