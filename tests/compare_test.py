@@ -133,6 +133,9 @@ def spent(loss, tokens, syncs, moved, source="only"):
     return {"loss": loss, "source": source, "updates_total": 0, **totals}
 
 
+POINT = {"loss": 3.1, "tokens": 9, "syncs": 2, "bytes": 8, "updates": 5, "time_s": 0.5, "rounds": 1}
+
+
 def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
     run, path = runs_of(comparison(), tmp_path)[0], tmp_path / "new" / "results.jsonl"
     for last in (2.5, None):  # null: not finite
@@ -140,9 +143,27 @@ def test_a_line_of_results_has_the_last_rounds_training_loss(tmp_path):
         for line, loss in zip(events[1:], (4.0, 3.5, last), strict=True):
             line["train_loss"] = loss
         events.append({"event": "end", "wall_s": 1.0})
-        results.append(path, run, changes={}, curve=[{"loss": 3.1}], events=events)
+        results.append(path, run, changes={}, curve=[POINT], events=events)
         (found,) = results.read(path).values()
-        assert found["train_loss"] == (last and 3.0) and found["curve"] == [{"loss": 3.1}]
+        assert found["train_loss"] == (last and 3.0) and found["curve"] == [POINT]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"seed": "1"}, "line.seed: have '1', expected a count"),
+        ({"start": {"time": 3}}, "line.start.time: have 3, expected text"),
+        ({"curve": [{"loss": 1.0}]}, r"line.curve\[0\].tokens: missing"),
+        ({"curve": []}, "line.curve"),
+        (None, "line: have None, expected an object"),
+    ],
+)
+def test_a_line_that_is_no_result_is_refused_by_file_line_and_field(tmp_path, change, fault):
+    line = {"variant": "a", "seed": 1, "config": "c", "curve": [POINT], "start": {}}
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(line) + "\n" + json.dumps(change and line | change) + "\n")
+    with pytest.raises(DataError, match=f"results.jsonl:2: {fault}"):
+        results.read(path)
 
 
 def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
@@ -416,7 +437,7 @@ def test_a_run_that_another_process_ends_and_deletes_meanwhile_is_no_error(
     with pytest.raises(type(error)):
         execute(one, tmp_path)
     events = [*ledger(rounds=[(1, 0, 1, 5)]), {"event": "end", "wall_s": 1.0}]
-    write = functools.partial(results.append, file, run, changes={}, curve=[], events=events)
+    write = functools.partial(results.append, file, run, changes={}, curve=[POINT], events=events)
     monkeypatch.setattr(compare_command, "finished", raising(error, first=write))
     assert execute(one, tmp_path) == (True, [("DiLoCo", False)])
 

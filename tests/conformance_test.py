@@ -24,7 +24,7 @@ from published import TORCHFT, Row
 from adloco_jax import init, inner_steps, outer_step, start_round
 from adloco_jax.contrib.streaming import fragment_steps
 from adloco_jax.study import results
-from adloco_jax.study.compare import runs_of
+from adloco_jax.study.compare import MEASURES, runs_of
 from studies import compare_order_seeds, compare_shakespeare
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
@@ -301,7 +301,8 @@ def _record(path, comparison, losses):
                 name, seed, config = results.key(run)
                 heldout, train = losses[name, seed]
                 line = {"variant": name, "seed": seed, "config": config, "train_loss": train}
-                line["curve"] = [{"loss": 3.0}, {"loss": heldout}]
+                costs = dict.fromkeys(MEASURES, 1)
+                line |= {"curve": [{"loss": x} | costs for x in (3.0, heldout)], "start": {}}
                 file.write(json.dumps(line) + "\n")
                 other = line | {"config": "of another batch"}  # does not count
                 file.write(json.dumps(other) + "\n")

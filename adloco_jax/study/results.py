@@ -11,16 +11,37 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
+from adloco_jax.run import records
+from adloco_jax.run.records import Maybe
 from adloco_jax.settings import KNOBS
 from adloco_jax.study.curves import lines, training_points
 
 _PATHS = ("data.path", "data.heldout_path")
 _NOTED = ("merge", "refusal", "spawn")
+
+
+class _Point(TypedDict):
+    """A run at an evaluation, as `compare.curve` has it."""
+
+    loss: float
+    tokens: float
+    syncs: float
+    bytes: float
+    updates: float
+    time_s: float
+    rounds: float
+
+
+# What a line must hold, as `run.records` declares it.
+_LINE = {
+    **{"variant": str, "seed": int, "config": str, "curve": list[_Point]},
+    **{"start": dict.fromkeys(("time", "devices", "jax"), Maybe(str | None))},
+}
 
 
 class Run(NamedTuple):
@@ -59,12 +80,13 @@ def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             line = json.loads(text)
-            found[line["variant"], line["seed"], line["config"]] = line
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError):
+            line = None
+        if reason := records.fault(line, _LINE, "line") or ("" if line["curve"] else "line.curve"):
             raise DataError(
-                f"{path}:{number}: no result of a run ({error}); remove the line, and the run is"
-                " made again"
-            ) from None
+                f"{path}:{number}: {reason}; remove the line, and the run is made again"
+            )
+        found[line["variant"], line["seed"], line["config"]] = line
     return found
 
 
@@ -93,7 +115,7 @@ def append(
     line = dict(zip(("variant", "seed", "config"), key(run), strict=True)) | {
         "changes": dict(changes),
         "wall_s": end["wall_s"],
-        "start": {name: start[name] for name in ("time", "devices", "jax", "num_params")},
+        "start": {name: start.get(name) for name in ("time", "devices", "jax", "num_params")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "train_loss": round(train_loss, 5) if math.isfinite(train_loss) else None,
         "curve": [{name: round(value, 5) for name, value in point.items()} for point in curve],
