@@ -39,7 +39,7 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
     """
     import huggingface_hub
 
-    with faults(where, name):
+    with faults(where, f"datasets/{name}"):
         api = huggingface_hub.HfApi()
         return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
 
@@ -87,11 +87,11 @@ def download(name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: 
         if not any(any(folder.glob(pattern)) for pattern in one_of):
             raise ConfigError(f"{where}: the repository has no file {' or '.join(one_of)}")
     for file in sorted(folder.rglob("*")):
-        _check_content(file)
+        _check_content(file, where)
     return folder
 
 
-def _check_content(file: Path) -> None:
+def _check_content(file: Path, where: str) -> None:
     """Compare a file of the hub's cache with the hash that is its name there."""
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
@@ -104,8 +104,8 @@ def _check_content(file: Path) -> None:
             digest.update(part)
     if digest.hexdigest() != blob.name:
         raise DataError(
-            f"{file}: not what the hub says that it is (its hash is another); delete {blob} and run"
-            " the same command again"
+            f"{where}: {file.name} is not what the hub says that it is (its hash is another);"
+            f" delete {blob} and run the same command again"
         )
 
 
@@ -185,7 +185,8 @@ def _fault(error: BaseException, where: str, repo: str) -> UserError:
     for cause in chain:
         if isinstance(cause, UserError):
             return cause
-        if isinstance(cause, errors.GatedRepoError):
+        # `datasets` words it without a cause.
+        if isinstance(cause, errors.GatedRepoError) or "is a gated dataset" in str(cause):
             return ConfigError(
                 f"{where}: gated; request access at {constants.ENDPOINT}/{repo} and log in"
                 " (hf auth login, or HF_TOKEN)"

@@ -384,7 +384,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
     datasets.config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
-    with hub.faults(where, data.path):
+    with hub.faults(where, f"datasets/{data.path}"):
         try:
             builder = datasets.load_dataset_builder(data.path, data.name or None, revision=commit)
         except ValueError as error:  # lists the configurations
@@ -398,7 +398,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
     count = dataset.num_shards
 
     def records(index: int) -> Iterator[Record]:
-        with hub.faults(f"{where}, file {index}", data.path) as patience:
+        with hub.faults(f"{where}, file {index}", f"datasets/{data.path}") as patience:
             for number, row in enumerate(dataset.shard(num_shards=count, index=index), 1):
                 patience.answered()
                 yield Record(f"{where}, file {index}: row {number}", row)

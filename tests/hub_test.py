@@ -1,0 +1,117 @@
+"""A data set of a hub on this machine: its rows, and each fault told apart in one line."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = "TinyLlama/TinyLlama-1.1B-step-50K-105b"
+
+# One process for all cases: the libraries read the hub's address when they are imported.
+PROGRAM = """
+import dataclasses, json, os, pathlib, shutil, sys
+from toy import data_settings
+from adloco_jax.data import load_corpus
+from adloco_jax.errors import UserError
+for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
+    pathlib.Path(os.environ["FAULTS"]).write_text(json.dumps(faults))
+    if not keeps_cache:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    keys = dict(source="hf", path="allenai/c4", name="en", heldout_split="validation")
+    keys |= dict(sequence_length=64, num_sequences=300) | changes
+    lines = []
+    try:
+        corpus = load_corpus(data_settings(**keys), note=lines.append)
+        found = [0, corpus.fingerprint, corpus.commit, len(corpus.rows), len(corpus.heldout_rows)]
+    except UserError as error:
+        found = [error.exit_code, str(error)]
+    print(json.dumps([name, found, lines]), flush=True)
+"""
+CASES = {  # faults of the server, changes of the config, exit code, words of the line
+    "gated": ({"gated": "allenai/c4"}, {}, 2, "request access at http.*/datasets/allenai/c4"),
+    "private": ({"private": "allenai/c4"}, {}, 2, "log in where it is private"),
+    "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.*no public repository of that name"),
+    "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*has no such revision"),
+    "configuration": ({}, {"name": "nope"}, 2, "data.name=nope.*Available: .'en'"),
+    "split": ({}, {"split": "nope"}, 2, "no such split, have train, validation"),
+    "column": ({}, {"text_column": "body"}, 3, "no field 'body'"),
+    "missing": ({"missing": "c4-train.00000"}, {}, 2, "lacks a file that it should have"),
+    "altered": ({"alter": "c4-validation.00000"}, {}, 3, "damaged .CRC check failed"),
+    "tokenizer": (
+        *({"alter": "tokenizer.json"}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
+        *(3, "tokenizer.json is not what the hub says that it is"),
+    ),
+    "slow": ({"latency_s": 12}, {}, 5, "does not answer"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, data_dir):
+    """What each case gives, by its name."""
+    if "ADLOCO_LOCAL_HUB" not in os.environ:
+        pytest.skip("ADLOCO_LOCAL_HUB is not set: no hub on this machine")
+    folder, hub = tmp_path_factory.mktemp("hub"), os.environ["ADLOCO_LOCAL_HUB"]
+    tokenizer = data_dir / "tokenizers" / "mistral-v1.model"
+    made = [hub, "make", folder / "root", "--c4", data_dir / "c4", "--tokenizer", tokenizer]
+    subprocess.run([sys.executable, *map(str, made), "--shards", "4"], check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve = [hub, "serve", folder / "root", "--port", port, "--faults", folder / "faults"]
+    server = subprocess.Popen([sys.executable, *map(str, serve)], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        cases = [("good", {}, {}, False), ("kept", {"latency_s": 12}, {}, True)]
+        cases += [("flaky", {"fail_every": 3}, {}, False)]
+        cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
+        environment = os.environ | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "FAULTS": str(folder / "faults"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(cases)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+    finally:
+        server.kill()
+        server.wait()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    records = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    waits = [line for line in done.stdout.splitlines() if "connection lost" in line]
+    return {name: case for name, *case in map(json.loads, records)} | {"waits": waits}
+
+
+@pytest.mark.slow
+def test_rows_of_the_hub_are_bounded_kept_and_survive_a_flaky_server(found):
+    code, fingerprint, commit, num_rows, num_heldout = found["good"][0]
+    assert (code, len(commit), num_rows, num_heldout) == (0, 40, 300, 96)
+    assert found["flaky"][0][1] == found["kept"][0][1] == fingerprint
+    assert "the hub does not answer; using the rows made last" in found["kept"][1][0]
+    assert found["waits"] and "next attempt in 1 s, giving up in 60 s" in found["waits"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_each_fault_is_one_line_with_its_key_and_code(found, name):
+    *_, code, words = CASES[name]
+    (got, line), _ = found[name]
+    assert got == code and re.search(words, line) and "\n" not in line and "data." in line
