@@ -358,12 +358,13 @@ def make_job(
     cuts = source.cuts_single_file and not heldout_files and sum(size > 0 for size in sizes) == 1
 
     def parts() -> tuple[list[Part], list[Part]]:
+        documents: Any = source.documents
         if on_hub:
             read = functools.partial(sources.hub_parts, data, commit=commit, where=where[0])
             return read(data.heldout_split) if data.heldout_split else [], read(data.split)
         if not files:
-            return [], [Part(data.source, None, functools.partial(source.documents, None, data))]
-        read = _cut_file if cuts else source.documents
+            return [], [Part(data.source, None, functools.partial(documents, None, data))]
+        read = _cut_file if cuts else documents
         heldout, rest = (
             [Part(name, file, functools.partial(read, file, data)) for name, file in side.items()]
             for side in (heldout_files, files)

@@ -75,7 +75,7 @@ class DataSource:
       is_folder: Whether it is a folder that `adloco prepare` made.
     """
 
-    documents: Callable[[Path | None, Data], Iterable[str | Record]] | None = None
+    documents: Callable[[Any, Data], Iterable[str | Record]] | None = None
     needs: Sequence[str] = ("path",)
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cuts_single_file: bool = False
@@ -344,7 +344,7 @@ def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]
     )
 
 
-def _opened(file: Path) -> io.BufferedIOBase:
+def _opened(file: Path) -> Any:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
 
 
@@ -380,8 +380,9 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
     import datasets  # heavy, and not every run needs it
 
     datasets.disable_progress_bars()
-    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 5
-    datasets.config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
+    limits: Any = datasets.config
+    limits.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 5  # seconds
+    limits.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 5
     hub.commit_of(data.path, commit, where=f"{where}, data.revision={data.revision}")
     where = f"{where}, data.name={data.name}, split {split}"
     with hub.faults(where, f"datasets/{data.path}"):
@@ -391,7 +392,7 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
             raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from error
         if split not in (splits := builder.config.data_files or builder.info.splits or {}):
             raise ConfigError(f"{where}: no such split, have {', '.join(map(str, splits))}")
-        dataset = builder.as_streaming_dataset(split=split)
+        dataset: Any = builder.as_streaming_dataset(split=split)
         if dataset.features is not None:
             require_columns(dataset.features, _used(data), where)
             dataset = dataset.select_columns(_used(data))

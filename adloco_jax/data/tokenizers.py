@@ -207,7 +207,8 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         else:
             from transformers import AutoTokenizer  # imports PyTorch where it is installed
 
-            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            auto: Any = AutoTokenizer
+            tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
     if path.suffix == ".json":
         _name_special_tokens(tokenizer, path)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
