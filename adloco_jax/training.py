@@ -4,14 +4,16 @@
 """
 
 import contextlib
+import dataclasses
 import datetime
-import hashlib
+import faulthandler
 import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
@@ -20,33 +22,37 @@ from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.inputs import Rows, programs_ahead
+from adloco_jax.engine.local import LocalEngine
+from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.errors import ConfigError
-from adloco_jax.loop.adloco import Control, State
-from adloco_jax.run import processes
+from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError
+from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco, start
+from adloco_jax.loop.plans import is_over, share_done
+from adloco_jax.run import checkpoint, observers, processes, resume
 from adloco_jax.run.arguments import check_arguments, check_optimizer, check_transform
-from adloco_jax.run.attempt import Failures, Run, after_failure, begin, execute, versions
 from adloco_jax.run.build import (
     InitFn,
-    attention,
+    Run,
     build_model,
     class_count,
+    initial_ensemble,
     inner_transform,
     load_data,
     pretrained_params,
     program_spec,
 )
-from adloco_jax.run.checkpoint import list_rounds
+from adloco_jax.run.checkpoint import Saver, list_rounds
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
+from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.machines import here
-from adloco_jax.run.resume import check_config, exclusive, flat_settings, recorded_commit
-from adloco_jax.run.trackers import check_installed
+from adloco_jax.run.plan import max_batch_size, run_header
+from adloco_jax.run.progress import Progress
+from adloco_jax.run.resume import check_config, exclusive, recorded_commit
+from adloco_jax.run.trackers import Trackers, check_installed
 from adloco_jax.settings import KNOBS, Settings
 from adloco_jax.study import report
-
-_OWN_KEYS = ("data.path", "data.heldout_path")  # may differ between processes: the data may not
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def fit(
         loss_unit = "nats/token" if is_text else "nats/example" * (num_classes is not None)
     own = {"init_fn": init_fn, "params": params, "num_classes": num_classes, "unit": loss_unit}
     run = Run(settings, spec, corpus, heldout, workdir, command, accept_data_change, **own)
-    _require_equal_processes(run)
+    resume.require_equal_processes(run)
     result = _until_done(run)
     exported = fetch(result.params)
     if processes.is_first():
@@ -261,24 +267,202 @@ def _until_done(run: Run) -> Result:
                     failures = after_failure(run, attempt, error, failures)
 
 
-def _require_equal_processes(run: Run) -> None:
-    if jax.process_count() == 1:
-        return
-    weights = hashlib.sha256()
-    for leaf in jax.tree.leaves(run.params):
-        weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
-    keys = flat_settings(run.settings).items()
-    processes.require_equal(
-        {key: repr(value) for key, value in keys if key not in _OWN_KEYS}
-        | {f"the version of {name}": version for name, version in versions().items()}
-        | {
-            "model_shards, as found there": repr(run.spec.model_shards),
-            "attention, as found there": repr(attention(run.settings, run.spec.machine)),
-            "the data": run.corpus.fingerprint,
-            "the weights it starts from": weights.hexdigest(),
-        },
-        "all processes of a run need the same",
+@dataclass(frozen=True)
+class Failures:
+    """Faults of the attempts so far, and what the next one does differently."""
+
+    faults: tuple[dict, ...] = ()  # to record
+    max_batch_size: int | None = None  # after memory ran out
+    round: int | None = None  # before which the last one failed
+
+
+@dataclass
+class Attempt:
+    """A run that is ready to train."""
+
+    state: State
+    ended: bool  # according to its ledger
+    recorder: observers.Recorder
+    evaluator: observers.Evaluator
+    checkpoints: observers.Checkpoints
+
+
+def begin(
+    run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
+) -> Attempt:
+    """Restores the newest checkpoint, or starts from the beginning if there is none.
+
+    Args:
+      run: What to run.
+      stack: Closes what is opened here.
+      stop: Set at a signal.
+      failures: Of the attempts before this one.
+
+    Raises:
+      UserError: See `train`.
+    """
+    settings, spec, start_s = run.settings, run.spec, time.perf_counter()
+    restored, damage, end = resume.restore(run)
+    host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
+    num_rounds = settings.num_rounds if settings.num_tokens is None else None
+    progress = Progress(num_rounds, every=settings.log.every_rounds)
+    stack.callback(progress.close)
+    begins_again = restored is None and not failures.faults
+    begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
+    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
+    programs = Programs(
+        spec, lambda compiled: ledger.write("compile", **observers.compile_fields(compiled))
     )
+    stack.callback(programs.close)
+    control = _control(run, restored, programs, failures.max_batch_size)
+    heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
+    engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
+    engine.underway = control
+    began_s = start_s - host["wall_s"]
+    loss = float("nan") if host["loss"] is None else host["loss"]
+    recorder = observers.Recorder(settings, engine, ledger, progress, began_s, loss)
+    ended = bool(end) and share_done(end["rounds"], end["tokens_total"], settings) >= 1
+    ended = ended and is_over(control, settings)
+    if not ended:  # a finished run whose checkpoint is damaged trains again
+        observers.write_start(run, ledger, control, damage, failures.faults)
+    notes = [f"damaged, and set aside: {line}" for line in damage]
+    notes += [f"resuming after round {control.round}"] if control.round else []
+    notes += ["stopped before its first save: the run begins again"] if begins_again else []
+    notes.append(run.heldout.describe(run.num_classes))
+    for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
+        progress.note(line)
+    progress.resume(share_done(control.round, control.tokens_total, settings))
+    ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
+
+    saver = Saver(
+        run.workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        on_saved=lambda saved: ledger.write("checkpoint", **saved),
+    )
+    stack.callback(saver.close)
+    evaluator = observers.Evaluator(recorder, run.num_classes, run.unit)
+    checkpoints = observers.Checkpoints(
+        recorder, saver, stop.is_set, lambda state: resume.host(run, recorder.record(), state)
+    )
+    return Attempt(State(ensemble, control), ended, recorder, evaluator, checkpoints)
+
+
+def execute(run: Run, attempt: Attempt) -> State:
+    """Runs all remaining rounds; the attempt's observers then have the consensus and its loss.
+
+    Raises:
+      DivergedError: If every trainer's loss is not finite.
+      Exception: Whatever a round raises; `after_failure` says if another attempt may succeed.
+    """
+    settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
+    if is_over(state.control, settings):
+        attempt.evaluator.consensus(state)
+        if not attempt.ended:
+            attempt.recorder.write_end(state.control, "finished")
+        return state
+    observe: list[Observer] = [attempt.recorder, attempt.evaluator, attempt.checkpoints]
+    with contextlib.ExitStack() as stack:
+        if settings.checkpoint.watchdog_s is not None:
+            stack.callback(faulthandler.cancel_dump_traceback_later)
+            faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
+            observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
+        ahead = programs_ahead(state.control, settings, run.spec)
+        engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
+        try:
+            return adloco(state, settings=settings, engine=engine, observers=observe)
+        except Diverged as error:
+            attempt.recorder(error.state, error.boundary)
+            saved = _last_checkpoint(run, attempt)
+            attempt.recorder.write_end(error.state.control, "diverged")
+            raise DivergedError(
+                f"{error}: the loss of every trainer is not finite; {saved}; try a"
+                " lower inner.learning_rate, a warm-up (inner.warmup_updates) or inner.clip_norm"
+            ) from None
+
+
+def after_failure(
+    run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
+) -> Failures:
+    """Decides what the next attempt records and changes.
+
+    Raises:
+      ResourceError: If memory is exhausted at a micro-batch of one sequence, or this process is one
+        of several, which all restart.
+      Exception: The error itself, if the same round has failed before.
+    """
+    control = attempt.recorder.engine.underway
+    index, size = control.round + 1, control.max_batch_size
+    cause = " ".join(str(error).split())[:300]
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)
+    if exhausted and size == 1:
+        raise ResourceError(
+            f"round {index}: out of memory at a micro-batch of 1: {cause}; use fewer workers, a"
+            " smaller model or shorter sequences, or model.remat"
+        ) from error
+    if jax.process_count() > 1:
+        mend = (
+            f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
+            if exhausted
+            else ""
+        )
+        raise ResourceError(
+            f"round {index}: process {jax.process_index()} failed ({cause}){mend}; all start again"
+            f" from the newest checkpoint: {_last_checkpoint(run, attempt)}"
+        ) from error
+    if not exhausted and control.round == before.round:
+        raise error
+    note = f"round {index} failed ({cause}); restoring the newest checkpoint"
+    fault, largest = {"kind": "round_failed", "round": index, "cause": cause}, before.max_batch_size
+    if exhausted:
+        largest = size // 2
+        note += f" with max_batch_size {largest} (was {size}); batches may differ from there on"
+        fault |= {"kind": "out_of_memory", "max_batch_size_before": size, "max_batch_size": largest}
+        fault["effect"] = "batches may differ from the restored round on"
+    attempt.recorder.progress.note(note)
+    return Failures((*before.faults, fault), largest, control.round)
+
+
+def _open_ledger(
+    run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
+) -> Ledger:
+    """The run's ledger, cut to the restored state, and its trackers."""
+    if not processes.is_first():
+        return stack.enter_context(Ledger(os.devnull))
+    path = run.workdir / "ledger.jsonl"
+    made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
+    made_with["data_commit"] = getattr(run.corpus, "commit", "")
+    resume.write_config(run.workdir, run.settings, **made_with)
+    cut(path, position)
+    kept = read(path) if path.exists() else []
+
+    def drop(name: str, at_round: int, cause: str) -> None:
+        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        progress.note(f"log.{name} is off from here on: {cause}")
+
+    trackers = Trackers(run.settings.log, run.workdir, kept, drop)
+    ledger = stack.enter_context(Ledger(path, trackers))
+    stack.callback(trackers.close)
+    return ledger
+
+
+def _control(
+    run: Run, restored: resume.Restored | None, programs: Programs, max_batch: int | None
+) -> Control:
+    """The control to start or to resume with; `max_batch` replaces its `max_batch_size`."""
+    settings = run.settings
+    if restored is None:
+        control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
+    else:
+        control, given = restored.state.control, settings.batching.max_batch_size
+        if given is not None and given != restored.host["max_batch_size_given"]:
+            control = dataclasses.replace(control, max_batch_size=given)
+    return control if max_batch is None else dataclasses.replace(control, max_batch_size=max_batch)
+
+
+def _last_checkpoint(run: Run, attempt: Attempt) -> str:
+    with contextlib.suppress(CheckpointError, ResourceError):
+        attempt.checkpoints.saver.wait()
+    return checkpoint.last(run.workdir / "checkpoints")
 
 
 def _use_compilation_cache() -> None:

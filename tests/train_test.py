@@ -29,7 +29,6 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
-from adloco_jax.run import attempt as attempt_module
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import train
 
@@ -417,7 +416,7 @@ def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, mon
 
     def as_one_of_two(*failure):
         with monkeypatch.context() as patch:
-            patch.setattr(attempt_module, "jax", two)
+            patch.setattr(train_module, "jax", two)
             return real(*failure)
 
     Exhausted(monkeypatch, largest=2, from_call=3)

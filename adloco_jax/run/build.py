@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -17,14 +18,16 @@ from adloco_jax.contrib import AGGREGATORS, INNER_OPTIMIZERS, OUTER_OPTIMIZERS
 from adloco_jax.core.arguments import takes, with_knobs
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.core.gradstats import resolve_estimator
-from adloco_jax.core.types import LossFn
+from adloco_jax.core.types import Ensemble, LossFn, init, of_owners
 from adloco_jax.data import Corpus, load_corpus
 from adloco_jax.data.rows import NUM_FIELDS
-from adloco_jax.engine.inputs import EXTRAS
+from adloco_jax.engine.evaluate import HeldOut
+from adloco_jax.engine.inputs import EXTRAS, Rows
 from adloco_jax.engine.memory import fewest_model_shards
-from adloco_jax.engine.spec import Machine, Spec
+from adloco_jax.engine.programs import placement
+from adloco_jax.engine.spec import Machine, ProgramKey, Spec
 from adloco_jax.errors import ConfigError
-from adloco_jax.loop.adloco import start
+from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.settings import Settings
@@ -270,3 +273,38 @@ def program_spec(
             f"ensemble.model_shards = {shards}: does not divide the {num_devices} devices"
         )
     return dataclasses.replace(spec, model_shards=shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all attempts at a run share."""
+
+    settings: Settings
+    spec: Spec
+    corpus: Rows
+    heldout: HeldOut
+    workdir: Path
+    command: str
+    accept_data_change: bool
+    init_fn: InitFn
+    params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
+    num_classes: int | None  # of labelled rows
+    unit: str  # of the loss; empty for a plain number
+
+
+def initial_ensemble(run: Run, control: Control) -> Ensemble:
+    """The trainers and workers that a run begins with."""
+    settings, spec = run.settings.ensemble, run.spec
+    key = jax.random.key(run.settings.seed)
+
+    def make(key, params):
+        sizes = {"num_trainers": settings.num_trainers, "num_workers": len(control.owners)}
+        txs = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+        stack = init(run.init_fn(key) if params is None else params, **sizes, **txs)
+        if spec.outer.own_params:
+            stack = stack.replace(params_R=of_owners(stack.params_M, stack.owners))
+        return stack
+
+    at = placement(spec, ProgramKey("stats", tuple(control.owners)))
+    shardings = at.ensemble(jax.eval_shape(make, key, run.params))
+    return jax.jit(make, out_shardings=shardings)(key, run.params)

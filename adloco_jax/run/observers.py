@@ -4,12 +4,15 @@ Observers are called after every round, in the order that `training` declares. E
 of the boundary it is called at, and changes nothing in the run.
 """
 
+import dataclasses
+import datetime
 import faulthandler
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -17,7 +20,7 @@ from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import measured_peaks
-from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.programs import Compiled, Programs
 from adloco_jax.errors import Preempted
 from adloco_jax.loop.adloco import (
     Boundary,
@@ -27,9 +30,11 @@ from adloco_jax.loop.adloco import (
 )
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, notes, processes
+from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.run.progress import Progress, Shown
+from adloco_jax.run.resume import versions
 from adloco_jax.settings import Settings
 
 
@@ -87,6 +92,14 @@ class Recorder:
             share_done=share_done(control.round, control.tokens_total, self.settings),
         )
         self.progress.round(shown)
+
+    def record(self) -> dict:
+        """What a checkpoint holds of the record so far."""
+        return {
+            "loss": self.loss if np.isfinite(self.loss) else None,
+            "wall_s": time.perf_counter() - self.start_s,
+            "ledger": self.ledger.position() if processes.is_first() else None,
+        }
 
     def wall_s(self) -> float:
         """Seconds of the run so far, those of resumed processes added up."""
@@ -220,3 +233,43 @@ def watchdog(seconds: float) -> Observer:
         faulthandler.dump_traceback_later(seconds, exit=True)
 
     return observe
+
+
+def compile_fields(compiled: Compiled) -> dict:
+    """The fields of a `compile` line."""
+    return {
+        "key": str(compiled.key),
+        "seconds": round(compiled.seconds, 3),
+        "cache": "hit" if compiled.hit else "miss",
+        "where": "background" if compiled.background else "foreground",
+        "needed_bytes": compiled.needed_bytes,
+    }
+
+
+def write_start(
+    run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
+) -> None:
+    """Writes the `start` line of an attempt, and the faults that led to it."""
+    settings, spec = run.settings, run.spec
+    ledger.write(
+        "start",
+        time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        run=run.workdir.resolve().name,
+        command=run.command,
+        config=dataclasses.asdict(settings),
+        num_params=spec.num_params,
+        state_bytes=spec.state_bytes._asdict(),
+        attention=attention(settings, spec.machine),
+        devices=spec.machine.describe(),
+        jax=jax.__version__,
+        versions=versions(),
+        data_fingerprint=run.corpus.fingerprint,
+        tokens_per_byte=run.corpus.tokens_per_byte,
+        loss_unit=run.unit,
+        round=control.round,
+        max_batch_size=control.max_batch_size,
+        buckets=settings.batching.buckets,
+    )
+    found = [{"kind": "checkpoint", "round": control.round, "cause": line} for line in damage]
+    for fault in [*found, *faults]:
+        ledger.write("fault", **fault)

@@ -7,25 +7,33 @@ change freely, some only with `--accept-config-change`, and the rest make anothe
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import os
+import platform
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import jax
+import numpy as np
 from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
+from adloco_jax import __version__
 from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import crash_point
+from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec
-from adloco_jax.errors import CheckpointError, ConfigError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.hub import COMMIT
 from adloco_jax.loop.adloco import Control, State, Trainer
 from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes, records
+from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.ledger import finish, read, write_errors
 from adloco_jax.settings import KNOBS, Change, Settings
@@ -363,3 +371,74 @@ def control_from_json(data: dict) -> Control:
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
     return Control(**fields | {"trainers": trainers})
+
+
+def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
+    """The newest whole checkpoint, what is damaged in newer ones, and the ledger's `end` line."""
+    folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
+    found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
+    restored, damage = found or (None, [])
+    events = read(path) if path.exists() else []
+    processes.gather(None)  # all have read what the first one is about to change
+    if restored is None and any(event["event"] == "checkpoint" for event in events):
+        raise CheckpointError(
+            f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
+            " copy, or name another folder"
+        )
+    recorded = restored.host["data"] if restored and not run.accept_data_change else None
+    if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
+        changes = shard_changes(recorded["shards"], list(run.corpus.shards))
+        advice = (
+            f"{run.workdir}: the data are not those that this run began with; restore them, or"
+            " --accept-data-change to resume with these"
+        )
+        raise DataError("\n".join([*changes, advice]))
+    return restored, damage, finish(events)
+
+
+def host(run: Run, recorded: dict, state: State) -> dict:
+    """What a checkpoint holds of a state beside its arrays; `recorded` is the recorder's part."""
+    return {
+        "control": dataclasses.asdict(state.control),
+        "max_batch_size_given": run.settings.batching.max_batch_size,
+        **recorded,
+        "data": {
+            "fingerprint": run.corpus.fingerprint,
+            "shards": list(run.corpus.shards),
+        },
+        "config": dataclasses.asdict(run.settings),
+        "versions": versions(),
+        "devices": run.spec.machine.describe(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that may change a run's bits, by name."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
+    installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
+    return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
+
+
+def require_equal_processes(run: Run) -> None:
+    """Checks that all processes have the same run.
+
+    Raises:
+      ConfigError: In every process, naming what differs.
+    """
+    if jax.process_count() == 1:
+        return
+    weights = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.params):
+        weights.update(f"{leaf.dtype} {leaf.shape}".encode() + np.asarray(leaf).tobytes())
+    keys = flat_settings(run.settings).items()
+    processes.require_equal(
+        {key: repr(value) for key, value in keys if key not in ("data.path", "data.heldout_path")}
+        | {f"the version of {name}": version for name, version in versions().items()}
+        | {
+            "model_shards, as found there": repr(run.spec.model_shards),
+            "attention, as found there": repr(attention(run.settings, run.spec.machine)),
+            "the data": run.corpus.fingerprint,
+            "the weights it starts from": weights.hexdigest(),
+        },
+        "all processes of a run need the same",
+    )
