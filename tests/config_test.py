@@ -240,6 +240,12 @@ def test_a_contradiction_is_one_line_that_names_its_keys_and_every_rule_has_one(
     assert all(any(line.endswith(need) for line in lines) for need in RULES)
 
 
+def test_a_rule_is_checked_only_if_each_value_is_allowed_by_itself():
+    for values in (dict(outer__fragments=3, inner__steps_per_round=0), dict(model__max_length=0)):
+        (line,) = faults(changed(**values))
+        assert "must be" in line
+
+
 def test_what_is_no_contradiction_passes():
     for values in (
         dict(data__source="text", data__path="x.txt", data__heldout_path="y.txt"),
