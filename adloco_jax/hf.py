@@ -168,6 +168,7 @@ def inspect(path_or_name: str | Path) -> Description:
         return Description(network, names.class_name in classes, has_tensors=False)
     network, stored, _ = _checked(folder, needs_head=False)
     names = weight_map(network)
+    assert names is not None, "a network of this module has names"
     has_head = any(tensor.path[0] == names.head for tensor in stored)
     return Description(network, has_head, has_tensors=True)
 
@@ -407,7 +408,7 @@ def _checked(
         )
     # Of two tied tensors either may be absent. If both are stored, both are used: training the
     # head alone, or merging a LoRA into it, unties them. transformers 5 does the same.
-    ties = names.ties | {second: first for first, second in names.ties.items()}
+    ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
     wanted = {
         tensor: tensor.name if tensor.name in stored else ties.get(tensor.name, tensor.name)

@@ -258,7 +258,7 @@ def outer_update(
     """
     owners = ensemble.owners
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
-    extra_M = {
+    extra = {
         name: checked_factors(f"extra_M[{name!r}]", values, (ensemble.num_trainers,))
         for name, values in (extra_M or {}).items()
     }
@@ -286,7 +286,7 @@ def outer_update(
     norm_M = norms(pseudo_grad_M)
     is_usable_M &= jnp.isfinite(norm_M)
     updates_M, outer_state_M = jax.vmap(transform)(
-        pseudo_grad_M, ensemble.outer_state_M, start_M, **extra_M
+        pseudo_grad_M, ensemble.outer_state_M, start_M, **extra
     )
     outer_state_M = with_dtypes(outer_state_M, ensemble.outer_state_M)
     if skip_single:

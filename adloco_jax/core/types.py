@@ -399,7 +399,8 @@ def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
 
 def squared_norms(tree_X: PyTree) -> Array:
     """Squared L2 norm of each entry of the leading axis, float32 [X]; infinite if it overflows."""
-    return sum(_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
+    squares = (_sum_entries(jnp.square(leaf_X)) for leaf_X in _as_float32(tree_X))
+    return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def norms(tree_X: PyTree) -> Array:

@@ -3,6 +3,7 @@
 A line has what tables and figures need of a run, so that its folder may be deleted.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -78,10 +79,9 @@ def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
         return {}
     found = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
+        line: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
         if reason := records.fault(line, _LINE, "line") or ("" if line["curve"] else "line.curve"):
             raise DataError(
                 f"{path}:{number}: {reason}; remove the line, and the run is made again"
