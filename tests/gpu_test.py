@@ -125,7 +125,7 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
     monkeypatch.setattr(gpu.gc, "collect", lambda: None)
     monkeypatch.setattr(gpu, "max_batch_size", lambda settings, programs: 3)
     monkeypatch.setattr(gpu, "fit_random", fit_random)
-    monkeypatch.setattr(gpu, "plan", lambda config: "else\npeak: 2048 bytes (2 KiB)")
+    monkeypatch.setattr(gpu, "plan", lambda config, memory: "else\npeak: 2048 bytes (2 KiB)")
     toy = gpu.dataclasses.replace(gpu.SIZES["toy"], batch_cap=8)
     figures = gpu.memory(toy)
     assert figures["batch"] == {"found": 3, "largest": largest}

@@ -1,5 +1,6 @@
 """Weights in and out of the Hugging Face layout, and files that are not what they claim to be."""
 
+import hashlib
 import json
 import pickle
 import resource
@@ -162,9 +163,10 @@ def test_the_hubs_cache_is_read_through_its_links(tmp_path, folder, params, monk
     (root / "blobs").mkdir()
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("0" * 40)
-    for number, file in enumerate(sorted(folder.iterdir())):
-        file.rename(root / "blobs" / f"{number:040}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{number:040}")
+    for file in sorted(folder.iterdir()):
+        blob = hashlib.sha256(file.read_bytes()).hexdigest()  # the hub's name for a large file
+        file.rename(root / "blobs" / blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert_same(hf.load("somebody/llama").params, params)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from toy import settings_of
 
+from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
 from adloco_jax.run import notes
 from adloco_jax.run.progress import Progress, Shown, _duration
@@ -136,7 +137,7 @@ def test_growth_names_the_limit_that_held_it(knobs, batch, limit):
     settings = settings_of(batching=knobs)
     line = {"round": 3, "trainer": 1, "requested_batch_size": 3, "steps_per_round": 3}
     line["skipped_updates"] = 0
-    decision = Decision(1.0, 1.0, 99.5, batch, "capped", 1, 1)
+    decision = Decision(Size(1, 1, batch), "capped", 1.0, 1.0, 99.5)
     assert notes.of_round(line, decision, settings) == [
         f"round 3: trainer 1: batch per worker 3 -> {batch} (the test asks for 99.5, limited by"
         f" {limit})"
