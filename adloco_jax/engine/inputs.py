@@ -190,13 +190,18 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
         keys += [group.key("flush") for group in classes(later, owed, spec)]
     if not last and measures_gradients(settings):
         for growth in (settings.batching.max_growth, 1):
-            ahead = with_growth(later, growth, settings)
-            if members := _members(ahead, settings):
-                ahead = after_merge(ahead, members)
-            for position, num_workers in joining_workers(ahead, settings):
-                ahead = with_workers(ahead, position, num_workers)
+            ahead = foreseen(with_growth(later, growth, settings), settings)
             keys += round_keys(ahead, round_plans(ahead, settings), settings, spec)
     return list(dict.fromkeys(keys))
+
+
+def foreseen(control: Control, settings: Settings) -> Control:
+    """The control after its boundary's merge and joining workers, if all guard losses are equal."""
+    if members := _members(control, settings):
+        control = after_merge(control, members)
+    for position, num_workers in joining_workers(control, settings):
+        control = with_workers(control, position, num_workers)
+    return control
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:

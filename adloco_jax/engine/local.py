@@ -27,6 +27,7 @@ from adloco_jax.engine.inputs import (
     Group,
     Rows,
     classes,
+    foreseen,
     make_batch,
     programs_ahead,
     reads,
@@ -118,7 +119,8 @@ class LocalEngine:
 
     def look_ahead(self, control: Control) -> None:
         """Prepares the next round's rows, and compiles programs of the rounds to come."""
-        self.programs.prefetch(programs_ahead(control, self.settings, self.spec))
+        after_merge = foreseen(control, self.settings)
+        self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
         try:
             batch: Batch | Exception = make_batch(
