@@ -85,7 +85,7 @@ from adloco_jax.models.llama import generate
 
 exported = result.workdir / "export"
 network, params, *_ = hf.load(exported)
-tokenizer = load_tokenizer(exported)
+tokenizer = load_tokenizer(str(exported))
 prompt = [tokenizer.eot_id, *tokenizer.encode_batch(["    def __init__(self"])[0]]
 texts_BL = generate(
     network,
