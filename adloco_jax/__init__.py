@@ -46,7 +46,14 @@ if TYPE_CHECKING:
         reassign,
         spawn,
     )
-    from adloco_jax.core.outer import inner_steps, outer_step, outer_update, start_round
+    from adloco_jax.core.outer import (
+        apply_differences,
+        inner_steps,
+        outer_step,
+        outer_update,
+        pack_differences,
+        start_round,
+    )
     from adloco_jax.core.types import (
         BatchPlan,
         Ensemble,
@@ -84,6 +91,7 @@ __all__ = [
     "RoundMetrics",
     "State",
     "allocate_workers",
+    "apply_differences",
     "augmented_inner_product_test",
     "choose_merge",
     "constant",
@@ -99,6 +107,7 @@ __all__ = [
     "outer_step",
     "outer_update",
     "outer_update_fragment",
+    "pack_differences",
     "pool",
     "put",
     "put_fragment",

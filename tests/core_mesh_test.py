@@ -46,6 +46,12 @@ CALLS = {
     "start_round": lambda e, b, p, x: aj.start_round(e, accumulate=True, reset_tx=ADAMW),
     "inner_steps": lambda e, b, p, x: steps(aj.start_round(e), b),
     "outer_update": lambda e, b, p, x: aj.outer_update(e, aj.start_round(e), outer_tx=NESTEROV),
+    "pack_differences": lambda e, b, p, x: aj.pack_differences(
+        e, aj.start_round(e), precision="int4"
+    ),
+    "apply_differences": lambda e, b, p, x: aj.apply_differences(
+        e, aj.pack_differences(e, aj.start_round(e)), outer_tx=NESTEROV
+    ),
     "outer_step": lambda e, b, p, x: aj.outer_step(e, b, loss_fn, **TXS),
     "take_fragment": lambda e, b, p, x: aj.take_fragment(e.params_M, 1, **F),
     "put_fragment": lambda e, b, p, x: aj.put_fragment(

@@ -14,7 +14,8 @@ from hlo import collectives
 from toy import LENGTH, bigram_loss, settings_of
 from trees import assert_close, same
 
-from adloco_jax import init, outer_update, start_round
+from adloco_jax import apply_differences, init, outer_update, pack_differences, start_round
+from adloco_jax.core.types import Workers
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.programs import lower
 from adloco_jax.engine.sharding import arrange, reshard
@@ -70,6 +71,34 @@ def assert_close_but_for_ties(params, expected):
 
 
 # --- What it computes
+
+
+@pytest.mark.parametrize("precision", ["float32", *LOW])
+def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(precision):
+    """Each packs alone and one is missing: as if the missing one were not finite."""
+    ensemble, workers = drifted(0, 1, 0, 1, 2, 0)
+    sent = []
+    for worker, owner in enumerate(ensemble.owners):
+        own = ensemble.replace(
+            params_M=jax.tree.map(lambda leaf, m=owner: leaf[m : m + 1], ensemble.params_M),
+            owners=(0,),
+        )
+        params_R = jax.tree.map(lambda leaf, w=worker: leaf[w : w + 1], workers.params_R)
+        form = functools.partial(pack_differences, precision=precision, single_R=[False])
+        sent.append(jax.jit(form)(own, Workers(params_R, None)))
+    packed_R = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *[s.packed_R for s in sent])
+    together = jax.jit(functools.partial(pack_differences, precision=precision))(ensemble, workers)
+    assert same(packed_R, together.packed_R)
+    missing_R = jnp.arange(6) == 3
+    assert bool(together.usable_R.all())
+    take = jax.jit(functools.partial(apply_differences, outer_tx=NESTEROV, precision=precision))
+    after, norm_M = take(ensemble, together._replace(usable_R=~missing_R))
+    broken = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), workers.params_R)
+    expected, expected_M = update_of(precision)(ensemble, workers.replace(params_R=broken))
+    assert_close_but_for_ties(after.params_M, expected.params_M)
+    np.testing.assert_allclose(norm_M, expected_M, rtol=1e-6)
+    assert int(after.round) == 1
+
 
 EVEN = (0, 0, 0, 1, 1, 1)  # one program for most of the tests that follow
 

@@ -1,13 +1,14 @@
 """One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
 
 `outer_step` is the whole round for callers with data at hand. A host loop that streams a long,
-accumulated round in pieces calls its three parts: `start_round`, `inner_steps`, `outer_update`. One
-that synchronises a fragment of the parameters at a time has, in place of the last,
+accumulated round in pieces calls its three parts: `start_round`, `inner_steps`, `outer_update`.
+Where workers are in other programs, the last is in two: `pack_differences`, `apply_differences`.
+One that synchronises a fragment of the parameters at a time has, in place of the last,
 `outer_update_fragment` and `receive_fragment`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Key, PyTree
+from jaxtyping import Bool, Float, Key, PyTree
 
 from adloco_jax.core.aggregate import Aggregator, by_trainers, mean
 from adloco_jax.core.arguments import (
@@ -256,6 +257,112 @@ def outer_update(
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
     every worker; here it runs once for each share, and its updates are what goes back.
     """
+    difference = pack_differences(ensemble, workers, precision=precision)
+    ensemble, norm_M = apply_differences(
+        ensemble,
+        difference,
+        outer_tx=outer_tx,
+        weights_R=weights_R,
+        aggregate=aggregate,
+        precision=precision,
+        extra_M=extra_M,
+        skip_single=skip_single,
+        reduce_scatter=reduce_scatter,
+        all_gather=all_gather,
+    )
+    return ensemble.replace(inner_state_R=workers.inner_state_R), norm_M
+
+
+class Differences(NamedTuple):
+    """Workers' differences from their trainers, as they are sent; a pytree node."""
+
+    packed_R: PyTree  # [R, ...] from `core.compress.pack`
+    exact_W: PyTree  # [W, ...] float32, those of W single-worker trainers; None if all are exact
+    usable_R: Bool[Array, " R"]  # whether a worker's difference is finite
+
+
+@on_any_mesh(lambda whole, result, *args, **kwargs: jax.tree.map(lambda _: whole, result))
+def pack_differences(
+    ensemble: Ensemble,
+    workers: Workers,
+    *,
+    precision: Precision = "float32",
+    single_R: Sequence[bool] | None = None,
+) -> Differences:
+    """The first half of `outer_update`: what workers send to their trainers at a round's end.
+
+    Args:
+      ensemble: As it was when the round began; of it the owners and `params_M` are read.
+      workers: The workers after their inner updates.
+      precision: In which differences travel: "float32", "bfloat16" or "int4". The differences of
+        single-worker trainers, which are not sent, stay in float32.
+      single_R: Which workers are their trainer's only one; None: as the owners say. A program that
+        has a part of the workers says it.
+
+    Returns:
+      The differences, for `apply_differences` with the same precision.
+
+    Raises:
+      ValueError: While tracing, if `precision` is unknown, or as `outer_update` for parameters.
+
+    Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
+    """
+    check_precision(precision)
+    chosen_R = _are_single(ensemble) if single_R is None else np.array(single_R)
+
+    def subtract(start_R, end_R):
+        # Cast only now: a float64 parameter moves by less than its float32 neighbours are apart.
+        difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
+        return difference_R.astype(jnp.float32)
+
+    start_R = of_owners(trainable(ensemble.params_M), ensemble.owners)
+    difference_R = jax.tree.map(subtract, start_R, trainable(workers.params_R))
+    usable_R = jnp.isfinite(norms(difference_R))
+    if precision == "float32" or chosen_R.all():
+        return Differences(difference_R, None, usable_R)
+    exact_W = jax.tree.map(lambda leaf: leaf[chosen_R], difference_R) if chosen_R.any() else None
+    return Differences(pack(difference_R, precision), exact_W, usable_R)
+
+
+@on_any_mesh(lambda whole, _, ensemble, *args, **kwargs: (ensemble, whole))
+def apply_differences(
+    ensemble: Ensemble,
+    differences: Differences,
+    *,
+    outer_tx: optax.GradientTransformation,
+    weights_R: Float[Array, " R"] | Sequence[float] | None = None,
+    aggregate: Aggregator = mean,
+    precision: Precision = "float32",
+    extra_M: Mapping[str, Float[Array, " M"] | Sequence[float]] | None = None,
+    skip_single: bool = False,
+    reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
+    all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
+) -> tuple[Ensemble, Float[Array, " M"]]:
+    """The second half of `outer_update`: the trainers' step on what their workers have sent.
+
+    A worker whose difference is missing has any finite one, and False in `usable_R`.
+
+    Args:
+      ensemble: As it was when the round began; inner states are not read.
+      differences: From `pack_differences`, or of several calls of it, one after another.
+      outer_tx: As of `outer_update`, like all that follow.
+      weights_R: Relative weights of the workers in their trainer's mean.
+      aggregate: How workers' differences become a trainer's pseudo-gradient.
+      precision: The one that the differences were packed in.
+      extra_M: Extra arguments for an `outer_tx` that takes some.
+      skip_single: Whether a trainer with one worker takes its parameters as they are.
+      reduce_scatter: Applied to the packed differences and to `usable_R`.
+      all_gather: Applied to the trainers' updates, packed.
+
+    Returns:
+      The ensemble after the round, with the inner states that it had, and the L2 norm of each
+      pseudo-gradient, NaN for one left out.
+
+    Raises:
+      ValueError: While tracing, as `outer_update`.
+
+    Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
+    """
     owners = ensemble.owners
     weights_R = checked_factors("weights_R", weights_R, (ensemble.num_workers,))
     extra = {
@@ -266,20 +373,19 @@ def outer_update(
         "outer_tx", outer_tx, ensemble.outer_state_M, refused=(optax.LookaheadState,)
     )
     check_precision(precision)
-    if ensemble.num_workers == ensemble.num_trainers:
+    single_M, single_R = np.bincount(owners) == 1, _are_single(ensemble)
+    if single_R.all():
         precision = "float32"  # each has one worker: nothing is sent
-    single_M = np.bincount(owners) == 1
     start_M = trainable(ensemble.params_M)
-
-    def subtract(start_R, end_R):
-        # Cast only now: a float64 parameter moves by less than its float32 neighbours are apart.
-        difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
-        return difference_R.astype(jnp.float32)
-
-    difference_R = jax.tree.map(subtract, of_owners(start_M, owners), trainable(workers.params_R))
-    usable_R = jnp.isfinite(norms(difference_R))
-    difference_R = _send(difference_R, single_M[ensemble.owner_R], precision, reduce_scatter)
-    usable_R = reduce_scatter(usable_R)
+    like_R = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((len(owners), *leaf.shape[1:]), jnp.float32), start_M
+    )
+    difference_R = unpack(reduce_scatter(differences.packed_R), like_R, precision)
+    if differences.exact_W is not None:
+        difference_R = jax.tree.map(
+            lambda leaf, exact: leaf.at[single_R].set(exact), difference_R, differences.exact_W
+        )
+    usable_R = reduce_scatter(differences.usable_R)
     pseudo_grad_M, is_usable_M = by_trainers(
         difference_R, owners, weights_R=weights_R, usable_R=usable_R, aggregate=aggregate
     )
@@ -302,10 +408,14 @@ def outer_update(
         params_M=params_M,
         params_R=params_R,
         outer_state_M=where_leading(is_usable_M, outer_state_M, ensemble.outer_state_M),
-        inner_state_R=workers.inner_state_R,
         round=ensemble.round + 1,
     )
     return ensemble, jnp.where(is_usable_M, norm_M, jnp.nan)
+
+
+def _are_single(ensemble: Ensemble) -> np.ndarray:
+    """Bool [R]: the workers that are their trainer's only one."""
+    return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
 
 
 def _send(
