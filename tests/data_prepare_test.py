@@ -30,9 +30,8 @@ LENGTH = 15
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch):
-    """Each file is kept by itself, and reading stops after every few documents."""
-    monkeypatch.setattr(rows, "_FILE_CHARS", 1)
+def small_pieces(monkeypatch):
+    """Tokens are kept, and reading stops, after every few documents."""
     monkeypatch.setattr(rows, "_CHUNK_CHARS", 2000)
 
 
@@ -182,8 +181,7 @@ def test_killed_and_run_again_a_run_has_the_same_rows(tmp_path, cache):
     shutil.rmtree(cache)
     program = (
         "import sys; sys.path[:0] = sys.argv[2:]; from toy import data_settings;"
-        "from adloco_jax.data import load_corpus, rows; rows._FILE_CHARS = 1;"
-        "rows._CHUNK_CHARS = 2000;"
+        "from adloco_jax.data import load_corpus, rows; rows._CHUNK_CHARS = 2000;"
         f"load_corpus(data_settings(source='jsonl', path=sys.argv[1], sequence_length={LENGTH},"
         " heldout_frac=0.1))"
     )

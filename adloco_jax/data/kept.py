@@ -1,13 +1,14 @@
-"""Tokens of a preparation that is under way, file by file, so that it can go on after a kill."""
+"""Tokens of a preparation that is under way, in pieces, so that it can go on after a kill."""
 
 import contextlib
+import io
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -22,25 +23,28 @@ end of text, its class, and whether its source is of held-out text alone."""
 
 
 class Kept:
-    """Tokens and documents of files that were read to their end, on disk."""
+    """Tokens and documents that were read, in pieces on disk.
+
+    Attributes:
+      part: Number of the file that is read next.
+      documents: Documents of that file that are kept already.
+      files: Records of the files that were read to their end.
+      num_tokens: Tokens of all documents.
+    """
 
     def __init__(self, partial: Path, request: dict):
         """Takes up what is there."""
-        self._folder, self._pending = partial, [np.empty(0, np.uint8)]
-        self._about, self._counts = [np.empty(0, DOCUMENT)], []
-        self.state: dict[str, Any] = {"parts": 0, "num_chars": 0, "enough": False}
-        self.files: list[dict] = []  # records of those that were read
+        self._folder, self._about = partial, [np.empty(0, DOCUMENT)]
+        self._counts: list[int] = []
+        self.files: list[dict] = []
+        self.part = self.documents = self.num_tokens = 0
         path = partial / "request.json"
         if path.exists():
             require_same(partial, json.loads(path.read_bytes()), request)
-        self._write(path, lambda file: file.write(json.dumps(request).encode()))
+        self._write(path, json.dumps(request).encode())
         while (path := self._path(len(self._counts))).exists():
             with self._opened(path) as content:
-                self._about.append(content["about"])
-                closed = json.loads(str(content["closed"]))
-            self._counts.append(len(self._about[-1]))
-            self.files, self.state = self.files + closed["files"], closed["state"]
-        self.num_tokens = int(self.about["length"].sum())
+                self._note(content["about"], **json.loads(str(content["progress"])))
 
     @property
     def about(self) -> np.ndarray:
@@ -48,24 +52,15 @@ class Kept:
         self._about = [np.concatenate(self._about)]
         return self._about[0]
 
-    def add(self, tokens: np.ndarray, about: np.ndarray) -> None:
-        """Adds documents of a file that is being read."""
-        self._pending.append(tokens)
-        self._about.append(about)
-        self.num_tokens += len(tokens)
-
-    def close_files(self, files: list[dict], **state: Any) -> None:
-        """Keeps the documents so far: their files were read to their end."""
-        self.files, self.state = self.files + files, state
-        about = self.about[sum(self._counts) :]
-        closed = np.array(json.dumps({"files": files, "state": state}))
-        tokens = np.concatenate(self._pending[1:] or self._pending)
-        self._write(
-            self._path(len(self._counts)),
-            lambda file: np.savez(file, tokens=tokens, about=about, closed=closed),
-        )
-        self._counts.append(len(about))
-        self._pending = self._pending[:1]
+    def add(
+        self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
+    ) -> None:
+        """Keeps a piece: documents, records of the files that ended in it, and the position."""
+        piece = io.BytesIO()
+        progress = np.array(json.dumps({"files": files} | position))
+        np.savez(piece, tokens=tokens, about=about, progress=progress)
+        self._write(self._path(len(self._counts)), piece.getbuffer())
+        self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
         """Tokens in order, and which of all documents they are of."""
@@ -75,13 +70,18 @@ class Kept:
                 yield content["tokens"], slice(first, first + count)
             first += count
 
+    def _note(self, about: np.ndarray, files: list[dict], part: int, documents: int) -> None:
+        self._about.append(about)
+        self._counts.append(len(about))
+        self.num_tokens += int(about["length"].sum())
+        self.files, self.part, self.documents = self.files + files, part, documents
+
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.npz"
 
-    def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
+    def _write(self, path: Path, content: bytes | memoryview) -> None:
         new = self._folder / ".new"
-        with open(new, "wb") as file:
-            write(file)
+        new.write_bytes(content)
         sync(new)
         os.replace(new, path)
 

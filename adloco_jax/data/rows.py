@@ -5,15 +5,16 @@ L+1 tokens: no padding, no overlap. A labelled text is a row of its own, `[label
 A document of which a copy is held out is not trained on. Copies are found by their ids; texts that
 differ in one character are no copies.
 
-Everything is built in `<folder>.partial`. The tokens of a file are kept there once it was read to
-its end, so that a preparation that was killed goes on at the file that it was in. Which documents
-are held out, or are copies of held-out ones, is decided when all are known: then rows are written,
-and their folder is renamed. Memory holds the tokens of one file and 40 bytes of each document.
+Everything is built in `<folder>.partial`. Tokens are kept there a million characters at a time, so
+that a preparation that was killed goes on at the document that it was at. Which documents are held
+out, or are copies of held-out ones, is decided when all are known: then rows are written, and their
+folder is renamed. Memory holds 40 bytes of each document.
 """
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -41,8 +42,7 @@ MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
 MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
 NUM_FIELDS = 2  # before a labelled row's tokens: its class, and how many of its tokens are real
 
-_CHUNK_CHARS = 2**20  # tokenised at a time, and the grain at which reading stops
-_FILE_CHARS = 2**16  # smaller files are kept together
+_CHUNK_CHARS = 2**20  # tokenised and kept at a time, and the grain at which reading stops
 _OURS = re.compile(r"request\.json|whole|\.lock|\.new|\d+\.npz")  # names in the folder
 
 
@@ -140,86 +140,77 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise all that is not kept yet."""
+    """Read and tokenise all that is not kept yet; held-out text that is given apart comes first."""
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
-    if done := kept.state["parts"]:
-        note(f"going on after {done} of {len(parts)} files, {kept.num_tokens} tokens")
+    if kept.num_tokens:
+        note(f"going on after {kept.part} of {len(parts)} files, {kept.num_tokens} tokens")
     with tqdm(unit=" tokens", unit_scale=True, disable=None, initial=kept.num_tokens) as bar:
-        for side, first, last in ((1, 0, len(heldout)), (0, len(heldout), len(parts))):
-            if first == last:
-                continue
-            if done <= first:
-                kept.state = {"parts": first, "num_chars": 0, "enough": False}
-            if done < last and not kept.state["enough"]:
-                _tokenise_side(job, kept, parts, last, side, bar)
-            if not (kept.about["side"] == side).any():
+        for side, last in ((1, len(heldout)), (0, len(parts))):
+            if kept.part < last:
+                _tokenise_side(job, kept, parts[:last], side, bar)
+            if last and not (kept.about["side"] == side).any():
                 raise DataError(
                     f"{job.where[side]}: no text in it, need at least one document that is not"
                     " empty"
                 )
 
 
-def _tokenise_side(
-    job: Job, kept: Kept, parts: list[Part], last: int, side: int, bar: tqdm
-) -> None:
-    """Read parts of one side, behind those that are kept, until there is enough."""
+def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
+    """Read the parts of one side, after what is kept of them, until there is enough."""
     pending: list[Document] = []
     files: list[dict] = []
-    first, num_chars = kept.state["parts"], kept.state["num_chars"]
-    enough, needed, num_kept = False, 0.0, kept.num_tokens
 
-    def flush() -> None:
-        if pending:
-            if not kept.num_tokens:
-                check_round_trip([document.text for document in pending], job.encoder)
-            kept.add(*_encode(pending, job.encoder, side))
-            bar.update(kept.num_tokens - bar.n)
-            pending.clear()
+    def keep(part: int, documents: int) -> None:
+        if not kept.num_tokens:
+            check_round_trip([document.text for document in pending], job.encoder)
+        kept.add(*_encode(pending, job.encoder, side), files, part=part, documents=documents)
+        bar.update(kept.num_tokens - bar.n)
+        pending.clear()
+        files.clear()
 
-    for number in range(first, last):
-        part, num_documents = parts[number], 0
-        bar.set_description(f"file {number + 1} of {len(parts)}", refresh=False)
-        for document in sources.documents_of(
+    first, number, num_chars = kept.part, kept.documents, 0
+    enough = _is_enough(job, kept, side)
+    for index, part in enumerate(parts[first:], first):
+        bar.set_description(f"file {index + 1} of {len(parts)}", refresh=False)
+        documents = sources.documents_of(
             part.read(), job.data, where=job.where[side], num_classes=job.num_classes
-        ):
-            num_documents += 1
-            if enough:  # a file on this machine is read to its end, where gzip has its checksum
-                continue
+        )
+        rest = itertools.islice(documents, number, None)
+        for document in () if enough else rest:
+            number += 1
             pending.append(document)
             num_chars += len(document.text)
             if num_chars >= _CHUNK_CHARS:
-                flush()
-                num_chars = 0
-                if kept.num_tokens >= needed:
-                    missing = _missing_tokens(job, kept.about, side)
-                    enough, needed = bool(missing <= 0), kept.num_tokens + missing
-                if enough and part.path is None:
+                keep(index, number)
+                num_chars, enough = 0, _is_enough(job, kept, side)
+                if enough:
                     break
-        files.append(_file_record(part, num_documents))
-        flush_now = sum(len(document.text) for document in pending) >= _FILE_CHARS
-        if enough or number + 1 == last or flush_now or kept.num_tokens > num_kept:
-            flush()
-            kept.close_files(files, parts=number + 1, num_chars=num_chars, enough=enough)
-            files, num_kept = [], kept.num_tokens
+        if part.path is not None:  # read to its end, where gzip has its checksum
+            number += sum(1 for _ in rest)
+        files.append(_file_record(part, number))
+        number = 0
         if enough:
-            return
+            break
+    keep(len(parts), 0)
 
 
-def _missing_tokens(job: Job, about: np.ndarray, side: int) -> float:
-    """Tokens to read at least before there are enough; none are missing at 0 or below."""
-    data, held = job.data, about["side"] == 1
-    if side:
-        limit, have = job.heldout_limit, about["length"][held].sum()
-        return np.inf if limit is None else limit * job.row_length - have
-    if data.num_sequences is None or job.num_classes is not None:
-        return np.inf
-    missing = 0
+def _is_enough(job: Job, kept: Kept, side: int) -> bool:
+    """Whether the documents of a side that are kept fill the rows that are asked for."""
+    limit = job.heldout_limit if side else job.data.num_sequences
+    if limit is None or job.num_classes is not None:
+        return False
+    needed = limit * job.row_length
+    if side or kept.num_tokens < needed:  # held-out text that is given apart is read first
+        return kept.num_tokens >= needed
+    about = kept.about
+    held = about["side"] == 1
     if not held.any():
-        held = is_heldout(0, len(about), data.heldout_frac)
-        missing = MIN_HELDOUT_ROWS * job.row_length - about["length"][held].sum()
+        held = is_heldout(0, len(about), job.data.heldout_frac)
+        if about["length"][held].sum() < MIN_HELDOUT_ROWS * job.row_length:
+            return False
     known = np.isin(about["digest"], about["digest"][held])
-    return max(missing, data.num_sequences * job.row_length - about["length"][~known].sum())
+    return about["length"][~known].sum() >= needed
 
 
 def _encode(
@@ -229,8 +220,9 @@ def _encode(
     texts = [document.text for document in documents]
     ids = encoder.encode_batch(texts)
     end_of_text = np.array([encoder.eot_id], np.int32)
-    tokens = np.concatenate([piece for document in ids for piece in (document, end_of_text)])
-    if tokens.min() < 0 or tokens.max() >= encoder.vocab_size:
+    pieces = (piece for document in ids for piece in (document, end_of_text))
+    tokens = np.concatenate([np.empty(0, np.int32), *pieces])
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < encoder.vocab_size:
         raise DataError(
             f"data.tokenizer={encoder.name}: gives ids from {tokens.min()} to {tokens.max()}, "
             f"need 0 to {encoder.vocab_size - 1}"
