@@ -59,23 +59,10 @@ def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
     np.testing.assert_array_equal(corpus.heldout_rows, load(path, seed=9).heldout_rows)
 
 
-def test_the_held_out_share_of_the_documents_is_rounded_and_fills_two_rows(tmp_path):
-    short = [f"abcde{n:02}" for n in range(40)]  # four of these are two rows
-    for texts, share, heldout in (
-        (numbered_documents(24), 0.1, 2),
-        (numbered_documents(27), 0.1, 3),
-        (short, 0.05, 4),
-    ):
-        corpus = load(write_documents(tmp_path, texts), heldout_frac=share)
-        assert documents_of(corpus)[1] == heldout
-
-
-def test_of_the_documents_that_fill_the_gap_the_shortest_is_held_out(tmp_path):
-    texts = ["a" * 90, "b" * 200, "c" * 40, "d" * 31, "e" * 9]  # two rows are 32 with end of text
-    for given in (texts, texts[2:4]):
-        corpus = load(write_documents(tmp_path, given), heldout_frac=0.01, num_streams=1)
-        assert as_stream(corpus.heldout_rows) == "d" * 31 + "\0"
-        assert documents_of(corpus)[1] == 1
+@pytest.mark.parametrize(("count", "heldout"), [(24, 2), (27, 3)])
+def test_the_held_out_share_of_the_documents_is_rounded(tmp_path, count, heldout):
+    corpus = load(write_documents(tmp_path, numbered_documents(count)), heldout_frac=0.1)
+    assert documents_of(corpus)[1] == heldout
 
 
 @pytest.mark.parametrize(("num_chars", "num_rows"), [(47, 3), (46, 2)])
@@ -147,7 +134,8 @@ def test_the_description_shows_the_first_row_trained_on_in_one_printable_line(tm
     assert " of 40 tokens to train on" in first and sample.isprintable()
     assert r"line\n\t\x1b[31m " in sample and "é<end of text>line" in sample
     assert sample.count("<end of text>") == int((corpus.batch(0, 0, 0, 1) == END).sum())
-    _, long = load(path, sequence_length=300, num_streams=1).describe().split("\n  | ")
+    long = load(path, sequence_length=300, num_streams=1, heldout_frac=0.7).describe()
+    _, long = long.split("\n  | ")
     assert len(long) == 240 and long.endswith("…")
 
 
@@ -195,8 +183,8 @@ def test_text_that_is_trained_on_cannot_be_held_out(tmp_path, fifty):
     ("texts", "message"),
     [
         (["", ""], r"docs\.jsonl: no text in it"),
-        (["long enough " * 50], "have 1 document, need 2 to hold one out"),
-        (["short"] * 3, "too little text: have 18 tokens in 3 documents, need 2"),
+        (["long enough " * 50], "have 0 rows of 16 tokens to hold out, in 0 of 1 documents"),
+        (numbered_documents(9)[4:5] * 30, "have 0 rows of 16 tokens to train on, .*27 copies of"),
     ],
 )
 def test_too_little_text_to_split_is_a_data_error(tmp_path, texts, message):

@@ -9,7 +9,7 @@ import zlib
 import pytest
 from toy import data_settings
 
-from adloco_jax.data import load_corpus, sources
+from adloco_jax.data import load_corpus, rows, sources
 from adloco_jax.errors import DataError, UserError
 
 GOOD = [{"text": f"document {i}: {'words and more ' * 6}"} for i in range(40)]
@@ -97,7 +97,10 @@ DAMAGED = {
 
 @pytest.mark.parametrize("num_sequences", [None, 3])  # the limit falls into the first file
 @pytest.mark.parametrize(("fault", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_refused_also_behind_the_limit(tmp_path, fault, message, num_sequences):
+def test_a_damaged_file_is_refused_also_behind_the_limit(
+    tmp_path, monkeypatch, fault, message, num_sequences
+):
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 1)  # reading may stop after every document
     bad = "b" if num_sequences is None else "a"
     for name in "abc":
         (tmp_path / f"{name}.json.gz").write_bytes(fault if name == bad else WHOLE)

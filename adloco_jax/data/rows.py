@@ -272,32 +272,12 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not heldout.any() and job.cuts:
         heldout = np.arange(len(about)) == 1
     elif not heldout.any() and job.num_classes is None:
-        heldout = _fill_rows(job, about["length"], is_heldout(0, len(about), frac))
+        heldout = is_heldout(0, len(about), frac)
     elif not heldout.any():
         for label in np.unique(about["label"]):
             index = np.flatnonzero(about["label"] == label)
             heldout[index] = is_heldout(0, len(index), frac)
     return ~heldout & ~np.isin(about["digest"], about["digest"][heldout]), heldout
-
-
-def _fill_rows(job: Job, lengths: np.ndarray, heldout: np.ndarray) -> np.ndarray:
-    """Hold out more until two rows are full: the shortest that fills the gap, else the longest."""
-    if len(lengths) < 2:
-        raise DataError(
-            f"{job.where[0]}: have 1 document, need 2 to hold one out, or data.heldout_path"
-        )
-    while (gap := MIN_HELDOUT_ROWS * job.row_length - int(lengths[heldout].sum())) > 0:
-        rest = np.flatnonzero(~heldout)
-        enough = rest[lengths[rest] >= gap]
-        pick = enough[lengths[enough].argmin()] if enough.size else rest[lengths[rest].argmax()]
-        heldout[pick] = True
-        if heldout.all():
-            raise DataError(
-                f"{job.where[0]}: too little text: have {lengths.sum()} tokens in {len(lengths)} "
-                f"documents, need {MIN_HELDOUT_ROWS} rows of {job.row_length} tokens in documents"
-                " held out and more to train on; give more text or a smaller data.sequence_length"
-            )
-    return heldout
 
 
 # -- Rows ------------------------------------------------------------------------------------
@@ -324,7 +304,8 @@ def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
                 f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
                 f" {('train on', 'hold out')[side]}, in {masks[side].sum()} of {len(about)}"
                 f" documents ({copies} copies of held-out ones are left out), need {least}; give"
-                " more text, another data.heldout_frac or a smaller data.sequence_length"
+                " more text or documents, another data.heldout_frac, text that is held out apart"
+                " (data.heldout_path), or a smaller data.sequence_length"
             )
     for path in paths:
         sync(path)
