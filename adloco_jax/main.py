@@ -79,8 +79,9 @@ def command() -> NoReturn:
         traceback.print_exc()
         code = 1
     processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early mistake
+    together = processes is None or processes.all_end()
     # A library that ran out of files or memory may leave a thread that never ends.
-    if code == ResourceError.exit_code or (processes is not None and not processes.all_end()):
+    if code == ResourceError.exit_code or not together:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the terminal has gone
                 stream.flush()

@@ -254,7 +254,7 @@ def fit(
 def _until_done(run: Run) -> Result:
     """Runs the rounds that are left, again from the newest checkpoint after a failure."""
     failures = Failures()
-    with exclusive(run.workdir), stop_requests() as stop:
+    with exclusive(run.workdir), stop_requests() as stop, processes.ending_together():
         while True:
             # Everything that a failed round has changed is restored from the newest checkpoint.
             with contextlib.ExitStack() as stack:
@@ -395,20 +395,22 @@ def after_failure(
     cause = " ".join(str(error).split())[:300]
     exhausted = "RESOURCE_EXHAUSTED" in str(error)
     if exhausted and size == 1:
-        raise ResourceError(
+        failure = (
             f"round {index}: out of memory at a micro-batch of 1: {cause}; use fewer workers, a"
             " smaller model or shorter sequences, or model.remat"
-        ) from error
-    if jax.process_count() > 1:
-        mend = (
-            f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
-            if exhausted
-            else ""
         )
-        raise ResourceError(
-            f"round {index}: process {jax.process_index()} failed ({cause}){mend}; all start again"
-            f" from the newest checkpoint: {_last_checkpoint(run, attempt)}"
-        ) from error
+    elif jax.process_count() > 1:
+        mend = f"; set batching.max_batch_size to {size // 2} in all (--accept-config-change)"
+        failure = (
+            f"round {index}: process {jax.process_index()} failed ({cause}){mend * exhausted}; all"
+            f" start again from the newest checkpoint: {_last_checkpoint(run, attempt)}"
+        )
+    else:
+        failure = ""
+    if failure:
+        if jax.process_count() > 1:
+            processes.end_others(failure)
+        raise ResourceError(failure) from error
     if not exhausted and control.round == before.round:
         raise error
     note = f"round {index} failed ({cause}); restoring the newest checkpoint"

@@ -577,7 +577,7 @@ ROWS = {
     "R3": Row(r3, lambda _: ((1, 2), (2, 1), (4, 2)), 0, 3),
     "P1": Row(p1, _numbers, 0, 60),
     "P2": Row(p2, _meetings, 5, 9),
-    "M2": Row(m2, _numbers, 0, 20),
+    "M2": Row(m2, _numbers, 1, 20),
 }
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,6 +192,40 @@ def run_on_all(
     return cast(T, outcome)
 
 
+def end_others(message: str) -> None:
+    """Ends all other processes, which print the message and exit with 5 (`ending_together`).
+
+    They may be waiting for a collective of this process, which nothing interrupts. Without this,
+    the end of process 0 aborts them all.
+    """
+    failure = json.dumps([jax.process_index(), message])
+    _client().key_value_set("failure", failure, allow_overwrite=True)
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Ends this process with 5 as soon as another one has called `end_others`."""
+    done = threading.Event()
+
+    def watch(client) -> None:
+        while not done.wait(1):
+            try:
+                index, message = json.loads(client.key_value_try_get("failure"))
+            except jax.errors.JaxRuntimeError:  # nobody has failed
+                continue
+            if index != jax.process_index():
+                print(message, file=sys.stderr, flush=True)
+                all_end()
+                os._exit(ResourceError.exit_code)
+
+    if jax.process_count() > 1:
+        threading.Thread(target=watch, args=(_client(),), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 def all_end() -> bool:
     """Whether the others end, too; if not, this process must not wait for them in JAX.
 
@@ -203,6 +238,8 @@ def all_end() -> bool:
         _client().wait_at_barrier("the end", _END_MS)
     except jax.errors.JaxRuntimeError:
         return False
+    if is_first():
+        time.sleep(1)  # the coordinator: its answers to the others are on their way
     return True
 
 
