@@ -270,13 +270,15 @@ def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):
 
 def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     run = read(tmp_path)
-    constants = theory.fit(run.events)
-    found = theory.measured(run.events, constants)
-    run_figures.theory_beside(run, constants)
+    found, constants = theory.measured(run.events), theory.fit(run.events)
+    html = run_figures.theory_beside(run)
     signal, batch, _ = drawn.values()
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)
-    bounds = [(p.num_steps, p.batch_bound) for p in found]
-    assert points(batch["at least (Theorem 1)"]) == bounds
+    bound = theory.bounds(found, constants, 8)["total_batch_bound"]
+    assert points(batch["at least (Theorem 1)"]) == near(found["num_steps"], bound)
+    assert f"L = {constants.smoothness:.4g}" in html
+    run.start["config"]["batching"]["test"] = "inner_product"
+    assert "There are no bounds: batching.test=" in run_figures.theory_beside(run)
 
 
 def test_a_file_has_its_panels_in_a_grid_and_the_colours_of_its_theme():

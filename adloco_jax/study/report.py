@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import chart, curves, loss, page, run_figures, theory
+from adloco_jax.study import chart, curves, loss, page, run_figures
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import Run, Variant
 from adloco_jax.study.page import Cell
@@ -314,24 +314,6 @@ def _parts_of(run: Run) -> dict[str, str]:
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of the guard."
         parts["Merges"] = page.table(caption, merges)
     parts["Time"] = run_figures.times(run)
-    parts["Theory"] = _theory(run)
+    parts["Theory"] = run_figures.theory_beside(run)
     parts["All totals"] = _facts("", dict(described(totals(run.events))))
     return parts
-
-
-def _theory(run: Run) -> str:
-    try:
-        found, reason = theory.fit(run.events), ""
-    except DataError as error:
-        found, reason = None, str(error)
-    drawn = run_figures.theory_beside(run, found)
-    if found is None:
-        return drawn + page.paragraph(f"No constants: {reason}")
-    constants = {
-        "L, smoothness": f"{found.smoothness:.4g}",
-        "Δ0, gap to the lowest loss (nats)": f"{found.gap:.4g}",
-        "σ², gradient noise": f"{found.noise:.4g}",
-        "η of the norm test": f"{found.eta:.4g}",
-    }
-    caption = "Constants fitted on this run; adloco_jax/study/theory.py says how."
-    return drawn + _facts(caption, constants)

@@ -4,6 +4,9 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
+from adloco_jax.errors import DataError
 from adloco_jax.study import chart, curves, loss, theory
 from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import Run
@@ -204,54 +207,61 @@ def times(run: Run) -> str:
     return figure(panel.html(), text)
 
 
-# The panels of theory: its label, and by field of a `theory.Point` a label, a key and classes.
+# The panels of theory: its label, and by quantity a label, a key and classes.
 _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "signal |G|², mean so far": {
-        "mean_signal": ("measured", "run", "c0"),
+        "signal": ("measured", "run", "c0"),
         "signal_bound": ("at most (Lemma 2)", "L 2", "c1 d4"),
     },
     "batch (sequences), mean so far": {
-        "mean_total_batch_size": ("measured", "run", "c0"),
-        "batch_bound": ("at least (Theorem 1)", "T 1", "c0 d4"),
-        "mean_batch_size": ("per worker", "p.w.", "c5"),
-        "local_batch_bound": ("at least (Lemma 1)", "L 1", "c5 d4"),
+        "total_batch": ("measured", "run", "c0"),
+        "total_batch_bound": ("at least (Theorem 1)", "T 1", "c0 d4"),
+        "batch": ("per worker", "p.w.", "c5"),
+        "batch_bound": ("at least (Lemma 1)", "L 1", "c5 d4"),
     },
     "communications C(N)": {
         "communications": ("measured", "run", "c0"),
         "communications_bound": ("at most (direct)", "max", "c6 d2"),
-        "paper_communications": ("Theorem 2", "T 2", "c4 d4"),
     },
 }
 
 
-def theory_beside(run: Run, constants: theory.Constants | None) -> str:
+def theory_beside(run: Run) -> str:
     """Measured signal, batch growth and communications beside the paper's bounds.
 
     Args:
-      run: Its rounds are drawn.
-      constants: From `theory.fit`; None leaves the bounds out.
+      run: Its rounds are drawn, with bounds if it determines their constants.
     """
-    points = theory.measured(run.events, constants)
+    found = theory.measured(run.events)
+    num_steps, text = found["num_steps"], _THEORY_CAPTION
+    try:
+        constants = theory.fit(run.events)
+        found |= theory.bounds(found, constants, run.start["max_batch_size"])
+        text += (
+            f" Constants fitted on this run, as adloco_jax/study/theory.py says: L ="
+            f" {constants.smoothness:.4g} (smoothness), Δ0 = {constants.gap:.4g} nats (gap to the"
+            f" lowest loss), σ² = {constants.noise:.4g} (gradient noise), η = {constants.eta:.4g}."
+        )
+    except DataError as error:
+        text += f" There are no bounds: {error}."
     drawn = ""
     for label, lines in _THEORY.items():
         shown = []
-        for field, (name, key, classes) in lines.items():
-            known = [(p.num_steps, value) for p in points if (value := getattr(p, field) or 0) > 0]
-            if known:
-                x, y = zip(*known, strict=True)
-                shown.append(Curve(x, y, classes, name, key))
-        across = chart.axis("updates of a worker, N", [value for c in shown for value in c.x])
+        for name, (words, key, classes) in lines.items():
+            if name in found and (found[name] > 0).any():
+                y = np.where(found[name] > 0, found[name], math.nan)
+                shown.append(Curve(num_steps, y, classes, words, key))
+        across = chart.axis("updates of a worker, N", num_steps)
         up = chart.axis(label, [value for c in shown for value in c.y], base=10)
         drawn += chart.chart(across, up, shown, title=label).html() if shown else ""
-    text = (
-        "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared"
-        " norm of the gradient, bounded from above by Lemma 2; the requested batch of all workers"
-        " of a trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1; and the"
-        " paper's count of communications, C(N) = Σ max_batch/b, which Theorem 2 estimates."
-        " Measured values are means over the trainers; vertical axes are logarithmic. Where a run"
-        " departs from the theory (AdamW, momentum, tests once a round, caps), a measured curve may"
-        " cross its bound."
-    )
-    if constants is None:
-        text += " There are no bounds, because the run does not determine their constants."
     return figure(drawn, text)
+
+
+_THEORY_CAPTION = (
+    "The run beside what the AdLoCo paper (arXiv 2508.18182) proves of plain SGD: the squared norm"
+    " of the gradient, bounded from above by Lemma 2; the requested batch of all workers of a"
+    " trainer, bounded from below by Theorem 1, and of each worker, by Lemma 1; and the paper's"
+    " count of communications, C(N) = Σ max_batch/b, bounded from above. Measured values are means"
+    " over the trainers; vertical axes are logarithmic. Where a run departs from the theory (AdamW,"
+    " momentum, tests once a round, caps), a measured curve may cross its bound."
+)
