@@ -36,7 +36,6 @@ from adloco_jax.study.page import write_files
 MAX_COORDINATES = 100_000
 MAX_DEVIATIONS = 10_000_000  # of all draws of one batch size: 40 MB, and four times that in float64
 BIN_EDGES = np.linspace(-6.0, 6.0, 61)  # of the histograms, in root mean squares
-ROUNDS_BEFORE, ROUNDS_AFTER = 1, 2  # of the ledger, around the checkpoint
 
 # Purposes of a seed, so that no two uses share their random numbers.
 _SEQUENCES, _COORDINATES, _BATCHES = range(3)
@@ -205,10 +204,10 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 def compare(
     events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """The estimates of the run's tests around a checkpoint, over the measured values.
+    """The estimates of the run's own tests around a checkpoint, over the measured values.
 
-    The test of round k is taken where round k begins, so the test of the round after the checkpoint
-    saw exactly the parameters of the checkpoint, and other sequences.
+    The test of round k is taken where round k begins. So the test of the round after the checkpoint
+    saw exactly the parameters of the checkpoint, and other sequences; a finished run has none.
 
     Args:
       events: The ledger's lines.
@@ -218,22 +217,18 @@ def compare(
       signal: |G|^2, as measured.
 
     Returns:
-      A dict per round and trainer, each with the estimates of a single test. The ratios are the
-      test's over the measured. None: not tested, or not positive.
+      A dict per trainer of the checkpoint's round and of the next, with the estimates of a single
+      test. The ratios are the test's over the measured. None: not tested, or not positive.
     """
-    over, found = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}, []
-    near = range(round - ROUNDS_BEFORE, round + ROUNDS_AFTER + 1)
+    measured = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}
+    found = []
     for line in lines(events, "round"):
-        if line["round"] not in near or trainer not in (None, line["trainer"]):
-            continue
-        tested = {"noise": line["noise"], "signal": line["signal"]}
-        tested |= {"noise_scale": ratio(line["noise"], line["signal"])}
-        found.append(
-            {name: line[name] for name in ("round", "trainer", "test_value")}
-            | {"at_checkpoint": line["round"] == round + 1}
-            | tested
-            | {f"{name}_ratio": ratio(value, over[name]) for name, value in tested.items()}
-        )
+        if line["round"] in (round, round + 1) and trainer in (None, line["trainer"]):
+            tested = {"noise": line["noise"], "signal": line["signal"]}
+            tested |= {"noise_scale": ratio(line["noise"], line["signal"])}
+            ratios = {f"{name}_ratio": ratio(tested[name], measured[name]) for name in tested}
+            own = {name: line[name] for name in ("round", "trainer", "test_value")}
+            found.append(own | tested | ratios)
     return found
 
 
@@ -297,9 +292,6 @@ def analyse_run(
             f"out of memory with {pass_size} sequences in one pass; set --pass-size lower"
         ) from error
     found = {name: measured[name] for name in ("noise", "signal")}
-    tested = compare(events, round=trained.round, trainer=trainer, **found)
-    if trained.source in ("best", "average"):  # not a point where one trainer was tested
-        tested = [line | {"at_checkpoint": False} for line in tested]
     result = {
         "command": command,
         "run": start["run"],
@@ -312,7 +304,7 @@ def analyse_run(
         "num_training_sequences": num_rows,
         **draw_settings,
         **measured,
-        "ledger": tested,
+        "ledger": compare(events, round=trained.round, trainer=trainer, **found),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }

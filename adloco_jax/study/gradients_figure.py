@@ -39,9 +39,8 @@ def describe(result: dict) -> list[str]:
         return [*lines, "the run tested no batch around this round"]
     return [
         *lines,
-        "the run's own tests, and (ratio to the above)",
+        "the run's own tests at the beginning of a round, and (ratio to the above)",
         *columns([_TEST, *map(_test_cells, result["ledger"])]),
-        "* at the checkpoint's own parameters",
     ]
 
 
@@ -130,7 +129,7 @@ def _batch_cells(batch: dict) -> tuple[str, ...]:
 
 
 def _test_cells(line: dict) -> tuple[str, ...]:
-    cells = [f"{line['round']}{'*' if line['at_checkpoint'] else ''}", f"{line['trainer']}"]
+    cells = [f"{line['round']}", f"{line['trainer']}"]
     for name in ("noise", "signal", "noise_scale"):
         ratio = line[f"{name}_ratio"]
         cells.append(_number(line[name]) + ("" if ratio is None else f" ({ratio:.2f})"))
