@@ -48,8 +48,8 @@ from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.machines import here
 from adloco_jax.run.plan import max_batch_size, run_header
-from adloco_jax.run.progress import Progress
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
+from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import Trackers, check_installed
 from adloco_jax.settings import KNOBS, Settings
 from adloco_jax.study import report
@@ -305,7 +305,9 @@ def begin(
     restored, damage, end = resume.restore(run)
     host = restored.host if restored else {"ledger": START, "wall_s": 0.0, "loss": None}
     num_rounds = settings.num_rounds if settings.num_tokens is None else None
-    progress = Progress(num_rounds, every=settings.log.every_rounds)
+    before = restored.state.control if restored else None
+    done = share_done(before.round, before.tokens_total, settings) if before else 0.0
+    progress = Progress(num_rounds, every=settings.log.every_rounds, share_done=done)
     stack.callback(progress.close)
     begins_again = restored is None and not failures.faults
     begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
@@ -331,7 +333,6 @@ def begin(
     notes.append(run.heldout.describe(run.num_classes))
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
-    progress.resume(share_done(control.round, control.tokens_total, settings))
     ensemble = restored.state.ensemble if restored else initial_ensemble(run, control)
 
     saver = Saver(

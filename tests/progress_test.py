@@ -1,6 +1,7 @@
 """What a run prints: lines, and above a bar where someone watches."""
 
 import io
+import math
 import re
 import subprocess
 import sys
@@ -11,8 +12,7 @@ from toy import settings_of
 
 from adloco_jax.loop.control import Size
 from adloco_jax.loop.growth import Decision
-from adloco_jax.run import notes
-from adloco_jax.run.progress import Progress, Shown, _duration
+from adloco_jax.run.terminal import Progress, describe_growth, describe_round
 
 
 class Terminal(io.StringIO):
@@ -20,15 +20,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(index, share_done, **others):
-    common = {"loss": 2.41349 / index, "heldout": None, "sizes": [(4, 1, 2), (8, 3, 1)]}
-    return Shown(**{"index": index, "share_done": share_done, "pool": 6} | common | others)
+def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5):
+    """The words of a round of a second, from micro-batch, accumulation and workers of each."""
+    names = ("micro_batch_size", "num_accum_steps", "workers")
+    lines = [dict(zip(names, size, strict=True), tokens=0) for size in sizes]
+    lines[0]["tokens"] = tokens
+    losses = [loss] + [math.nan] * (len(sizes) - 1)  # of the others no update was finite
+    return describe_round(lines, losses, heldout=heldout, pool=6, seconds=1.0)
 
 
 def show(file, *, num_rounds=4, every=1):
     progress = Progress(num_rounds, every=every, file=file)
     for index in range(1, num_rounds + 1):
-        progress.round(shown(index, index / num_rounds, tokens_per_s=51234.5))
+        text = round_of((4, 1, 2), (8, 3, 1), loss=2.41349 / index)
+        progress.round(index, index / num_rounds, text)
         if index == 2:
             progress.note("trainer 1 merged into 0")
     progress.close()
@@ -46,18 +51,15 @@ def test_without_a_terminal_each_round_is_one_line():
     assert len(lines) == 5
     assert lines[2] == "trainer 1 merged into 0"
     assert lines[0].startswith(f"round 1/4: {LINE}") and lines[0].endswith(" left")
-    assert lines[4].startswith("round 4/4: loss 0.6034, ") and lines[4].endswith(", 0 s left")
+    assert lines[4].startswith("round 4/4: loss 0.6034, ") and lines[4].endswith(", 00:00 left")
     found = re.findall(r"^round (\d+)/7", show(io.StringIO(), num_rounds=7, every=3), re.MULTILINE)
     assert found == ["3", "6", "7"]
 
 
 def test_a_line_says_held_out_loss_and_counts_many_trainers():
-    file = io.StringIO()
-    sizes = [(8, 1, 1)] * 4 + [(8, 2, 1)]
-    progress = Progress(2, file=file)
-    progress.round(shown(1, 0.5, heldout=2.25, sizes=sizes, tokens_per_s=1.0))
-    assert "held-out 2.25, " in file.getvalue()
-    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainers, 5 trainers, 5 of 6" in file.getvalue()
+    text = round_of(*[(8, 1, 1)] * 4, (8, 2, 1), heldout=2.25)
+    assert "held-out 2.25, " in text
+    assert "workers 8x1x1 in 4 trainers 8x2x1 in 1 trainers, 5 trainers, 5 of 6" in text
 
 
 def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_last_rounds(
@@ -68,24 +70,16 @@ def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_las
     file = io.TextIOWrapper(io.BytesIO(), write_through=False)
     progress = Progress(10, file=file)
     for index in (1, 2, 3):  # the first one compiles for ten minutes
-        progress.round(shown(index, index / 10, tokens_per_s=1.0))
+        progress.round(index, index / 10, "")
     # 600, then 10 and 10 s for a tenth: 6000, 3050 and 1575 s for the whole run.
     left = [line.rpartition(b", ")[2] for line in file.buffer.getvalue().splitlines()]
-    assert left == [b"1 h 30 min left", b"41 min left", b"18 min left"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (95, "2 min"), (7500, "2 h 5 min")]
-)
-def test_durations_are_in_words(seconds, words):
-    assert _duration(seconds) == words
+    assert left == [b"1:30:00 left", b"40:40 left", b"18:22 left"]
 
 
 def test_where_tokens_end_the_run_its_share_is_shown_and_never_above_all():
     file = io.StringIO()
-    Progress(None, file=file).round(shown(2, 1.06, tokens_per_s=1.0))
-    assert file.getvalue().startswith("round 2 (100% of the tokens): loss ")
-    assert file.getvalue().endswith(", 0 s left\n")
+    Progress(None, file=file).round(2, 1.06, "loss 1")
+    assert file.getvalue() == "round 2 (100% of the tokens): loss 1, 00:00 left\n"
 
 
 def test_a_terminal_gets_a_bar_under_the_same_lines():
@@ -95,8 +89,7 @@ def test_a_terminal_gets_a_bar_under_the_same_lines():
 
 
 def test_a_resumed_bar_starts_where_the_run_stopped():
-    progress = Progress(10, file=(terminal := Terminal()))
-    progress.resume(0.5)
+    progress = Progress(10, share_done=0.5, file=(terminal := Terminal()))
     progress.note("resuming after round 5")
     progress.close()
     assert " 50%|" in terminal.getvalue()
@@ -109,9 +102,9 @@ import sys, types
 sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")
 sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: None)
 sys.modules["ipywidgets"] = None
-from adloco_jax.run.progress import Progress, Shown
+from adloco_jax.run.terminal import Progress
 progress = Progress(2)
-progress.round(Shown(2, 1.5, None, [(1, 1, 1)], 1, 2.0, 1.0))
+progress.round(2, 1.0, "loss 1.5")
 progress.close()
 """
     done = subprocess.run(
@@ -136,9 +129,9 @@ progress.close()
 def test_growth_names_the_limit_that_held_it(knobs, batch, limit):
     settings = settings_of(batching=knobs)
     line = {"round": 3, "trainer": 1, "requested_batch_size": 3, "steps_per_round": 3}
-    line["skipped_updates"] = 0
+    line |= {"next_batch_size": batch, "next_steps_per_round": 3, "skipped_updates": 0}
     decision = Decision(Size(1, 1, batch), "capped", 1.0, 1.0, 99.5)
-    assert notes.of_round(line, decision, settings) == [
+    assert describe_growth(line, decision, settings) == [
         f"round 3: trainer 1: batch per worker 3 -> {batch} (the test asks for 99.5, limited by"
         f" {limit})"
     ]

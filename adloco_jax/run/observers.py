@@ -28,13 +28,14 @@ from adloco_jax.loop.adloco import (
     Observer,
     State,
 )
+from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, share_done
-from adloco_jax.run import checkpoint, notes, processes
+from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Saver
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.run.progress import Progress, Shown
 from adloco_jax.run.resume import versions
+from adloco_jax.run.terminal import Progress, describe_change, describe_growth, describe_round
 from adloco_jax.settings import Settings
 
 
@@ -65,33 +66,26 @@ class Recorder:
         for line, decision, outcome in rows:
             measured = {"train_loss": outcome.mean_loss}
             measured["pseudo_grad_norm"] = outcome.pseudo_grad_norm
-            decided = notes.decided(decision, self.settings)
-            self.ledger.write("round", **line, **decided, **measured, **seconds)
+            whole = line | _decided(decision, self.settings)
+            self.ledger.write("round", **whole, **measured, **seconds)
             if skipped := line["skipped_updates"]:
                 where = {"round": line["round"], "trainer": line["trainer"]}
                 self.ledger.write("fault", kind="skipped_updates", **where, updates=skipped)
-            for note in notes.of_round(line, decision, self.settings):
+            for note in describe_growth(whole, decision, self.settings):
                 self.progress.note(note)
         for change in boundary.changes:
             self.ledger.write(**change)
-            if note := notes.of_change(change, self.settings):
+            if note := describe_change(change):
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
         """Shows the round on the terminal, with the newest held-out loss."""
         metrics, control = boundary.metrics, state.control
         losses = [outcome.mean_loss for outcome in metrics.outcomes]
-        names = ("micro_batch_size", "num_accum_steps", "workers")
-        shown = Shown(
-            index=control.round,
-            loss=float(np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])),
-            heldout=None if np.isnan(self.loss) else self.loss,
-            sizes=[tuple(line[name] for name in names) for line in metrics.lines],
-            pool=self.settings.ensemble.num_workers,
-            tokens_per_s=sum(line["tokens"] for line in metrics.lines) / metrics.step_s,
-            share_done=share_done(control.round, control.tokens_total, self.settings),
-        )
-        self.progress.round(shown)
+        how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
+        text = describe_round(metrics.lines, losses, **how, seconds=metrics.step_s)
+        done = share_done(control.round, control.tokens_total, self.settings)
+        self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
         """What a checkpoint holds of the record so far."""
@@ -116,6 +110,20 @@ class Recorder:
         if self.seconds:
             fields["tokens_per_s"] = round(self.tokens / self.seconds, 1)
         self.ledger.write("end", reason=reason, **fields, wall_s=self.wall_s())
+
+
+def _decided(decision: Decision, settings: Settings) -> dict:
+    """A decision's fields of the ledger.
+
+    Where a rule for the length of rounds decides when a round begins, the next one's is None.
+    """
+    fields, inner = decision._asdict(), settings.inner
+    size, is_known = fields.pop("size"), inner.round_length == "fixed"
+    return fields | {
+        "next_workers": size.num_workers,
+        "next_steps_per_round": size.round_length * inner.steps_per_round if is_known else None,
+        "next_batch_size": size.batch_size,
+    }
 
 
 def _totals(control: Control) -> dict[str, int]:

@@ -1,0 +1,181 @@
+"""Terminal output of a run: a line for each round and event, and a bar on a terminal."""
+
+import collections
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+import numpy as np
+from tqdm import TqdmWarning
+
+from adloco_jax.loop.growth import Decision
+from adloco_jax.settings import Settings
+
+with warnings.catch_warnings():  # without ipywidgets a notebook gets the text bar, not a warning
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
+
+_MOST_LISTED = 4  # trainers whose batches are shown one by one
+# Of a change at a round's boundary.
+_CHANGES = {
+    "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
+    "merge": "trainers {listed} merge into trainer {into}: held-out loss {losses} ->"
+    " {loss_after:.4f}",
+    "refusal": "trainers {listed} do not merge: the loss would rise by {barrier:.4f} over their"
+    " mean, more than merge.max_barrier; {why}",
+    "fault": "trainer {trainer} leaves the run with its workers: its last {skipped_in_a_row}"
+    " updates were not finite",
+}
+_WHY = {
+    "keep": "all of them continue",
+    "retire": "the weaker one ends",
+    "test": "the test asks for a larger batch than the trainer's workers have",
+    "spawn_frac": "the share of the run that ensemble.spawn_frac declares is done",
+}
+
+
+class Progress:
+    """Writes lines, above a bar where the output is a terminal or a notebook."""
+
+    def __init__(
+        self,
+        num_rounds: int | None,
+        *,
+        every: int = 1,
+        share_done: float = 0.0,
+        file: TextIO | None = None,
+    ):
+        """Starts the clock, and draws the bar if there is one.
+
+        Args:
+          num_rounds: Rounds of the whole run; None where tokens end it.
+          every: Rounds between two lines; the last round always has one.
+          share_done: Fraction of the whole run that earlier processes have done.
+          file: Where to write; None is standard output.
+        """
+        self._file = sys.stdout if file is None else file
+        self._num_rounds = num_rounds
+        self._every = every
+        self._last_s, self._last_share = time.perf_counter(), share_done
+        self._seconds_per_run: float | None = None
+        self._bar = None
+        # A Jupyter kernel's output is no terminal, yet shows bars; this is how tqdm.auto decides.
+        in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
+        if self._file.isatty() or in_notebook:
+            style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
+            initial = min(share_done, 1.0)
+            self._bar = tqdm(
+                total=1.0, initial=initial, bar_format=style, file=self._file, dynamic_ncols=True
+            )
+
+    def note(self, line: str) -> None:
+        """Writes a line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._file)
+        else:
+            print(line, file=self._file, flush=True)
+
+    def round(self, index: int, share_done: float, text: str) -> None:
+        """Writes a finished round's line, if it is due, and moves the bar.
+
+        Args:
+          index: The round's number, from 1.
+          share_done: Fraction of the whole run that is done; may exceed 1.
+          text: What the line says of the round, see `describe_round`.
+        """
+        share = min(share_done, 1.0)
+        left = f"{tqdm.format_interval(self._seconds_left(share))} left"
+        if self._bar is not None:
+            self._bar.set_postfix_str(left, refresh=False)
+            self._bar.update(share - self._bar.n)
+        if index % self._every == 0 or share >= 1:
+            known = self._num_rounds is not None
+            number = (
+                f"{index}/{self._num_rounds}" if known else f"{index} ({share:.0%} of the tokens)"
+            )
+            self.note(f"round {number}: {text}, {left}")
+
+    def close(self) -> None:
+        """Leaves the bar on the terminal and ends its line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _seconds_left(self, share: float) -> float:
+        """By the pace of the last rounds: the first one also compiles."""
+        now_s = time.perf_counter()
+        pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
+        before = pace if self._seconds_per_run is None else self._seconds_per_run
+        self._seconds_per_run = (pace + before) / 2
+        self._last_s, self._last_share = now_s, share
+        return (1 - share) * self._seconds_per_run
+
+
+def describe_round(
+    lines: Sequence[dict], losses: Sequence[float], *, heldout: float, pool: int, seconds: float
+) -> str:
+    """A finished round in words.
+
+    Args:
+      lines: The ledger's line of each trainer.
+      losses: Mean training loss of each trainer; the mean of those that are finite is shown.
+      heldout: Newest held-out loss of the consensus; NaN if there is none yet.
+      pool: Workers of the whole pool.
+      seconds: How long the round took.
+    """
+    loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
+    names = ("micro_batch_size", "num_accum_steps", "workers")
+    sizes = ["x".join(str(line[name]) for name in names) for line in lines]
+    if len(sizes) > _MOST_LISTED:
+        counts = collections.Counter(sizes).most_common()
+        sizes = [f"{size} in {count} trainers" for size, count in counts]
+    tokens, workers = (sum(line[name] for line in lines) for name in ("tokens", "workers"))
+    return (
+        f"loss {loss:.4g}{'' if np.isnan(heldout) else f', held-out {heldout:.4g}'},"
+        f" batch x accumulation x workers {' '.join(sizes)},"
+        f" {len(lines)} trainer{'s' * (len(lines) != 1)}, {workers} of {pool} workers,"
+        f" {tokens / seconds:,.0f} tokens/s"
+    )
+
+
+def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
+    """Lines on a trainer's round: skipped updates, growth and its reason.
+
+    Args:
+      line: The trainer's in the ledger, with the fields of the decision.
+      decision: On its next round.
+      settings: The run's.
+    """
+    batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
+    limit = "batching.max_growth"
+    if "batch" not in batching.growth:
+        limit = "batching.growth, which has no 'batch'"
+    elif decision.size.batch_size >= batching.batch_cap:
+        limit = "batching.batch_cap"
+    why = {
+        "capped": f"{requested}, limited by {limit}",
+        "signal": "no signal above the noise yet, so one step of growth",
+        "held": "no signal above the noise, limited by batching.max_blind_growth",
+        "schedule": "as declared",
+    }.get(decision.reason, requested)
+    changes = {
+        "batch per worker": (line["requested_batch_size"], line["next_batch_size"]),
+        "updates per round": (line["steps_per_round"], line["next_steps_per_round"]),
+    }
+    grown = [f"{name} {a} -> {b}" for name, (a, b) in changes.items() if b not in (a, None)]
+    if decision.reason == "held":
+        grown = ["batch per worker stays"]
+    found = [f"{', '.join(grown)} ({why})"] if grown else []
+    if skipped := line["skipped_updates"]:
+        found.append(f"skipped {skipped} updates whose loss or gradient was not finite")
+    return [f"round {line['round']}: trainer {line['trainer']}: {words}" for words in found]
+
+
+def describe_change(change: dict) -> str:
+    """The line on a change at a round's boundary; empty if the terminal shows none."""
+    words = {"why": _WHY.get(change.get("action", change.get("reason", "")), "")}
+    words["listed"] = ", ".join(map(str, change.get("members", ())))
+    words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
+    shown = _CHANGES.get(change["event"], "").format(**change | words)
+    return f"round {change['round']}: {shown}" if shown else ""
