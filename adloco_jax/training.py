@@ -30,14 +30,13 @@ from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, Resou
 from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco, start
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes, resume
-from adloco_jax.run.arguments import check_arguments, check_optimizer, check_transform
+from adloco_jax.run.arguments import check_arguments
 from adloco_jax.run.build import (
     InitFn,
     Run,
     build_model,
     class_count,
     initial_ensemble,
-    inner_transform,
     load_data,
     pretrained_params,
     program_spec,
@@ -202,9 +201,7 @@ def fit(
         class, where there are classes); if `corpus.batch` gives two workers the same rows.
       UserError: Otherwise see `train`; no text is read here.
     """
-    check_arguments(settings, corpus, init_fn, loss_fn, params, workdir)
-    for name, given in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
-        check_optimizer(name, given)
+    check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
@@ -226,10 +223,6 @@ def fit(
             num_trainers=settings.ensemble.num_trainers,
         )
 
-    shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    check_transform("inner_tx", inner_transform(settings, inner_tx), shapes)
-    if outer_tx is not None:
-        check_transform("outer_tx", outer_tx, shapes)
     heldout = processes.run_on_all(check)
     row_length, txs = corpus.heldout_rows.shape[1], {"inner_tx": inner_tx, "outer_tx": outer_tx}
     spec = program_spec(

@@ -106,14 +106,14 @@ def test_trackers_receive_the_ledgers_numbers(tmp_path, board, wandb, plain):
     for tracker in (board, wandb):
         for name, lines, field in [
             ("train_loss/trainer_0", rounds, "train_loss"),
-            ("batch_requested/trainer_0", rounds, "requested_batch_size"),
-            ("accumulation/trainer_0", rounds, "num_accum_steps"),
-            ("heldout_loss/consensus", evals, "loss"),
-            ("memory/host_peak_bytes", events(plain.workdir, "memory"), "host_peak_bytes"),
-            ("merge/barrier", [merge], "barrier"),
+            ("requested_batch_size/trainer_0", rounds, "requested_batch_size"),
+            ("num_accum_steps/trainer_0", rounds, "num_accum_steps"),
+            ("loss/consensus", evals, "loss"),
+            ("host_peak_bytes/memory", events(plain.workdir, "memory"), "host_peak_bytes"),
+            ("barrier/merge", [merge], "barrier"),
         ]:
             assert tracker.values(name) == [(e["round"], e[field]) for e in lines], name
-        assert dict(tracker.values("total/bytes"))[4] == evals[-1]["bytes_total"]
+        assert dict(tracker.values("bytes_total/consensus"))[4] == evals[-1]["bytes_total"]
         (text,) = tracker.values("merge")
         assert f'"into": {merge["into"]}' in text[1]
         assert all(value > 0 for _, value in tracker.values("tokens_per_s/trainer_0"))
@@ -127,7 +127,7 @@ def test_what_was_not_finite_is_no_scalar():
     line = {"event": "eval", "round": 1, "trainer": 3, "loss": None, "perplexity": 2.0}
     assert trackers.scalars(line) == {"perplexity/trainer_3": 2.0}
     line = {"event": "memory", "round": 1, "host_peak_bytes": 5, "device_peak_bytes": [None, 7]}
-    named = {"memory/host_peak_bytes": 5, "memory/device_1_peak_bytes": 7}
+    named = {"host_peak_bytes/memory": 5, "device_peak_bytes/1": 7}
     assert trackers.scalars(line) == named
 
 
@@ -142,7 +142,7 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
     assert fault["cause"] == "RuntimeError: a tracker's own trouble"
     assert capsys.readouterr().out.count("log.tensorboard is off from here on") == 1
     assert len(board.calls) == 2 and board.closed == 1
-    assert len(wandb.values("heldout_loss/consensus")) == 2  # the other goes on
+    assert len(wandb.values("loss/consensus")) == 2  # the other goes on
     assert len(wandb.values("fault")) == 1
 
 
@@ -181,7 +181,7 @@ def test_a_resumed_runs_history_is_sent_once_and_rounds_run_again_leave_no_gap(
     for switched_on_late in (True, False):
         feed(tmp_path, again, history=history, **BOTH["log"])
         for tracker in (board, wandb):
-            assert tracker.values("heldout_loss/consensus") == consensus_losses(plain)
+            assert tracker.values("loss/consensus") == consensus_losses(plain)
             assert len(tracker.opened) == (1 if switched_on_late else 2)
     feed(tmp_path, [lines[0] | {"time": "later"}], wandb=True)  # another run
     first, again, other = (options["id"] for _, options in wandb.opened)
@@ -224,6 +224,6 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
         event = Event.FromString(data)
         assert masked_crc32c(data)
         for value in event.summary.value:
-            if value.tag == "heldout_loss/consensus":
+            if value.tag == "loss/consensus":
                 losses[event.step] = value.simple_value
     assert losses == pytest.approx(dict(consensus_losses(plain)))

@@ -133,7 +133,7 @@ def test_fit_refuses_wrong_arguments_by_name(tmp_path):
         ),
         (
             dict(params={"w": jnp.zeros(3)}),
-            r"params: params\['w'\] is float32\[3\], init_fn gives float32\[6, 6\]",
+            r"params: w is float32\[3\], init_fn gives float32\[6, 6\]",
         ),
     ):
         given = {"settings": settings_of(), "workdir": tmp_path / "r"} | wrong

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from jaxtyping import PyTree
 
 from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError
+from adloco_jax.run.build import inner_transform
+from adloco_jax.run.checkpoint import shapes
 from adloco_jax.settings import Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
@@ -25,6 +28,8 @@ def check_arguments(
     loss_fn: Callable[..., Any],
     params: PyTree | None,
     workdir: str | os.PathLike,
+    inner_tx: optax.GradientTransformation | None,
+    outer_tx: optax.GradientTransformation | None,
 ) -> None:
     """Refuses arguments of `fit` that cannot be what their names say.
 
@@ -36,26 +41,30 @@ def check_arguments(
         faults.append(f"settings: {_kind(settings)}; give what config.validate(config) returns")
     if not isinstance(workdir, str | os.PathLike):
         faults.append(f"workdir: {_kind(workdir)}; give the path of a folder")
+    rows: Any = getattr(corpus, "heldout_rows", None)
     if lacks := [name for name in _OF_ROWS if not hasattr(corpus, name)]:
         faults.append(
             f"corpus: {_kind(corpus)} without {', '.join(lacks)};"
             " adloco_jax.engine.inputs.Rows says what rows need"
         )
-    elif (rows := corpus.heldout_rows) is None or np.ndim(rows) != 2 or not _are_ids(rows):
+    elif np.ndim(rows) != 2 or not np.issubdtype(getattr(rows, "dtype", object), np.integer):
         shape, dtype = np.shape(rows), getattr(rows, "dtype", type(rows).__name__)
         faults.append(
             f"corpus.heldout_rows: {dtype} of shape {shape}; give an array of integers [E, L + 1]"
         )
-    faults += [
-        f"{name}: {_kind(given)}; give {expected}"
-        for name, given, expected in (
-            ("init_fn", init_fn, "a function of a PRNG key that returns parameters"),
-            ("loss_fn", loss_fn, "a function of parameters and rows [B, L + 1]"),
-        )
-        if not callable(given)
-    ]
-    if callable(init_fn):
-        faults += _of_params(init_fn, params)
+    for name, given, expected in (
+        ("init_fn", init_fn, "a function of a PRNG key that returns parameters"),
+        ("loss_fn", loss_fn, "a function of parameters and rows [B, L + 1]"),
+    ):
+        if not callable(given):
+            faults.append(f"{name}: {_kind(given)}; give {expected}")
+    faults = faults or _of_params(init_fn, params)
+    if not faults:
+        drawn = jax.eval_shape(init_fn, jax.random.key(0))
+        # One that the config names may be an entry of the user's own.
+        inner_tx = inner_transform(settings) if inner_tx is None else inner_tx
+        for name, tx in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
+            faults += [] if tx is None else _of_transform(name, tx, drawn)
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -69,29 +78,25 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
-    names = [path for path, _ in jax.tree.leaves_with_path(drawn)]
     # As the export joins the keys of a leaf, and as Orbax does.
     for separator in "/.":
-        joined: dict[str, tuple] = {}
-        for path in names:
-            name = jax.tree_util.keystr(path, simple=True, separator=separator)
-            other = joined.setdefault(name, path)
-            if other is not path:
-                keys = " and ".join(map(jax.tree_util.keystr, (other, path)))
-                faults.append(f"init_fn: {keys} are both saved as {name!r}; rename one of them")
+        paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
+        names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
+        faults += [
+            f"init_fn: {count} leaves are saved as {name!r}; rename all but one"
+            for name, count in names.items()
+            if count > 1
+        ]
     if params is None or faults:
         return faults
-    as_arrays = jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
-    own, given = (
-        {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in found}
-        for found in (jax.tree.leaves_with_path(drawn), jax.tree.leaves_with_path(as_arrays))
-    )
-    if own != given:
-        one = min(path for path in own | given if own.get(path) != given.get(path))
-        return [
-            f"params: params{one} is {given.get(one, 'missing')}, init_fn gives"
-            f" {own.get(one, 'none')}; give what init_fn would make"
-        ]
+    given = jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
+    expected, found = shapes(drawn), shapes(given)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            return [
+                f"params: {name or 'the array'} is {found.get(name, 'missing')}, init_fn gives"
+                f" {expected.get(name, 'none')}; give what init_fn would make"
+            ]
     if jax.tree.structure(drawn) != jax.tree.structure(params):
         return ["params: of another structure than init_fn's; give what init_fn would make"]
     return []
@@ -109,52 +114,26 @@ def _unsaved(name: str, tree: PyTree) -> list[str]:
     return faults
 
 
-def check_optimizer(name: str, tx: object) -> None:
-    """Refuses an optimizer that is no optax transformation; None is one that is not given.
-
-    Raises:
-      ConfigError: Names the argument.
-    """
-    if tx is not None and not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
-        raise ConfigError(f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)")
-
-
-def check_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Refuses a transformation that a round cannot run, or whose state cannot be saved.
-
-    Args:
-      name: Of the argument, for messages.
-      tx: Is not run.
-      params: One model's parameters, or their shapes.
-
-    Raises:
-      ConfigError: A line for each fault.
-    """
+def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -> list[str]:
+    """A line for each reason why a round cannot run a transformation, or save its state."""
+    if not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+        return [f"{name}: {_kind(tx)}; give a transformation, such as optax.adamw(1.0)"]
     try:
         before = jax.eval_shape(tx.init, params)
-        faults = _unsaved(f"{name}: its state", before)
-        if not faults:
-            update = optax.with_extra_args_support(tx).update
-            _, after = jax.eval_shape(update, params, before, params)
-            if _shapes(before) != _shapes(after):
-                faults = [f"{name}: an update changes the structure of its state"]
+        if faults := _unsaved(f"{name}: its state", before):
+            return faults
+        update = optax.with_extra_args_support(tx).update
+        _, after = jax.eval_shape(update, params, before, params)
     # What third-party code raises where it lacks an argument.
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        faults = [
+        return [
             f"{name}: {' '.join(str(error).split())[:300]}; a round gives a transformation"
             " gradients, state and parameters alone: use one that needs no more"
         ]
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
-def _shapes(tree: PyTree) -> tuple:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [leaf.shape for leaf in leaves]
-
-
-def _are_ids(rows: np.ndarray) -> bool:
-    return np.issubdtype(getattr(rows, "dtype", object), np.integer)
+    is_same = jax.tree.structure(before) == jax.tree.structure(after)
+    if is_same and shapes(before) == shapes(after):
+        return []
+    return [f"{name}: an update changes the structure of its state"]
 
 
 def _kind(value: object) -> str:

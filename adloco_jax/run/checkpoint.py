@@ -340,7 +340,7 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
         try:
             # The shapes first: nothing of another size is read, and no memory taken for it.
             metadata = reader.metadata(arrays).item_metadata
-            stored, wanted = _shapes(metadata), _shapes(expected)
+            stored, wanted = shapes(metadata), shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
                 if stored.get(name) != wanted.get(name):
                     raise Damaged(
@@ -375,20 +375,20 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def _fields(state: PyTree) -> dict[str, PyTree]:
-    """A state's pytree fields by name; those that are None are left out, as older versions do."""
-    fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
-    named = {name: getattr(state, name) for name in fields}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _shapes(tree: PyTree) -> dict[str, str]:
+def shapes(tree: PyTree) -> dict[str, str]:
     """Type and shape of every leaf, by a path that is the same with and without the classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
         for path, leaf in leaves
     }
+
+
+def _fields(state: PyTree) -> dict[str, PyTree]:
+    """A state's pytree fields by name; those that are None are left out, as older versions do."""
+    fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
+    named = {name: getattr(state, name) for name in fields}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _describe_files(folder: Path) -> dict[str, dict]:

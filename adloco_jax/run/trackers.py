@@ -17,46 +17,33 @@ from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
 
-# Names of scalars, by event and field; `{}` is the trainer. A step is a round.
-_NAMES = {
-    "round": {
-        "train_loss": "train_loss/{}",
-        "requested_batch_size": "batch_requested/{}",
-        "micro_batch_size": "batch_micro/{}",
-        "num_accum_steps": "accumulation/{}",
-        "workers": "workers/{}",
-        "learning_rate": "learning_rate/{}",
-        "noise": "noise/{}",
-        "signal": "signal/{}",
-        "test_value": "test_value/{}",
-        "pseudo_grad_norm": "pseudo_grad_norm/{}",
-    },
-    "eval": {
-        "loss": "heldout_loss/{}",
-        "perplexity": "perplexity/{}",
-        "accuracy": "accuracy/{}",
-        "tokens_total": "total/tokens",
-        "bytes_total": "total/bytes",
-        "syncs_total": "total/syncs",
-        "updates_total": "total/updates",
-    },
-    "merge": {"barrier": "merge/barrier", "loss_after": "merge/loss_after"},
-    "memory": {"host_peak_bytes": "memory/host_peak_bytes"},
+# By event, the fields that are scalars, under the ledger's own names. A step is a round.
+_SCALARS = {
+    "round": "train_loss requested_batch_size micro_batch_size num_accum_steps workers"
+    " learning_rate noise signal test_value pseudo_grad_norm",
+    "eval": "loss perplexity accuracy tokens_total bytes_total syncs_total updates_total",
+    "merge": "barrier loss_after",
+    "memory": "host_peak_bytes",
 }
 _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """The numbers of a ledger line by name, without those that are null (not finite)."""
-    trainer = event.get("trainer")
-    who = trainer if trainer == "consensus" else f"trainer_{trainer}"
-    named = {
-        name.format(who): event.get(field) for field, name in _NAMES.get(event["event"], {}).items()
-    }
+    """The numbers of a ledger line, without those that are null (not finite).
+
+    Names are `field/trainer_0` or `field/consensus`, or `field/event` of a line of no trainer.
+    """
+    kind, trainer = event["event"], event.get("trainer")
+    is_consensus = trainer == "consensus"
+    who = kind if trainer is None else "consensus" if is_consensus else f"trainer_{trainer}"
+    fields = _SCALARS.get(kind, "").split()
+    # Totals are the whole run's, and on each trainer's line the same.
+    fields = [name for name in fields if is_consensus or not name.endswith("_total")]
+    named = {f"{name}/{who}": event.get(name) for name in fields}
     if event.get("step_s"):
         named[f"tokens_per_s/{who}"] = event["tokens"] / event["step_s"]
     for device, peak in enumerate(event.get("device_peak_bytes", ())):
-        named[f"memory/device_{device}_peak_bytes"] = peak
+        named[f"device_peak_bytes/{device}"] = peak
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -163,35 +150,37 @@ class Trackers:
 
     def __call__(self, event: dict) -> None:
         """Sends a line to every tracker."""
-        if event["event"] == "start":
-            for name in self._names:
-                self._try(name, event, self._open)
-        elif event["event"] in (*_NAMES, *_AS_TEXT):
-            for name in [*self._opened]:
-                self._try(name, event, lambda name, event: self._opened[name][1](event))
+        is_start = event["event"] == "start"
+        for name in self._names if is_start else [*self._opened]:
+            with self._dropped_if_it_raises(name, event.get("round", 0)):
+                if is_start:
+                    self._open(name, event)
+                elif event["event"] in (*_SCALARS, *_AS_TEXT):
+                    self._opened[name][1](event)
 
     def close(self) -> None:
         """Closes every tracker, which sends what it still holds."""
         self._on_fault = lambda *_: None  # the ledger closes next
         for name, (stack, _) in [*self._opened.items()]:
-            self._try(name, {}, lambda name, event, stack=stack: stack.close())
+            with self._dropped_if_it_raises(name, 0):
+                stack.close()
 
-    def _open(self, name: str, event: dict) -> None:
+    def _open(self, name: str, start: dict) -> None:
         with contextlib.ExitStack() as stack:
-            history = [*self._history, event]
+            history = [*self._history, start]
             send = stack.enter_context(_TRACKERS[name][1](self._workdir, history))
             self._opened[name] = stack.pop_all(), send
         for line in history:
             send(line)
 
-    def _try(self, name: str, event: dict, act: Callable[[str, dict], None]) -> None:
-        """Calls a tracker, and drops it if it raises."""
+    @contextlib.contextmanager
+    def _dropped_if_it_raises(self, name: str, at_round: int) -> Iterator[None]:
         try:
-            act(name, event)
+            yield
         # Deliberately broad: third-party code may raise anything, and must not stop training.
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             stack, _ = self._opened.pop(name, (contextlib.ExitStack(), None))
             with contextlib.suppress(Exception):
                 stack.close()
-            self._on_fault(name, event.get("round", 0), cause)
+            self._on_fault(name, at_round, cause)
