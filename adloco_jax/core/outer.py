@@ -7,6 +7,7 @@ One that synchronises a fragment of the parameters at a time has, in place of th
 `outer_update_fragment` and `receive_fragment`.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -316,8 +317,10 @@ def pack_differences(
         return difference_R.astype(jnp.float32)
 
     start_R = of_owners(trainable(ensemble.params_M), ensemble.owners)
-    difference_R = jax.tree.map(subtract, start_R, trainable(workers.params_R))
-    usable_R = jnp.isfinite(norms(difference_R))
+    end_R = trainable(workers.params_R)
+    difference_R = jax.tree.map(subtract, start_R, end_R)
+    # Looked at the other way round, as XLA would keep all differences between two uses of them.
+    usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
     if precision == "float32" or chosen_R.all():
         return Differences(difference_R, None, usable_R)
     exact_W = jax.tree.map(lambda leaf: leaf[chosen_R], difference_R) if chosen_R.any() else None
@@ -416,6 +419,13 @@ def apply_differences(
 def _are_single(ensemble: Ensemble) -> np.ndarray:
     """Bool [R]: the workers that are their trainer's only one."""
     return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
+
+
+def _are_finite(tree_X: PyTree) -> Array:
+    """Whether all numbers of each entry of the leading axis are finite, bool [X]."""
+    leaves = jax.tree.leaves(tree_X)
+    found = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
+    return functools.reduce(jnp.logical_and, found)
 
 
 def _send(
