@@ -284,7 +284,7 @@ def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
 def test_a_file_has_its_panels_in_a_grid_and_the_colours_of_its_theme():
     x, y = chart.axis("x", [0, 1]), chart.axis("y", [0, 1])
     panels = [chart.chart(x, y, [Curve([0, 1], [0, 1], "c0")], title=f"p{n}") for n in range(3)]
-    how = {"title": "t", "legend": ["a name"] * 30, "caption": "word " * 99, "columns": 2}
+    how = {"title": "t", "caption": "word " * 99, "columns": 2}
     root = ET.fromstring(chart.document(panels, width=600, **how))
     boxes = [[float(box.get(k)) for k in ("x", "y", "width")] for box in root.findall("{*}svg")]
     (a, top, wide), (b, beside, _), (c, below, _) = boxes

@@ -27,6 +27,7 @@ _UNITS = 4000  # of a curve's coordinates, across and up the box
 _MAX_BINS = 4000  # of all curves of a chart, each with up to four points
 _HUGE = 1e290  # what is drawn is smaller; ten times as much has no room in a float
 _MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
+_MAX_LABEL = 22  # characters beside a curve
 _LABEL_PX = 14  # from one line of text to the next
 
 NUM_COLORS, NUM_DASHES = 7, 6  # no common factor: 42 looks before one comes back
@@ -161,6 +162,12 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
     return x, y
 
 
+def shortened(label: str) -> str:
+    """A label that has room beside a curve: its beginning and its end."""
+    half = _MAX_LABEL // 2
+    return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
+
+
 class Figure(str):
     """An SVG file's text, which notebooks show as a picture."""
 
@@ -277,37 +284,25 @@ def document(
     *,
     title: str,
     caption: str = "",
-    legend: Sequence[str] = (),
     columns: int = 1,
     width: int = 1000,
     right_px: int = 40,
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """An SVG file: panels in a grid, a legend above and a caption below them; see `svg`.
+    """An SVG file: panels in a grid, and a caption below them; see `svg`.
 
     Args:
       panels: In rows, from the left.
       title: For who hears the figure.
       caption: What the figure shows, in words.
-      legend: Names of what the panels number from 1 on, each with its `look`.
       columns: Panels in a row.
       width: Of the figure, in pixels.
       right_px: Room for labels right of each box.
       font_px: Size of the letters.
       theme: As of `svg`.
     """
-    em, parts, left = font_px, [], 1.0 * font_px
-    top = 2.0 * em if legend else 0.0
-    for number, name in enumerate(legend):
-        room = (len(name) * 0.58 + 5) * em
-        if left > em and left + room > width:
-            left, top = em, top + 1.5 * em
-        parts.append(
-            f'<g class="{look(number)}"><path class="line" d="M{left:g} {top - 0.35 * em:g}h'
-            f'{1.8 * em:g}"/></g>{text(left + 2.3 * em, top, f"{number + 1} {name}")}'
-        )
-        left += room
+    em, top, parts = font_px, 0.0, []
     for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
         top += 3.6 * em
         for column, panel in enumerate(row):

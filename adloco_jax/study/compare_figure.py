@@ -35,24 +35,23 @@ def figure(table: dict, *, command: str) -> Figure:
         for costs in spent
     ]
     best = max(range(len(losses)), key=lambda index: (len(reached[index]), -losses[index]))
-    numbers = {name: number for number, name in enumerate(rows)}
+    colors = {name: chart.look(number).split()[0] for number, name in enumerate(rows)}
     panels = []
     for question, (x, y) in _QUESTIONS.items() if reached[best] else ():
         costs = reached[best]
         edge = front([(cost[x]["median"], cost[y]["median"]) for cost in costs.values()])
         curves = [Curve([a for a, _ in edge], [b for _, b in edge], "other thin")]
         for name, cost in costs.items():
-            color, label = chart.look(numbers[name]).split()[0], str(numbers[name] + 1)
-            curves += chart.points([_range(cost[x])], [_range(cost[y])], color, label)
+            spans = {"x": [_range(cost[x])], "y": [_range(cost[y])]}
+            curves += chart.points(**spans, color=colors[name], label=chart.shortened(name))
         across, up = (_axis(key, [cost[key] for cost in costs.values()]) for key in (x, y))
         panels.append(chart.chart(across, up, curves, title=question, height=300))
     return chart.document(
         panels,
         title=f"What each variant of {table['name']} spent to reach {losses[best]:g} nats/token",
         caption=f"{_caption(table, losses[best], reached[best])} Made by: {command}",
-        legend=list(rows) if panels else (),
-        columns=len(_QUESTIONS),
-        width=1200,
+        width=700,
+        right_px=180,
     )
 
 

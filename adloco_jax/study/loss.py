@@ -10,7 +10,6 @@ from adloco_jax.study.curves import Run, Variant
 
 CLUSTER = Cluster()  # of the simulated time
 
-_MAX_LABEL = 22  # characters beside a curve
 _START = 0.03  # of the axis: what may be cut off
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
 
@@ -59,7 +58,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
 
     drawn = [
         (
-            _short(variant.label),
+            chart.shortened(variant.label),
             str(number),
             chart.look(number - 1),
             list(map(points, variant.runs)),
@@ -92,11 +91,6 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
         title = f"{field.capitalize()} over {label}"
         made[name] = chart.chart(x, y, shown, title=title, height=430)
     return made
-
-
-def _short(label: str) -> str:
-    half = _MAX_LABEL // 2
-    return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
 
 def _curve(
