@@ -1,13 +1,12 @@
 """Draws the documentation's pictures as SVG files, each for a light and for a dark page.
 
-python scripts/drawings.py [--out FOLDER]
+python scripts/drawings.py
 
 `method` is the algorithm over time, `architecture` the library's parts, `front` the study of
 docs/RESULTS.md: communications against serial updates at equal loss, `barrier` what merging costs.
 Letters have at least 11 pixels on a phone.
 """
 
-import argparse
 import re
 import statistics
 import sys
@@ -222,12 +221,9 @@ DRAWINGS: dict[str, Callable[[str], str]] = {
 
 def main() -> None:
     """Writes every drawing in both themes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="a folder that is there")
-    out = parser.parse_args().out
     for name, drawing in DRAWINGS.items():
         for theme in ("light", "dark"):
-            (out / f"{name}-{theme}.svg").write_text(drawing(theme), encoding="utf-8")
+            (OUT / f"{name}-{theme}.svg").write_text(drawing(theme), encoding="utf-8")
 
 
 if __name__ == "__main__":

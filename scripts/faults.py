@@ -196,9 +196,9 @@ def points() -> list[str]:
     return sorted(names)
 
 
-def differences(ours: dict, theirs: dict) -> str:
+def differences(found: dict, expected: dict) -> str:
     """Names of what differs between the ends of two runs; empty if nothing does."""
-    return ", ".join(name for name in theirs if ours[name] != theirs[name])
+    return ", ".join(name for name in expected if found[name] != expected[name])
 
 
 def verdict(difference: str, what: str) -> Trial:
@@ -406,10 +406,10 @@ def r3(bench: Bench, devices: tuple[int, int]) -> Iterator[Trial]:
     lines = deterministic_lines(read(workdir / "ledger.jsonl")) if code == 0 else []
     expected = bench.reference[0]["ledger"]
     alike = len(lines) == len(expected)
-    for ours, theirs in zip(lines, expected, strict=False):
-        alike &= all(ours[k] == theirs[k] for k in theirs.keys() - measured)
-        losses = theirs.keys() & {"train_loss", "loss"}
-        alike &= all(np.allclose(ours[k], theirs[k], rtol=1e-5) for k in losses)
+    for line, other in zip(lines, expected, strict=False):
+        alike &= all(line[k] == other[k] for k in other.keys() - measured)
+        losses = other.keys() & {"train_loss", "loss"}
+        alike &= all(np.allclose(line[k], other[k], rtol=1e-5) for k in losses)
     yield code == 0 and alike, f"{devices[0]} to {devices[1]} devices, {workdir} {err[-300:]}"
 
 
@@ -420,7 +420,7 @@ def p1(bench: Bench, number: int) -> Iterator[Trial]:
     after = bench.random.randrange(1, 6)
     workdir = bench.fresh()
     with bench.together(workdir, watchdog_s=_WATCHDOG_S) as group:
-        while _rounds(workdir) < after and group[0].poll() is None:
+        while len(_events(workdir, "checkpoint")) < after and group[0].poll() is None:
             time.sleep(0.02)
         time.sleep(bench.random.random() / 5)
         start_s = time.monotonic()
@@ -489,9 +489,9 @@ def p2(bench: Bench, meeting: Meeting) -> Iterator[Trial]:
         for number, own in enumerate(meeting.own):
             if number == meeting.without:
                 continue
-            place = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
             limit_s = 120 if meeting.codes == (0,) else 15
-            words = (*place, f"--process_id={number}", f"--meeting_s={limit_s}", *own)
+            words = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2", *own)
+            words += (f"--process_id={number}", f"--meeting_s={limit_s}")
             group.append(bench.start(workdir, *words))
             time.sleep(meeting.late_s)
         said = [process.communicate(timeout=300)[1] for process in group]
@@ -562,7 +562,7 @@ def _full_disks(bench: Bench) -> list:
 
 
 _FILES = ("manifest.json", "host.json", "arrays/manifest.ocdbt")
-_PLACES = ("a file in the folder's place", "checkpoints elsewhere", "a dead process's lock")
+_FOLDERS = ("a file in the folder's place", "checkpoints elsewhere", "a dead process's lock")
 ROWS = {
     "K1": Row(k1, _numbers, 5, 300),
     "K2": Row(k2, _shuffled(points(), (1, 2, 3)), 1, 10**9),
@@ -572,18 +572,13 @@ ROWS = {
     "K6": Row(k6, _numbers, 60, 540),
     "K6 by command": Row(k6_command, lambda _: _FILES, 1, 3),
     "K7": Row(k7, lambda _: ("flip", "empty", "gone"), 1, 3),
-    "K9": Row(k9, lambda _: _PLACES, 4, 4),
+    "K9": Row(k9, lambda _: _FOLDERS, 4, 4),
     "K10": Row(k10, lambda _: ("copied", "packed"), 1, 2),
     "R3": Row(r3, lambda _: ((1, 2), (2, 1), (4, 2)), 0, 3),
     "P1": Row(p1, _numbers, 0, 60),
     "P2": Row(p2, _meetings, 5, 9),
     "M2": Row(m2, _numbers, 1, 20),
 }
-
-
-def _rounds(workdir: Path) -> int:
-    ledger = workdir / "ledger.jsonl"
-    return ledger.read_bytes().count(b'{"event": "checkpoint"') if ledger.exists() else 0
 
 
 def _events(workdir: Path, name: str) -> list[dict]:
@@ -603,9 +598,9 @@ def _tree(folder: Path) -> dict[str, bytes]:
 
 
 def _flip(content: bytes, rng: random.Random) -> bytes:
-    place = rng.randrange(len(content))
-    flipped = content[place] ^ (1 << rng.randrange(8))
-    return content[:place] + bytes([flipped]) + content[place + 1 :]
+    index = rng.randrange(len(content))
+    flipped = content[index] ^ (1 << rng.randrange(8))
+    return content[:index] + bytes([flipped]) + content[index + 1 :]
 
 
 DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
@@ -636,8 +631,8 @@ def damage(path: Path, kind: str, rng: random.Random, other: Path | None = None)
 
 def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator[dict]:
     """Lines of the trials of a row that its results lack, up to a number in all."""
-    mine = [result for result in results if result["row"] == row]
-    done, left = {result["case"] for result in mine}, number - len(mine)
+    of_row = [result for result in results if result["row"] == row]
+    done, left = {result["case"] for result in of_row}, number - len(of_row)
     for case in ROWS[row].cases(bench):
         if left <= 0:  # before a trial too many is run
             return
