@@ -82,23 +82,23 @@ def weight_map(network: nn.Module) -> WeightMap | None:
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and its place in our parameters.
+    """A tensor of a checkpoint, and where it stands in our parameters.
 
     Attributes:
       name: Its own name.
       path: Of our leaf.
-      place: The layer's index in the leaf; `...` for the whole leaf.
+      layer: The layer's index in the leaf; `...` for the whole leaf.
       transposed: Whether the tensor is the transpose of ours.
     """
 
     name: str
     path: tuple[str, ...]
-    place: int | EllipsisType
+    layer: int | EllipsisType
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
         """The tensor as a view of our leaf."""
-        return leaf[self.place].T if self.transposed else leaf[self.place]
+        return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
@@ -107,8 +107,8 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
         name = f"{module}.{'bias' if kind == 'bias' else 'weight'}"
-        places = range(leaf.shape[0]) if "{}" in name else (...,)
-        found += [Tensor(name.format(place), path, place, kind == "kernel") for place in places]
+        layers = range(leaf.shape[0]) if "{}" in name else (...,)
+        found += [Tensor(name.format(layer), path, layer, kind == "kernel") for layer in layers]
     return found
 
 
@@ -201,7 +201,7 @@ def save(
             " a weight_map"
         )
     config = {"architectures": [names.class_name], "model_type": names.model_type}
-    config |= {theirs: getattr(network, ours) for theirs, (ours, _) in names.sizes.items()}
+    config |= {name: getattr(network, own) for name, (own, _) in names.sizes.items()}
     config |= {**names.fixed, **names.extra(network), "dtype": dtype, "torch_dtype": dtype}
     if tokenizer is not None and "eos_token_id" in config:
         config["eos_token_id"] = tokenizer.eot_id

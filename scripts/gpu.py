@@ -95,14 +95,14 @@ def speed(size: Size) -> dict:
     """The inner steps beside PyTorch's, compiled and with fused AdamW, in turns."""
     lacks = torch_lacks()
     figures = measure(size.shape, size.batch, 1, size.repeats, with_torch=not lacks)
-    ours, theirs = figures["adloco_jax"], figures.get("compile")
+    ours, compiled = figures["adloco_jax"], figures.get("compile")
     low, median, high = ours["tokens_per_s"]
     result: dict[str, Any] = {"flops_per_s": ours["flops_per_s"]}
     result["tokens"] = {"low": low, "median": median, "high": high}
-    if theirs is None:
+    if compiled is None:
         result["torch"] = lacks or "torch.compile does not work here"
     else:
-        tokens = float(theirs["tokens_per_s"][1])
+        tokens = float(compiled["tokens_per_s"][1])
         eager = float(figures["eager"]["tokens_per_s"][1])
         result["torch"] = {"ratio": median / tokens, "tokens": tokens, "eager": eager}
     return result

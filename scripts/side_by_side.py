@@ -294,6 +294,6 @@ def _products(dtype: str, *, with_torch: bool) -> dict[str, Callable]:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        theirs = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype), device=device)
-        products["torch"] = lambda: (theirs @ theirs)[0, 0].item()
+        matrix = torch.ones((_PRODUCT, _PRODUCT), dtype=getattr(torch, dtype), device=device)
+        products["torch"] = lambda: (matrix @ matrix)[0, 0].item()
     return products

@@ -270,7 +270,7 @@ def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):
 
 def test_the_theory_is_drawn_as_it_is_computed(tmp_path, drawn):
     run = read(tmp_path)
-    found, constants = theory.measured(run.events), theory.fit(run.events)
+    found, constants = theory.measured(run.events), theory.fit_constants(run.events)
     html = run_figures.theory_beside(run)
     signal, batch, _ = drawn.values()
     assert points(signal["measured"]) == near([4, 8, 12, 16, 20, 24], [0.1] * 6)

@@ -11,7 +11,7 @@ from adloco_jax.study.theory import (
     Constants,
     batch_bound,
     bounds,
-    fit,
+    fit_constants,
     measured,
     signal_bound,
 )
@@ -87,7 +87,7 @@ def quadratic_run(num_steps, *, num_trainers=200):
 
 def test_a_quadratic_has_its_constants_found_and_obeys_the_bounds():
     events = quadratic_run(25)
-    found = fit([*events, evaluation(0.0)])
+    found = fit_constants([*events, evaluation(0.0)])
     assert found.noise == pytest.approx(QUADRATIC.noise)
     assert found.eta == QUADRATIC.eta
     assert found.gap == pytest.approx(QUADRATIC.gap)
@@ -128,11 +128,11 @@ def near(values):
 
 def test_constants_by_hand():
     events = [start(), line(1), line(2, signal=-3.0, noise=16.0), line(3, signal=0.5)]
-    found = fit([*events, evaluation(0.5), evaluation(None)])
+    found = fit_constants([*events, evaluation(0.5), evaluation(None)])
     # Sums of |G|^2: 10, -20, -15; the largest is the first's.
     assert (found.noise, found.gap, found.eta) == pytest.approx((32 / 3, 2.0, 0.5))
     assert found.smoothness == pytest.approx(10 / (2 * 1.25 * 2.0))
-    assert fit([start(test="augmented"), *events[1:]]).eta == 1.0
+    assert fit_constants([start(test="augmented"), *events[1:]]).eta == 1.0
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_constants_by_hand():
 )
 def test_a_ledger_that_does_not_determine_the_constants_is_refused(events, message):
     with pytest.raises(DataError, match=message):
-        fit(events)
+        fit_constants(events)

@@ -20,7 +20,7 @@ from adloco_jax.study import compare, report, results
 from adloco_jax.study.compare_figure import figure
 from adloco_jax.study.curves import read_run
 from adloco_jax.study.page import write_files
-from adloco_jax.study.results import Run
+from adloco_jax.study.results import Trial
 from adloco_jax.training import train
 
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
 
-    def say(run: Run, made: bool) -> None:
+    def say(run: Trial, made: bool) -> None:
         how = f"after {time.monotonic() - start_s:.0f} s" if made else "was finished"
         print(f"{run.variant}, seed {run.seed}: {how}", flush=True)
 
@@ -70,7 +70,7 @@ def execute(
     comparison: compare.Comparison,
     folder: str | Path,
     *,
-    on_end: Callable[[Run, bool], None],
+    on_end: Callable[[Trial, bool], None],
     command: str = "",
     results_file: Path | None = None,
 ) -> bool:
@@ -96,10 +96,10 @@ def execute(
     """
     is_whole = True
 
-    def has_line(run: Run) -> bool:
+    def has_line(run: Trial) -> bool:
         return results_file is not None and results.key(run) in results.read(results_file)
 
-    def keep(run: Run) -> None:
+    def keep(run: Trial) -> None:
         """Write the line of a finished run, and delete its folder.
 
         A process killed between the two leaves them to the next, or to one that runs beside it.
@@ -135,7 +135,7 @@ def execute(
     return is_whole
 
 
-def _train(run: Run, **how: Any) -> None:
+def _train(run: Trial, **how: Any) -> None:
     """Makes a run, whose output goes to `output.txt` in its folder."""
     run.workdir.mkdir(parents=True, exist_ok=True)
     path = run.workdir / "output.txt"

@@ -273,14 +273,14 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
       ValueError: If a position is out of range or repeated.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
-    theirs = _workers_of(ensemble, chosen)
+    workers = _workers_of(ensemble, chosen)
     return Ensemble(
         params_M=_pick(ensemble.params_M, chosen),
         outer_state_M=_pick(ensemble.outer_state_M, chosen),
-        inner_state_R=_pick(ensemble.inner_state_R, theirs),
-        owners=tuple(chosen.tolist().index(ensemble.owners[w]) for w in theirs),
+        inner_state_R=_pick(ensemble.inner_state_R, workers),
+        owners=tuple(chosen.tolist().index(ensemble.owners[w]) for w in workers),
         round=ensemble.round,
-        params_R=_pick(ensemble.params_R, theirs),
+        params_R=_pick(ensemble.params_R, workers),
     )
 
 
@@ -313,11 +313,11 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
       ValueError: If `sub` has another number of trainers or workers than was taken, and as `take`.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
-    theirs = _workers_of(ensemble, chosen)
-    if (sub.num_trainers, sub.num_workers) != (len(chosen), len(theirs)):
+    workers = _workers_of(ensemble, chosen)
+    if (sub.num_trainers, sub.num_workers) != (len(chosen), len(workers)):
         raise ValueError(
             f"sub has {sub.num_trainers} trainers and {sub.num_workers} workers, expected"
-            f" {len(chosen)} and {len(theirs)}, as taken"
+            f" {len(chosen)} and {len(workers)}, as taken"
         )
 
     def write(tree, index, part):
@@ -326,9 +326,9 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     return ensemble.replace(
         params_M=write(ensemble.params_M, chosen, sub.params_M),
         outer_state_M=write(ensemble.outer_state_M, chosen, sub.outer_state_M),
-        inner_state_R=write(ensemble.inner_state_R, theirs, sub.inner_state_R),
+        inner_state_R=write(ensemble.inner_state_R, workers, sub.inner_state_R),
         round=jnp.maximum(ensemble.round, sub.round),
-        params_R=write(ensemble.params_R, theirs, sub.params_R),
+        params_R=write(ensemble.params_R, workers, sub.params_R),
     )
 
 

@@ -302,13 +302,13 @@ def generate(
     length = prompt_BL.shape[1]
     text_BL = jnp.pad(prompt_BL, ((0, 0), (0, num_tokens)))  # the padding is never attended to
 
-    def add_token(place, text_BL):
+    def add_token(position, text_BL):
         hidden_BLD = hidden({"params": params}, text_BL)
-        last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, place - 1, 1, axis=1)
+        last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
         logits_BV = logits({"params": params}, last_B1D)[:, 0]
         # The Gumbel trick: the largest is a draw from softmax(logits / temperature).
-        noise_BV = jax.random.gumbel(jax.random.fold_in(key, place), logits_BV.shape)
+        noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
         next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
-        return text_BL.at[:, place].set(next_B.astype(text_BL.dtype))
+        return text_BL.at[:, position].set(next_B.astype(text_BL.dtype))
 
     return lax.fori_loop(length, length + num_tokens, add_token, text_BL)

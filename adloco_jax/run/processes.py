@@ -185,9 +185,9 @@ def run_on_all(
     reports = gather(report, name)
     if fault is not None:
         raise fault
-    for number, theirs in enumerate(reports):
-        if theirs is not None:
-            kind, message = theirs
+    for number, other in enumerate(reports):
+        if other is not None:
+            kind, message = other
             raise (elsewhere or getattr(errors, kind))(f"process {number}: {message}")
     return cast(T, outcome)
 
@@ -261,8 +261,8 @@ def require_equal(what: dict[str, str], advice: str) -> None:
     """
     first, *others = gather(dict(what))
     lines = []
-    for number, theirs in enumerate(others, start=1):
-        if differing := [name for name in what if theirs.get(name) != first.get(name)]:
+    for number, values in enumerate(others, start=1):
+        if differing := [name for name in what if values.get(name) != first.get(name)]:
             lines.append(f"process {number} differs from process 0 in {', '.join(differing)}")
     if lines:
         raise ConfigError("\n".join([*lines, advice]))

@@ -23,7 +23,7 @@ from adloco_jax.settings import KNOBS
 from adloco_jax.study import results
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import COSTS, heldout_points, last, lines, read_run
-from adloco_jax.study.results import Run
+from adloco_jax.study.results import Trial
 from adloco_jax.study.summary import markdown as plain
 from adloco_jax.study.summary import markdown_table, short
 
@@ -60,7 +60,7 @@ class Comparison:
     simulated: Cluster = Cluster(num_params=300_000_000, sequence_length=1024)
 
 
-def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
+def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
     """The runs, checked, in the order in which they are made.
 
     Args:
@@ -92,7 +92,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Run]:
             for seed in seeds:
                 config = copy.deepcopy(comparison.base)
                 config.update_from_flattened_dict({**changes, "seed": seed})
-                made.append(Run(name, seed, config, _workdir(folder, name, seed)))
+                made.append(Trial(name, seed, config, _workdir(folder, name, seed)))
             for run in made[-1:]:
                 validate(run.config)
         except (ConfigError, TypeError) as error:  # TypeError: a value of another type

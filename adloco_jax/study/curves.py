@@ -28,7 +28,7 @@ SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One run's folder and its ledger."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Variant:
     """Runs whose configs differ in the seed alone."""
 
     label: str
-    runs: list[Run]
+    runs: list[RunRecord]
 
 
 class Band(NamedTuple):
@@ -62,7 +62,7 @@ class Band(NamedTuple):
     high: np.ndarray
 
 
-def read_run(folder: str | os.PathLike[str]) -> Run:
+def read_run(folder: str | os.PathLike[str]) -> RunRecord:
     """Read a run's ledger.
 
     Args:
@@ -72,13 +72,13 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
       DataError: If the folder holds no ledger, a damaged one, or one without a start line.
     """
     path = Path(folder) / "ledger.jsonl"
-    run = Run(Path(folder), ledger.read(path))
+    run = RunRecord(Path(folder), ledger.read(path))
     if not run.start:
         raise DataError(f"{path}: no start line; let the run begin")
     return run
 
 
-def variants(runs: Sequence[Run], *, labels: Sequence[str] | None = None) -> list[Variant]:
+def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) -> list[Variant]:
     """Group runs whose configs differ in `seed` alone, in the order of their first runs.
 
     Args:
@@ -132,22 +132,22 @@ def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
     return dict(sorted(rounds.items()))
 
 
-def is_ended(run: Run) -> bool:
+def is_ended(run: RunRecord) -> bool:
     """Whether the run has ended, and has not been started again since."""
     return lines(run.events, "start", "end")[-1]["event"] == "end"
 
 
-def is_evaluated(run: Run) -> bool:
+def is_evaluated(run: RunRecord) -> bool:
     """Whether the held-out loss of the consensus is on record."""
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))
 
 
-def loss_unit(run: Run) -> str:
+def loss_unit(run: RunRecord) -> str:
     """The unit of the run's losses; empty for a plain number."""
     return run.start.get("loss_unit", "nats/example" if is_classifier(run) else "nats/token")
 
 
-def is_classifier(run: Run) -> bool:
+def is_classifier(run: RunRecord) -> bool:
     """Whether losses are per example, not per token, and accuracies are on record."""
     return any("accuracy" in e for e in lines(run.events, "eval"))
 

@@ -339,8 +339,8 @@ def _drawn_rows(
             f"--num-sequences {num_sequences}: the run has {num_rows} to train on; give fewer"
         )
     rng = np.random.default_rng([seed, _SEQUENCES])
-    places_N = np.sort(rng.choice(num_rows, num_sequences, replace=False))
-    return corpus.rows[places_N].astype(np.int32), num_rows
+    index_N = np.sort(rng.choice(num_rows, num_sequences, replace=False))
+    return corpus.rows[index_N].astype(np.int32), num_rows
 
 
 def _check_arguments(

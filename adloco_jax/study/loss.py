@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from adloco_jax.study import chart, curves
 from adloco_jax.study.chart import Axis, Curve, Panel
 from adloco_jax.study.cluster import Cluster, run_seconds
-from adloco_jax.study.curves import Run, Variant
+from adloco_jax.study.curves import RunRecord, Variant
 
 CLUSTER = Cluster()  # of the simulated time
 
@@ -22,7 +22,7 @@ _COSTS = {
 }
 
 
-def trainer_looks(run: Run) -> dict[int, tuple[str, str]]:
+def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
     """Classes of each trainer's curves, and a label for those that took part in the last round."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
@@ -46,7 +46,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
-    def points(run: Run, trainer: int | None = None) -> list[dict]:
+    def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
         """Evaluations of a run or a trainer, with the simulated time by then."""
         if heldout:
             who = "consensus" if trainer is None else trainer
@@ -121,7 +121,7 @@ def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Cu
     return cut, f"{label}; at first up to {highest:.3g}, above the box", top
 
 
-def _quantity(runs: Sequence[Run], field: str, heldout: bool) -> str:
+def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:
     if field == "accuracy":
         return "held-out accuracy (fraction)"
     unit = " or ".join(dict.fromkeys(map(curves.loss_unit, runs)))

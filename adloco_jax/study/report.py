@@ -12,7 +12,7 @@ from pathlib import Path
 from adloco_jax.errors import DataError
 from adloco_jax.study import chart, curves, loss, page, run_figures
 from adloco_jax.study.chart import Panel
-from adloco_jax.study.curves import Run, Variant
+from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
 from adloco_jax.study.summary import (
     closing_table,
@@ -245,14 +245,14 @@ def _summary(variants: Sequence[Variant]) -> dict:
     }
 
 
-def _state(run: Run) -> str:
+def _state(run: RunRecord) -> str:
     """Why the run ended, or that it has not."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
-def _measures(run: Run) -> dict:
+def _measures(run: RunRecord) -> dict:
     """A run's totals, which include averaging trainers for the consensus."""
     found = totals(run.events)
     return found | {
@@ -295,7 +295,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
     return "\n".join(parts)
 
 
-def _parts_of(run: Run) -> dict[str, str]:
+def _parts_of(run: RunRecord) -> dict[str, str]:
     """What is folded below a single run, by its heading."""
     parts = {"Batches and their test": run_figures.batches(run)}
     merges = [

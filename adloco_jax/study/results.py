@@ -45,7 +45,7 @@ _LINE = {
 }
 
 
-class Run(NamedTuple):
+class Trial(NamedTuple):
     """One run of a comparison."""
 
     variant: str
@@ -64,7 +64,7 @@ def digest(config: ConfigDict) -> str:
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def key(run: Run) -> tuple[str, int, str]:
+def key(run: Trial) -> tuple[str, int, str]:
     """What a run's line is found by: variant, seed and digest."""
     return run.variant, run.seed, digest(run.config)
 
@@ -92,7 +92,7 @@ def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 
 def append(
     path: Path,
-    run: Run,
+    run: Trial,
     *,
     changes: Mapping[str, object],
     curve: list[dict[str, float]],

@@ -9,7 +9,7 @@ import numpy as np
 from adloco_jax.errors import DataError
 from adloco_jax.study import chart, curves, loss, theory
 from adloco_jax.study.chart import Axis, Curve, escaped, steps
-from adloco_jax.study.curves import Run
+from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
 
 _MAX_PARTS = 100  # of all lanes: a page of forty variants stays small
@@ -23,7 +23,7 @@ _MARKS = {
 }
 
 
-def life(run: Run) -> str:
+def life(run: RunRecord) -> str:
     """Each trainer from its first round to its last: its batch, and what happened to it.
 
     Args:
@@ -161,7 +161,7 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 }
 
 
-def batches(run: Run) -> str:
+def batches(run: RunRecord) -> str:
     """Batches and accumulation by trainer and round, and what the batch-size test measured."""
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
@@ -189,7 +189,7 @@ def batches(run: Run) -> str:
     return figure(drawn, text)
 
 
-def times(run: Run) -> str:
+def times(run: RunRecord) -> str:
     """Seconds of each round, and of these waiting for compilation."""
     rounds = curves.stalls(run.events)
     drawn = []
@@ -226,7 +226,7 @@ _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 }
 
 
-def theory_beside(run: Run) -> str:
+def theory_beside(run: RunRecord) -> str:
     """Measured signal, batch growth and communications beside the paper's bounds.
 
     Args:
@@ -235,7 +235,7 @@ def theory_beside(run: Run) -> str:
     found = theory.measured(run.events)
     num_steps, text = found["num_steps"], _THEORY_CAPTION
     try:
-        constants = theory.fit(run.events)
+        constants = theory.fit_constants(run.events)
         found |= theory.bounds(found, constants, run.start["max_batch_size"])
         text += (
             f" Constants fitted on this run, as adloco_jax/study/theory.py says: L ="

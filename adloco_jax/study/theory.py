@@ -94,7 +94,7 @@ def bounds(
 
 
 @np.errstate(all="ignore")  # values of any size
-def fit(events: Sequence[dict]) -> Constants:
+def fit_constants(events: Sequence[dict]) -> Constants:
     """Fit the bounds' constants to a run.
 
     - eta: the config's; of an augmented inner-product test nu, to which that test reduces in high
