@@ -180,6 +180,12 @@ def test_a_file_of_another_kind_and_an_empty_name_are_config_errors(tmp_path):
         load_tokenizer("")
 
 
+def test_a_tokenizer_that_is_written_in_python_is_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(ConfigError, match="ByT5Tokenizer is written in Python alone; name a"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_that_leaves_almost_nothing_of_the_text_is_refused(tmp_path):
     model = tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "[UNK]": 3}, unk_token="[UNK]")
     backend = tokenizers.Tokenizer(model)

@@ -4,14 +4,12 @@ No special token is ever added to a text, and none is read out of it: the charac
 web page stay characters, so only the packing ends a document.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from adloco_jax import hub
 from adloco_jax.data.files import local_path
 from adloco_jax.errors import ConfigError, DataError
 
-MAX_FILE_BYTES = 2**28  # of a tokenizer's largest file; published ones stay below 40 MB
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _FILES = (".json", ".model")
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
@@ -82,13 +79,6 @@ def _load(name: str) -> Tokenizer:
     if name == "bytes":
         return _bytes_tokenizer()
     path = local_path(name, key="data.tokenizer")
-    for file in path.iterdir() if path.is_dir() else [path]:
-        is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
-        if is_part and file.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(
-                f"data.tokenizer={file}: {file.stat().st_size} bytes, no tokenizer is larger than "
-                f"{MAX_FILE_BYTES}"
-            )
     if path.is_file() and path.suffix not in _FILES:
         raise ConfigError(
             f"data.tokenizer={name}: a file must be a tokenizer.json or a SentencePiece .model"
@@ -175,40 +165,40 @@ def _bytes_tokenizer() -> Tokenizer:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([_END_OF_TEXT_NAMES[0]])
-        _save_backend(backend, _END_OF_TEXT_NAMES[0], folder)
+        fast = _transformers().PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token=_END_OF_TEXT_NAMES[0],
+            clean_up_tokenization_spaces=False,
+        )
+        fast.save_pretrained(str(folder))
 
     return Tokenizer(257, 256, hashlib.sha256(b"bytes").hexdigest(), encode_batch, decode, save)
 
 
-def _save_backend(backend, eot: str, folder: Path) -> None:
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eot,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+def _transformers() -> Any:
+    # Else its import advises on standard error to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
 
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer that `transformers` makes of a folder, a tokenizer.json or a .model file."""
     _require_sentencepiece(path)
-    # Else its import advises on standard error to install PyTorch, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer: Any
-    with _damage_is_a_data_error(path):
+    transformers = _transformers()
+    try:
         if path.suffix == ".json":
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         elif path.is_file() or (path / "tokenizer.json").exists():
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
-        else:
-            from transformers import AutoTokenizer  # imports PyTorch where it is installed
-
-            auto: Any = AutoTokenizer
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+        else:  # imports PyTorch where it is installed
+            auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # deliberately broad, because each fault raises another kind
+        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
+        raise DataError(f"data.tokenizer={path}: damaged or no tokenizer ({reason})") from error
     if path.suffix == ".json":
         _name_special_tokens(tokenizer, path)
     eot_id = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -216,16 +206,18 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer={path}: no end-of-text token: set eos_token in tokenizer_config.json"
         )
-    if tokenizer.is_fast:
-        content = tokenizer.backend_tokenizer.to_str()
-    else:
-        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"data.tokenizer={path}: {type(tokenizer).__name__} is written in Python alone; name a"
+            " tokenizer that has a tokenizer.json"
+        )
+    content = tokenizer.backend_tokenizer.to_str()
 
     return Tokenizer(
         max(tokenizer.get_vocab().values()) + 1,
         eot_id,
         hashlib.sha256(f"{eot_id} {content}".encode()).hexdigest(),
-        _encode_fast(tokenizer.backend_tokenizer) if tokenizer.is_fast else _encode_slow(tokenizer),
+        _encode_fast(tokenizer.backend_tokenizer),
         lambda ids: tokenizer.decode(
             [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         ),
@@ -262,15 +254,6 @@ def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
     return encode_batch
 
 
-def _encode_slow(tokenizer: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(tokenizer(text, **options)["input_ids"], np.int32) for text in texts]
-
-    return encode_batch
-
-
 def _require_sentencepiece(path: Path) -> None:
     """ConfigError if a tokenizer is a SentencePiece model alone, and what reads it is missing."""
     files = list(path.iterdir()) if path.is_dir() else [path]
@@ -282,17 +265,3 @@ def _require_sentencepiece(path: Path) -> None:
             f"data.tokenizer={path}: the package sentencepiece is not installed; pip install"
             " 'adloco-jax[sentencepiece]', or name a tokenizer.json"
         )
-
-
-@contextlib.contextmanager
-def _damage_is_a_data_error(path: Path) -> Iterator[None]:
-    """Name the file in an error, whatever its reader raises.
-
-    Deliberately broad except, because `tokenizers` raises plain Exception, and the others a
-    different one per fault.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(": ") or type(error).__name__
-        raise DataError(f"data.tokenizer={path}: damaged or no tokenizer ({reason})") from error
