@@ -241,12 +241,10 @@ def check_corpus(settings: Settings) -> list[str]:
     if source.is_folder:
         _open_prepared(data, tokenizer)
         return []
-    if source.is_hub and is_on_hub(data):
-        what = "whether the Hugging Face hub has it, and what it holds"
-        return [f"data.path = {data.path}: {what}"]
-    if any(find_sides(data)):
-        return [f"data.path = {data.path}: what its files hold"]
-    return [f"data.source = {data.source}: whether it is text enough"]
+    on_hub = source.is_hub and is_on_hub(data)
+    if not on_hub:
+        find_sides(data)
+    return [f"{where_of(data)}: {'whether the hub has it, and ' * on_hub}what it holds"]
 
 
 def is_on_hub(data: Data) -> bool:

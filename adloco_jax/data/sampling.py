@@ -86,21 +86,16 @@ def stream_rows(
       int64[count], each in [0, num_rows).
 
     Raises:
-      ValueError: If `stream` is not in [0, num_streams).
-      DataError: If the subset is too small for the stream to own a row.
+      ValueError: If `stream` is not in [0, num_streams), or the subset, which `order_of` checks, is
+        too small for the stream to own a row.
 
     Source: docs/algorithm.md, section 1, "Data".
     """
     num_rows, num_streams = order.num_rows, order.num_streams
-    if not 0 <= stream < num_streams:
-        raise ValueError(f"stream: have {stream}, need one in [0, num_streams={num_streams})")
     owned = len(range(stream, order.subset_size, num_streams))
-    if owned == 0:
-        raise DataError(
-            f"stream {stream} of {num_streams} owns no row: a trainer's subset has"
-            f" {order.subset_size} of {num_rows} rows (data.subset_frac={order.subset_frac}),"
-            f" need at least {stream + 1}; give more text, a larger data.subset_frac or fewer"
-            " workers"
+    if not 0 <= stream < num_streams or owned == 0:
+        raise ValueError(
+            f"stream: have {stream}, need one in [0, num_streams={num_streams}) that has rows"
         )
     epoch, step = np.divmod(np.arange(start, start + count, dtype=np.int64), owned)
     turn = permute(step, num_items=owned, key=_fold(_EPOCH, order.seed, trainer, stream, epoch))
