@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
+from adloco_jax.data.files import cache_folder
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
@@ -469,7 +470,6 @@ def _use_compilation_cache() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(home) / "adloco_jax" / "programs"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -267,7 +267,7 @@ def test_without_a_cache_that_can_be_written_rows_are_made_anew(source, monkeypa
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.raises(OSError, match="no home"):
-        files.cache_folder()
+        files.cache_folder("data")
 
 
 def test_another_request_and_files_of_others_are_refused_and_left_alone(tmp_path, source):

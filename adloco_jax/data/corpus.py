@@ -172,7 +172,7 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
         wanted = make_job(data, tokenizer, **options | {"commit": "any"}).request
-        found = cache_folder().glob(f"*/{prepared.MANIFEST}")
+        found = cache_folder("data").glob(f"*/{prepared.MANIFEST}")
         for path in sorted(found, key=os.path.getmtime, reverse=True):
             manifest = prepared.read_prepared(path.parent)
             if manifest.request | {"commit": "any"} == wanted:
@@ -181,7 +181,7 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
         raise
     if DATA_SOURCES[data.source].version is not None:
         try:
-            folder = cache_folder() / job.key
+            folder = cache_folder("data") / job.key
             manifest = rows.prepare(job, folder, note=note)
         except OSError as error:
             note(f"rows cannot be kept for later runs ({error})")

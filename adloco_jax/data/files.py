@@ -1,4 +1,4 @@
-"""Files on this machine: which ones a path names, their hashes, and where rows are kept."""
+"""Files on this machine: which ones a path names, their hashes, and the user's cache."""
 
 import errno
 import fnmatch
@@ -11,8 +11,11 @@ from pathlib import Path
 from adloco_jax.errors import ConfigError, DataError
 
 
-def cache_folder() -> Path:
-    """The folder of rows below the user's cache; it need not exist.
+def cache_folder(name: str) -> Path:
+    """A folder of this package's own below the user's cache; it need not exist.
+
+    Args:
+      name: Of the folder: "data" or "programs".
 
     Raises:
       OSError: If there is no home folder.
@@ -21,7 +24,7 @@ def cache_folder() -> Path:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # no HOME, and no entry in the list of users
         raise FileNotFoundError(errno.ENOENT, str(error)) from error
-    return Path(home) / "adloco_jax" / "data"
+    return Path(home) / "adloco_jax" / name
 
 
 def file_sha256(path: Path) -> str:
