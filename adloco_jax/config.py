@@ -142,18 +142,14 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     if arch := values.get("model.arch"):
         for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
             rules.append(([f"model.{name}" for name in names], holds, need))
-    broken = []
-    for keys, holds, need in rules:
-        if values.keys() >= set(keys) and not holds(*(values[key] for key in keys)):
-            broken.append((keys, need))
     if source := values.get("data.source"):
-        for name, reason in KNOBS["data.source"].entries()[source].refuses.items():
-            key = f"data.{name}"
-            if key in values and values[key] != KNOBS[key].default:
-                broken.append((["data.source", key], reason))
+        for name, need in KNOBS["data.source"].entries()[source].refuses.items():
+            default = KNOBS[f"data.{name}"].default
+            rules.append((["data.source", f"data.{name}"], lambda _, v, d=default: v == d, need))
     return [
         f"{', '.join(f'{key} = {_shown(values[key])}' for key in keys)}: {need}"
-        for keys, need in broken
+        for keys, holds, need in rules
+        if values.keys() >= set(keys) and not holds(*(values[key] for key in keys))
     ]
 
 

@@ -157,18 +157,15 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "batching.test batching.ramp",
         lambda test, ramp: (test == "ramp") == (ramp != ()),
     ),
-    "a ramp begins with (0, initial_batch_size) and its rounds increase; correct the pairs": (
-        "batching.ramp batching.initial_batch_size",
-        lambda ramp, first: (
-            ramp[:1] in ((), ((0, first),)) and all(a[0] < b[0] for a, b in pairwise(ramp))
+    (
+        "a ramp begins with (0, initial_batch_size), its rounds increase, and its batches neither"
+        " fall nor exceed the cap; correct the pairs"
+    ): (
+        "batching.ramp batching.initial_batch_size batching.batch_cap",
+        lambda ramp, first, cap: (
+            ramp[:1] in ((), ((0, first),))
+            and all(size <= cap for _, size in ramp)
+            and all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(ramp))
         ),
-    ),
-    "the ramp's batches must be from 1 to the cap; change them or raise batching.batch_cap": (
-        "batching.ramp batching.batch_cap",
-        lambda ramp, cap: all(1 <= size <= cap for _, size in ramp),
-    ),
-    "a batch never falls; order the batches": (
-        "batching.ramp",
-        lambda ramp: all(a[1] <= b[1] for a, b in pairwise(ramp)),
     ),
 }

@@ -89,9 +89,7 @@ def _group(resume: Change) -> Any:
 class Model:
     """The model; the defaults are a Llama for bytes that a CPU trains in a minute."""
 
-    arch: str = _knob(
-        "llama", "Architecture; bert classifies texts.", table=("ARCHITECTURES", "llama", "bert")
-    )
+    arch: str = _knob("llama", "bert classifies texts.", table=("ARCHITECTURES", "llama", "bert"))
     vocab_size: Several = _size(257, "V, token ids; bytes need 257, of which one ends a text.")
     width: Count = _size(64, "D, numbers per token between layers.")
     num_layers: Count = _size(2, "N, transformer layers.")
@@ -107,9 +105,8 @@ class Model:
     loss_chunk: Number = _live(0, "Sequences per chunk of the cross-entropy; 0: all at once.")
     init_from: str = _knob(
         "",
-        "Folder in Hugging Face layout, or hub name, whose weights all trainers start from; sizes"
-        " that are set must be the checkpoint's. A head that it lacks is random, the same for all"
-        " trainers. Empty: random weights.",
+        "Folder in Hugging Face layout, or hub name, of weights to start from; sizes that are set"
+        " must be the checkpoint's, and a head that it lacks is random. Empty: random weights.",
     )
 
 
@@ -119,8 +116,8 @@ class Data:
 
     source: str = _knob(
         "stdlib",
-        "Kind of text. stdlib: this Python's own standard library, no download. hf: a data set of"
-        " the Hugging Face hub, a saved one, or CSV. tokens: a folder that adloco prepare made.",
+        "Kind of text. stdlib: this Python's standard library. hf: a data set of the Hugging Face"
+        " hub, a saved one, or CSV. tokens: a folder that adloco prepare made.",
         table=("DATA_SOURCES", "stdlib", "text", "jsonl", "parquet", "hf", "tokens"),
     )
     # The fingerprint of the data is compared on resume, so that a path may change.
@@ -147,16 +144,13 @@ class Ensemble:
     num_workers: Count = _knob(4, "R, workers of the whole pool, not per trainer.")
     initial_workers: Count | None = _knob(
         None,
-        "Workers at the start; each of the others joins a trainer when that trainer's gradient"
-        " noise asks for it (see batching.growth). Unset: the whole pool.",
+        "Workers at the start; the others join as gradient noise grows (see batching.growth)."
+        " Unset: the whole pool.",
     )
-    spawn_frac: Part | None = _knob(
-        None, "Fraction of the run after which all other workers join at once. Unset: by noise."
-    )
+    spawn_frac: Part | None = _knob(None, "Fraction of the run after which all workers join.")
     model_shards: Count | None = _free(
         "auto",
-        "Devices that share one worker's parameters and optimizer state (fully sharded data"
-        " parallel). auto: as few as their memory allows.",
+        "Devices that share one worker's parameters and states. auto: as few as memory allows.",
     )
 
 
@@ -168,7 +162,7 @@ class Inner:
     max_steps_per_round: Count | None = _knob(
         None,
         "Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size"
-        " test does not lengthen rounds, and a round_length rule has no limit.",
+        " test lengthens no round, and a round_length rule has no limit.",
     )
     round_length: str = _knob(
         "fixed",
@@ -187,16 +181,12 @@ class Inner:
     schedule: Literal["constant", "cosine", "linear"] = _knob(
         "constant", "Rate after the warm-up; cosine and linear fall over the run's planned updates."
     )
-    final_lr_frac: Decay = _knob(
-        0.0, "Fraction of the peak at which a schedule ends; nanoGPT: 0.1."
-    )
+    final_lr_frac: Decay = _knob(0.0, "Fraction of the peak that a schedule ends at; nanoGPT: 0.1.")
     weight_decay: Weight = _knob(0.1, "Weight decay, times the rate (AdLoCo 6.1); not for sgd.")
     beta1: Decay = _knob(0.9, "Decay of the first moment (Kingma & Ba 2015); muon's momentum.")
     beta2: Decay = _knob(0.999, "Decay of the second moment (Kingma & Ba 2015).")
     clip_norm: Positive | None = _knob(None, "Limit of an update's gradient norm; unset: none.")
-    state: Literal["keep", "reset"] = _knob(
-        "keep", "Its fate at a new round; AdLoCo's code: reset."
-    )
+    state: Literal["keep", "reset"] = _knob("keep", "Moments at a new round; AdLoCo's code: reset.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +205,7 @@ class Outer:
     )
     aggregator: str = _knob(
         "mean",
-        "How the differences of a trainer's workers become its pseudo-gradient"
-        " (docs/algorithm.md, 1).",
+        "How workers' differences become a pseudo-gradient (docs/algorithm.md, 1).",
         table=("AGGREGATORS", "mean", "rda", "isotropic"),
     )
     precision: Literal["float32", "bfloat16", "int4"] = _knob(
@@ -225,14 +214,10 @@ class Outer:
     # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. Whether workers keep parameters of
     # their own is part of the state.
     fragments: Count = _fixed(
-        1,
-        "Streaming DiLoCo's parts of the parameters, synchronised one after another within a"
-        " round; 1: all at once, at its end (arXiv 2501.18512).",
+        1, "Parts of the parameters, synchronised in turn within a round; 1: all at its end."
     )
     delay_updates: Number = _fixed(
-        0,
-        "Updates (micro-batches where a trainer accumulates) from the sending of a fragment to"
-        " its arrival; Streaming DiLoCo: 1.",
+        0, "Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."
     )
     mixing: Decay = _knob(0.0, "Share of a worker's own numbers that stays; Streaming DiLoCo: 0.5.")
 
@@ -256,9 +241,7 @@ class Batching:
         "Batch-size test, which requests the next batch; constant and ramp measure nothing.",
         table=("BATCH_TESTS", "norm", "inner_product", "augmented", "constant", "ramp"),
     )
-    mode: Literal["unbiased", "paper"] = _knob(
-        "unbiased", "paper: the tests as AdLoCo prints them."
-    )
+    mode: Literal["unbiased", "paper"] = _knob("unbiased", "paper: the tests as AdLoCo has them.")
     scope: Literal["trainer", "worker"] = _knob("trainer", "Whose gradient is tested.")
     eta: Rate = _knob(0.8, "Noise to signal allowed by the norm test (AdLoCo table A.2).")
     vartheta: Rate = _knob(0.9, "Noise along the gradient, inner-product tests; AdLoCo: 0.01.")
@@ -273,13 +256,11 @@ class Batching:
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = _knob(
         ("workers", "rounds", "batch"),
         "What a larger request raises, in this order: the number of workers (at most twofold at a"
-        " time, up to num_workers), the length of rounds (up to inner.max_steps_per_round), the"
-        " batch (up to batch_cap).",
+        " time), the length of rounds (up to inner.max_steps_per_round), the batch.",
     )
     max_blind_growth: Count | None = _knob(
         None,
-        "While no signal is above the noise: largest factor over the last batch that had one;"
-        " unset: no limit (AdLoCo).",
+        "Without a signal: largest factor over the last batch that had one; unset: no limit.",
     )
     smoothing: Decay = _knob(0.9, "Decay per test of the averaged statistics.")
     test_batch_size: Annotated[int, "[8, 2147483647]"] | None = _knob(
@@ -313,9 +294,7 @@ class Merge:
     every_rounds: Count = _knob(3, "Rounds from one merge to the next (AdLoCo table A.2).")
     width: Several = _knob(2, "Trainers that become one.")
     max_barrier: Amount | None = _knob(None, "Nats/token that a merge may cost; unset: no limit.")
-    on_refusal: Literal["keep", "retire"] = _knob(
-        "keep", "Fate of a refused merge's weaker trainer."
-    )
+    on_refusal: Literal["keep", "retire"] = _knob("keep", "For a refused merge's weaker trainer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +315,7 @@ class Checkpoint:
     watchdog_s: Positive | None = _knob(
         None,
         "Seconds without a new round after which the process prints its stacks and ends; more than"
-        " a round with compilation, evaluation and save takes. Unset: never.",
+        " a round, its compilation, evaluation and save take. Unset: never.",
     )
 
 
@@ -368,8 +347,7 @@ class Settings:
     num_rounds: Count = _free(20, "Outer steps (AdLoCo table A.2).")
     num_tokens: Annotated[int, "[1, 4e18]"] | None = _free(
         None,
-        "The run ends after the round in which all trainers together reach so many tokens, and"
-        " schedules fall over tokens. Unset: rounds alone end it.",
+        "The run ends at so many tokens of all trainers, over which schedules fall. Unset: never.",
     )
 
 
