@@ -5,7 +5,6 @@ line needs, and checks that the page has what is computed.
 """
 
 import functools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,6 @@ from published import TORCHFT, Row
 
 from adloco_jax import init, inner_steps, outer_step, start_round
 from adloco_jax.contrib.streaming import fragment_steps
-from adloco_jax.study import results
-from adloco_jax.study.compare import MEASURES, runs_of
-from studies import compare_order_seeds, compare_shakespeare
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 COLUMNS = ("whose number", "what was run", "theirs", "ours", "difference", "command")
@@ -291,48 +287,6 @@ def _committed(name: str) -> list[str]:
 @pytest.mark.parametrize("name", CLAIMS)
 def test_the_page_has_what_is_computed(name):
     assert _lines(name) == _committed(name)
-
-
-def _record(path, comparison, losses):
-    """Appends lines of runs with these last losses (held out, training) by variant and seed."""
-    with open(path, "a") as file:
-        for run in runs_of(comparison, ""):
-            if (run.variant, run.seed) in losses:
-                name, seed, config = results.key(run)
-                heldout, train = losses[name, seed]
-                line = {"variant": name, "seed": seed, "config": config, "train_loss": train}
-                costs = dict.fromkeys(MEASURES, 1)
-                line |= {"curve": [{"loss": x} | costs for x in (3.0, heldout)], "start": {}}
-                file.write(json.dumps(line) + "\n")
-                other = line | {"config": "of another batch"}  # does not count
-                file.write(json.dumps(other) + "\n")
-
-
-def test_a_line_of_training_says_which_seeds_ran_and_what_has_not_run_yet(tmp_path):
-    recorded = tmp_path / "runs.jsonl"
-    assert {row.ours for row in shakespeare(recorded)} == {"not run yet"}
-    losses = {1: (1.9, 1.8), 2: (1.87, 1.83), 3: (1.88, 1.84)}
-    by_run = {("one worker", seed): both for seed, both in losses.items()}
-    _record(recorded, compare_shakespeare.get_comparison(), by_run)
-    one, *others = shakespeare(recorded)
-    assert one.theirs == "loss 1.88" and one.difference == "+0.000"
-    assert one.ours == ("held out 1.880 (1.870 to 1.900, 3 of 3 seeds), last training round 1.830")
-    assert {row.difference for row in others} == {"not run yet"}
-
-
-def test_an_order_is_resolved_where_ranges_do_not_overlap(tmp_path):
-    recorded = tmp_path / "runs.jsonl"
-    ends = {"M = 1": 1.35, "data parallel": 1.3, "M = 2": 1.319, "M = 4": 1.4}
-    by_run = {(name, s): (loss + s / 100, 1.0) for name, loss in ends.items() for s in (1, 2, 3)}
-    _record(recorded, compare_order_seeds.get_comparison(), by_run)
-    differences = [row.difference for row in order(recorded)]
-    assert differences == [
-        "the reverse order",
-        "not resolved: the ranges overlap",
-        "the same order",
-        "not run yet",
-    ]
-    assert order(recorded)[0].ours == "1.370 (1.360 to 1.380) against 1.320 (1.310 to 1.330)"
 
 
 if __name__ == "__main__":
