@@ -1,15 +1,18 @@
 """Read and write the Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-Only JSON and safetensors are read, never a pickle; every tensor is named, and its shape and type
-are checked, before memory is taken for it. The names are those of `models.weight_maps`.
+JSON and safetensors are read, and of pickles only a `pytorch_model.bin` that has no safetensors
+beside it, by PyTorch's reader of tensors alone. Every tensor is named, and its shape and type are
+checked. The names are those of `models.weight_maps`.
 """
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -34,7 +37,7 @@ from adloco_jax.models.weight_maps import WeightMap
 
 MAX_JSON_BYTES = 2**26  # of config.json, of an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_HUB_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
 # Buffers that old versions saved, and what our model computes in their place.
 _BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
@@ -43,6 +46,7 @@ _BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
     ),
     r"bert\.embeddings\.position_ids": lambda network: np.arange(network.max_length),
 }
+_TORCH = "pytorch_model.bin is read by PyTorch 2.6 or later: pip install 'adloco-jax[torch]'"
 _HEADS = re.compile(r"(lm_head|classifier|score|qa_outputs|cls)\..*")
 
 
@@ -117,7 +121,8 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
 
     Args:
       path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
-        an index and its shards; else a hub name, which is not downloaded if it is in the cache.
+        an index and its shards, or else `pytorch_model.bin`, which PyTorch reads; else a hub name,
+        which is not downloaded if it is in the cache.
       head: Whether the matrix to the vocabulary, or to the classes, must be stored. Otherwise a
         missing one is left out of the parameters, and a head of another kind may be stored.
 
@@ -127,17 +132,18 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
       stored equals the head.
 
     Raises:
-      ConfigError: If the hub has no such name, or cannot be reached.
-      DataError: If the folder has another architecture, pickled weights only, or tensors that are
+      ConfigError: If the hub has no such name, or PyTorch is needed and not installed.
+      ResourceError: If the hub cannot be reached.
+      DataError: If the folder has another architecture, no such weights, or tensors that are
         missing, unexpected, stored twice, misshapen, not of a float type or not finite, or buffers
         with other values than our model computes: all of them, by name.
     """
     name = str(path_or_name)
-    folder = _local(name) or _of_hub(name, _HUB_FILES, "*.safetensors")
+    folder = _local(name) or _of_hub(name, "*.safetensors", *((_PICKLED,) if _has_torch() else ()))
     network, stored, left_out = _checked(folder, needs_head=head)
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
-        array = where.opened.get_tensor(where.name)
+        array = where.read()
         kinds.add(array.dtype.name)
         if not np.isfinite(array.astype(np.float32)).all():
             raise DataError(f"{where.file}: {tensor.name}: not all of its numbers are finite")
@@ -162,7 +168,7 @@ def inspect(path_or_name: str | Path) -> Description:
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
-        network, names, config = _described(_of_hub(name, ("config.json",), "config.json"))
+        network, names, config = _described(_of_hub(name, "config.json"))
         # Without a list of classes, the weights are taken to be of ours.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
@@ -254,8 +260,11 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _of_hub(name: str, files: Sequence[str], needed: str) -> Path:
-    return hub.download(name, files, one_of=[needed], where=f"model.init_from={name}")
+def _of_hub(name: str, *one_of: str) -> Path:
+    files, where = ("config.json", "*.safetensors.index.json"), f"model.init_from={name}"
+    return hub.download(
+        name, files, one_of=one_of, where=where, hint="" if _has_torch() else _TORCH
+    )
 
 
 def _read_json(file: Path) -> dict:
@@ -317,15 +326,17 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
     raise DataError("\n".join(faults))
 
 
-# --- safetensors ------------------------------------------------------------------------------
+# --- Weights ----------------------------------------------------------------------------------
 
 
 class _Stored(NamedTuple):
-    """A stored tensor: its file, the file's handle, and its name there."""
+    """A stored tensor: its file, its name there, shape, type, and how to read it."""
 
     file: Path
-    opened: Any
     name: str
+    shape: tuple[int, ...]
+    kind: str  # in safetensors' words
+    read: Callable[[], np.ndarray]
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
@@ -333,6 +344,8 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
+    if not index.exists() and (folder / _PICKLED).exists():
+        return _unpickled(_inside(folder, _PICKLED, folder / _PICKLED))
     if not index.exists():
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         have = f"have {', '.join(pickled[:3])}, which is never read" if pickled else "have neither"
@@ -357,7 +370,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
     """The path of a file in the folder; a link may only point into the hub's cache."""
-    if not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+    if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
             f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
         )
@@ -375,10 +388,56 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 def _open(file: Path) -> dict[str, _Stored]:
     """A file's tensors; opening it checks that its header describes all of its bytes once."""
     try:
-        opened = safetensors.safe_open(file, framework="numpy")
-        return {name: _Stored(file, opened, name) for name in opened.keys()}
+        opened, found = safetensors.safe_open(file, framework="numpy"), {}
+        for name in opened.keys():
+            header = opened.get_slice(name)
+            read = functools.partial(opened.get_tensor, name)
+            found[name] = _Stored(file, name, tuple(header.get_shape()), header.get_dtype(), read)
+        return found
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"{file}: damaged, or no safetensors file ({error})") from error
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _unpickled(file: Path) -> dict[str, _Stored]:
+    """The tensors of a `pytorch_model.bin`: the one pickle that is opened, and nothing in it runs.
+
+    `weights_only` refuses whatever is no tensor; before PyTorch 2.6 it could be tricked.
+    """
+    if not _has_torch():
+        raise ConfigError(f"{file}: {_TORCH}")
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        raise ConfigError(f"{file}: PyTorch {torch.__version__} is installed; {_TORCH}")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"{file}: damaged, or holds more than tensors ({reason})") from error
+    for name, tensor in content.items() if isinstance(content, dict) else [("", None)]:
+        if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)) or (
+            tensor.device.type,
+            tensor.layout,
+        ) != ("cpu", torch.strided):
+            raise DataError(f"{file}: need a mapping from names to tensors, have {name!r:.40}")
+
+    def read(tensor: torch.Tensor) -> np.ndarray:
+        if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+            return tensor.detach().view(torch.int16).numpy().view(jnp.bfloat16)
+        return tensor.detach().numpy()
+
+    kinds = dict(zip(("float64", "float32", "float16", "bfloat16"), _FLOATS, strict=True))
+
+    def stored(name: str, tensor: torch.Tensor) -> _Stored:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        shape, kind = tuple(tensor.shape), kinds.get(kind, kind)
+        return _Stored(file, name, shape, kind, functools.partial(read, tensor))
+
+    return {name: stored(name, tensor) for name, tensor in content.items()}
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
@@ -428,7 +487,7 @@ def _checked(
     faults = [f"{folder}: {name}: unexpected" for name in rest - left_out - buffers.keys()]
     for name, expected in buffers.items():
         where = stored[name]
-        values = np.asarray(where.opened.get_tensor(where.name), np.float64).reshape(-1)
+        values = np.asarray(where.read(), np.float64).reshape(-1)
         # They may be stored in 8 bits of precision.
         if values.shape != expected.shape or not np.allclose(values, expected, rtol=0.01):
             faults.append(f"{where.file}: {name}: have other values than config.json gives")
@@ -438,12 +497,10 @@ def _checked(
             faults.append(f"{folder}: {name}: missing, want {need}")
             continue
         where = stored[name]
-        header = where.opened.get_slice(where.name)
-        have, kind = tuple(header.get_shape()), header.get_dtype()
-        if have != need:
-            faults.append(f"{where.file}: {name}: have {have}, want {need}")
-        if kind not in _FLOATS:
-            faults.append(f"{where.file}: {name}: have {kind}, want a float type")
+        if where.shape != need:
+            faults.append(f"{where.file}: {name}: have {where.shape}, want {need}")
+        if where.kind not in _FLOATS:
+            faults.append(f"{where.file}: {name}: have {where.kind}, want a float type")
     if faults:
         raise DataError(_listed(faults))
     found = {tensor: stored[name] for tensor, name in wanted.items()}

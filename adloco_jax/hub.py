@@ -1,7 +1,7 @@
 """The Hugging Face hub: commits, files downloaded whole, and faults told apart."""
 
 import contextlib
-import functools
+import fnmatch
 import gzip
 import hashlib
 import logging
@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -44,7 +45,9 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
         return str(api.dataset_info(name, revision=revision, timeout=FIRST_ANSWER_S).sha)
 
 
-def download(name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str) -> Path:
+def download(
+    name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, hint: str = ""
+) -> Path:
     """Download files of a model's repository, unless the cache has them.
 
     A connection that is lost is taken up again for 60 s. Every file is compared with the hash by
@@ -52,9 +55,10 @@ def download(name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: 
 
     Args:
       name: Of the repository.
-      wanted: Patterns of file names.
-      one_of: Patterns; the cache is used if it holds a file of at least one of them.
+      wanted: Patterns of file names, which need not be there.
+      one_of: Patterns, best first; files of the first one that the repository has are fetched.
       where: Key and value of the config, for messages.
+      hint: What to do if the repository has none of them.
 
     Returns:
       The folder that holds the files.
@@ -68,24 +72,33 @@ def download(name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: 
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    get = functools.partial(huggingface_hub.snapshot_download, name, allow_patterns=list(wanted))
-    try:
-        folder = Path(get(local_files_only=True))
-    except (OSError, ValueError):  # nothing is cached
-        folder = None
-    if folder is None or not any(any(folder.glob(pattern)) for pattern in one_of):
+
+    def get(pattern: str, *, offline: bool = False) -> Path:
+        options: Any = {"allow_patterns": [*wanted, pattern], "local_files_only": offline}
+        return Path(huggingface_hub.snapshot_download(name, **options))
+
+    def cached() -> Path | None:
+        for pattern in one_of:
+            with contextlib.suppress(OSError, ValueError):  # not there, or not all of it
+                if any((folder := get(pattern, offline=True)).glob(pattern)):
+                    return folder
+        return None
+
+    if (folder := cached()) is None:
         with faults(where, name) as patience:
-            huggingface_hub.HfApi().model_info(name, timeout=FIRST_ANSWER_S)
-            while True:
+            info = huggingface_hub.HfApi().model_info(name, timeout=FIRST_ANSWER_S)
+            names = [file.rfilename for file in info.siblings or ()]
+            best = next((pattern for pattern in one_of if fnmatch.filter(names, pattern)), None)
+            if best is None:
+                missing = f"the repository has no file {' or '.join(one_of)}"
+                raise ConfigError(f"{where}: {missing}{hint and '; '}{hint}")
+            while folder is None:
                 try:
-                    folder = Path(get())
-                    break
+                    folder = get(best)
                 except OSError as error:
                     if not isinstance(_fault(error, where, name), Unreachable):
                         raise
                     time.sleep(patience.wait(2.0))
-        if not any(any(folder.glob(pattern)) for pattern in one_of):
-            raise ConfigError(f"{where}: the repository has no file {' or '.join(one_of)}")
     for file in sorted(folder.rglob("*")):
         _check_content(file, where)
     return folder

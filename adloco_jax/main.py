@@ -62,6 +62,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_integer, "meeting_s", 300, "seconds to wait for the other processes (300)"),
     (flags.DEFINE_bool, "help", False, "print this, and stop"),
 )
+_OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 _MIN_ADDRESS_BYTES = 4 * 2**30
 
 
@@ -240,8 +241,13 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
         made, is_loaded = config.load_config(path, "get_config", ConfigDict), True
     except ConfigError as error:
         faults.insert(0, str(error))
-    for key in KNOBS:
-        if (text := options[f"config.{key}"].value) is not None:
+    values = {key: options[f"config.{key}"].value for key in KNOBS}
+    if values["data.path"] is not None or values["data.source"] is not None:
+        # Other text than the config's: what the config says of its own does not hold for it.
+        defaults = {key: KNOBS[key].default for key in _OF_A_DATA_SET}
+        values |= {key: defaults[key] for key in defaults if values[key] is None}
+    for key, text in values.items():
+        if text is not None:
             try:
                 config.override(made, key, text)
             except ConfigError as error:

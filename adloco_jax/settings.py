@@ -117,7 +117,7 @@ class Data:
     source: str = _knob(
         "stdlib",
         "Kind of text. stdlib: this Python's standard library. hf: a data set of the Hugging Face"
-        " hub, a saved one, or CSV. tokens: a folder that adloco prepare made.",
+        " hub, a saved one, or files by their endings. tokens: a folder that adloco prepare made.",
         table=("DATA_SOURCES", "stdlib", "text", "jsonl", "parquet", "hf", "tokens"),
     )
     # The fingerprint of the data is compared on resume, so that a path may change.

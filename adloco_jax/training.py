@@ -47,7 +47,7 @@ from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.machines import here
-from adloco_jax.run.plan import max_batch_size, run_header
+from adloco_jax.run.plan import max_batch_size, require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
 from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import Trackers, check_installed
@@ -124,6 +124,7 @@ def train(
 
     def load() -> tuple[PyTree | None, list[str], Corpus]:
         check_config(workdir, settings, accept=accept_config_change)
+        require_memory(settings)
         params, lines = None, []
         if settings.model.init_from and not list_rounds(workdir / "checkpoints"):
             params, lines = pretrained_params(settings)

@@ -1,9 +1,10 @@
 """BERT on movie reviews, the reference implementation's other experiment.
 
 Command:   python -m adloco_jax.main --config configs/bert_imdb.py
-           --config.data.path='imdb/train.jsonl' --config.data.heldout_path='imdb/test.jsonl'
-Data:      JSON lines with `text` and `label` (0 negative, 1 positive), such as the 25,000 reviews
-           to train on and the 25,000 to test with of IMDB (Maas et al. 2011)
+           (model and reviews come from the Hugging Face hub; for files of yours add
+           --config.data.path=train.jsonl --config.data.heldout_path=test.jsonl)
+Data:      texts and labels (0 negative, 1 positive): the 25,000 reviews to train on and the 25,000
+           to test with of IMDB (Maas et al. 2011)
 Hardware:  one GPU of 24 GB
 Model:     109.5 M parameters, from google-bert/bert-base-uncased with a random classifier; from
            scratch with --config.model.init_from=''
@@ -17,7 +18,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Classification; data.path is left to the command line."""
+    """Classification of IMDB's reviews."""
     config = default_config()
     config.num_rounds = 10  # of ours: some three epochs
 
@@ -33,11 +34,12 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"
     config.model.init_from = "google-bert/bert-base-uncased"
 
-    config.data.source = "jsonl"
-    config.data.path = ""  # to be given
+    config.data.source = "hf"
+    config.data.path = "stanfordnlp/imdb"
+    config.data.heldout_split = "test"
     config.data.tokenizer = "google-bert/bert-base-uncased"
     config.data.sequence_length = 256  # tokens: half of the reviews whole (of ours)
-    config.data.heldout_frac = 0.1  # unless data.heldout_path is given
+    config.data.heldout_frac = 0.1  # of files without a data.heldout_path
 
     config.ensemble.num_trainers = 4
     config.ensemble.num_workers = 4

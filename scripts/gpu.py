@@ -79,6 +79,7 @@ class Size:
 # MicroLlama's run with every mechanism, on this Python's library; 2 of its layers, as what is
 # saved and compared grows with them.
 _SHORT_RUN = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
+_SHORT_RUN |= {"model.init_from": ""}
 _SHORT_RUN |= {"data.tokenizer": "bytes", "data.num_sequences": 500, "eval.num_sequences": 8}
 _SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
 _SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}

@@ -16,14 +16,11 @@ from adloco_jax.study.compare import Comparison
 
 def get_comparison() -> Comparison:
     """What runs; MICROLLAMA and C4 may name a local checkpoint and local shards."""
-    model = os.environ.get("MICROLLAMA", "keeeeenw/MicroLlama")
     config = microllama.get_config()
-    config.model.init_from = model
-    config.data.tokenizer = model
+    if model := os.environ.get("MICROLLAMA"):
+        config.model.init_from = config.data.tokenizer = model
     if shards := os.environ.get("C4"):
-        config.data.path = shards
-    else:
-        config.data.source, config.data.path, config.data.name = "hf", "allenai/c4", "en"
+        config.data.path, config.data.name, config.data.heldout_split = shards, "", ""
     diloco = {
         "ensemble.num_trainers": 1,
         "batching.test": "constant",

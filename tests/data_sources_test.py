@@ -270,7 +270,8 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path):
         ("a.csv", b"id,text\n1\n", r"a\.csv:2: 'text' must be a string, have null"),
         ("a.csv", b"text\n\xff\n", r"a\.csv: damaged or unreadable \('utf-8' codec"),
         ("a.tsv.gz", b"no gzip", r"a\.tsv\.gz: damaged or unreadable"),
-        ("a.json", b"{}", "JSON lines and parquet are read by data.source=jsonl and parquet"),
+        ("a.json", b"{", "a.json:1: not one JSON object per line"),
+        ("a.xml", b"<a/>", r"files that end in .csv, .tsv, .json, .jsonl, .parquet, .arrow"),
         ("a.arrow", b"ARROW1", r"a\.arrow: damaged or unreadable"),
     ],
 )

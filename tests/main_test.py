@@ -254,7 +254,7 @@ def test_a_bad_command_is_refused(capsys):
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
         (["--config=quickstart", "--plan=maybe"], "flag --plan=maybe"),
-        (["--config=microllama"], "data.tokenizer = ''"),
+        (["--config=recommended"], "data.tokenizer = ''"),
     ):
         assert refused(capsys, *argv)[0].startswith(start)
     lines = refused(capsys, "--config=nowhere.py", "--config.inner.txx=sgd")

@@ -254,7 +254,7 @@ def is_on_hub(data: Data) -> bool:
       ConfigError: If a key is set that does not go with it.
     """
     path = local_path(data.path, key="data.path")
-    is_file = path.exists() or path.suffix in (".csv", ".tsv", ".arrow", ".gz")
+    is_file = path.exists() or path.suffix in sources.FILE_ENDINGS
     on_hub = bool(hub.NAME.fullmatch(data.path)) and not is_file
     if on_hub and data.heldout_path:
         raise ConfigError(f"{where_of(data)}: has splits; set data.heldout_split, not heldout_path")

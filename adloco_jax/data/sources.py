@@ -216,14 +216,14 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def table_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row of a .csv, .tsv or .arrow file."""
+    """A record for each row of a file, which its ending says how to read."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
-    if suffix not in (".csv", ".tsv", ".arrow"):
+    if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
-            f"{file}: data.source=hf reads data sets of the hub, saved ones (.arrow), .csv and"
-            " .tsv; JSON lines and parquet are read by data.source=jsonl and parquet"
+            f"{file}: data.source=hf reads data sets of the hub, and files that end in"
+            f" {', '.join(_BY_ENDING)}; a glob leaves other files out"
         )
-    return (arrow_documents if suffix == ".arrow" else csv_documents)(file, data)
+    return read(file, data)
 
 
 def csv_documents(file: Path, data: Data) -> Iterator[Record]:
@@ -410,6 +410,15 @@ def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
         for index in range(count)
     ]
 
+
+_BY_ENDING: dict[str, Callable[[Path, Data], Iterator[Record]]] = {
+    **dict.fromkeys((".csv", ".tsv"), csv_documents),
+    **dict.fromkeys((".json", ".jsonl"), jsonl_documents),
+    **{".parquet": parquet_documents, ".arrow": arrow_documents},
+}
+
+
+FILE_ENDINGS = (*_BY_ENDING, ".gz")
 
 # -- The table -------------------------------------------------------------------------------
 

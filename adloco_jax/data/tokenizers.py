@@ -22,9 +22,9 @@ from adloco_jax.errors import ConfigError, DataError
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _FILES = (".json", ".model")
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
-# Files of a hub repository from which a tokenizer of any kind is made.
+# Files of a hub repository: from which a tokenizer is made, best first, and those beside them.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
-_HUB_FILES = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json")
+_HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 _HUB_FILES += ("added_tokens.json", "config.json")
 
 

@@ -65,6 +65,20 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     return count
 
 
+def least_bytes(spec: Spec, owners: tuple[int, ...]) -> int:
+    """Bytes that a device needs at least: the ensemble, its workers and one gradient.
+
+    A closed form, for which nothing is compiled; activations are not counted.
+    """
+    key = ProgramKey("steps", owners)
+    at = placement(spec, key)
+    workers = workers_spec(spec, key, at).replace(inner_state_R=None)
+    if spec.outer.own_params:
+        workers = workers.replace(params_R=None)
+    ensemble = ensemble_spec(spec, owners, at)
+    return _bytes_here((ensemble, workers)) + spec.param_bytes // spec.model_shards
+
+
 def _bytes_here(shapes: PyTree) -> int:
     """Bytes of one device's share of arrays of these shapes and shardings."""
     return sum(

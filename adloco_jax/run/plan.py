@@ -12,9 +12,10 @@ from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import Group, classes, round_keys
-from adloco_jax.engine.memory import find_max_batch, peak_bytes
+from adloco_jax.engine.memory import find_max_batch, least_bytes, peak_bytes
 from adloco_jax.engine.programs import Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
+from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import start
 from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
@@ -108,6 +109,27 @@ def check_inputs(
         unchecked.append(f"model.init_from = {model.init_from}: {which}")
     unchecked += check_corpus(settings)
     return unchecked
+
+
+def require_memory(settings: Settings) -> None:
+    """Refuses a run whose state alone is too large for this machine, before anything is loaded.
+
+    Raises:
+      ResourceError: Says how much is needed, and what to run instead.
+    """
+    machine, memory_frac = here(), settings.batching.memory_frac
+    functions, classes = build_model(settings, machine), class_count(settings)
+    spec = program_spec(settings, *functions, row_length(settings), classes, machine=machine)
+    owners = tuple(start(settings, settings.batching.initial_batch_size, whole_pool=True).owners)
+    needed, budget = least_bytes(spec, owners), machine.budget(memory_frac)
+    if needed > budget:
+        raise ResourceError(
+            f"memory: {max(owners) + 1} trainers with {len(owners)} workers of {spec.num_params:,}"
+            f" parameters need at least {_human(needed)} on each device for state and gradients,"
+            f" have {_human(budget)} of {_human(machine.device_bytes)} (batching.memory_frac);"
+            " adloco train quickstart fits here, and adloco plan CONFIG --device shows what a GPU"
+            " would hold"
+        )
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
