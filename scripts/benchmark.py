@@ -1,6 +1,6 @@
 """Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
 
-    python scripts/benchmark.py statistics | round | compile | trainers | prepare | pytorch
+    python scripts/benchmark.py statistics | round | compile | trainers | owners | prepare | pytorch
                                 [--repeats N] [--shapes S ...] [--batches B ...] [--trainers M ...]
 
 Alternatives are timed in turn within one process, after their compilation and a first call, and
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 from side_by_side import SHAPES, InnerSteps, Shape, random_tokens, settings_of, side_by_side
 from timing import interleave, machine, ratio, report
 
@@ -216,6 +217,38 @@ def trainers(options: argparse.Namespace) -> dict:
     }
 
 
+def owners(options: argparse.Namespace) -> dict:
+    """A round of 1, 10 and 100 trainers with 1,000 workers: as many each, or nearly all one's."""
+    params, num_workers = {"w": np.zeros((64, 64), np.float32)}, 1000
+    how = {"inner_tx": optax.adamw(1e-3), "outer_tx": optax.sgd(0.7, momentum=0.9, nesterov=True)}
+    step = jax.jit(
+        functools.partial(
+            adloco_jax.outer_step, loss_fn=lambda params, x: (x @ params["w"]).mean(), **how
+        )
+    )
+    batch, runs, temp = np.ones((1, num_workers, 1, 64), np.float32), {}, {}
+    for count in (1, 10, 100):
+        for name, owner_R in (
+            ("equal", np.arange(num_workers) * count // num_workers),
+            ("unequal", np.minimum(np.arange(num_workers), count - 1)),
+        ):
+            ensemble = adloco_jax.init(
+                params, num_trainers=count, num_workers=num_workers, owner_R=owner_R, **how
+            )
+            program = step.lower(ensemble, batch).compile()
+            runs[f"{count} {name}"] = functools.partial(program, ensemble, batch)
+            state = sum(leaf.nbytes for leaf in jax.tree.leaves(ensemble))
+            size = program.memory_analysis().temp_size_in_bytes
+            temp[f"{count} {name}"] = round(size / state, 2)
+    times = interleave(runs, options.repeats)
+    report("1,000 workers, one update of a 64 x 64 matrix", times)
+    return {
+        "case": "owners",
+        "time_over_one_trainer": {name: ratio(times, name, "1 equal") for name in runs},
+        "temporary_memory_over_state": temp,
+    }
+
+
 def preparation(options: argparse.Namespace) -> dict:
     """Text to a prepared folder, against the bare tokenizer from memory.
 
@@ -271,6 +304,7 @@ CASES = {
     "round": round_overhead,
     "compile": compilation,
     "trainers": trainers,
+    "owners": owners,
     "prepare": preparation,
     "pytorch": pytorch,
 }
