@@ -332,12 +332,14 @@ def test_process_ends_with_2_and_a_line_for_each_fault(elsewhere):
 
 def test_a_platform_that_is_not_here_is_one_line(elsewhere):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"}
-    for words in (["train", "quickstart"], ["plan", "quickstart"], ["generate", "some/model"]):
-        command = [sys.executable, "-m", "adloco_jax", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2 and done.stdout == "" and list(elsewhere.iterdir()) == []
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("JAX_PLATFORMS=cuda: JAX cannot use it here")
+    commands = [["train", "quickstart"], ["plan", "quickstart"], ["generate", "some/model"]]
+    code = f"from adloco_jax.main import main\nprint([main(words) for words in {commands}])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[2, 2, 2]\n" and list(elsewhere.iterdir()) == []
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("JAX_PLATFORMS=cuda: JAX cannot use it here") for line in lines)
 
 
 # --- Runs that go on ------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch)
         ({"coordinator": "localhost:1", "num_processes": 2, "process_id": 2}, "0 to 1"),
         ({"coordinator": "here", "num_processes": 2, "process_id": 0}, "HOST:PORT"),
         ({"coordinator": "here:99999999", "num_processes": 2, "process_id": 0}, "another port"),
-        ({}, "nothing was found that started several processes"),
+        ({}, "no launcher of several processes was found"),
     ],
 )
 def test_invalid_places_are_named(monkeypatch, place, words):

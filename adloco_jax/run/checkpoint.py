@@ -1,9 +1,9 @@
 """Checkpoints that are complete, verified and never overwritten.
 
 A checkpoint is a folder named by its round: `arrays/` by Orbax, `host.json`, and `manifest.json`
-with the size and SHA-256 of every file. It is written beside the others as `.staging`, synced to
-disk, renamed, and read back; only then is an older one deleted. Orbax alone restores a flipped bit
-without an error and fails at a damaged newest step, hence the hashes and the fall-back here.
+with the size and SHA-256 of every file. A checkpoint is written as `.staging` beside the others,
+synced to disk, renamed, and read back. An older one is deleted after that. Orbax alone restores a
+flipped bit without an error and fails at a damaged newest step: hence the hashes and the fall-back.
 
 With several processes, each writes its own shards to a shared file system; process 0 does the rest.
 """
@@ -30,9 +30,9 @@ from adloco_jax.data.files import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import processes
 
-FORMAT = 3  # raised when an older reader could not understand a newer run's folder
+FORMAT = 3  # increases when an older reader could not understand a newer run's folder
 EXPORTED = (2, FORMAT)  # formats of which `adloco export` reads the parameters
-_MAX_JSON_BYTES = 2**28  # a record for each of a million source files; read whole into memory
+_MAX_JSON_BYTES = 2**28  # room for records of a million source files; a file is read as a whole
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 
@@ -54,9 +54,10 @@ class Saver:
 
         Args:
           folder: Holds the checkpoints; made at the first save.
-          keep: How many of the newest to keep, beside the one of the lowest held-out loss.
-          on_saved: Called with the ledger's fields of each save, on the writing thread, once it is
-            verified: `round`, `bytes`, `blocked_s` (the run waited) and `save_s` (in all).
+          keep: Number of newest checkpoints to keep, beside the one with the lowest held-out loss.
+          on_saved: Called on the writing thread after a save is verified, with the fields of its
+            line in the ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and
+            `save_s` (seconds in all).
         """
         self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -104,10 +105,10 @@ class Saver:
         """Waits until the last save is verified.
 
         Args:
-          only_if_ended: Does not wait for a save under way.
+          only_if_ended: Whether to return at once if a save is still under way.
 
         Raises:
-          ResourceError: If it failed; names the checkpoint that can be resumed from.
+          ResourceError: If the save failed. The message names the checkpoint to resume from.
           CheckpointError: If the checkpoints were deleted meanwhile.
         """
         pending = self._pending
@@ -122,7 +123,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
-        """Turns errors of writing into ours, which say what the folder holds to resume from."""
+        """Turns errors of writing into user errors that name the checkpoint to resume from."""
         try:
             yield
         except _FAULTS as error:
@@ -207,7 +208,7 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
 
     Args:
       checkpoint: The folder.
-      formats: In which it may have been written.
+      formats: Formats that are accepted.
 
     Raises:
       Damaged: If a file is missing, not a regular file, or changed; names it.
@@ -230,7 +231,7 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
 
     Args:
       checkpoint: The folder.
-      formats: In which it may have been written.
+      formats: Formats that are accepted.
 
     Raises:
       Damaged: If it is missing or not what was written.
@@ -262,13 +263,13 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
     Args:
       folder: Holds the checkpoints.
-      read: Reads a verified one; if it raises `Damaged`, the next older one is tried.
+      read: Reads a verified checkpoint. If it raises `Damaged`, the next older one is tried.
 
     Returns:
-      What was read, and a line for each damaged one; None if there is no checkpoint.
+      The result of `read`, and a line for each damaged checkpoint; None if there is no checkpoint.
 
     Raises:
-      CheckpointError: If all of them are damaged, which are then left as they are; or if one was
+      CheckpointError: If all checkpoints are damaged, which leaves them as they are, or if one was
         written in another format.
     """
     damage = []
@@ -316,11 +317,12 @@ def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
 
 
 def read_params(checkpoint: Path, template: PyTree) -> PyTree:
-    """The trainers' parameters alone, of a verified checkpoint of any format that is exported.
+    """The trainers' parameters alone, from a verified checkpoint in one of the `EXPORTED` formats.
 
     Args:
       checkpoint: The folder.
-      template: Their `jax.ShapeDtypeStruct`s, with a leading axis of trainers, and shardings.
+      template: `jax.ShapeDtypeStruct`s of the parameters, with a leading axis of trainers and with
+        shardings.
 
     Raises:
       Damaged: If they do not have the template's structure, shapes and types.
@@ -331,14 +333,14 @@ def read_params(checkpoint: Path, template: PyTree) -> PyTree:
 def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
     """All fields of the saved dataclass, or its parameters alone."""
     arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
-    # Each process by itself: if one of them cannot read, the others must not wait within Orbax.
+    # Each process reads alone: where one cannot read, the others must not wait within Orbax.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
     handler = kind(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
-            # The shapes first: nothing of another size is read, and no memory taken for it.
+            # Shapes are compared first: arrays of another size are not read and take no memory.
             metadata = reader.metadata(arrays).item_metadata
             stored, wanted = shapes(metadata), shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
@@ -392,7 +394,7 @@ def _fields(state: PyTree) -> dict[str, PyTree]:
 
 
 def _describe_files(folder: Path) -> dict[str, dict]:
-    """Size and SHA-256 of every file below a folder except the manifest, by path from there."""
+    """Size and SHA-256 of every file below a folder except the manifest, by relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):

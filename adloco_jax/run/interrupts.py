@@ -14,10 +14,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def stop_requests() -> Iterator[threading.Event]:
     """Yields an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
 
-    Python runs its handlers between two bytecodes of the main thread, which may be compiling for
-    minutes. So a thread reads the numbers that the interpreter writes to a pipe as they arrive.
+    Python runs signal handlers between two bytecodes of the main thread, which may be compiling for
+    minutes. The interpreter also writes the number of each signal to a pipe at once, and a thread
+    reads that pipe.
 
-    On another thread, where no handler can be set, signals keep their effect.
+    If the caller is not on the main thread, no handler can be set, and signals keep their effect.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -29,7 +30,7 @@ def stop_requests() -> Iterator[threading.Event]:
     def watch():
         while data := os.read(reader, 1):
             if data[0] not in _SIGNALS:
-                if fd_before >= 0:  # of an event loop, as in a notebook
+                if fd_before >= 0:  # set by an event loop, as in a notebook
                     os.write(fd_before, data)
                 continue
             if stop.is_set():
@@ -37,7 +38,7 @@ def stop_requests() -> Iterator[threading.Event]:
             stop.set()
             name = signal.Signals(data[0]).name
             print(
-                f"{name}: the round under way is finished and saved first; again to stop at once",
+                f"{name}: finishing and saving the round under way; send it again to stop at once",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,8 +1,9 @@
 """The processes of one run: how they connect, and what they agree on before they act.
 
 Every process runs the same program on the same host state; only process 0 prints and writes.
-What only one of them can know (a clock, a signal, a full disk) is exchanged here before anything is
-decided by it: through JAX's coordinator, so that nobody waits for the devices.
+Some things only one process can know: a clock, a signal, a full disk. The processes exchange them
+here before they decide anything by them. The exchange goes through JAX's coordinator, so that no
+process waits for its devices.
 """
 
 import contextlib
@@ -38,19 +39,19 @@ def connect(
     process_id: int | None = None,
     timeout_s: int = 300,
 ) -> None:
-    """Makes this process one of several; before anything else of JAX is used.
+    """Makes this process one of several. To be called before anything else of JAX.
 
     Args:
-      coordinator: HOST:PORT of process 0; None lets JAX detect what launched the processes (Slurm,
-        Open MPI, Kubernetes), and with it the other two.
-      num_processes: How many there are.
-      process_id: Which one this is.
-      timeout_s: How long to wait for the others.
+      coordinator: HOST:PORT of process 0. None: JAX detects the launcher (Slurm, Open MPI,
+        Kubernetes) and takes all three from it.
+      num_processes: Number of processes.
+      process_id: Index of this process, from 0.
+      timeout_s: Seconds to wait for the other processes.
 
     Raises:
-      ConfigError: If the three do not fit one another, or no launcher is detected.
-      ResourceError: If the processes cannot connect. If they do not in time, the process exits with
-        its code.
+      ConfigError: If the three contradict one another, or JAX detects no launcher.
+      ResourceError: If the processes cannot connect. If they have not connected in time, this
+        process exits with the error's code.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -59,10 +60,10 @@ def connect(
         raise ConfigError(f"--process_id={process_id}: expected 0 to {num_processes - 1}")
     if coordinator is not None and process_id == 0:
         _check_port(coordinator)
-    # Its preemption service takes SIGTERM for itself; here the run saves and stops at it.
+    # JAX's preemption service takes SIGTERM for itself. Here a run saves and stops at SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     whose = "" if process_id is None else f"process {process_id} of {num_processes}: "
-    failure = f"{whose}not all processes met{f' at {coordinator}' if coordinator else ''}"
+    failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
 
     def give_up():
         # JAX would abort the process with a stack trace, and its waiting cannot be interrupted.
@@ -78,7 +79,7 @@ def connect(
         )
     except ValueError as error:
         raise ConfigError(
-            "--distributed: nothing was found that started several processes (Slurm, Open MPI,"
+            "--distributed: no launcher of several processes was found (Slurm, Open MPI,"
             f" Kubernetes); give --coordinator, --num_processes, --process_id ({error})"
         ) from error
     except RuntimeError as error:
@@ -113,7 +114,7 @@ def only_first_prints() -> Iterator[None]:
 
 
 def _send(name: str, value: object) -> int:
-    """Sends a value to all processes; returns its number among those of this name."""
+    """Sends a value to all processes; returns its number among the exchanges of this name."""
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -121,7 +122,7 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """The values that all processes have sent under a name and number; waits for them."""
+    """Waits for the values that all processes send under a name and number."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
@@ -131,17 +132,19 @@ def _receive(name: str, number: int) -> list:
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """All-gathers a value: that of each process, in their order; all must call it.
+    """All-gathers a value: one of each process, in the order of the processes.
+
+    All processes must call it.
 
     Args:
       value: Plain JSON data.
-      name: Of the exchange; each thread uses names of its own.
+      name: Name of the exchange; each thread uses names of its own.
     """
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def broadcast(value: T) -> T:
-    """Broadcasts process 0's value, which is plain JSON data; all must call it."""
+    """Broadcasts process 0's value, which is plain JSON data; all processes must call it."""
     return gather(value)[0]
 
 
@@ -149,7 +152,7 @@ def barrier(name: str) -> None:
     """Waits until all processes have called it.
 
     Args:
-      name: Of the barrier; each thread uses names of its own.
+      name: Name of the barrier; each thread uses names of its own.
     """
     gather(None, name)
 
@@ -166,16 +169,16 @@ def run_on_all(
     A process that ended alone would leave the others waiting for it.
 
     Args:
-      act: What to run; it exchanges nothing with the others.
-      name: Of the exchange; each thread uses names of its own.
-      faults: Errors that are broadcast.
-      elsewhere: Raised for an error of another process; None raises its own class.
+      act: The function. It must not exchange anything with other processes.
+      name: Name of the exchange; each thread uses names of its own.
+      faults: Classes of errors that are broadcast.
+      elsewhere: Class that is raised for another process's error. None: that error's own class.
 
     Returns:
-      What `act` has returned here.
+      The result of `act` in this process.
 
     Raises:
-      Exception: In every process, of `faults`: its own, or the first one of the others.
+      Exception: One of `faults`, in every process: its own error, or else the first of the others.
     """
     try:
         outcome, fault = act(), None
@@ -227,7 +230,7 @@ def ending_together() -> Iterator[None]:
 
 
 def all_end() -> bool:
-    """Whether the others end, too; if not, this process must not wait for them in JAX.
+    """Whether all other processes end, too. If not, JAX's shutdown must not wait for them.
 
     At exit JAX waits five minutes for processes that may be waiting for this one, and then aborts
     them all, whatever their exit codes.
@@ -254,7 +257,7 @@ def require_equal(what: dict[str, str], advice: str) -> None:
 
     Args:
       what: Strings by name, such as hashes; the same names in every process.
-      advice: Ends the message.
+      advice: Last line of the message.
 
     Raises:
       ConfigError: In every process, naming what differs and in which process.
@@ -277,7 +280,7 @@ def require_shared(folder: Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    # A name of its own: a file system may remember for a while that another was not there.
+    # A fresh name: a file system may remember for a while that an older name was missing.
     mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:

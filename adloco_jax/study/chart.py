@@ -54,7 +54,7 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Where a value stands from `low`, 0, to `high`, 1; one that is outside, at the edge."""
+        """Position of a value from `low`, 0, to `high`, 1; a value outside is at the edge."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -75,13 +75,13 @@ def axis(
     """An axis around all values.
 
     Args:
-      label: What is measured, with its unit unless `unit` gives it.
-      values: What is drawn; what is not finite is left out.
-      base: Of a logarithm, on whose axis only positive values count; 0 for a linear axis.
-      whole: Whether fractions make no sense between two ticks.
-      unit: Follows the number of each tick.
+      label: The quantity, with its unit unless `unit` gives it.
+      values: The values that are drawn; those that are not finite are left out.
+      base: Base of a logarithmic axis, on which only positive values count; 0: a linear axis.
+      whole: Whether all ticks are whole numbers.
+      unit: Unit behind the number of each tick.
       margin: Room beyond the values on both sides, a fraction of the axis.
-      max_ticks: As many as have room.
+      max_ticks: Most ticks that have room.
     """
     shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
     low, high = min(shown), max(shown)
@@ -178,7 +178,7 @@ class Figure(str):
 class Panel(NamedTuple):
     """One chart, for a page or a file."""
 
-    title: str  # what it shows, for who hears the page; a file shows it
+    title: str  # for screen readers; a file shows it
     body: str  # SVG elements, whose positions are percentages of the box
     height: int  # of the box, in pixels
     x_label: str
@@ -294,7 +294,7 @@ def document(
 
     Args:
       panels: In rows, from the left.
-      title: For who hears the figure.
+      title: Text for screen readers.
       caption: What the figure shows, in words.
       columns: Panels in a row.
       width: Of the figure, in pixels.
@@ -342,11 +342,11 @@ def svg(
     Args:
       width: In pixels.
       height: In pixels.
-      title: For who hears the figure.
+      title: Text for screen readers.
       parts: SVG elements.
       font_px: Size of the letters.
-      theme: "light" or "dark", on the page's own paper; None has paper of its own, and follows
-        what the reader prefers.
+      theme: "light" or "dark", without a background. None: with a background, in the theme that the
+        reader prefers.
     """
     style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
     paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
@@ -359,7 +359,7 @@ def svg(
 
 
 def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
-    """Where the last finite point is, from the left and from the top."""
+    """Position of the last finite point, from the left and from the top."""
     finite = [(a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     return (x.at(finite[-1][0]), 1 - y.at(finite[-1][1])) if finite else None
 

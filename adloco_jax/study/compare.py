@@ -35,8 +35,8 @@ MEASURES = {
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
-# Measures that grow while devices compute: between two evaluations, loss is a straight line over
-# them. Over the others, which jump, an evaluation's loss holds until the next.
+# Measures that grow while devices compute: between two evaluations, loss is interpolated over them.
+# The other measures jump: the loss of an evaluation holds until the next one.
 STEADY = ("tokens", "updates", "time_s")
 CHARGED = (
     "Communications are blocking and summed over trainers: synchronisations of workers, merges and"
@@ -51,7 +51,7 @@ class Comparison:
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
-    """By name, the keys that differ from `base`."""
+    """The keys that differ from `base`, by the variant's name."""
     baseline: str
     """The variant whose final loss the others are to reach."""
     target_losses: Sequence[float]
@@ -61,11 +61,11 @@ class Comparison:
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
-    """The runs, checked, in the order in which they are made.
+    """Checks a comparison, and lists its runs in the order in which they are made.
 
     Args:
       comparison: From a config file's `get_comparison()`.
-      folder: Where they are, or will be: `<folder>/<variant>/seed-<seed>`.
+      folder: The folder of all runs: each is in `<folder>/<variant>/seed-<seed>`.
 
     Returns:
       Every variant with every seed.
@@ -141,15 +141,15 @@ def tabulate(
 ) -> dict:
     """Compute the comparison's table from the runs' ledgers.
 
-    "At equal" x is the lowest loss reached with at most as much of x as every run has spent at its
-    end (of communications and bytes: every run that communicates), where loss between two
-    evaluations is a straight line over tokens, updates and time; "to reach" a loss is what was
-    spent at the first evaluation that had it.
+    The budget of a measure is the least that a run has spent at its end (of communications and
+    bytes: a run that communicates). "At equal" is the lowest loss that a run reached within that
+    budget; over tokens, updates and time, loss is interpolated between evaluations. "To reach" a
+    loss is the cost at the first evaluation that had it.
 
     Args:
-      comparison: What ran.
-      folder: Where; all runs have finished.
-      results_file: Where finished runs may have a line in place of a folder.
+      comparison: The comparison.
+      folder: The folder of its runs, all of which have finished.
+      results_file: File in which finished runs may have a line in place of a folder.
 
     Returns:
       Plain JSON: `name`, `ran` (in words: what, when, on what), `budgets` by measure,
@@ -224,9 +224,8 @@ def markdown(table: dict) -> str:
         f"**{plain(_conclusion(table))}**",
         "![What each variant spent to reach one and the same loss](front.svg)",
         f"{table['charged']} Seconds are simulated {table['simulated']}.",
-        f"Held-out loss (nats/token) at equal cost, the lowest reached with at most so much"
-        f" ({', '.join(MEASURES[m] for m in STEADY)}: on a straight line between evaluations);"
-        f" {shown}.",
+        f"Held-out loss (nats/token) at equal cost: the lowest that was reached within the cost"
+        f" ({', '.join(MEASURES[m] for m in STEADY)}: interpolated between evaluations); {shown}.",
         markdown_table([["variant", *equal, "at its end"], *losses]),
         f"What it took to reach the final loss of {plain(table['baseline'])}, seed by seed; a dash"
         " where fewer than half of the seeds did.",
@@ -255,7 +254,7 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """What was run, when, and on what, as the ledgers' start lines have it."""
+    """What was run, when, and on what devices, from the ledgers' start lines."""
     base = comparison.base
 
     def recorded(key: str) -> str:
@@ -272,7 +271,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """Who reached the baseline's loss with the fewest communications, and at what price."""
+    """Which variant reached the baseline's loss with the fewest communications, at what cost."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}

@@ -16,14 +16,14 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.loop.adloco import StateBytes, merge_cost
 from adloco_jax.run import ledger
 
-# What a curve is drawn over: the key of a point, and the axis' label.
+# Costs over which a curve is drawn: the key of a point, and the label of the axis.
 COSTS = {
     "tokens": "tokens, all trainers",
     "syncs": "communications (blocking, all trainers)",
     "bytes": "bytes moved, all trainers",
 }
 
-# Lines with `syncs` and `bytes` of their own.
+# Events whose lines have `syncs` and `bytes` of their own.
 SPENDING = ("round", "sync", "merge", "refusal", "spawn")
 
 
@@ -178,7 +178,7 @@ def heldout_points(
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
     """The cost of gathering trainers for a consensus that is their average.
 
-    It is paid once, if the average is to be used; the run's totals do not include it.
+    Gathering is paid once, if the average is to be used. The run's totals do not include it.
 
     Args:
       events: A ledger's lines.
@@ -215,8 +215,8 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
 
     The grid has every point of every curve, within the interval that all of them cover. Between
     its points a curve is a straight line; where it moves straight up or down, its last value
-    counts. The spread is from minimum to maximum, from five curves on from the first to the
-    third quartile.
+    counts. The spread is from minimum to maximum; with five curves or more it is from the first
+    to the third quartile.
 
     Args:
       curves: x and y of each. Where x decreases (`gathering`), points are sorted by x. y may be

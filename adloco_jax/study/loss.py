@@ -39,8 +39,8 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     """A chart for each cost that was spent, by the cost's name.
 
     Args:
-      variants: One run alone is drawn by trainer, with its consensus; several as a curve per
-        variant, of several seeds a median with a band.
+      variants: A single run is drawn by trainer, with its consensus. Several runs are drawn as a
+        curve per variant, and several seeds of a variant as a median with a band.
       field: "loss", or a classifier's "accuracy".
     """
     runs = [run for variant in variants for run in variant.runs]
@@ -96,7 +96,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
 def _curve(
     cost: str, label: str, key: str, classes: str, all_points: Sequence[list[dict]]
 ) -> Curve:
-    """A line for one seed; for several their median, with a band."""
+    """A line for one seed; the median of several seeds, with a band."""
     seeds = [
         ([p[cost] for p in found], [p["value"] for p in found]) for found in all_points if found
     ]
@@ -138,8 +138,8 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
     shown += " of the consensus" if heldout else " averaged over the trainers of a round"
     if len(runs) > len(variants):
         shown += (
-            "; of several seeds the median, with a band from minimum to maximum (from five on,"
-            " between quartiles)"
+            "; with several seeds: the median, and a band from minimum to maximum (with five seeds"
+            " or more, between quartiles)"
         )
     left_out = [v.label for v in variants if not any(map(curves.is_evaluated, v.runs))]
     if heldout and left_out:
@@ -148,7 +148,7 @@ def caption(variants: Sequence[Variant], field: str = "loss") -> str:
 
 
 def reading() -> str:
-    """How to read the charts of loss, of all runs alike."""
+    """How to read the charts of loss."""
     return (
         "Costs are summed over trainers. Communications are blocking; where the consensus is an"
         " average of trainers, gathering them is counted too. An axis is logarithmic where runs end"

@@ -30,10 +30,10 @@ def page(
 
     Args:
       title: Its heading.
-      lead: How the run went, in a sentence.
-      screen_html: What is seen first.
-      details_html: What is folded below.
-      num_curves: Curves with a number, which stand out while their row of the table is touched.
+      lead: The result, in a sentence.
+      screen_html: The first screen.
+      details_html: The folded parts below.
+      num_curves: Number of curves; each stands out while the pointer is on its row of the table.
       refresh_s: Seconds after which a browser reads the page again; None for never.
     """
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
@@ -86,10 +86,10 @@ def figure(html: str, caption: str) -> str:
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """Charts of which one is seen, chosen by its tab; the first to begin with.
+    """Charts behind tabs; the first is shown at the beginning.
 
     Args:
-      name: Of the choice, letters alone; no two on the page are the same.
+      name: Name of the group of tabs, letters alone and unique on the page.
       panels: Each chart by the tab's text.
     """
     parts = []

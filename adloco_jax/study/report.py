@@ -29,7 +29,7 @@ __all__ = ["closing_table", "conclude", "watch", "write"]
 _REFRESH_S = 3  # of a page that is watched
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 
-# Columns of the table of totals: what `_measures` has, and how it is shown.
+# Columns of the table of totals: the name in `_measures`, and the format.
 _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "loss (nats)": ("loss", number),
     "accuracy": ("accuracy", "{:.3f}".format),
@@ -57,7 +57,7 @@ def write(
     Args:
       runs: The runs' folders, also of unfinished runs.
       folder: Where to write; created if it does not exist. Each file is replaced as a whole.
-      labels: One per run, a variant takes its first run's; by default the folders' names.
+      labels: One per run; a variant takes the label of its first run. Default: folders' names.
       refresh_s: Seconds after which a browser reads the page again; None for never.
 
     Returns:
@@ -190,7 +190,7 @@ def _page(
 
 
 def _lead(variants: Sequence[Variant]) -> str:
-    """How it went, in a sentence."""
+    """The result, in a sentence."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = totals(runs[0].events)
@@ -213,15 +213,15 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """A row per variant; of several variants the rows are the legend of the curves.
+    """A row per variant. With several variants the rows are the legend of the curves.
 
-    A column that no run has a value for is left out.
+    Columns without any value are left out.
     """
     caption = "Communications are blocking and summed over trainers."
     if len(variants) > 1:
         caption += " Point at a row to see its curve alone."
     if any(len(variant.runs) > 1 for variant in variants):
-        caption += " Of several seeds the median, and below it minimum to maximum."
+        caption += " With several seeds: the median, and below it minimum to maximum."
     measured = [[_measures(run) for run in variant.runs] for variant in variants]
     rows: list[dict[str, Cell]] = [{"run": variant.label} for variant in variants]
     for title, (name, shown) in _TOTALS.items():
@@ -233,7 +233,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """Of one run its totals; of several a list of them by variant."""
+    """Totals of a single run; with several runs a list of totals by variant."""
     if len(variants) == len(variants[0].runs) == 1:
         return totals(variants[0].runs[0].events)
     return {
@@ -246,7 +246,7 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
-    """Why the run ended, or that it has not."""
+    """Why the run ended, or `unfinished`."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
@@ -296,7 +296,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    """What is folded below a single run, by its heading."""
+    """The folded parts below a single run, by heading."""
     parts = {"Batches and their test": run_figures.batches(run)}
     merges = [
         {

@@ -55,9 +55,9 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Of what a run's config changes of the default, but for paths: whether a line is of this run.
+    """Hash of what a config changes from the defaults, paths aside: it tells whose line it is.
 
-    New knobs and other folders leave it as it is.
+    New knobs and other folders do not change it.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
@@ -65,7 +65,7 @@ def digest(config: ConfigDict) -> str:
 
 
 def key(run: Trial) -> tuple[str, int, str]:
-    """What a run's line is found by: variant, seed and digest."""
+    """The key of a run's line: variant, seed and digest."""
     return run.variant, run.seed, digest(run.config)
 
 
@@ -100,13 +100,13 @@ def append(
 ) -> None:
     """Add the line of a finished run.
 
-    Beside what is given it has `train_loss`, the mean of the last round's trainers and updates
-    (nats/token; null where it is not finite).
+    The line also has `train_loss`, the mean of the last round's trainers and updates (nats/token;
+    null where it is not finite).
 
     Args:
       path: The results file, created with its folder if need be.
       run: The run.
-      changes: What its variant differs in from the comparison's base.
+      changes: The keys in which its variant differs from the comparison's base.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.
       events: The ledger's lines.
     """

@@ -14,9 +14,9 @@ from adloco_jax.study.page import figure
 
 _MAX_PARTS = 100  # of all lanes: a page of forty variants stays small
 
-# What the marks of the trainers' lanes mean; a caption names those that are there.
+# The meaning of marks in the trainers' lanes; a caption explains those that are there.
 _MARKS = {
-    "merge": "a filled dot goes on and takes in the hollow ones",
+    "merge": "the trainer with the filled dot absorbs those with hollow dots",
     "refusal": "dashed, a merge that the guard refused",
     "spawn": "+, workers were added",
     "fault": "✕, the trainer left, because its updates were not finite",
@@ -54,7 +54,7 @@ def life(run: RunRecord) -> str:
         classes=" life",
     )
     marks = "; ".join(text for name, text in _MARKS.items() if curves.lines(happened, name))
-    text = "The trainers: number and thickness are the sequences of an update, of all workers."
+    text = "The trainers. Number and thickness show the sequences of an update, of all workers."
     return figure(drawn.html(), text + (f" Marks: {marks}." if marks else ""))
 
 
@@ -72,7 +72,7 @@ def _concerned(event: dict) -> list[int]:
 
 
 def _sequences(e: dict) -> int:
-    """Of a worker's update."""
+    """Sequences of a worker's update."""
     return e["micro_batch_size"] * e["num_accum_steps"]
 
 
@@ -190,7 +190,7 @@ def batches(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Seconds of each round, and of these waiting for compilation."""
+    """Seconds of each round, and its seconds of waiting for compilation."""
     rounds = curves.stalls(run.events)
     drawn = []
     for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):
@@ -200,8 +200,8 @@ def times(run: RunRecord) -> str:
     up = chart.axis("wall-clock time (s)", [0.0, *drawn[0].y])
     total_s, stall_s = map(sum, zip(*rounds.values(), strict=True))
     text = (
-        f"Measured seconds of each round, {total_s:.4g} s in all, of which {stall_s:.4g} s went by"
-        " waiting for compilation. Evaluations and checkpoints are not in it."
+        f"Measured seconds of each round, {total_s:.4g} s in all, of which {stall_s:.4g} s were"
+        " spent waiting for compilation. Evaluations and checkpoints are not included."
     )
     panel = chart.chart(across, up, drawn, title="Seconds of each round")
     return figure(panel.html(), text)
