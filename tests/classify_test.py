@@ -18,7 +18,7 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
 from adloco_jax.run.export import read_trained
 from adloco_jax.run.ledger import read
-from adloco_jax.study import report
+from adloco_jax.study import summary
 from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -201,7 +201,7 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     assert [scores["support"] for scores in evals[-1]["classes"]] == [30, 30]
     rounds = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "round"]
     assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # of two workers, padding included
-    table = report.closing_table(classified.workdir)
+    table = summary.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table
 

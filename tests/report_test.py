@@ -16,11 +16,11 @@ from ledgers import ROUNDS, round_line, write_run
 from adloco_jax import main as cli
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
-from adloco_jax.study import report
+from adloco_jax.study import report, summary
 
 
 def test_the_table_has_the_hand_added_numbers(tmp_path):
-    lines = report.closing_table(write_run(tmp_path, refusal=True)).splitlines()
+    lines = summary.closing_table(write_run(tmp_path, refusal=True)).splitlines()
     assert set(lines[1]) == {"-"}
     assert len({len(line) for line in lines[:5]}) == 1  # columns are flush
     assert [line.split() for line in lines[2:5]] == [
@@ -50,17 +50,17 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
 
 
 def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
-    broken = report.closing_table(write_run(tmp_path / "broken", no_loss=(6,)))
+    broken = summary.closing_table(write_run(tmp_path / "broken", no_loss=(6,)))
     assert broken.splitlines()[2].endswith("not finite")
     assert "held-out loss   not finite, the best trainer after round 6" in broken
-    table = report.closing_table(write_run(tmp_path, evals=False, end=False, memory=False))
+    table = summary.closing_table(write_run(tmp_path, evals=False, end=False, memory=False))
     assert "held-out loss   not evaluated" in table
     assert "wall time       -" in table and "memory          -\n" in table
     assert "per byte" not in table
     (tmp_path / "new").mkdir()
     start = (tmp_path / "ledger.jsonl").read_text().splitlines()[0]
     (tmp_path / "new" / "ledger.jsonl").write_text(f"{start}\n")
-    table = report.closing_table(tmp_path / "new")
+    table = summary.closing_table(tmp_path / "new")
     assert "communications  0 blocking, summed over trainers; 0 bytes moved\n" in table
 
 

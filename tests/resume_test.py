@@ -18,11 +18,7 @@ from adloco_jax import crashpoints
 from adloco_jax.engine import local as engine
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, Preempted, ResourceError
 from adloco_jax.run import checkpoint
-from adloco_jax.run.resume import (
-    check_config,
-    exclusive,
-    write_config,
-)
+from adloco_jax.run.resume import check_config, exclusive, write_config
 from adloco_jax.settings import KNOBS
 
 pytestmark = pytest.mark.usefixtures("one_device")

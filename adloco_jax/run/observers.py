@@ -22,12 +22,7 @@ from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Compiled, Programs
 from adloco_jax.errors import Preempted
-from adloco_jax.loop.adloco import (
-    Boundary,
-    Control,
-    Observer,
-    State,
-)
+from adloco_jax.loop.adloco import Boundary, Control, Observer, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, processes

@@ -4,23 +4,14 @@ A folder may be damaged, or somebody else's. What `ledger.jsonl`, `config.json` 
 `host.json` give to the rest of the package has the types declared here.
 """
 
+import typing
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    NewType,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from adloco_jax.loop.adloco import Control, StateBytes
 from adloco_jax.settings import Settings
 
-Size = NewType("Size", int)  # at least 1
+Size = typing.NewType("Size", int)  # at least 1
 _MOST_SECONDS = 1e12
 _WORDS = {
     Size: "a count from 1 on",
@@ -64,7 +55,7 @@ _MERGE = (
 EVENTS: dict[str, dict[str, Any]] = {
     "start": _fields(str, "run command data_fingerprint")
     | _fields(Size, "num_params max_batch_size")
-    | {"state_bytes": get_type_hints(StateBytes), "config": Settings}
+    | {"state_bytes": typing.get_type_hints(StateBytes), "config": Settings}
     | _fields(Maybe(str), "time devices jax attention loss_unit")
     | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
     | {"round": Maybe(int), "buckets": Maybe(list[int])},
@@ -120,8 +111,8 @@ def fault(value: Any, kind: Any, name: str) -> str:
         may hold anything.
       name: Of the value, for the message.
     """
-    origin, members = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
         faults = [fault(value, m, name) for m in members if m is not NoneType]
         return "" if "" in faults or (value is None and NoneType in members) else faults[0]
     parts: dict[str, tuple[Any, Any]] = {}  # value and kind of each part, by name
@@ -140,7 +131,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
         if is_well and origin is dict:
             parts = {f".{key}": (item, members[1]) for key, item in value.items()}
         elif is_well:
-            fields = kind if isinstance(kind, dict) else get_type_hints(kind)
+            fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
             for key, part in fields.items():
                 is_optional = isinstance(part, Maybe)
                 if key in value:

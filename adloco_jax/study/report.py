@@ -10,36 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import chart, curves, loss, page, run_figures
+from adloco_jax.study import chart, curves, loss, page, run_figures, summary
 from adloco_jax.study.chart import Panel
 from adloco_jax.study.curves import RunRecord, Variant
 from adloco_jax.study.page import Cell
-from adloco_jax.study.summary import (
-    closing_table,
-    described,
-    in_bytes,
-    number,
-    seconds,
-    short,
-    totals,
-)
 
-__all__ = ["closing_table", "conclude", "watch", "write"]
+__all__ = ["conclude", "watch", "write"]
 
 _REFRESH_S = 3  # of a page that is watched
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 
 # Columns of the table of totals: the name in `_measures`, and the format.
 _TOTALS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "loss (nats)": ("loss", number),
+    "loss (nats)": ("loss", summary.number),
     "accuracy": ("accuracy", "{:.3f}".format),
-    "tokens": ("tokens_total", short),
-    "updates": ("updates_total", short),
+    "tokens": ("tokens_total", summary.short),
+    "updates": ("updates_total", summary.short),
     "communications": ("syncs_total", "{:,.0f}".format),
-    "moved": ("bytes_total", in_bytes),
+    "moved": ("bytes_total", summary.in_bytes),
     "merges": ("num_merges", "{:.0f}".format),
-    "wall time": ("wall_s", seconds),
-    "waiting to compile": ("stall_s", seconds),
+    "wall time": ("wall_s", summary.seconds),
+    "waiting to compile": ("stall_s", summary.seconds),
 }
 
 
@@ -134,7 +125,7 @@ def conclude(workdir: str | os.PathLike[str]) -> None:
     Raises:
       DataError: If it holds no ledger, or a damaged one.
     """
-    print(closing_table(workdir))
+    print(summary.closing_table(workdir))
     try:
         print(f"report: {write([workdir], Path(workdir) / 'report')}")
     except (DataError, OSError) as error:
@@ -193,8 +184,8 @@ def _lead(variants: Sequence[Variant]) -> str:
     """The result, in a sentence."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
-        found = totals(runs[0].events)
-        result = dict(described(found))["held-out loss"]
+        found = summary.totals(runs[0].events)
+        result = dict(summary.described(found))["held-out loss"]
         return f"{found['rounds']:,} rounds, {_state(runs[0])}. Held-out loss: {result}."
     ends = []
     for variant in variants:
@@ -207,8 +198,8 @@ def _lead(variants: Sequence[Variant]) -> str:
         return "No variant has a held-out loss in all of its runs."
     lowest, tokens, syncs, label = min(ends)
     return (
-        f"Lowest held-out loss at its end: {number(lowest)} nats, {label}, after {short(tokens)}"
-        f" tokens and {syncs:,.0f} communications."
+        f"Lowest held-out loss at its end: {summary.number(lowest)} nats, {label}, after"
+        f" {summary.short(tokens)} tokens and {syncs:,.0f} communications."
     )
 
 
@@ -235,10 +226,10 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 def _summary(variants: Sequence[Variant]) -> dict:
     """Totals of a single run; with several runs a list of totals by variant."""
     if len(variants) == len(variants[0].runs) == 1:
-        return totals(variants[0].runs[0].events)
+        return summary.totals(variants[0].runs[0].events)
     return {
         variant.label: [
-            {"folder": str(run.folder), "seed": run.seed, **totals(run.events)}
+            {"folder": str(run.folder), "seed": run.seed, **summary.totals(run.events)}
             for run in variant.runs
         ]
         for variant in variants
@@ -254,18 +245,12 @@ def _state(run: RunRecord) -> str:
 
 def _measures(run: RunRecord) -> dict:
     """A run's totals, which include averaging trainers for the consensus."""
-    found = totals(run.events)
+    found = summary.totals(run.events)
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],
         "bytes_total": found["bytes_total"] + found["consensus_bytes"],
         "stall_s": sum(stall_s for _, stall_s in curves.stalls(run.events).values()),
     }
-
-
-def _facts(caption: str, facts: Mapping[str, str]) -> str:
-    """A table of single quantities."""
-    rows = [{"quantity": name, "value": value} for name, value in facts.items()]
-    return page.table(caption, rows, texts=2)
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
@@ -283,7 +268,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
             "folder": str(run.folder),
             "trained by": run.start["command"] or "-",
             "seed": str(run.seed),
-            "rounds": f"{totals(run.events)['rounds']:,}",
+            "rounds": f"{summary.totals(run.events)['rounds']:,}",
             "state": _state(run),
         }
         for variant in variants
@@ -304,8 +289,8 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
             "members": " + ".join(map(str, e["members"])),
             "into": "refused" if e["event"] == "refusal" else str(e["into"]),
             "weights": ", ".join(f"{w / (sum(e['weights']) or 1):.3f}" for w in e["weights"]),
-            "before": ", ".join(map(number, e["loss_before"])),
-            "after": number(e["loss_after"]),
+            "before": ", ".join(map(summary.number, e["loss_before"])),
+            "after": summary.number(e["loss_after"]),
             "barrier": "not finite" if e["barrier"] is None else f"{e['barrier']:+.4f}",
         }
         for e in curves.lines(run.events, "merge", "refusal")
@@ -315,5 +300,7 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
         parts["Merges"] = page.table(caption, merges)
     parts["Time"] = run_figures.times(run)
     parts["Theory"] = run_figures.theory_beside(run)
-    parts["All totals"] = _facts("", dict(described(totals(run.events))))
+    facts = summary.described(summary.totals(run.events))
+    rows = [{"quantity": name, "value": value} for name, value in facts]
+    parts["All totals"] = page.table("", rows, texts=2)
     return parts
