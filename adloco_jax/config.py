@@ -29,7 +29,6 @@ from adloco_jax.settings import GROUPS, KNOBS, Knob, Settings
 
 # In the repository the package's folder is a link to the top-level one.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
-_MAX_BYTES = 2**20
 
 # Keys and values of 0.2 that are gone, each with what to do.
 REMOVED = {
@@ -378,8 +377,6 @@ def add_entries(name: str | None) -> None:
 
 def _run(path: Path, *functions: str) -> object:
     """Runs a file, and the first of these functions that it has; returns what that returns."""
-    if (size := path.stat().st_size) > _MAX_BYTES:
-        raise ConfigError(f"{path}: {size} bytes, no config is larger than {_MAX_BYTES}")
     root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
     sys.path.insert(0, root)
     try:

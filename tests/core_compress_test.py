@@ -9,14 +9,7 @@ import numpy as np
 import oracle
 import pytest
 
-from adloco_jax.core.compress import (
-    BITS_PER_PARAM,
-    LARGEST_CODE,
-    SCALE_BLOCK,
-    pack,
-    packed_bytes,
-    unpack,
-)
+from adloco_jax.core.compress import LARGEST_CODE, SCALE_BLOCK, pack, packed_bytes, unpack
 
 LOW = ["bfloat16", "int4"]
 SHAPES = [
@@ -89,19 +82,10 @@ def test_tiny_and_huge_entries():
     assert np.isfinite(arrived).all() and np.abs(arrived[0, 2:]).max() <= 1e-42
 
 
-@pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_those_of_the_arrays_that_travel(shape, precision):
-    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    one = jax.eval_shape(lambda: pack({"w": jnp.zeros((1, *shape))}, precision))
-    held = sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(one))
-    assert packed_bytes({"w": leaf}, precision) == held
-
-
 @pytest.mark.parametrize("shape", [(4096, 4096), (50257, 768), (12, 768, 2048)])
 def test_large_leaves_take_the_bits_that_are_promised(shape):
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    for precision, bits in BITS_PER_PARAM.items():
+    for precision, bits in {"float32": 32, "bfloat16": 16, "int4": 4 + 32 / SCALE_BLOCK}.items():
         per_param = packed_bytes(leaf, precision) * 8 / math.prod(shape)
         assert per_param == pytest.approx(bits, rel=2e-3)
 

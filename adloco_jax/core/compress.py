@@ -8,8 +8,7 @@ without cutting a block.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,7 @@ from jaxtyping import PyTree
 Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
 SCALE_BLOCK = 128  # the most entries that share a float32 scale
-SCALE_BITS = 32
-BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "int4": 4}  # of an entry
 LARGEST_CODE = 7  # of int4; -8 is not used
-BITS_PER_PARAM: Mapping[str, float] = {
-    precision: bits + (SCALE_BITS / SCALE_BLOCK if bits <= 8 else 0.0)
-    for precision, bits in BITS.items()
-}
-"""Bits of a parameter as it is sent, scales included, in a leaf that divides into full blocks."""
 _EVEN_SHARES = 8  # an axis of a multiple of it divides over the usual numbers of devices
 
 
@@ -56,8 +48,9 @@ class _Blocks(NamedTuple):
 
 def check_precision(precision: str) -> None:
     """ValueError, with the known names, if a precision is unknown."""
-    if precision not in BITS:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(BITS)}")
+    if precision not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
+        raise ValueError(f"precision={precision!r}: expected one of {known}")
 
 
 def pack(tree_X: PyTree, precision: Precision) -> PyTree:
@@ -123,14 +116,9 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
     Returns:
       Bytes, of which float32 takes four per parameter.
     """
-    if precision in ("float32", "bfloat16"):
-        return sum(math.prod(leaf.shape) * BITS[precision] // 8 for leaf in jax.tree.leaves(tree))
-    num_bytes = 0
-    for leaf in jax.tree.leaves(tree):
-        blocks = _blocks_of(leaf.shape)
-        per_block = blocks.size * BITS[precision] // 8 + SCALE_BITS // 8
-        num_bytes += blocks.rows * blocks.per_row * per_block
-    return num_bytes
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
+    sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), one)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent))
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
