@@ -123,10 +123,10 @@ def test_a_bad_label_is_refused_by_line(tmp_path):
     for record, expected in (
         ({"text": "x", "label": 2}, "have 2, need a class from 0 to 1"),
         ({"text": "x", "label": -1}, "have -1"),
-        ({"text": "x", "label": "pos"}, 'have "pos"'),
-        ({"text": "x", "label": "0"}, 'have "0", need a class'),
+        ({"text": "x", "label": "pos"}, "have 'pos'"),
+        ({"text": "x", "label": "0"}, "have '0', need a class"),
         ({"text": "x", "label": 1.0}, "have 1.0"),
-        ({"text": "x", "label": True}, "have true"),
+        ({"text": "x", "label": True}, "have True"),
         ({"text": "x"}, "no field 'label'"),
         ({"text": "", "label": 1}, "'text' is empty"),
     ):

@@ -5,9 +5,6 @@ import os
 import random
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +22,6 @@ from adloco_jax.data import corpus as corpus_module
 from adloco_jax.data import files, load_corpus, load_tokenizer, rows
 from adloco_jax.errors import ConfigError, DataError
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 15
 
 
@@ -172,37 +168,6 @@ def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
     prepare(source, tmp_path / "out", note=lines.append)
     assert lines[0].startswith("going on after 2 of 4 files, ")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_killed_and_run_again_a_run_has_the_same_rows(tmp_path, cache):
-    source = shards_in(tmp_path / "source", count=6, documents=300)
-    expected = load(source)
-    shutil.rmtree(cache)
-    program = (
-        "import sys; sys.path[:0] = sys.argv[2:]; from toy import data_settings;"
-        "from adloco_jax.data import load_corpus, rows; rows._CHUNK_CHARS = 2000;"
-        f"load_corpus(data_settings(source='jsonl', path=sys.argv[1], sequence_length={LENGTH},"
-        " heldout_frac=0.1))"
-    )
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(source), str(ROOT), str(ROOT / "tests")],
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
-            stdout=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            if any(cache.glob("*.partial/[0-9].npz")):
-                break
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.02))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    found = load(source)
-    assert found.fingerprint == expected.fingerprint
-    np.testing.assert_array_equal(found.rows, expected.rows)
-    assert not any(cache.glob("*.partial"))
 
 
 def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch):

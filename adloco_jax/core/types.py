@@ -221,11 +221,6 @@ def init(
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
-    if not 1 <= num_trainers <= num_workers:
-        raise ValueError(
-            f"num_workers={num_workers} for num_trainers={num_trainers}: expected at least one"
-            " trainer, and one worker for each"
-        )
     if owner_R is None:
         owner_R = np.arange(num_workers) * num_trainers // num_workers
     owners = np.asarray(owner_R)
@@ -497,7 +492,7 @@ def check_owners(owners: np.ndarray, num_trainers: int) -> None:
     strange = sorted(set(owners.tolist()) - set(range(num_trainers)))
     if missing or strange:
         raise ValueError(
-            f"owner_R={owners.tolist()}: expected every one of the {num_trainers} trainers at least"
+            f"owner_R={owners.tolist()}: expected every one of num_trainers={num_trainers} at least"
             f" once; without a worker: {missing}; unknown: {strange}"
         )
 

@@ -118,7 +118,7 @@ def _text(row: Record, column: str) -> str:
     require_columns(row.columns, [column], row.where)
     text = row.columns[column]
     if not isinstance(text, str):
-        raise DataError(f"{row.where}: {column!r} must be a string, have {_shown(text)}")
+        raise DataError(f"{row.where}: {column!r} must be a string, have {text!r:.40}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
@@ -133,7 +133,7 @@ def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
     label = row.columns[data.label_column]
     if type(label) is not int or not 0 <= label < num_classes:
         raise DataError(
-            f"{row.where}: {data.label_column!r}: have {_shown(label)}, need a class from 0 to "
+            f"{row.where}: {data.label_column!r}: have {label!r:.40}, need a class from 0 to "
             f"{num_classes - 1} (model.num_classes={num_classes})"
         )
     return label
@@ -147,13 +147,6 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
                 f"{where}: no field {column!r} (data.text_column, data.label_column), have"
                 f" {', '.join(columns)}"
             )
-
-
-def _shown(value: object) -> str:
-    try:
-        return json.dumps(value)[:40]  # "0" with its quotes
-    except (TypeError, ValueError):
-        return repr(value)[:40]
 
 
 # -- The sources -----------------------------------------------------------------------------
@@ -204,13 +197,8 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
                 if not line:
                     return
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                try:
-                    if line.strip():
-                        yield Record(where, _json_object(line, where))
-                except DataError:
-                    for _ in range(256):  # MB: if the file is damaged, that is what is reported
-                        lines.read(2**20)
-                    raise
+                if line.strip():
+                    yield Record(where, _json_object(line, where))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: damaged or unreadable ({error})") from error
 
