@@ -87,7 +87,7 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
         "\nprograms: 8 for 3 trainers and 4 workers",
         "\npeak: ",
         "the run ends with the round that reaches 123,456\n",
-        "\nnot checked: data.source = stdlib: ",
+        "\nnot checked: data.source=stdlib: ",
     ):
         assert part in text
     run(tmp_path / "r", validate(config))

@@ -29,6 +29,7 @@ from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.run import processes
 from adloco_jax.run.resume import check_workdir
 from adloco_jax.training import train
 
@@ -411,18 +412,20 @@ def test_out_of_memory_before_the_first_checkpoint_begins_again(tmp_path, monkey
 
 def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, monkeypatch):
     two = types.SimpleNamespace(process_count=lambda: 2, process_index=lambda: 1, errors=jax.errors)
-    real = train_module.after_failure
+    real, told = train_module.after_failure, []
 
     def as_one_of_two(*failure):
         with monkeypatch.context() as patch:
             patch.setattr(train_module, "jax", two)
+            patch.setattr(processes, "end_others", told.append)
             return real(*failure)
 
     Exhausted(monkeypatch, largest=2, from_call=3)
     monkeypatch.setattr(train_module, "after_failure", as_one_of_two)
     wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
-    with pytest.raises(ResourceError, match=wanted):
+    with pytest.raises(ResourceError, match=wanted) as failed:
         run(tmp_path / "r", settings_of(batching=FULL, checkpoint={"every_rounds": 1}))
+    assert told == [str(failed.value)]
 
 
 def test_out_of_memory_with_one_sequence_ends_the_run(tmp_path, monkeypatch):
