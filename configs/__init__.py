@@ -1,1 +1,1 @@
-"""The configs that ship; an own one imports them as `from adloco_jax.configs import quickstart`."""
+"""The shipped configs. Your own config can use `from adloco_jax.configs import quickstart`."""

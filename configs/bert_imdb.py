@@ -1,15 +1,15 @@
 """BERT on movie reviews, the reference implementation's other experiment.
 
 Command:   python -m adloco_jax.main --config configs/bert_imdb.py
-           (model and reviews come from the Hugging Face hub; for files of yours add
+           (model and reviews come from the Hugging Face hub; for your own files add
            --config.data.path=train.jsonl --config.data.heldout_path=test.jsonl)
-Data:      texts and labels (0 negative, 1 positive): the 25,000 reviews to train on and the 25,000
-           to test with of IMDB (Maas et al. 2011)
+Data:      the IMDB reviews (Maas et al. 2011) with labels (0 negative, 1 positive): 25,000 for
+           training and 25,000 for evaluation
 Hardware:  one GPU of 24 GB
 Model:     109.5 M parameters, from google-bert/bert-base-uncased with a random classifier; from
            scratch with --config.model.init_from=''
-Source:    AdLoCo (arXiv 2508.18182) describes language modelling only; settings of its table A.2
-           unless marked
+Source:    AdLoCo (arXiv 2508.18182) describes only language modelling; unmarked settings are those
+           of its table A.2
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ from adloco_jax.config import default_config
 def get_config() -> ConfigDict:
     """Classification of IMDB's reviews."""
     config = default_config()
-    config.num_rounds = 10  # of ours: some three epochs
+    config.num_rounds = 10  # our choice: about three epochs
 
     config.model.arch = "bert"  # the sizes are BERT base's (Devlin et al. 2019)
     config.model.vocab_size = 30_522
@@ -38,22 +38,22 @@ def get_config() -> ConfigDict:
     config.data.path = "stanfordnlp/imdb"
     config.data.heldout_split = "test"
     config.data.tokenizer = "google-bert/bert-base-uncased"
-    config.data.sequence_length = 256  # tokens: half of the reviews whole (of ours)
-    config.data.heldout_frac = 0.1  # of files without a data.heldout_path
+    config.data.sequence_length = 256  # our choice: half of the reviews fit whole
+    config.data.heldout_frac = 0.1  # for files without a data.heldout_path
 
     config.ensemble.num_trainers = 4
     config.ensemble.num_workers = 4
 
     config.inner.steps_per_round = 50  # DEPARTURE: table A.2 has 200, epochs of 25,000 texts
     config.inner.learning_rate = 2e-5
-    config.inner.warmup_updates = 50  # of ours, as Devlin et al. 2019 warm up
+    config.inner.warmup_updates = 50  # our choice, after Devlin et al. 2019
     config.inner.weight_decay = 0.1
 
     config.outer.tx = "sgd"
     config.outer.learning_rate = 0.5
 
     config.batching.eta = 0.8
-    config.batching.initial_batch_size = 8  # of ours: a text each has little to say of two classes
+    config.batching.initial_batch_size = 8  # our choice: one text says little about two classes
     config.batching.batch_cap = 256
 
     config.merge.every_rounds = 3

@@ -1,10 +1,10 @@
-"""AdLoCo against DiLoCo in small: five variants, three seeds, real text, no download.
+"""AdLoCo against DiLoCo at small size: five variants, three seeds, real text, no download.
 
 Command:   adloco compare compare_quick --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
 Text:      this Python's own standard library
-Answers:   docs/published.md
+Results:   docs/published.md
 """
 
 from ml_collections import ConfigDict
@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 from adloco_jax.config import default_config
 from adloco_jax.study.compare import Comparison
 
-# Averages in place of DiLoCo's Nesterov momentum: better here for long rounds, which are few.
+# Averages instead of DiLoCo's Nesterov momentum: better here, because rounds are long and few.
 AVERAGE = {"outer.tx": "sgd", "outer.learning_rate": 1.0}
 
 ADLOCO = {
     **AVERAGE,
-    "ensemble.num_trainers": 4,  # with a worker each: the first round communicates nothing
+    "ensemble.num_trainers": 4,  # one worker each: the first round communicates nothing
     "batching.test": "norm",
     "batching.eta": 0.15,  # the paper's 0.8 hardly grows within a run this short
     "batching.smoothing": 0.5,  # a run of a few long rounds has few tests to average
@@ -28,15 +28,15 @@ ADLOCO = {
     "merge.policy": "worst_with_worst",
     "merge.every_rounds": 1,
     "merge.width": 4,
-    # From random weights, trainers soon are too far apart to be averaged: then the one with the
-    # largest requested batch stays.
+    # From random weights, trainers are soon too far apart to be averaged. Then the trainer with
+    # the largest requested batch stays.
     "merge.max_barrier": 0.0,
     "merge.on_refusal": "retire",
     "num_tokens": 8_000_000,
 }
 
-# Of batches 4, 8 and 16, 100 to 2,640 steps, rates 2e-3 and 4e-3, Nesterov and averages, tried on
-# seed 0 (docs/LOG.md): fewer communications than 800 steps need, for fewer tokens than 1,600 do.
+# Chosen on seed 0 (docs/LOG.md) among batches 4, 8 and 16, 100 to 2,640 steps, rates 2e-3 and 4e-3,
+# Nesterov and averages: it needs fewer communications than 800 steps, and fewer tokens than 1,600.
 TUNED = {**AVERAGE, "inner.steps_per_round": 1200, "num_tokens": 6_100_000}
 
 RAMP = {

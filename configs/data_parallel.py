@@ -1,9 +1,9 @@
-"""Plain data-parallel AdamW on the quickstart's model and text: a synchronisation per update.
+"""Plain data-parallel AdamW on the quickstart's model and text: one synchronisation per update.
 
 Command:   python -m adloco_jax.main --config configs/data_parallel.py
 Hardware:  two CPU cores
-Source:    docs/algorithm.md, 1: one inner SGD step at learning rate 1 makes the pseudo-gradient the
-           mean gradient of all workers, which the outer AdamW then takes as any optimizer would
+Source:    docs/algorithm.md, 1: after one inner SGD step at learning rate 1 the pseudo-gradient is
+           the mean gradient of all workers; the outer AdamW applies it
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ from adloco_jax.configs import quickstart
 def get_config() -> ConfigDict:
     """The quickstart as one trainer whose rounds are single updates; as many updates in all."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # with all of the workers
+    config.ensemble.num_trainers = 1  # it owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     config.outer.tx = "adamw"

@@ -1,4 +1,4 @@
-"""DiLoCo on the quickstart's model and text: one trainer, a fixed batch, nothing merges.
+"""DiLoCo on the quickstart's model and text: one trainer, a fixed batch, no merges.
 
 Command:   python -m adloco_jax.main --config configs/diloco.py
 Hardware:  two CPU cores
@@ -13,7 +13,7 @@ from adloco_jax.configs import quickstart
 def get_config() -> ConfigDict:
     """The quickstart without what AdLoCo adds to DiLoCo."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # with all of the workers
+    config.ensemble.num_trainers = 1  # it owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     return config

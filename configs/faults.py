@@ -1,10 +1,10 @@
-"""The run that scripts/faults.py kills, starves and corrupts: every mechanism in a few seconds.
+"""The run that scripts/faults.py kills, starves and corrupts: all mechanisms in a few seconds.
 
 Command:   python -m adloco_jax.main --config configs/faults.py
 Hardware:  two CPU cores
-Shows:     workers that join, growth, accumulation, a merge, evaluation at every second round, a
-           checkpoint after every round
-Expected:  four seconds of training with a warm compilation cache, six in all
+Shows:     workers that join, growth, accumulation, a merge, evaluation after every second round,
+           a checkpoint after every round
+Expected:  six seconds with a warm compilation cache, four of them training
 """
 
 from ml_collections import ConfigDict
@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
     config.batching.eta = 0.1  # strict: batches grow at once
     config.batching.initial_batch_size = 4
     config.batching.max_batch_size = 4
-    config.batching.buckets = (4,)  # few programs: tracing one takes half a second
+    config.batching.buckets = (4,)  # few programs, each takes half a second to trace
     config.batching.batch_cap = 12
 
     config.merge.every_rounds = 3

@@ -13,7 +13,7 @@ from adloco_jax.configs import quickstart
 def get_config() -> ConfigDict:
     """The quickstart as one trainer with a fixed batch, and SGD for both optimizers."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # with all of the workers
+    config.ensemble.num_trainers = 1  # it owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     config.inner.tx = "sgd"

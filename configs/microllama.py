@@ -1,7 +1,7 @@
 """MicroLlama on C4, as in the paper's experiment.
 
 Command:   python -m adloco_jax.main --config configs/microllama.py
-           (model, tokenizer and text come from the Hugging Face hub; for files of yours add
+           (model, tokenizer and text come from the Hugging Face hub; for your own files add
            --config.data.path='c4/en/*.json.gz' --config.data.tokenizer=FILE, see
            docs/guides/data.md)
 Hardware:  four 80 GB GPUs; on one, add --config.ensemble.num_workers=4
@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.num_rounds = 20  # table A.2, outer steps
 
-    config.model.init_from = "keeeeenw/MicroLlama"  # whose sizes these are
+    config.model.init_from = "keeeeenw/MicroLlama"  # the sizes below are this model's
     config.model.vocab_size = 32_000
     config.model.width = 1024
     config.model.num_layers = 12
@@ -32,27 +32,27 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-5
     config.model.rope_theta = 10_000.0
     config.model.dtype = "bfloat16"  # 6.1, mixed precision
-    config.model.remat = True  # of ours: memory for larger micro-batches
-    config.model.loss_chunk = 4  # of ours, sequences: logits are 65 MB a sequence in float32
+    config.model.remat = True  # our choice: frees memory for larger micro-batches
+    config.model.loss_chunk = 4  # our choice, sequences: float32 logits take 65 MB each
 
     config.data.source = "hf"
     config.data.path = "allenai/c4"
     config.data.name = "en"
     config.data.heldout_split = "validation"
-    config.data.tokenizer = "TinyLlama/TinyLlama-1.1B-step-50K-105b"  # as the model's author has it
+    config.data.tokenizer = "TinyLlama/TinyLlama-1.1B-step-50K-105b"  # the author's choice
     config.data.sequence_length = 512  # tokens, as the reference; the paper does not say
     config.data.num_sequences = 200_000  # DEPARTURE: the paper has about 3.6 M
 
     config.ensemble.num_trainers = 4  # table A.2
-    # Table A.2 has "4 nodes per GPU", 6.1 four GPUs (simulated on one): read as a pool of 4 x 4
-    # workers, so each of the four trainers starts with four.
+    # Table A.2 has "4 nodes per GPU", and 6.1 four GPUs (simulated on one). We read this as a pool
+    # of 4 x 4 workers: each of the four trainers starts with four.
     config.ensemble.num_workers = 16
 
-    # Table A.2. DEPARTURE: the paper counts micro-batches, so its updates per round become fewer as
-    # it accumulates.
+    # Table A.2. DEPARTURE: the paper counts micro-batches, so accumulation reduces its updates per
+    # round.
     config.inner.steps_per_round = 200
     config.inner.tx = "adamw"
-    config.inner.learning_rate = 2e-5  # table A.2; chosen there to go on from trained weights
+    config.inner.learning_rate = 2e-5  # table A.2; chosen there for trained weights
     config.inner.warmup_updates = 0  # the paper names none
     config.inner.schedule = "constant"  # the paper names none
     config.inner.weight_decay = 0.1  # 6.1
@@ -66,12 +66,12 @@ def get_config() -> ConfigDict:
     config.batching.mode = "unbiased"
     config.batching.scope = "trainer"  # DEPARTURE: eq. 10 tests each worker alone
     config.batching.eta = 0.8  # table A.2
-    # DEPARTURE, for whoever sets batching.test: the paper's 0.01 and 0.3 only work with the
-    # reference's scaling errors (docs/algorithm.md, 2).
+    # DEPARTURE, relevant to other values of batching.test: the paper's 0.01 and 0.3 work only with
+    # the reference's scaling errors (docs/algorithm.md, 2).
     config.batching.vartheta = 0.9
     config.batching.nu = 1.0
     config.batching.initial_batch_size = 1  # table A.2
-    config.batching.max_batch_size = "auto"  # the paper does not say; what the device holds
+    config.batching.max_batch_size = "auto"  # what the device holds; the paper does not say
     config.batching.batch_cap = 1024  # DEPARTURE: the paper has no cap
     config.batching.max_growth = 4  # DEPARTURE: the paper's request may grow by any factor
 
@@ -83,5 +83,5 @@ def get_config() -> ConfigDict:
     config.merge.width = 2
 
     config.eval.every_rounds = 1  # DEPARTURE: 6.1 evaluates every 10 steps, within a round
-    config.eval.num_sequences = 256  # of ours
+    config.eval.num_sequences = 256  # our choice
     return config

@@ -3,10 +3,10 @@
 Command:   python -m adloco_jax.main --config configs/recommended_quick.py
 Hardware:  two CPU cores; no download, no accelerator
 Model:     a Llama of 125,000 parameters that reads bytes
-Shows:     one worker that begins, three that join it as the gradient noise asks for them, and
-           outer momentum from then on
+Shows:     one worker that begins, three that join as the gradient noise grows, and outer momentum
+           from then on
 Expected:  about a minute, half of it compilation
-Answers:   docs/choosing.md, from the study in docs/RESULTS.md
+See also:  docs/choosing.md, and the study in docs/RESULTS.md
 """
 
 from ml_collections import ConfigDict
@@ -27,13 +27,13 @@ def get_config() -> ConfigDict:
     config.inner.steps_per_round = 60
     config.outer.tx = "nesterov"  # at 0.7 with momentum 0.9, DiLoCo's
     config.outer.learning_rate = 0.7
-    config.outer.skip_single = True  # which begins with the second worker
+    config.outer.skip_single = True  # Nesterov begins with the second worker
 
-    config.batching.eta = 1.6  # a worker joins when the noise asks for its sequences
+    config.batching.eta = 1.6  # a worker joins when the noise requires more sequences
     config.batching.smoothing = 0.5  # a short run has few tests to average
-    config.batching.max_blind_growth = 4  # times the last batch that was measured, and no more
-    config.batching.max_batch_size = 4  # the batch stays: the pool grows in its place
+    config.batching.max_blind_growth = 4  # times the last total batch with a measured signal
+    config.batching.max_batch_size = 4  # the pool grows, not the batch
     config.batching.buckets = (4,)
     config.batching.batch_cap = 4
-    config.merge.policy = "none"  # one trainer has none to merge with
+    config.merge.policy = "none"  # there is one trainer
     return config

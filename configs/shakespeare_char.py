@@ -1,13 +1,14 @@
-"""nanoGPT's Shakespeare recipe for CPUs, by one worker: 2,000 updates of 12 x 64 characters.
+"""nanoGPT's Shakespeare recipe for CPUs with one worker: 2,000 updates of 12 x 64 characters.
 
 Command:   python -m adloco_jax.main --config configs/shakespeare_char.py
-             --config.data.path=FILE, or without it text/tinyshakespeare.txt in the folder that
-             ADLOCO_DATA_DIR names, else in this one. The file is input.txt of
-             github.com/karpathy/char-rnn, data/tinyshakespeare: 1,115,394 characters.
+             --config.data.path=FILE
+             The default is text/tinyshakespeare.txt in the folder ADLOCO_DATA_DIR, or in the
+             current folder. The file is input.txt of github.com/karpathy/char-rnn,
+             data/tinyshakespeare: 1,115,394 characters.
 Hardware:  two CPU cores, some minutes
 Expected:  about 1.70 nats per character on held-out text, 1.52 in training over the last round
 Source:    README and train.py of github.com/karpathy/nanoGPT; its loss is 1.88 nats per character
-Differs:   the model is a Llama with a byte vocabulary; the rest is in docs/conformance.md
+Differs:   the model is a Llama with a byte vocabulary; docs/conformance.md has all differences
 """
 
 import os
@@ -27,21 +28,21 @@ def get_config() -> ConfigDict:
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.num_kv_heads = 4
-    config.model.mlp_width = 344  # three matrices, with as many numbers as their two of 4 x 128
+    config.model.mlp_width = 344  # three matrices, as large as the recipe's two of 4 x 128
     config.model.max_length = 64  # characters
 
     config.data.source = "text"
     folder = os.environ.get("ADLOCO_DATA_DIR", "")
     config.data.path = str(Path(folder, "text", "tinyshakespeare.txt"))
     config.data.sequence_length = 64  # characters, a byte each
-    config.data.heldout_frac = 0.1  # the end of the file
+    config.data.heldout_frac = 0.1  # from the end of the file
 
     config.ensemble.num_trainers = 1
     config.ensemble.num_workers = 1
     config.outer.tx = "sgd"
     config.outer.learning_rate = 1.0
 
-    config.inner.steps_per_round = 250  # its evaluations are as far apart
+    config.inner.steps_per_round = 250  # the recipe evaluates as often
     config.inner.learning_rate = 1e-3
     config.inner.warmup_updates = 100
     config.inner.schedule = "cosine"
@@ -56,6 +57,6 @@ def get_config() -> ConfigDict:
     config.batching.buckets = (12,)
     config.batching.batch_cap = 12
     config.merge.policy = "none"
-    config.eval.num_sequences = 2000  # all that is held out, but for the merge guard's 32
+    config.eval.num_sequences = 2000  # all held-out rows except the merge guard's 32
     config.checkpoint.keep = 1
     return config

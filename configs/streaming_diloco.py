@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: half of the parameters at a time, on their way while workers go on.
+"""Streaming DiLoCo: sends half of the parameters at a time, while the workers continue.
 
 Command:   python -m adloco_jax.main --config configs/streaming_diloco.py
 Hardware:  two CPU cores
@@ -13,7 +13,7 @@ from adloco_jax.configs import diloco
 def get_config() -> ConfigDict:
     """DiLoCo, synchronised in fragments."""
     config = diloco.get_config()
-    config.outer.fragments = 2  # a layer each, and every other row; the paper: three layers each
+    config.outer.fragments = 2  # each one layer and every second row; the paper's: 3 layers
     config.outer.delay_updates = 1
     config.outer.mixing = 0.5
     return config

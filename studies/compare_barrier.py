@@ -1,11 +1,11 @@
-"""How long may trainers stay apart before they are averaged, from random weights and from a trunk?
+"""How long trainers can train apart before they merge, from random weights and from a trunk.
 
-Command:   the trunk as in studies/compare_trunk.py, then
+Command:   make the trunk as in studies/compare_trunk.py, then
            adloco compare studies/compare_barrier.py
              --results studies/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
-Model:     that of studies/compare_trunk.py; four trainers with a worker each, who try to become one
-           after so many updates apart; the guard refuses what would raise the loss
+Model:     as in studies/compare_trunk.py; four trainers with one worker each try to merge after a
+           number of updates apart; the guard refuses merges that would raise the loss
 """
 
 from adloco_jax.study.compare import Comparison

@@ -1,8 +1,8 @@
-"""Every baseline, and AdLoCo with each of its parts off in turn.
+"""All baselines, and AdLoCo without each of its parts.
 
 Command:   adloco compare studies/compare_full.py --processes 2
-Hardware:  two CPU cores, under two hours; stopped, the same command goes on
-Model:     that of configs/compare_quick.py, whose variants are here too
+Hardware:  two CPU cores, under two hours; the same command continues a stopped comparison
+Model:     as in configs/compare_quick.py; its variants are included
 """
 
 from adloco_jax.configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, batch, get_base

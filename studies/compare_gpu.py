@@ -1,9 +1,9 @@
-"""The study of docs/RESULTS.md at 35 M and 150 M parameters, for whoever has GPUs.
+"""The study of docs/RESULTS.md at 35 M and 150 M parameters, for GPUs.
 
 Command:   SIZE=35m adloco compare studies/compare_gpu.py --results studies/gpu_35m.jsonl
-           (SIZE=150m for the larger model; C4=/path/to/c4-train.*.json.gz reads shards in place of
-           the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
-Before:    adloco plan studies/compare_gpu.py says what a run of ours would hold and take
+           (SIZE=150m selects the larger model; C4=/path/to/c4-train.*.json.gz reads local shards
+           instead of the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
+Before:    adloco plan studies/compare_gpu.py shows the memory and the tokens of one of our runs
 Hardware:  one GPU or more; not run yet
 Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 workers of batch 16
 """
@@ -20,7 +20,7 @@ from studies.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, qsr
 from studies.compare_study_again import MILD, SKIP
 
 WORKERS, BATCH, LENGTH = 8, 16, 512
-STEPS = 50  # of a round that all others are a multiple of
+STEPS = 50  # of a base round; other rounds are multiples
 WIDTH = {"35m": 384, "150m": 768}
 LAYERS = {"35m": 6, "150m": 14}
 PARAMS = {"35m": 35_200_000, "150m": 148_000_000}

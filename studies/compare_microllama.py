@@ -1,7 +1,7 @@
-"""The paper's own comparison: AdLoCo and DiLoCo, MicroLlama on C4, from the published checkpoint.
+"""The paper's comparison: AdLoCo and DiLoCo, MicroLlama on C4, from the published checkpoint.
 
 Command:   adloco compare studies/compare_microllama.py
-           (needs the hub, or the folders that the environment names, see below)
+           (needs the hub, or folders that environment variables name, see below)
 Hardware:  four 80 GB GPUs
 Source:    AdLoCo (arXiv 2508.18182), table A.2 and section 6.1; departures as in
            configs/microllama.py
@@ -40,6 +40,6 @@ def get_comparison() -> Comparison:
             },
         },
         baseline="DiLoCo, as in the paper",
-        target_losses=(2.9,),  # nats per token; the published model's own is not known to us
+        target_losses=(2.9,),  # nats per token; we do not know the published model's loss
         simulated=Cluster(num_params=304_600_000, sequence_length=512),
     )

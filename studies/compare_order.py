@@ -1,21 +1,22 @@
-"""The order of DiLoCo's workers that Scaling Laws found at 35 M parameters, at 0.39 M: trials.
+"""Tuning for the loss of DiLoCo by number of workers M, at 0.39 M parameters.
 
-The paper's (arXiv 2503.09799) losses at a fixed batch and tokens, 30 inner updates in a round:
-M = 1 worker 3.482, data parallel 3.485, M = 2 3.508, M = 4 3.554, M = 8 3.621. Here as there AdamW
-with beta2 0.99, decay 1 / updates, gradients clipped to 1, a cosine to a twentieth, Nesterov
-momentum 0.9 outside at the paper's best rate for each M, and a batch divided among the workers.
-Other than there: the model's size, bytes for tokens, a batch of 32 rows of 64, a warm-up of 5 % of
-the updates, text of which 20 tokens per parameter are less than an epoch.
+Scaling Laws (arXiv 2503.09799) reports these losses at 35 M parameters, for a fixed batch, equal
+tokens and 30 inner updates per round: M = 1 worker 3.482, data parallel 3.485, M = 2 3.508, M = 4
+3.554, M = 8 3.621. These settings are the paper's: AdamW with beta2 0.99 and decay 1 / updates,
+gradients clipped to 1, a cosine to a twentieth, outer Nesterov momentum 0.9 at the paper's best
+rate for each M, and a batch divided among the workers. These settings differ: the model's size,
+bytes instead of tokens, a batch of 32 rows of 64, a warm-up of 5 % of the updates, and a text of
+which 20 tokens per parameter are less than an epoch.
 
-Rates are tuned on seed 0: the inner one at the paper's outer rate for each M, then the outer one at
-1e-3, the best inner rate but for M = 8. There the paper's outer rate of 1 is too high for this
-model at any inner rate, so the inner one is tuned again at its best outer rate. The best pair of
-each M runs with seeds 1, 2 and 3, see studies/compare_order_seeds.py.
+Rates are tuned on seed 0. First the inner rate is tuned at the paper's outer rate for each M; the
+best is 1e-3, except for M = 8. Then the outer rate is tuned at 1e-3. For M = 8 the paper's outer
+rate of 1 is too high for this model at any inner rate, so the inner rate is tuned again at the best
+outer rate. The best pair of each M runs with seeds 1, 2 and 3 in studies/compare_order_seeds.py.
 
 Command:   adloco compare studies/compare_order.py
              --results studies/order_tuning.jsonl
-Hardware:  two CPU cores, some three minutes for each of 39 runs; stopped, the same command goes on
-Answers:   docs/conformance.md
+Hardware:  two CPU cores, about three minutes for each of 39 runs; the same command continues
+Results:   docs/conformance.md
 """
 
 from typing import Any
@@ -31,7 +32,8 @@ BATCH, LENGTH = 32, 64  # rows, and bytes of a row
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 OUTER_RATES = {1: 0.6, 2: 0.6, 4: 0.6, 8: 1.0}  # the paper's best at 35 M, by M
 OTHER_OUTER_RATES = (0.2, 0.4, 0.6, 0.8, 1.0)
-# By inner and outer rate: below the lowest, which was the best; then beside the best outer rate's.
+# Pairs of inner and outer rate: rates below the lowest, which was best; then neighbours of the
+# best outer rate.
 MORE_OF_8 = ((2.5e-4, None), (5e-4, 0.6), (2e-3, 0.6))
 
 
@@ -55,7 +57,7 @@ def get_base() -> ConfigDict:
     config.inner.schedule = "cosine"
     config.inner.final_lr_frac = 0.05
     config.batching.test = "constant"
-    config.batching.max_batch_size = BATCH  # which each method changes
+    config.batching.max_batch_size = BATCH  # each method changes it
     config.merge.policy = "none"
     config.eval.every_rounds = 43
     config.eval.num_sequences = 2000

@@ -1,11 +1,11 @@
-"""The order of DiLoCo's workers at 0.39 M parameters: seeds that chose nothing.
+"""The loss of DiLoCo by number of workers, at 0.39 M parameters: seeds without tuning.
 
-Each method with the inner and the outer rate that had the lowest loss in studies/compare_order.py.
+Each method has the inner and outer rates with the lowest loss in studies/compare_order.py.
 
 Command:   adloco compare studies/compare_order_seeds.py
              --results studies/order.jsonl
-Hardware:  two CPU cores, some three minutes for each of 15 runs; stopped, the same command goes on
-Answers:   docs/conformance.md
+Hardware:  two CPU cores, about three minutes for each of 15 runs; the same command continues
+Results:   docs/conformance.md
 """
 
 import dataclasses

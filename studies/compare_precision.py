@@ -1,9 +1,9 @@
-"""Outer gradients in fewer bits: DiLoCo in three precisions and two settings, three seeds.
+"""Quantised outer gradients: DiLoCo in three precisions and two settings, three seeds.
 
 Command:   adloco compare studies/compare_precision.py --processes 2
 Hardware:  two CPU cores, about 25 minutes
-Model:     that of configs/compare_quick.py, with its text, workers and budgets of tokens
-Answers:   docs/LOG.md
+Model:     as in configs/compare_quick.py, with the same text, workers and budgets of tokens
+Results:   docs/LOG.md
 """
 
 from adloco_jax.configs import compare_quick

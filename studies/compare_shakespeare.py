@@ -1,16 +1,17 @@
 """nanoGPT's Shakespeare recipe with one worker, DiLoCo and AdLoCo, at equal tokens.
 
-Nothing is tuned but what nanoGPT tuned: rate, warm-up, schedule, decay and clipping are those of
-configs/shakespeare_char.py. DiLoCo's four workers have the recipe's batch together, and so as many
-serial updates, or each, and so a quarter of them. AdLoCo begins as one worker; what its norm test
-asks for are first more of four workers, then longer rounds. Their schedules fall over tokens, the
-recipe's over updates after the warm-up.
+Only nanoGPT's own tuning is used: rate, warm-up, schedule, decay and clipping are those of
+configs/shakespeare_char.py. DiLoCo has four workers in two variants. In one variant the workers
+share the recipe's batch and make as many serial updates. In the other each worker has the recipe's
+batch, so there are a quarter of the serial updates. AdLoCo begins with one worker. Its norm test
+first adds workers, up to four, and then lengthens rounds. The schedules of DiLoCo and AdLoCo fall
+over tokens; the recipe's schedule falls over the updates after the warm-up.
 
 Command:   adloco compare studies/compare_shakespeare.py
              --results studies/shakespeare.jsonl
-Hardware:  two CPU cores, some minutes for each of 12 runs; stopped, the same command goes on
+Hardware:  two CPU cores, a few minutes for each of 12 runs; the same command continues
 Text:      as for configs/shakespeare_char.py
-Answers:   docs/conformance.md
+Results:   docs/conformance.md
 """
 
 from adloco_jax.configs import shakespeare_char

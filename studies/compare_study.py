@@ -1,23 +1,27 @@
 """The declaration of the study that docs/RESULTS.md reports: models, texts, trials, seeds.
 
-Written and committed before its runs. Every method is tuned on seed 0 with the trials below: the
-objective is the fewest serial updates to the target loss, ties within 5 % decided by the fewest
-communications, then by tokens. The chosen settings then run on seeds 1 to 5 (three seeds at 0.5 M
-parameters). The targets of a text and size are losses, rounded to 0.02 nats, that data parallelism
-with the same workers reaches in at most 0.4 of one worker's serial updates and for which tuned
-DiLoCo needs at least eight communications: the highest such loss, and the lowest that both reach.
+This file was written and committed before its runs. Every method is tuned on seed 0 with the trials
+below. The objective is the fewest serial updates to the target loss. Ties within 5 % are decided by
+the fewest communications, then by tokens. The chosen settings then run on seeds 1 to 5 (three seeds
+at 0.5 M parameters).
 
-Changed after the first 26 trials, before those that it concerns: at a constant rate Nesterov lost
-to averages behind every trunk, so trunk and ours spend their trials with decay on averages alone,
-at two budgets of tokens: a decay ends with the tokens, and they spend fewer per serial update.
-Changed again after 35: eta 0.8 had lost with decay, so rounds from 880 steps take its second place.
+The target losses of a text and size are rounded to 0.02 nats. They meet two conditions: data
+parallelism with the same workers reaches the loss in at most 0.4 of one worker's serial updates,
+and tuned DiLoCo needs at least eight communications. The targets are the highest such loss, and the
+lowest loss that both methods reach.
+
+Two changes were made before the trials that they concern. After 26 trials, Nesterov at a constant
+rate had lost to averages behind every trunk. So the trials of trunk and ours with decay use only
+averages, at two budgets of tokens: a decay ends with the tokens, and both methods need fewer tokens
+per serial update. After 35 trials, eta 0.8 had lost with decay, so rounds from 880 steps replaced
+its second trial.
 
 Data parallelism with AdamW is one worker with the whole pool's batch (docs/conformance.md); its
 communications are counted as one per update.
 
 Command:   adloco compare studies/compare_study.py
              --results studies/small_tuning.jsonl
-Hardware:  two CPU cores, about an hour; stopped, the same command goes on
+Hardware:  two CPU cores, about an hour; the same command continues a stopped comparison
 Then:      studies/compare_study_small.py, compare_study_prose.py and compare_study_half.py
 """
 
@@ -44,7 +48,7 @@ ONE = {"ensemble.num_workers": 1, **AVERAGE}
 WORKERS, BATCH = 4, 4
 WIDTH = {"small": 48, "half": 128}  # 75,600 and 0.55 M parameters
 LENGTH = {"small": 64, "half": 128}  # bytes
-STEPS = 110  # of a round that all others are a multiple of
+STEPS = 110  # of a base round; other rounds are multiples
 PUBLISHED = {
     **{"ensemble.num_trainers": WORKERS, "batching.test": "norm", "batching.batch_cap": 32},
     **{"batching.max_batch_size": 16, "batching.buckets": (4, 6, 8, 12, 16)},
@@ -70,7 +74,7 @@ def get_base(size: str, text: str) -> ConfigDict:
     if text != "stdlib":
         config.data.source, config.data.path = "tokens", text
     config.ensemble.num_workers = WORKERS
-    config.inner.steps_per_round = 200  # which each method changes
+    config.inner.steps_per_round = 200  # each method changes it
     config.inner.learning_rate = 2e-3 if size == "small" else 1e-3
     config.update_from_flattened_dict(batch(BATCH))
     config.batching.smoothing = 0.5  # a run of a few long rounds has few tests to average
@@ -149,7 +153,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
         for outer, count in (("average", 8 * STEPS), ("Nesterov", 4 * STEPS)):
             name = f"trunk: {share:g} of the tokens, {outer}, constant"
             found[name] = {**OUTER[outer], **steps(count), **full, **trunk(share)}
-        # A decay ends with the tokens, and a trunk spends fewer per serial update.
+        # A decay ends with the tokens, and a trunk needs fewer tokens per serial update.
         for updates in (2640, 3960):
             name = f"trunk: {share:g} of {updates} updates' tokens, decay"
             falling = {**AVERAGE, **LINEAR, **budget(size, updates)}

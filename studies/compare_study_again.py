@@ -1,21 +1,26 @@
 """The study's choice among settings of DiLoCo, the trunk and ours, on three seeds.
 
 The first choice was made on seed 0 alone (studies/compare_study.py). Seeds 1 to 5 then showed that
-seed 0 is far from the others: one worker reached 1.6 after 8,360 updates on it and DiLoCo after
-4,730, against medians of 7,920 and 4,180. So the trials here run on seeds 0, 6 and 7; the fewest
-serial updates to 1.6 win by the median, ties within 5 % by communications. They were declared in
-steps, each before its runs: shorter rounds, which is what DiLoCo's best have; other inner
-rates and shorter first rounds; outer momentum that begins with a trainer's second worker
-(outer.skip_single), and one between none and DiLoCo's; that momentum with short rounds and a
-falling rate. A fifth, after runs on five more seeds had missed the aims by a little, tries higher
-inner rates and averages that keep the workers' length for all three methods. docs/LOG.md has what
-each step taught. The winners run with seeds that no choice has seen
+seed 0 differs from the others: on seed 0 one worker reached 1.6 after 8,360 updates and DiLoCo
+after 4,730, against medians of 7,920 and 4,180. So the trials here run on seeds 0, 6 and 7. The
+setting with the fewest serial updates to 1.6 wins by the median; communications decide ties within
+5 %. The trials were declared in five steps, each before its runs:
+
+1. shorter rounds, as in DiLoCo's best settings;
+2. other inner rates and shorter first rounds;
+3. outer momentum that begins with a trainer's second worker (outer.skip_single), and a milder
+   momentum;
+4. this momentum with short rounds and a falling rate;
+5. for all three methods, higher inner rates and averages that keep the workers' length; this step
+   was added after runs on five more seeds had missed the targets by a little.
+
+docs/LOG.md has the result of each step. The winners run with seeds that no choice has used
 (studies/compare_study_small.py).
 
 Command:   adloco compare studies/compare_study_again.py
              --results studies/again.jsonl
-Hardware:  two CPU cores, an hour and a half; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, an hour and a half; the same command continues a stopped comparison
+Results:   docs/RESULTS.md
 """
 
 import re
@@ -39,7 +44,7 @@ from studies.compare_study import (
 
 MILD = {"outer.tx": "nesterov", "outer.learning_rate": 0.8, "outer.momentum": 0.6}
 SKIP = {"outer.skip_single": True}
-LATE, LATE_MILD = {**NESTEROV, **SKIP}, {**MILD, **SKIP}  # from a trainer's second worker on
+LATE, LATE_MILD = {**NESTEROV, **SKIP}, {**MILD, **SKIP}  # momentum from the second worker on
 RADIAL = {"outer.aggregator": "rda"}
 
 

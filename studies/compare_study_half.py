@@ -1,12 +1,12 @@
 """The study's trials at 0.55 M parameters on the standard library: two of each baseline on seed 0.
 
-They are trials of 0.08 M parameters that did best there, at half of their learning rates; ours runs
-with the setting chosen there, since one setting is to do for both sizes.
+The baselines' trials are the best trials at 0.08 M parameters, with half the learning rate. Ours
+has the setting that was chosen at 0.08 M parameters, because one setting should fit both sizes.
 
 Command:   adloco compare studies/compare_study_half.py
              --results studies/half_tuning.jsonl
-Hardware:  two CPU cores, about 20 minutes for each run; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, about 20 minutes for each run; the same command continues
+Results:   docs/RESULTS.md
 """
 
 from adloco_jax.study.compare import Comparison

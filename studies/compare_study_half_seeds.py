@@ -1,13 +1,14 @@
-"""The study's main runs at 0.55 M parameters on the standard library: seeds that chose nothing.
+"""The study's main runs at 0.55 M parameters on the standard library: seeds without tuning.
 
-The baselines' settings are those of studies/compare_study_half.py that reached 1.32 nats per byte
-with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that both DiLoCo and data
-parallelism reach there. Ours has the setting that was chosen at 0.08 M parameters.
+The baselines have the settings of studies/compare_study_half.py that reached 1.32 nats per byte
+with the fewest serial updates on seed 0. This is the lowest loss, in steps of 0.02, that both
+DiLoCo and data parallelism reached on seed 0. Ours has the setting that was chosen at 0.08 M
+parameters.
 
 Command:   adloco compare studies/compare_study_half_seeds.py
              --results studies/half.jsonl
-Hardware:  two CPU cores, some five minutes for each of 18 runs; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, about five minutes for each of 18 runs; the same command continues
+Results:   docs/RESULTS.md
 """
 
 import dataclasses

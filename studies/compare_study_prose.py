@@ -1,14 +1,14 @@
 """The study's trials at 0.08 M parameters on prose: four of each baseline on seed 0.
 
-They are the trials that did best on the standard library; ours runs with the setting chosen there,
-since one setting is to do for both texts.
+The baselines' trials are the best trials on the standard library. Ours has the setting that was
+chosen on the standard library, because one setting should fit both texts.
 
-Before:    adloco prepare PROSE --out runs/prose --sequence-length 64, PROSE a
-           folder of C4 shards and film reviews as JSON lines, 9.8 MB
+Before:    adloco prepare PROSE --out runs/prose --sequence-length 64; PROSE is a folder of C4
+           shards and film reviews as JSON lines, 9.8 MB
 Command:   adloco compare studies/compare_study_prose.py
              --results studies/prose_tuning.jsonl
-Hardware:  two CPU cores, about a minute for each run; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, about a minute for each run; the same command continues
+Results:   docs/RESULTS.md
 """
 
 from adloco_jax.study.compare import Comparison

@@ -1,15 +1,16 @@
-"""The study's main runs at 0.08 M parameters on prose: seeds that chose nothing.
+"""The study's main runs at 0.08 M parameters on prose: seeds without tuning.
 
-The baselines' settings are those of studies/compare_study_prose.py that reached 1.74 nats per byte
-with the fewest serial updates on seed 0, the lowest loss in steps of 0.02 that DiLoCo reaches
-there. Ours has the setting that was chosen on the standard library. The linear ramp and the
-published method, which were not tuned on prose, have the settings chosen there, too.
+The baselines have the settings of studies/compare_study_prose.py that reached 1.74 nats per byte
+with the fewest serial updates on seed 0. This is the lowest loss, in steps of 0.02, that DiLoCo
+reached on seed 0. Ours has the setting that was chosen on the standard library. The linear ramp and
+the published method were not tuned on prose; they also have their settings from the standard
+library.
 
 Before:    as for studies/compare_study_prose.py
 Command:   adloco compare studies/compare_study_prose_seeds.py
              --results studies/prose.jsonl
-Hardware:  two CPU cores, about a minute for each of 40 runs; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, about a minute for each of 40 runs; the same command continues
+Results:   docs/RESULTS.md
 """
 
 import dataclasses

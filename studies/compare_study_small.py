@@ -1,14 +1,14 @@
-"""The study's main runs at 0.08 M parameters on the standard library: seeds that chose nothing.
+"""The study's main runs at 0.08 M parameters on the standard library: seeds without tuning.
 
-DiLoCo, the trunk and ours run as studies/compare_study_again.py chose on seeds 0, 6 and 7 for 1.6
-nats per byte, the others as studies/compare_study.py did on seed 0; no run with QSR or a linear
-ramp and none as published reached 1.6, so of these the trial with the lowest loss runs. Of DiLoCo
-the setting with the fewest communications runs, too.
+DiLoCo, the trunk and ours have the settings that studies/compare_study_again.py chose on seeds 0, 6
+and 7 for 1.6 nats per byte. The other methods have those that studies/compare_study.py chose on
+seed 0. QSR, the linear ramp and the published method did not reach 1.6 in any trial, so their
+trials with the lowest loss run. A second DiLoCo has the setting with the fewest communications.
 
 Command:   adloco compare studies/compare_study_small.py
              --results studies/small.jsonl
-Hardware:  two CPU cores, about a minute for each of 70 runs; stopped, the same command goes on
-Answers:   docs/RESULTS.md
+Hardware:  two CPU cores, about a minute for each of 70 runs; the same command continues
+Results:   docs/RESULTS.md
 """
 
 from adloco_jax.study.compare import Comparison

@@ -1,13 +1,13 @@
-"""One worker first, then four from its parameters: does it pay to begin with a single worker?
+"""A start with one worker, then four workers from its parameters: does it pay?
 
 Command:   python -m adloco_jax.main --config studies/compare_trunk.py --workdir runs/trunk
            adloco export runs/trunk --out runs/trunk/model
-           the same for runs/short-trunk, with --config.num_rounds=4
+           both commands again for runs/short-trunk, with --config.num_rounds=4
            adloco compare studies/compare_trunk.py
 Hardware:  two CPU cores, under 90 minutes
 Model:     a Llama of 75,600 parameters that reads bytes, as in configs/compare_quick.py
 Text:      this Python's own standard library
-Answers:   docs/RESULTS.md
+Results:   docs/RESULTS.md
 """
 
 from ml_collections import ConfigDict
@@ -30,7 +30,7 @@ def get_base() -> ConfigDict:
     """Four workers from random weights; rounds end the runs."""
     config = compare_quick.get_base()
     config.num_tokens = None
-    # Those of the trunk, which need not be there yet.
+    # The trunk's sizes, because the trunk need not exist yet.
     config.model.vocab_size, config.model.norm_eps, config.model.rope_theta = 257, 1e-5, 1e4
     return config
 

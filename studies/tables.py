@@ -3,11 +3,11 @@
 python studies/tables.py choose studies/small_tuning.jsonl --target 1.6
 python studies/tables.py claims studies/small.jsonl --target 1.6
 
-Runs are variants named "method: setting". `choose` gives the trial of each method that reaches a
-loss first, by its median seed: the fewest serial updates win; of those within 5 % the fewest
-communications, then the fewest tokens. `claims` gives what each method spent, over seeds, and its
-ratios to DiLoCo and to the trunk of the same seed. A method named "data parallel" is one worker
-with the pool's batch, which communicates once per update (studies/compare_study.py).
+Variants have names of the form "method: setting". `choose` prints the trial of each method that
+reaches a loss with the fewest serial updates, by its median seed. Among trials within 5 % the
+fewest communications win, then the fewest tokens. `claims` prints the costs of each method over
+seeds, and the ratios to DiLoCo and to the trunk of the same seed. A method named "data parallel"
+is one worker with the pool's batch; it communicates once per update (studies/compare_study.py).
 """
 
 import argparse
