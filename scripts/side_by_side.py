@@ -34,7 +34,6 @@ from adloco_jax.run.build import (
     build_network,
     examples_per_pass,
     inner_transform,
-    worker_parallelism,
 )
 from adloco_jax.run.machines import here
 
@@ -101,7 +100,7 @@ class InnerSteps:
                 loss_fn,
                 inner_tx=inner_tx,
                 learning_rate_TR=rates_SR,
-                worker_parallelism=parallelism or worker_parallelism(here()),
+                worker_parallelism=parallelism or (1 if here().platform == "cpu" else None),
                 examples_per_pass=examples_per_pass(settings, here()),
             )
 

@@ -37,7 +37,7 @@ def plans_of(control, settings):
 
 
 def groups_of(control, settings):
-    spec = types.SimpleNamespace(machine=here(), model_shards=1)
+    spec = types.SimpleNamespace(machine=here(), model_shards=1, by_position=False)
     return batches.group_trainers(control, plans_of(control, settings), spec)
 
 

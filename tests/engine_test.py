@@ -1,5 +1,6 @@
 """What the engine compiles: the public functions, and no more programs than the plan says."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,9 @@ from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
 from adloco_jax.engine import programs as programs_module
 from adloco_jax.engine.evaluate import split_heldout
-from adloco_jax.engine.inputs import make_batch
+from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
-from adloco_jax.engine.programs import Programs, lower
+from adloco_jax.engine.programs import Programs, lower, needed_bytes, placement, workers_spec
 from adloco_jax.engine.spec import ProgramKey
 from adloco_jax.loop.adloco import State, after_merge, start
 from adloco_jax.loop.plans import round_plans
@@ -135,6 +136,48 @@ def test_the_engines_round_is_the_public_outer_step():
         np.testing.assert_allclose(outcome.pseudo_grad_norm, norm, rtol=1e-5)
 
 
+@pytest.mark.parametrize("state", ["keep", "reset"])
+def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
+    """One runs single micro-batches, one of another size, one accumulates three."""
+    settings = settings_of(
+        switch={"mode": "accumulate"}, batching={"test": "constant"}, inner={"state": state}
+    )
+    control = start(settings, 4)
+    for trainer, batch_size in zip(control.trainers, (2, 4, 12), strict=True):
+        trainer.requested_batch_size = batch_size
+    rows, ended = corpus(), []
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    assert spec.by_position
+    params = {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
+    for in_turn in (False, True):
+        chosen = dataclasses.replace(spec, in_turn=in_turn)
+        transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+        ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
+        engine = LocalEngine(settings, chosen, Programs(chosen), rows, None)
+        round_state = State(ensemble, control)
+        plans = round_plans(control, settings, engine.ready(round_state))
+        keys = round_keys(control, plans, settings, chosen)
+        batch = engine.batch(round_state, plans)
+        assert len(batch.groups) == 3
+        after, metrics, _ = engine.finish(*engine.outer_step(round_state, batch))
+        assert set(engine.programs._programs) == set(keys)
+        ended.append((after.ensemble, metrics.outcomes))
+    assert_close(ended[1], ended[0], rtol=1e-5, atol=1e-7)
+
+
+def test_workers_in_turn_share_one_sum_of_gradients():
+    settings = settings_of()
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    key = ProgramKey("steps", (0,) * 4, 2, accumulates=True)
+    needs = {}
+    for in_turn in (False, True):
+        chosen = dataclasses.replace(spec, in_turn=in_turn)
+        sums = workers_spec(chosen, key, placement(chosen, key)).grad_sum_R["w"]
+        assert sums.shape == (1 if in_turn else 4, VOCAB, VOCAB)
+        needs[in_turn] = needed_bytes(lower(chosen, key).compile())
+    assert needs[True] + 3 * spec.param_bytes <= needs[False]
+
+
 class Read(Table):
     """Rows that note which are read."""
 
@@ -164,5 +207,5 @@ def test_rows_read_ahead_are_the_next_rounds_unless_something_changes(changes):
     batch = engine.batch(State(None, control), plans)
     assert len(rows.reads) == (8 if changes else 4)
     expected = make_batch(control, plans, settings, spec, rows)
-    assert_equal([batch.parts, batch.lines], [expected.parts, expected.lines])
+    assert_equal([batch.calls, batch.lines], [expected.calls, expected.lines])
     engine.programs.close()

@@ -14,7 +14,7 @@ from adloco_jax.core.outer import start_round
 from adloco_jax.core.types import init
 from adloco_jax.engine.inputs import classes
 from adloco_jax.engine.memory import fewest_model_shards
-from adloco_jax.engine.programs import lower, needed_bytes, placement
+from adloco_jax.engine.programs import lower, needed_bytes, num_turns, placement
 from adloco_jax.engine.sharding import arrange, fetch, reshard
 from adloco_jax.engine.spec import Machine, ProgramKey
 from adloco_jax.errors import ConfigError
@@ -28,7 +28,7 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 
 @functools.cache
-def spec_of(model_shards=1, worker_parallelism=1):
+def spec_of(model_shards=1, in_turn=True):
     config = default_config()  # of width 64, with two layers
     config.model.mlp_width = 128
     config.data.sequence_length = LENGTH
@@ -39,7 +39,7 @@ def spec_of(model_shards=1, worker_parallelism=1):
     settings = validate(config)
     init_fn, loss_fn = build_model(settings)
     spec = program_spec(settings, init_fn, loss_fn, row_length(settings), machine=here())
-    return dataclasses.replace(spec, worker_parallelism=worker_parallelism), init_fn
+    return dataclasses.replace(spec, in_turn=in_turn), init_fn
 
 
 def owners_of(num_trainers, num_workers):
@@ -68,12 +68,16 @@ def after_steps(num_workers, **spread):
     shape = (STEPS, num_workers, BATCH, LENGTH + 1)
     tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
     rates = np.full(shape[:2], 1e-3, np.float32)
-    _, steps = compiled("steps", pool, **spread)
-    arguments = reshard(
-        (start_round(ensemble), tokens, rates, None, None), steps.input_shardings[0]
-    )
-    workers, loss_TR, _ = steps(*arguments)
-    return np.asarray(loss_TR), fetch(workers.params_R)
+    key, steps = compiled("steps", pool, **spread)
+    turns = num_turns(spec, key, placement(spec, key))
+    workers, loss_TR = start_round(ensemble), np.zeros(shape[:2], np.float32)
+    for turn in range(turns):
+        chosen = slice(turn, None, turns)
+        inputs = (tokens[:, chosen], rates[:, chosen], None, None, *[np.int32(turn)] * (turns > 1))
+        workers, loss_TR[:, chosen], _ = steps(
+            *reshard((workers, *inputs), steps.input_shardings[0])
+        )
+    return loss_TR, fetch(workers.params_R)
 
 
 def assert_same_steps(actual, expected):
@@ -177,10 +181,10 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
 
 @pytest.mark.slow  # core_outer_test.py compares the two on one device
 def test_a_devices_workers_in_turn_compute_as_at_once():
-    at_once, in_turn = (after_steps(16, worker_parallelism=n) for n in (2, 1))
+    at_once, in_turn = (after_steps(16, in_turn=in_turn) for in_turn in (False, True))
     assert_same_steps(in_turn, at_once)
-    _, at_once = compiled("steps", (0,) * 16, worker_parallelism=2)
-    _, in_turn = compiled("steps", (0,) * 16, worker_parallelism=1)
+    _, at_once = compiled("steps", (0,) * 16, in_turn=False)
+    _, in_turn = compiled("steps", (0,) * 16, in_turn=True)
     assert needed_bytes(in_turn) < needed_bytes(at_once)
     assert not [c for c in collectives(in_turn.as_text()) if c.in_loop]
 

@@ -384,7 +384,7 @@ def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_ba
     each = {"every_rounds": 1}
     settings = settings_of(num_rounds=5, batching=FULL, checkpoint=each, eval=each)
     with monkeypatch.context() as patch:
-        Exhausted(patch, largest=2, from_call=3)
+        Exhausted(patch, largest=2, from_call=9)  # of four workers, in the third round
         halved = run(tmp_path / "r", settings)
     (fault,) = events(tmp_path / "r", "fault")
     assert (fault["kind"], fault["round"]) == ("out_of_memory", 3)

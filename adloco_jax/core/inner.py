@@ -226,8 +226,11 @@ def _map_workers(
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     at_once = _at_once(num_workers, parallelism, "worker_parallelism")
-    if 1 < at_once == num_workers:
-        return jax.vmap(run)(carry_R, inputs_R)
+    if at_once == num_workers:
+        if num_workers > 1:
+            return jax.vmap(run)(carry_R, inputs_R)
+        after = run(*jax.tree.map(lambda leaf: leaf[0], (carry_R, inputs_R)))
+        return jax.tree.map(lambda leaf: leaf[None], after)
     lead, run_some = ((), run) if at_once == 1 else ((at_once,), jax.vmap(run))
     turns = num_workers // at_once
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from adloco_jax.core.merge import allocate_workers
 from adloco_jax.core.types import block_size
-from adloco_jax.engine.programs import placement
+from adloco_jax.engine.programs import num_turns, placement
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import Kind, Machine, ProgramKey, Spec
 from adloco_jax.errors import DataError
@@ -68,6 +68,7 @@ class Group(NamedTuple):
     owners: tuple[int, ...]  # of these workers, in the group's own stack
     devices: tuple[int, int] | None  # first device and number of devices; None: all
     plan: RoundPlan = RoundPlan(0, 1, 0)  # of the round, if they run one
+    in_pool: int | None = None  # of how many workers, if they run by position; else None
 
     def key(self, kind: Kind, **more) -> ProgramKey:
         """The key of a program that depends on the workers' trainers."""
@@ -75,7 +76,7 @@ class Group(NamedTuple):
 
     def steps_key(self) -> ProgramKey:
         """The key of the inner steps, which do not depend on the workers' trainers."""
-        pool, size = (0,) * len(self.workers), self.plan.micro_batch_size
+        pool, size = (0,) * (self.in_pool or len(self.workers)), self.plan.micro_batch_size
         return ProgramKey("steps", pool, size, self.plan.num_accum_steps > 1, self.devices)
 
 
@@ -91,16 +92,25 @@ EXTRAS = {"interval": interval}
 """By the keyword of an outer optimizer's update: a trainer's value, of its rates and plan."""
 
 
+class Call(NamedTuple):
+    """What one call of the inner steps is given besides the workers; R are those that it steps."""
+
+    tokens_TRBL: Array  # [T, R, B, L + 1]
+    rate_TR: np.ndarray  # learning rates
+    update_T: np.ndarray | None  # update flags, where gradients are accumulated
+    # Of a loss that takes `key`: each worker's trainer id, stream, and first sequence of it.
+    stream_R3: np.ndarray | None
+    turn: tuple[np.ndarray, ...]  # int32 []: the worker's position, where workers take turns
+
+
 class Batch(NamedTuple):
     """A round's plan, with its sequences on the devices."""
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
-    parts: list[list[tuple[Array, np.ndarray, np.ndarray, np.ndarray | None]]]
-    """By group, by call: tokens [T, R, B, L + 1], learning rates [T, R], update flags [T]; for a
-    loss that takes `key` each worker's trainer id, stream, and first sequence of it [R, 3]."""
-    extras: list[dict[str, np.ndarray]]
-    """By group: the extra arguments of the outer optimizer, float32 [M of the group] by name."""
+    calls: list[list[Call]]  # by group: all calls of a worker, then those of the next
+    # The extra arguments of the outer optimizer by name, by trainer: float32 [M].
+    extra_M: dict[str, np.ndarray]
     tests: list[Test]
     lines: list[dict]
     """The round's ledger fields by trainer, as far as the plan decides them."""
@@ -153,8 +163,14 @@ def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec)
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
             trainers = [m for m in group.trainers if plans[m] == plan]
             part = _group(control, trainers, spec.machine, group.devices)
-            groups.append(part._replace(plan=plan))
+            in_pool = len(control.owners) if spec.by_position else None
+            groups.append(part._replace(plan=plan, in_pool=in_pool))
     return groups
+
+
+def whole_pool(control: Control, spec: Spec) -> Group:
+    """All trainers and workers, as the ensemble has them."""
+    return _group(control, range(len(control.trainers)), spec.machine)
 
 
 def round_keys(
@@ -164,7 +180,12 @@ def round_keys(
     keys = []
     if measures_gradients(settings):
         keys += [group.key("stats") for group in classes(control, plans, spec)]
-    for group in group_trainers(control, plans, spec):
+    groups = group_trainers(control, plans, spec)
+    if spec.by_position:
+        steps, pool = [group.steps_key() for group in groups], whole_pool(control, spec)
+        accumulates = any(key.accumulates for key in steps)
+        return [*keys, pool.key("start", accumulates=accumulates), *steps, pool.key("outer")]
+    for group in groups:
         steps = group.steps_key()
         if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
             keys.append(group.key("start", accumulates=steps.accumulates))
@@ -236,10 +257,11 @@ def make_batch(
             at = placement(spec, group.key("stats")).workers
             tested.append((group, at, np.zeros(shape, np.int32)))
     tested_here = {group.workers[i] for group, at, test in tested for i in _here(at, test.shape, 0)}
-    parts, extras, lines, beginnings = [], [], {}, {}
+    calls, extra_MX, lines, beginnings = [], {}, {}, {}
     for group in groups:
-        size, steps = group.plan.micro_batch_size, spec.num_micro_batches
-        at = placement(spec, group.steps_key()).tokens_TRBL(size)
+        size, steps, key = group.plan.micro_batch_size, spec.num_micro_batches, group.steps_key()
+        devices = placement(spec, key)
+        at, turns = devices.tokens_TRBL(size), num_turns(spec, key, devices)
         rows_TRBL = _sequences(control, group, spec, rows, at, tested_here)
         for index, worker in enumerate(group.workers):
             flat = rows_TRBL[:, index].reshape(-1, spec.row_length)
@@ -250,19 +272,18 @@ def make_batch(
             rates.append(learning_rates(control, m, group.plan, settings, **how))
             lines[m] = planned(control, m, group.plan, rates[-1])
         rate_TR = np.stack(rates, axis=1)[:, group.owners]
-        found = {
-            name: [EXTRAS[name](rate_T, group.plan, settings) for rate_T in rates]
-            for name in spec.extras
-        }
-        extras.append({name: np.array(values, np.float32) for name, values in found.items()})
-        parts.append(
+        for m, rate_T in zip(group.trainers, rates, strict=True):
+            extra_MX[m] = [EXTRAS[name](rate_T, group.plan, settings) for name in spec.extras]
+        calls.append(
             [
-                (
-                    reshard(rows_TRBL[t : t + steps], at),
-                    rate_TR[t : t + steps],
-                    flag_T[t : t + steps],
-                    None if spec.key_seed is None else _streams(control, group, t * size),
+                Call(
+                    reshard(rows_TRBL[t : t + steps, chosen], at),
+                    rate_TR[t : t + steps, chosen],
+                    flag_T[t : t + steps] if key.accumulates else None,
+                    None if spec.key_seed is None else _streams(control, group, t * size)[chosen],
+                    turn,
                 )
+                for chosen, turn in _turns(group, turns)
                 for t in range(0, group.plan.num_micro_batches, steps)
             ]
         )
@@ -273,7 +294,25 @@ def make_batch(
         for index, worker in enumerate(group.workers):
             test_RBL[index, : count_R[worker]] = beginnings[worker][: count_R[worker]]
         tests.append(Test(group, reshard(test_RBL, at), count_R[list(group.workers)]))
-    return Batch(plans, groups, parts, extras, tests, [lines[m] for m in sorted(lines)])
+    values_XM = zip(*(extra_MX[m] for m in sorted(extra_MX)), strict=True)
+    extra_M = {
+        name: np.array(values_M, np.float32)
+        for name, values_M in zip(spec.extras, values_XM, strict=True)
+    }
+    return Batch(plans, groups, calls, extra_M, tests, [lines[m] for m in sorted(lines)])
+
+
+def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
+    """A group's workers that each call steps, and the position on their devices if they take turns.
+
+    The positions count in the group's own stack, or in the whole pool's.
+    """
+    workers = np.arange(len(group.workers))
+    if count == 1:
+        return [(workers, ())]
+    if group.in_pool:
+        return [(workers[i : i + 1], (np.array(w, np.int32),)) for i, w in enumerate(group.workers)]
+    return [(workers[turn::count], (np.array(turn, np.int32),)) for turn in range(count)]
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:

@@ -24,6 +24,7 @@ from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
 from adloco_jax.engine.inputs import (
     Batch,
+    Call,
     Group,
     Rows,
     classes,
@@ -31,6 +32,7 @@ from adloco_jax.engine.inputs import (
     make_batch,
     programs_ahead,
     reads,
+    whole_pool,
 )
 from adloco_jax.engine.programs import Programs, placement
 from adloco_jax.engine.sharding import reshard
@@ -41,6 +43,7 @@ from adloco_jax.loop.plans import round_plans
 from adloco_jax.settings import Settings
 
 SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
+_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # of workers that accumulate
 
 
 class Outcome(NamedTuple):
@@ -63,7 +66,8 @@ class UnderWay(NamedTuple):
     lines: list[dict]  # ledger fields by trainer: plan and cost
     groups: list[Group]
     measured: list[list[tuple[Array, Array]]]  # by group, by call: losses, skipped; [T, R]
-    norms: list[list[Array]]  # by group, by synchronisation: [M], of the pseudo-gradients
+    stacks: list[Group]  # that were synchronised together
+    norms: list[list[Array]]  # by stack, by synchronisation: [M], of the pseudo-gradients
 
 
 class Metrics(NamedTuple):
@@ -143,7 +147,7 @@ class LocalEngine:
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
         """Dispatches a round."""
-        ensemble, measured, norms = self._dispatch(state, batch)
+        ensemble, *dispatched = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
             state.control,
@@ -153,7 +157,7 @@ class LocalEngine:
             num_syncs=self.spec.outer.fragments,
         )
         lines = [line | cost for line, cost in zip(batch.lines, spent, strict=True)]
-        return State(ensemble, control), UnderWay(lines, batch.groups, measured, norms)
+        return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
         """Waits for a round, counts its skipped updates and retires broken trainers."""
@@ -177,56 +181,73 @@ class LocalEngine:
                 ensemble = _take(ensemble, tuple(survivors))
         return State(ensemble, control), metrics, changes
 
-    def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list]:
+    def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
         ensemble, measured, norms = state.ensemble, [], []
-        inputs = zip(batch.groups, batch.parts, batch.extras, strict=True)
-        for group, parts, extra_M in inputs:
-            sub, group_measured, group_norms = self._run_group(
-                self._take(ensemble, group), group, parts, extra_M
+        work = list(zip(batch.groups, batch.calls, strict=True))
+        stacks = [(group, [(group, calls)]) for group, calls in work]
+        if self.spec.by_position:
+            stacks = [(whole_pool(state.control, self.spec), work)]
+        for stack, inputs in stacks:
+            extra_M = {
+                name: values_M[list(stack.trainers)] for name, values_M in batch.extra_M.items()
+            }
+            sub, stack_measured, stack_norms = self._run_stack(
+                self._take(ensemble, stack), stack, inputs, extra_M
             )
-            ensemble = self._put(ensemble, group, sub)
-            measured.append(group_measured)
-            norms.append(group_norms)
-        if len(batch.groups) > 1:
+            ensemble = self._put(ensemble, stack, sub)
+            measured += stack_measured
+            norms.append(stack_norms)
+        if len(stacks) > 1:
             at = ensemble.round.sharding
             ensemble = ensemble.replace(round=reshard(np.int32(state.control.round + 1), at))
-        return ensemble, measured, norms
+        return ensemble, measured, [stack for stack, _ in stacks], norms
 
-    def _run_group(
-        self, sub: Ensemble, group: Group, parts: list, extra_M: dict[str, np.ndarray]
+    def _run_stack(
+        self,
+        sub: Ensemble,
+        stack: Group,
+        work: list[tuple[Group, list[Call]]],
+        extra_M: dict[str, np.ndarray],
     ) -> tuple[Ensemble, list, list]:
-        """Algorithm 1, lines 6 to 16, for trainers that run the same plan."""
-        spec, steps = self.spec, group.steps_key()
+        """Algorithm 1, lines 6 to 16, for the trainers of one stack."""
+        spec = self.spec
+        accumulates = any(group.steps_key().accumulates for group, _ in work)
         workers = Workers(sub.params_R, sub.inner_state_R)
         sub = sub.replace(params_R=None, inner_state_R=None)
-        if not spec.outer.own_params or steps.accumulates or spec.reset_inner_state:
+        if not spec.outer.own_params or accumulates or spec.reset_inner_state:
             bare = sub.replace(outer_state_M=None, round=None)
             if spec.outer.own_params:
                 bare = bare.replace(params_M=None, params_R=workers.params_R)
-            started = self.programs.call(group.key("start", accumulates=steps.accumulates), bare)
+            started = self.programs.call(stack.key("start", accumulates=accumulates), bare)
             kept = {} if spec.reset_inner_state else {"inner_state_R": workers.inner_state_R}
             workers = started.replace(**kept)
         measured, norms = [], []
-        num_calls = len(parts) // spec.outer.fragments  # for each synchronisation
-        for i, (tokens_TRBL, rate_TR, flag_T, stream_R3) in enumerate(parts):
-            inputs = (tokens_TRBL, rate_TR, flag_T if steps.accumulates else None, stream_R3)
-            fragment, rest = divmod(i + 1, num_calls)
-            if spec.outer.own_params and not rest:
-                key = steps._replace(kind="fragment", owners=group.owners)
-                sub, workers, pair, norm_M = self.programs.call(
-                    key, sub, workers, *inputs, np.int32(fragment - 1)
-                )
-                norms.append(norm_M)
-            else:
-                workers, *pair = self.programs.call(steps, workers, *inputs)
-            measured.append(tuple(pair))
+        for group, calls in work:
+            steps, pairs = group.steps_key(), []
+            unused = {} if steps.accumulates else dict.fromkeys(_SUMS)
+            sums = {name: getattr(workers, name) for name in unused}
+            workers = workers.replace(**unused)
+            num_calls = len(calls) // spec.outer.fragments  # for each synchronisation
+            for i, inputs in enumerate(calls):
+                fragment, rest = divmod(i + 1, num_calls)
+                if spec.outer.own_params and not rest:
+                    key = steps._replace(kind="fragment", owners=group.owners)
+                    sub, workers, pair, norm_M = self.programs.call(
+                        key, sub, workers, *inputs[:-1], np.int32(fragment - 1)
+                    )
+                    norms.append(norm_M)
+                else:
+                    workers, *pair = self.programs.call(steps, workers, *inputs[:-1], *inputs.turn)
+                pairs.append(tuple(pair))
+            workers = workers.replace(**sums)
+            measured.append(pairs)
+        inner_state_R, workers = workers.inner_state_R, Workers(workers.params_R, None)
         if spec.outer.own_params:
             sub = sub.replace(params_R=workers.params_R)
         else:
-            ended = Workers(workers.params_R, None)
-            sub, norm_M = self.programs.call(group.key("outer"), sub, ended, extra_M)
+            sub, norm_M = self.programs.call(stack.key("outer"), sub, workers, extra_M)
             norms.append(norm_M)
-        return sub.replace(inner_state_R=workers.inner_state_R), measured, norms
+        return sub.replace(inner_state_R=inner_state_R), measured, norms
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on the guard's rows, nats/token."""
@@ -337,21 +358,31 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
 
 def _outcomes(underway: UnderWay) -> list[Outcome]:
     """Losses and skipped updates of each trainer; waits for the round."""
-    outcomes: dict[int, Outcome] = {}
-    rows = zip(underway.groups, underway.measured, underway.norms, strict=True)
-    for group, measured, norms in rows:
-        parts = jax.device_get(measured)
-        loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    outcomes, norm_of = {}, {}
+    for stack, norms in zip(underway.stacks, underway.norms, strict=True):
+        # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
+        norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
+        norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
+    for group, measured in zip(underway.groups, underway.measured, strict=True):
+        loss_TR, skipped_TR = (
+            _by_worker(group, parts) for parts in zip(*jax.device_get(measured), strict=True)
+        )
         accum = group.plan.num_accum_steps
         loss_SAR = loss_TR.reshape(-1, accum, loss_TR.shape[1])
         skipped_SR = skipped_TR[accum - 1 :: accum]
         loss_SR = np.where(skipped_SR, np.nan, loss_SAR.sum(axis=1) / np.float64(accum))
-        # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
-        norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
-        for position, (trainer, norm) in enumerate(zip(group.trainers, norm_M, strict=True)):
+        for position, trainer in enumerate(group.trainers):
             own = np.array(group.owners) == position
-            outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm)
+            outcomes[trainer] = Outcome(loss_SR[:, own], skipped_SR[:, own], norm_of[trainer])
     return [outcomes[m] for m in sorted(outcomes)]
+
+
+def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """[T, R] of a round from its calls' arrays: all calls of a turn, then those of the next."""
+    num_turns = len(group.workers) // parts[0].shape[1]
+    calls = len(parts) // num_turns
+    turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]
+    return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

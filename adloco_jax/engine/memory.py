@@ -111,8 +111,9 @@ def find_max_batch(
 ) -> int:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
 
-    Memory grows linearly with the micro-batch, so two compiled sizes predict which one fits; that
-    one is then compiled and looked at.
+    At most three are compiled. Memory grows with the micro-batch by at most what the smallest one
+    needs besides the state, so a second one is known to fit. It grows linearly, so these two
+    predict the largest.
 
     Args:
       programs: Those compiled here are kept for the run.
@@ -127,23 +128,30 @@ def find_max_batch(
     Raises:
       ResourceError: If not even the smallest size fits; says how much it needs.
     """
-    machine = programs.spec.machine
-    budget = machine.budget(memory_frac)
+    spec = programs.spec
+    budget, first = spec.machine.budget(memory_frac), sizes[0]
+    peaks: dict[int, int] = {}
 
-    def peak(size, kinds=None):
-        keys = [key for key in keys_of(size) if kinds is None or key.kind in kinds]
-        return max(peak_bytes(programs, key, owners) for key in keys)
+    def peak(size):
+        if size not in peaks:
+            peaks[size] = max(peak_bytes(programs, key, owners) for key in keys_of(size))
+        return peaks[size]
 
-    heavy = ("steps", "fragment")
-    measured = {n: peak(n, heavy) for n in (sizes[0], sizes[min(2, len(sizes) - 1)])}
-    (small, least), (large, more) = min(measured.items()), max(measured.items())
-    per_sequence = (more - least) / max(large - small, 1)
-    fitting = [size for size in sizes if least + per_sequence * (size - small) <= budget]
-    for size in reversed(fitting):
-        if peak(size) <= budget:
-            return size
-    raise ResourceError(
-        f"batching.initial_batch_size={sizes[0]}: {len(owners)} workers of {max(owners) + 1}"
-        f" trainers need {peak(sizes[0])} bytes on a device, have {budget}"
-        f" of {machine.device_bytes}; use fewer workers, a smaller batch or model, or model.remat"
-    )
+    def largest(per_sequence):
+        fits = [n for n in sizes if peak(first) + per_sequence * (n - first) <= budget]
+        return max(fits, default=first)
+
+    if peak(first) > budget:
+        raise ResourceError(
+            f"batching.initial_batch_size={first}: {len(owners)} workers of {max(owners) + 1}"
+            f" trainers need {peak(first)} bytes on a device, have {budget} of"
+            f" {spec.machine.device_bytes}; use fewer workers, a smaller batch or model, or"
+            " model.remat"
+        )
+    at = placement(spec, ProgramKey("steps", owners))
+    params_R = workers_spec(spec, ProgramKey("steps", owners), at).params_R
+    resting = _bytes_here((ensemble_spec(spec, owners, at).replace(params_R=None), params_R))
+    second = max(largest((peak(first) - resting) / first), *sizes[:2])
+    if second > first:
+        peak(largest((peak(second) - peak(first)) / (second - first)))
+    return max(size for size, need in peaks.items() if need <= budget)

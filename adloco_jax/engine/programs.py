@@ -2,7 +2,9 @@
 
 A program is `jax.jit` of public functions of the core. It is compiled before its first call, and
 kept by its key (`engine/spec.py`). A round calls `start`, then `steps`, several times if gradients
-are accumulated, then `outer`. With fragments (Streaming DiLoCo) it calls `fragment` for the last
+are accumulated, then `outer`. Where workers run one after another, `steps` advances one worker of
+each device, which makes all of its round's calls before the next begins: a device has one sum of
+gradients. With fragments (Streaming DiLoCo) it calls `fragment` for the last
 steps before a fragment is synchronised. The number of accumulation steps is data, not part of a
 key.
 """
@@ -37,6 +39,7 @@ GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at onc
 # XLA's CPU client admits 32 programs to a device. The next one waits on a thread that one of those
 # may need, so several devices deadlock. A call is up to four programs, as arrays move too.
 _MAX_IN_FLIGHT = 8
+_POOL = ("trainer", "worker")  # the mesh axes that workers are spread over
 
 
 class Compiled(NamedTuple):
@@ -151,8 +154,25 @@ def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensembl
 def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
     """Shapes, dtypes and shardings of a group's workers in the middle of a round."""
     ensemble = ensemble_spec(spec, key.owners, at)
-    shapes = jax.eval_shape(functools.partial(start_round, accumulate=key.accumulates), ensemble)
+    shapes = jax.eval_shape(functools.partial(_begin, spec, key, at), ensemble)
     return _with_shardings(shapes, at.by_worker(shapes))
+
+
+def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
+    """Workers of a device that make their round's calls of `steps` one after another; 1: all."""
+    num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    in_turn = spec.in_turn and not spec.outer.own_params  # whose fragments workers await in a round
+    return len(key.owners) // num_groups if in_turn else 1
+
+
+def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
+    """`start_round`; workers that take turns on a device share one sum of gradients there."""
+    reset_tx = spec.inner_tx if spec.reset_inner_state else None
+    workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
+    step = num_turns(spec, key, at)
+    sums = (workers.grad_sum_R, workers.finite_R)
+    grad_sum, finite = jax.tree.map(lambda leaf_R: leaf_R[::step], sums)
+    return workers.replace(grad_sum_R=grad_sum, finite_R=finite)
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
@@ -176,8 +196,7 @@ def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     bare = bare.replace(outer_state_M=None, inner_state_R=None, round=None)
     if spec.outer.own_params:
         bare = bare.replace(params_M=None)
-    reset_tx = spec.inner_tx if spec.reset_inner_state else None
-    start = functools.partial(start_round, accumulate=key.accumulates, reset_tx=reset_tx)
+    start = functools.partial(_begin, spec, key, at)
     donated = (0,) if spec.outer.own_params else ()
     return start, (bare,), donated, at.by_worker(jax.eval_shape(start, bare))
 
@@ -185,12 +204,15 @@ def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 def _steps(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     workers = workers_spec(spec, key, at)
     out = (_shardings(workers), at.replicated, at.replicated)
-    advance = _inner_steps(spec, at)
+    turns = num_turns(spec, key, at)
+    advance = _inner_steps(spec, at) if turns == 1 else _turn(spec, at)
 
-    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3):
-        return advance(workers, _keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T)
+    def steps(workers, tokens_TRBL, rate_TR, update_T, stream_R3, *turn):
+        return advance(workers, _keyed(spec, tokens_TRBL, stream_R3), rate_TR, update_T, *turn)
 
-    return steps, (workers, *_batch_spec(spec, key, at)), (0,), out
+    turn = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.replicated)
+    arguments = (workers, *_batch_spec(spec, key, at, turns), *[turn] * (turns > 1))
+    return steps, arguments, (0,), out
 
 
 def _outer(spec: Spec, key: ProgramKey, at: Placement) -> Program:
@@ -332,12 +354,11 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
     return tokens_TRBL, fold_in_each(key, trainer_R, stream_R, first_R + place_TRB)
 
 
-def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """`inner_steps` of (workers, keyed tokens, rates, flags); each device takes its own workers."""
-    num_places = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
+    """`inner_steps` of (workers, keyed tokens, rates, flags)."""
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
-    def advance(workers, keyed, rate_TR, update_T, *, at_once):
+    def advance(workers, keyed, rate_TR, update_T):
         tokens_TRBL, key_TRB = keyed
         return inner_steps(
             workers,
@@ -352,31 +373,71 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
             examples_per_pass=None if is_shared else spec.examples_per_pass,
         )
 
-    def steps(workers, keyed, rate_TR, update_T):
-        at_once, num_workers = spec.worker_parallelism, rate_TR.shape[1]
-        if num_places == 1 or (at_once or num_workers) >= num_workers // num_places:
-            # On several devices one batch of all workers, which the partitioner divides.
-            at_once = at_once if num_places == 1 else None
-            return advance(workers, keyed, rate_TR, update_T, at_once=at_once)
-        pool, pool_T = P(("trainer", "worker")), P(None, ("trainer", "worker"))
-        specs: list[Any] = [pool, pool, pool, P(), pool]  # all workers share the count of gradients
-        by_worker = Workers(*specs)
-        mapped = jax.shard_map(
-            functools.partial(advance, at_once=at_once),
+    return advance
+
+
+def _on_each_device(advance: Callable, at: Placement) -> Callable:
+    """`advance` of the workers of each device, or of devices that share workers."""
+    if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
+        return advance
+    pool, pool_T = P(_POOL), P(None, _POOL)
+    specs: list[Any] = [pool, pool, pool, P(), pool]  # all workers share the count of gradients
+    by_worker = Workers(*specs)
+
+    def mapped(workers, keyed, rate_TR, update_T, *turn):
+        inputs = (by_worker, pool_T, pool_T, P(), *[P()] * len(turn))
+        function = jax.shard_map(
+            advance,
             mesh=at.mesh,
-            in_specs=(by_worker, pool_T, pool_T, P()),
+            in_specs=inputs,
             out_specs=(by_worker, pool_T, pool_T),
-            axis_names={"trainer", "worker"},
+            axis_names=set(_POOL),
             check_vma=False,
         )
-        return mapped(workers, keyed, rate_TR, update_T)
+        return function(workers, keyed, rate_TR, update_T, *turn)
+
+    return mapped
+
+
+def _inner_steps(spec: Spec, at: Placement) -> Callable:
+    """The steps of all workers; each device takes its own ones, one after another or at once."""
+    num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
+    in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
+    # On several devices one batch of all workers, which the partitioner divides.
+    at_once = _advance(spec, at, at_once=None)
+
+    def steps(workers, keyed, rate_TR, update_T):
+        one_each = num_groups > 1 and rate_TR.shape[1] == num_groups
+        advance = in_turn if spec.in_turn and not one_each else at_once
+        return advance(workers, keyed, rate_TR, update_T)
 
     return steps
 
 
-def _batch_spec(spec: Spec, key: ProgramKey, at: Placement) -> tuple:
+def _turn(spec: Spec, at: Placement) -> Callable:
+    """The steps of one worker of each device, whose position there is the last argument."""
+    advance = _advance(spec, at, at_once=1)
+
+    def turn(workers, keyed, rate_TR, update_T, position):
+        stack = (workers.params_R, workers.inner_state_R)
+        params, state = jax.tree.map(
+            lambda leaf_R: jax.lax.dynamic_index_in_dim(leaf_R, position), stack
+        )
+        one = workers.replace(params_R=params, inner_state_R=state)
+        one, *measured_TR = advance(one, keyed, rate_TR, update_T)
+        params_R, state_R = jax.tree.map(
+            lambda leaf_R, new: jax.lax.dynamic_update_index_in_dim(leaf_R, new, position, 0),
+            stack,
+            (one.params_R, one.inner_state_R),
+        )
+        return one.replace(params_R=params_R, inner_state_R=state_R), *measured_TR
+
+    return _on_each_device(turn, at)
+
+
+def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
     """Tokens, learning rates, update flags where gradients are accumulated, streams for keys."""
-    steps, workers, size = spec.num_micro_batches, len(key.owners), key.micro_batch_size
+    steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
     rates = jax.ShapeDtypeStruct((steps, workers), jnp.float32, sharding=at.rates_TR)

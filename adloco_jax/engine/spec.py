@@ -91,8 +91,14 @@ class Spec:
     aggregate: Aggregator = mean  # of a trainer's workers' differences
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     key_seed: int | None = None  # of a loss that takes `key`
-    worker_parallelism: int | None = None  # workers of a device computed at once, see `inner_steps`
+    in_turn: bool = False  # a device's workers run their round one after another, not at once
     examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
+
+    @property
+    def by_position(self) -> bool:
+        """Whether workers run one by one in the whole stack, whatever their trainers' plans."""
+        is_one = len(self.machine.devices) == self.model_shards
+        return self.in_turn and is_one and not self.outer.own_params
 
     @property
     def param_bytes(self) -> int:

@@ -204,15 +204,6 @@ def outer_transform(
     return optax.chain(chosen, optax.scale(outer.learning_rate)), extras
 
 
-def worker_parallelism(machine: Machine) -> int | None:
-    """How many of a device's workers compute as one batch; None: all.
-
-    A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times the
-    time of four in turn, and twice the memory.
-    """
-    return 1 if machine.platform == "cpu" else None
-
-
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
     """How many rows of a micro-batch a device takes forward and backward together; None: all.
 
@@ -260,7 +251,9 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], knobs),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        worker_parallelism=worker_parallelism(machine),
+        # A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times
+        # the time of four in turn, and twice the memory.
+        in_turn=machine.platform == "cpu",
         examples_per_pass=examples_per_pass(settings, machine),
     )
     ensemble, num_devices = settings.ensemble, len(machine.devices)

@@ -18,3 +18,65 @@ def here() -> Machine:
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
     return Machine(tuple(jax.devices()), limit)
+
+
+# What XLA compiles for. Figures as in openxla/xla, xla/backends/gpu/target_config/specs.
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core}  threads_per_core_limit: 2048  core_count: {cores}
+  fpus_per_core: {fpus}  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}  device_memory_size: {memory}  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+_AMPERE = {"major": 8, "cores": 108, "fpus": 64, "clock": 1.41, "cache": 41943040}
+_AMPERE |= {"per_core": 167936, "optin": 166912}
+_HOPPER = {"major": 9, "cores": 132, "fpus": 128, "clock": 1.98, "cache": 52428800}
+_HOPPER |= {"per_core": 233472, "optin": 232448}
+_BLACKWELL = _HOPPER | {"major": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
+# Of each kind: bytes of memory that programs may use, its name, and what else describes it.
+_GPUS = {
+    "a100-40": (42331013120, "NVIDIA A100-SXM4-40GB", _AMPERE | {"bandwidth": 1555200000000}),
+    "a100-80": (85100068864, "NVIDIA A100-SXM4-80GB", _AMPERE | {"bandwidth": 2039040000000}),
+    "h100": (84942979072, "NVIDIA H100 80GB HBM3", _HOPPER | {"bandwidth": 3352320000000}),
+    "h200": (151397597184, "NVIDIA H200 141GB HBM3e", _HOPPER | {"bandwidth": 4800000000000}),
+    "b200": (191514411008, "NVIDIA B200", _BLACKWELL | {"bandwidth": 7672320000000}),
+}
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}  # chips of a slice by their number
+_CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
+# Of each kind: bytes of memory that programs may use, and its slices.
+_TPUS = {
+    "v5e": (16911433728, _FLAT),
+    "v5p": (102738427904, _CUBE),
+    "v6e": (33550237696, _FLAT),
+}
+
+
+def described(name: str) -> Machine:
+    """Devices that are not there, to compile for: `h100x8`, `v5px4`; without a number one chip.
+
+    Raises:
+      ConfigError: If there is no such kind or number of chips, or what compiles for it is missing.
+    """
+    from jax.experimental import topologies
+
+    kind, _, count = name.partition("x")
+    count = int(count or 1)
+    if kind in _GPUS:
+        memory, title, figures = _GPUS[kind]
+        text = _GPU.format(name=title, memory=memory, **figures)
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=text, topology=f"1x1x{count}"
+        )
+    else:
+        memory, slices = _TPUS[kind]
+        os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+        found = topologies.get_topology_desc(f"{kind}:{slices[count]}", platform="tpu")
+    return Machine(tuple(found.devices), memory)
