@@ -12,7 +12,7 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
     return found
 
 
-def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
+def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
     """Reads a model of an architecture that has a weight map: Llama, or BERT for classification.
 
     Args:
@@ -125,6 +125,7 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
         which is not downloaded if it is in the cache.
       head: Whether the matrix to the vocabulary, or to the classes, must be stored. Otherwise a
         missing one is left out of the parameters, and a head of another kind may be stored.
+      key: Key or option that the name was given by, for messages.
 
     Returns:
       Model, float32 weights, and the types they were stored in. A tied head becomes a separate
@@ -139,7 +140,10 @@ def load(path_or_name: str | Path, *, head: bool = True) -> Loaded:
         with other values than our model computes: all of them, by name.
     """
     name = str(path_or_name)
-    folder = _local(name) or _of_hub(name, "*.safetensors", *((_PICKLED,) if _has_torch() else ()))
+    folder = _local(name)
+    if folder is None:
+        one_of = ["*.safetensors", _PICKLED] if _has_torch() else ["*.safetensors"]
+        folder = _of_hub(name, one_of, key=key)
     network, stored, left_out = _checked(folder, needs_head=head)
     shapes, leaves, kinds = _leaves(param_shapes(network)), {}, set()
     for tensor, where in stored.items():
@@ -168,7 +172,7 @@ def inspect(path_or_name: str | Path) -> Description:
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
-        network, names, config = _described(_of_hub(name, "config.json"))
+        network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
         # Without a list of classes, the weights are taken to be of ours.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
@@ -260,11 +264,9 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _of_hub(name: str, *one_of: str) -> Path:
-    files, where = ("config.json", "*.safetensors.index.json"), f"model.init_from={name}"
-    return hub.download(
-        name, files, one_of=one_of, where=where, hint="" if _has_torch() else _TORCH
-    )
+def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
+    files, hint = ("config.json", "*.safetensors.index.json"), "" if _has_torch() else _TORCH
+    return hub.download(name, files, one_of=one_of, where=f"{key}={name}", hint=hint)
 
 
 def _read_json(file: Path) -> dict:

@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from hubs import make_hub
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a hub
 # Through jax's own settings, not the environment: a command line under test starts with one device.
@@ -129,6 +130,12 @@ def data_dir() -> Path:
     if "ADLOCO_DATA_DIR" not in os.environ:
         pytest.skip("ADLOCO_DATA_DIR is not set: no prepared text on this machine")
     return Path(os.environ["ADLOCO_DATA_DIR"])
+
+
+@pytest.fixture(scope="session")
+def hub_root(tmp_path_factory, data_dir) -> Path:
+    """The folder of a hub's repositories, see `hubs`."""
+    return make_hub(tmp_path_factory.mktemp("hub") / "root", data_dir)
 
 
 @pytest.fixture

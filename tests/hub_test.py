@@ -3,23 +3,21 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-TOKENIZER = "TinyLlama/TinyLlama-1.1B-step-50K-105b"
+from hubs import TOKENIZER, served
 
 # One process for all cases: the libraries read the hub's address when they are imported.
 PROGRAM = """
 import dataclasses, json, os, pathlib, shutil, sys
 from toy import data_settings
 from adloco_jax.data import load_corpus
+from adloco_jax import hub
 from adloco_jax.errors import UserError
+assert (hub.FIRST_ANSWER_S, hub.PATIENCE_S) == (10, 60)
+hub.FIRST_ANSWER_S = 2.0  # spares a wait
 for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
     pathlib.Path(os.environ["FAULTS"]).write_text(json.dumps(faults))
     if not keeps_cache:
@@ -48,52 +46,25 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
         *({"alter": "tokenizer.json"}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
         *(3, "tokenizer.json is not what the hub says that it is"),
     ),
-    "slow": ({"latency_s": 12}, {}, 5, "does not answer"),
+    "slow": ({"latency_s": 3}, {}, 5, "does not answer"),
 }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, data_dir):
+def found(tmp_path_factory, hub_root):
     """What each case gives, by its name."""
-    if "ADLOCO_LOCAL_HUB" not in os.environ:
-        pytest.skip("ADLOCO_LOCAL_HUB is not set: no hub on this machine")
-    folder, hub = tmp_path_factory.mktemp("hub"), os.environ["ADLOCO_LOCAL_HUB"]
-    tokenizer = data_dir / "tokenizers" / "mistral-v1.model"
-    made = [hub, "make", folder / "root", "--c4", data_dir / "c4", "--tokenizer", tokenizer]
-    subprocess.run([sys.executable, *map(str, made), "--shards", "4"], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serve = [hub, "serve", folder / "root", "--port", port, "--faults", folder / "faults"]
-    server = subprocess.Popen([sys.executable, *map(str, serve)], stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        cases = [("good", {}, {}, False), ("kept", {"latency_s": 12}, {}, True)]
-        cases += [("flaky", {"fail_every": 3}, {}, False)]
-        cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
-        environment = os.environ | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-            "HF_HOME": str(folder / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "FAULTS": str(folder / "faults"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        }
+    folder = tmp_path_factory.mktemp("hub")
+    cases = [("good", {}, {}, False), ("kept", {"latency_s": 3}, {}, True)]
+    cases += [("flaky", {"fail_every": 3}, {}, False)]
+    cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
+    with served(hub_root, folder) as (environment, _):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(cases)],
-            env=environment,
+            env=os.environ | environment,
             capture_output=True,
             text=True,
             timeout=500,
         )
-    finally:
-        server.kill()
-        server.wait()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     records = [line for line in done.stdout.splitlines() if line.startswith("[")]
     waits = [line for line in done.stdout.splitlines() if "connection lost" in line]

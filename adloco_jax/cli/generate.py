@@ -24,7 +24,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         model = str(Path(model) / "export")
         if not os.path.exists(model):
             raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
-    network, params, *_ = hf.load(model)
+    network, params, *_ = hf.load(model, key="model")
     if not isinstance(network, Llama):
         raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
     tokenizer = load_tokenizer(model)

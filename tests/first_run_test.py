@@ -1,0 +1,142 @@
+"""The shipped configs as they stand, from a hub on this machine; small by overrides alone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from hubs import ROOT, TOKENIZER, add_bert, make_hub, served
+
+from adloco_jax import hf
+from adloco_jax.run.ledger import read
+
+pytestmark = pytest.mark.slow
+
+MODEL = "keeeeenw/MicroLlama"
+SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "mlp_width")  # of the stand-in
+SHORT = {
+    **{f"model.{name}": "none" for name in SIZES},
+    **{"model.dtype": "float32", "data.sequence_length": 32, "data.num_sequences": 200},
+    **{"ensemble.num_trainers": 1, "ensemble.num_workers": 1, "merge.policy": "none"},
+    **{"num_rounds": 2, "inner.steps_per_round": 1, "batching.test": "constant"},
+    **{"batching.max_batch_size": 1, "batching.batch_cap": 1, "eval.num_sequences": 4},
+    **{"checkpoint.every_rounds": 1},
+}
+
+
+def adloco(environment, *words, cwd, **more) -> subprocess.CompletedProcess:
+    """A command as a user types it."""
+    command = [sys.executable, "-m", "adloco_jax.main", *map(str, words)]
+    env = os.environ | environment | more
+    how = {"cwd": cwd, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, env=env, **how)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def options(**more) -> list[str]:
+    """`data__path` as --config.data.path, with what makes a run short."""
+    given = SHORT | {key.replace("__", "."): value for key, value in more.items()}
+    return [f"--config.{key}={value}" for key, value in given.items()]
+
+
+CARD = ("--config", ROOT / "configs" / "microllama.py")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, hub_root):
+    """The environment of commands that ask a hub, and the folder with its log."""
+    folder = tmp_path_factory.mktemp("hub")
+    with served(hub_root, folder) as (environment, _):
+        yield environment, folder
+
+
+def test_the_card_runs_is_killed_and_resumes_without_the_hub(hub, tmp_path):
+    environment, folder = hub
+    words = [*CARD, *options(), "--workdir", "run"]
+    killed = adloco(environment, *words, cwd=tmp_path, ADLOCO_CRASH_AT="save.begin:2")
+    assert killed.returncode == -signal.SIGKILL and killed.stderr == ""
+    asked = (folder / "log").read_text()
+    for file in (f"{MODEL}//model.safetensors", f"{TOKENIZER}//tokenizer.json"):
+        assert asked.count(f"GET /cdn/models/{file}") == 2  # once; a line names it twice
+    assert "c4//en/c4-train.00000" in asked and "c4//en/c4-validation.00000" in asked
+    before = (folder / "log").read_text()
+    resumed = adloco(environment, *words, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert (folder / "log").read_text() == before
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert "resuming after round 1" in resumed.stdout
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert len(config["data_commit"]) == 40
+    assert read(tmp_path / "run" / "ledger.jsonl")[-1]["reason"] == "finished"
+    exported = hf.load(tmp_path / "run" / "export").network
+    assert (exported.vocab_size, exported.width) == (32_000, 64)
+
+
+def test_a_state_too_large_is_refused_before_anything_is_downloaded(hub, tmp_path):
+    environment, folder = hub
+    before = (folder / "log").read_text() if (folder / "log").exists() else ""
+    home = {"HF_HOME": str(tmp_path / "home")}
+    # The sizes are the config's own: 60 GiB of state in a share of this machine's memory.
+    share = "--config.batching.memory_frac=1e-3"
+    done = adloco(environment, *CARD, share, cwd=tmp_path, **home)
+    line = done.stderr.removesuffix("\n")
+    assert done.returncode == 5 and done.stdout == "" and "\n" not in line
+    need = r"4 trainers with 16 workers of 304,636,928 parameters need at least 60\.\d+ GiB"
+    assert re.search(need, line)
+    assert "adloco train quickstart" in line and "adloco plan CONFIG --device" in line
+    assert not (tmp_path / "runs").exists()
+    assert (folder / "log").read_text()[len(before) :] == ""
+
+
+def test_long_a_model_of_pytorch_without_a_tokenizer_runs(tmp_path, data_dir):
+    pytest.importorskip("torch")
+    root = make_hub(tmp_path / "root", data_dir, "--weights", "bin", "--bare-model")
+    with served(root, tmp_path) as (environment, stop):
+        done = adloco(environment, *CARD, *options(num_rounds=1), "--workdir=one", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        done = adloco(environment, "generate", MODEL, cwd=tmp_path)
+        assert done.returncode == 2 and f"{MODEL}: the repository has no file" in done.stderr
+        stop()
+        again = adloco(environment, *CARD, *options(num_rounds=1), "--workdir=two", cwd=tmp_path)
+        assert (again.returncode, again.stderr) == (0, "")
+    losses = [read(tmp_path / run / "ledger.jsonl")[-1]["loss"] for run in ("one", "two")]
+    assert losses[0] == losses[1]
+
+
+def test_long_bert_learns_from_the_hub_and_from_files(hub_root, hub, tmp_path, data_dir):
+    add_bert(hub_root, data_dir)
+    environment, _ = hub
+    config = ("--config", ROOT / "configs" / "bert_imdb.py")
+    small = {key: value for key, value in SHORT.items() if "kv_heads" not in key}
+    small |= {"model.vocab_size": "none", "model.max_length": "none", "model.norm_eps": "none"}
+    small |= {"inner.warmup_updates": 0, "batching.initial_batch_size": 1, "eval.num_sequences": 20}
+    words = [f"--config.{key}={value}" for key, value in small.items()]
+    done = adloco(environment, *config, *words, "--workdir=hub", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "accuracy" in done.stdout
+    reviews = f"--config.data.path={data_dir / 'sentiment' / 'movie_reviews.jsonl.gz'}"
+    done = adloco(environment, *config, *words, reviews, "--workdir=files", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_long_each_name_of_the_hub_works_by_itself(hub, tmp_path, data_dir):
+    environment, _ = hub
+    c4 = ["allenai/c4", "--name=en", "--heldout-split=validation", "--num-sequences=100"]
+    c4 += ["--sequence-length=32", f"--tokenizer={TOKENIZER}", "--out=rows"]
+    done = adloco(environment, "prepare", *c4, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "rows: 100 of 32" in done.stdout
+    done = adloco(environment, "generate", "--model", MODEL, "--tokens=2", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = options(data__source="tokens", data__path="rows")
+    done = adloco(environment, *CARD, *rows, "--workdir=prepared", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    shards = f"{data_dir}/c4/c4-train.*.json.gz"
+    done = adloco(environment, *CARD, *options(data__path=shards), "--workdir=shards", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "held out" in done.stdout
+    done = adloco(environment, "generate", "shards", "--tokens=2", "--samples=1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = adloco(environment, "plan", *CARD, *options(), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
