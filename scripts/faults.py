@@ -42,10 +42,18 @@ from adloco_jax.run.ledger import deterministic_lines, read
 
 ROOT = Path(__file__).resolve().parents[1]
 Trial = tuple[bool, str]  # whether it passed, and what was done
-# Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
-_XLA_FLAGS = os.environ.get(
-    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+_ENVIRONMENT = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # On a CPU every process but the first compiles again at each start: most of a trial.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    # Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
+    "XLA_FLAGS": os.environ.get(
+        "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    ),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 
 
 @dataclasses.dataclass
@@ -63,37 +71,25 @@ class Bench:
         shutil.rmtree(path, ignore_errors=True)
         return path
 
-    def start(self, workdir: Path, *overrides: str, limit: int = 0, **environment: str):
+    def start(
+        self,
+        workdir: Path,
+        *overrides: str,
+        limit: int = 0,
+        program: Sequence[str] = ("-m", "adloco_jax.main"),
+        **environment: str,
+    ):
         """Starts or resumes the run in a folder; `limit` bounds the size of a file, in bytes."""
-        command = [sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"]
+        words = (f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}", *overrides)
         restrict = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-        return self._open(
-            [*command, f"--workdir={workdir}", *overrides],
-            environment,
-            preexec_fn=restrict if limit else None,
-        )
-
-    def _open(self, command: Sequence[str], environment: dict[str, str], **options):
         return subprocess.Popen(
-            command,
-            env=os.environ | self.settings() | environment,
+            [sys.executable, *program, *words],
+            env=os.environ | _ENVIRONMENT | {_CACHE: str(self.folder / "programs")} | environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            **options,
+            preexec_fn=restrict if limit else None,
         )
-
-    def settings(self) -> dict[str, str]:
-        """Of the environment of every process."""
-        return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            # On a CPU every process but the first compiles again at each start: most of a trial.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XLA_FLAGS": _XLA_FLAGS,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
 
     def run(self, workdir: Path, *overrides: str, **others) -> tuple[int, str]:
         """Exit code and standard error of a run that is left alone."""
@@ -135,20 +131,14 @@ class Bench:
 
     @contextlib.contextmanager
     def together(
-        self,
-        workdir: Path,
-        *,
-        watchdog_s: float = 120,
-        program: Sequence[str] = ("-m", "adloco_jax.main"),
+        self, workdir: Path, *, watchdog_s: float = 120, **how
     ) -> Iterator[list[subprocess.Popen]]:
         """The run as two processes, which are killed where they are left."""
-        words = [f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}"]
-        words += [f"--config.checkpoint.watchdog_s={watchdog_s}", "--num_processes=2"]
+        words = [f"--config.checkpoint.watchdog_s={watchdog_s}", "--num_processes=2"]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             words.append(f"--coordinator=127.0.0.1:{probe.getsockname()[1]}")
-        start = [sys.executable, *program, *words]
-        group = [self._open([*start, f"--process_id={number}"], {}) for number in (0, 1)]
+        group = [self.start(workdir, *words, f"--process_id={n}", **how) for n in (0, 1)]
         try:
             yield group
         finally:
@@ -397,7 +387,7 @@ def k10(bench: Bench, how: str) -> Iterator[Trial]:
 def r3(bench: Bench, devices: tuple[int, int]) -> Iterator[Trial]:
     """Another number of devices: the same decisions, losses within 1e-5."""
     device_count = "--xla_force_host_platform_device_count"
-    before, after = (f"{_XLA_FLAGS} {device_count}={n}" for n in devices)
+    before, after = (f"{_ENVIRONMENT['XLA_FLAGS']} {device_count}={n}" for n in devices)
     workdir = bench.fresh()
     bench.run(workdir, ADLOCO_CRASH_AT="round.decided:5", XLA_FLAGS=before)
     code, err = bench.run(workdir, XLA_FLAGS=after)
