@@ -15,6 +15,7 @@ from adloco_jax.config import validate
 from adloco_jax.core.outer import outer_step
 from adloco_jax.core.types import init
 from adloco_jax.engine import programs as programs_module
+from adloco_jax.engine import replace as replace_module
 from adloco_jax.engine.evaluate import split_heldout
 from adloco_jax.engine.inputs import make_batch, round_keys
 from adloco_jax.engine.local import LocalEngine
@@ -176,6 +177,31 @@ def test_workers_in_turn_share_one_sum_of_gradients():
         assert sums.shape == (1 if in_turn else 4, VOCAB, VOCAB)
         needs[in_turn] = needed_bytes(lower(chosen, key).compile())
     assert needs[True] + 3 * spec.param_bytes <= needs[False]
+
+
+def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypatch):
+    settings, key = settings_of(inner={"tx": "adamw"}), jax.random.key(1)
+    spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
+    transforms = {"inner_tx": spec.inner_tx, "outer_tx": spec.outer_tx}
+    params = {"w": jax.random.normal(key, (VOCAB, VOCAB))}
+    ensemble = init(params, num_trainers=3, num_workers=4, **transforms)
+    values = jax.tree.map(
+        lambda leaf: (leaf + jnp.arange(leaf.size).reshape(leaf.shape)).astype(leaf.dtype),
+        (ensemble.params_M, ensemble.inner_state_R),
+    )
+    ensemble = ensemble.replace(params_M=values[0], inner_state_R=values[1])
+    for change, arguments in (
+        (replace_module.merged, (np.array([1.0, 3.0], np.float32), (2, 0), (1, 1, 0, 1))),
+        (replace_module.spawned, (1, 3)),
+        (replace_module.taken, ((2, 0),)),
+    ):
+        copy = jax.tree.map(jnp.copy, ensemble)
+        expected = replace_module.replace(change, ensemble, *arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(replace_module, "PART_BYTES", 1)
+            found = replace_module.replace(change, copy, *arguments)
+        assert_equal(found, expected)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copy.inner_state_R))
 
 
 class Read(Table):

@@ -18,8 +18,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from adloco_jax.core.compress import packed_bytes
-from adloco_jax.core.merge import merge, reassign, spawn
-from adloco_jax.core.types import Ensemble, Workers, put, take
+from adloco_jax.core.types import Ensemble, Workers, put
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
 from adloco_jax.engine.inputs import (
@@ -35,6 +34,7 @@ from adloco_jax.engine.inputs import (
     whole_pool,
 )
 from adloco_jax.engine.programs import Programs, placement
+from adloco_jax.engine.replace import merged, replace, spawned, taken
 from adloco_jax.engine.sharding import reshard
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.loop.adloco import State, Stats
@@ -178,7 +178,7 @@ class LocalEngine:
         if broken:
             control, survivors = without_trainers(control, broken)
             if survivors:
-                ensemble = _take(ensemble, tuple(survivors))
+                ensemble = replace(taken, ensemble, tuple(survivors))
         return State(ensemble, control), metrics, changes
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
@@ -272,12 +272,12 @@ class LocalEngine:
         """`core.merge`, then `core.reassign` of the workers."""
         crash_point("merge.decided")
         weights_n = np.asarray(weights, np.float32)
-        return _merge_and_reassign(ensemble, weights_n, tuple(members), tuple(owners))
+        return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
         """`core.spawn`."""
         crash_point("spawn.decided")
-        return _spawn(ensemble, trainer, num_workers)
+        return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
         """Synchronises all that the trainers' workers have not synchronised yet.
@@ -302,7 +302,7 @@ class LocalEngine:
         """A group's part of the ensemble; the ensemble itself if the group has all workers."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return ensemble
-        return _take(ensemble, group.trainers)
+        return taken(ensemble, group.trainers)
 
     def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
         """The ensemble with a group's part replaced by `sub`."""
@@ -385,18 +385,9 @@ def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack(turns, axis=-1).reshape(len(turns[0]), -1)  # each device's workers in order
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _merge_and_reassign(
-    ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
-) -> Ensemble:
-    return reassign(merge(ensemble, members, weights=weights_n), owners)
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _rows(tree_M: PyTree, trainers: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.array(trainers)], tree_M)
 
 
-_spawn = jax.jit(spawn, static_argnums=(1, 2))
-_take = jax.jit(take, static_argnums=1)
 _put = jax.jit(put, static_argnums=1, donate_argnums=0)
