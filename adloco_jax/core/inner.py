@@ -52,43 +52,43 @@ def inner_steps(
 ) -> tuple:
     """Run T micro-batches on every worker; workers do not communicate.
 
-    Which micro-batches end an update is data, so one program serves every accumulation count, and a
-    long round may be cut anywhere into calls of equal shape.
+    `update_T` is data, so one program serves every accumulation count, and a long round can be cut
+    anywhere into calls of equal shape.
 
-    A worker skips an update whose loss is not finite, or whose gradient's squared norm is not in
-    float32: its parameters and inner state stay as they are, bit for bit. This is decided before
-    `inner_tx`, whose clipping would turn one infinity into a zero step or a NaN.
+    A worker skips an update if the loss is not finite, or if the gradient's squared norm is not
+    finite in float32. Its parameters and inner state then do not change. The decision is made
+    before `inner_tx`, because clipping would turn an infinity into a zero step or a NaN.
 
     Args:
       workers: From `start_round` or an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
-      inner_tx: Transformation of a worker's gradients; which ones are refused, and why, is said at
-        `outer_step`.
+      inner_tx: Transformation of a worker's gradients; `outer_step` lists those that are refused.
       learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
-      update_T: True where a micro-batch completes an update, which then uses the mean of the
-        gradients since the last one, however many; None updates after each micro-batch.
-      key_TRB: A typed key for each example, for a loss that takes `key`: it is given that of its
-        first example, so that calls with fewer examples agree where they begin with the same one.
+      update_T: True where a micro-batch completes an update. The update uses the mean of all
+        gradients since the last update. None updates after each micro-batch.
+      key_TRB: A typed key for each example, for a loss that takes `key`. The loss receives the key
+        of its first example, so calls that begin with the same example have the same key.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
-      worker_parallelism: Workers that take their T micro-batches side by side, as one batch of all
-        arithmetic, before the next ones begin; None for all. One at a time needs the memory of one
-        worker's activations, and on a CPU the least time. Numbers differ by rounding. Where workers
-        are spread over devices, call it for the workers of each (`jax.shard_map`).
-      examples_per_pass: Examples of a micro-batch, at most, that go forward and backward together;
-        the gradients of equal passes are averaged in float32. None for all of them. Less memory,
-        and on a CPU less time where it keeps activations in the cache. Numbers differ by rounding.
+      worker_parallelism: Number of workers that run their T micro-batches at once, as one batch,
+        before the next workers begin; None for all. One worker at a time needs the memory of one
+        worker's activations, and is fastest on a CPU. Results differ by rounding. If workers are
+        spread over devices, call the function for the workers of each device (`jax.shard_map`).
+      examples_per_pass: Largest number of examples in one forward and backward pass; the gradients
+        of equal passes are averaged in float32. None for the whole micro-batch. Smaller passes need
+        less memory; on a CPU they are faster if activations stay in the cache. Results differ by
+        rounding.
 
     Returns:
-      The workers; the mean loss of every micro-batch, float32 [T, R]; where a worker skipped the
-      update that ended with the micro-batch, bool [T, R]; and with `has_aux` the auxiliary output,
-      leaves [T, R, ...].
+      The workers; the mean loss of every micro-batch, float32 [T, R]; whether the worker skipped
+      the update that ended with the micro-batch, bool [T, R]; and with `has_aux` the auxiliary
+      output, leaves [T, R, ...].
 
     Raises:
       ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
-        `update_T` is given for workers that were not started to accumulate, if the loss needs a key
-        and has none, and as `outer_step` does for the batch, learning rates, parameters, `loss_fn`
-        and `inner_tx`.
+        `update_T` is given for workers from `start_round` without `accumulate`, if the loss needs a
+        key that is not given, and as `outer_step` does for the batch, learning rates, parameters,
+        `loss_fn` and `inner_tx`.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
@@ -137,7 +137,7 @@ def _value_and_grad(
 
 
 def _step(value_and_grad: Callable, transform: Callable, carry: tuple, step: tuple) -> tuple:
-    """Add the gradient of one micro-batch; update where it completes one."""
+    """Add the gradient of one micro-batch, and update if it completes an update."""
     params, state, grad_sum, is_finite = carry
     inputs_B, learning_rate, flags = step
     (loss, aux), grads = value_and_grad(params, inputs_B)
@@ -182,7 +182,7 @@ def _update(
         after = with_trainable(params, optax.apply_updates(values, updates))
         return after, with_dtypes(new_state, state)
 
-    # Of one worker a branch, of several at once a selection. Selecting always would cost a CPU a
+    # One worker branches; several workers at once select. Always selecting would cost a CPU a
     # copy of the optimizer's state in every update.
     params, state = lax.cond(is_finite, apply, lambda: (params, state))
     return params, state, ~is_finite
@@ -222,7 +222,7 @@ def _map_workers(
 ) -> tuple[PyTree, PyTree]:
     """`run(carry, inputs) -> (carry, outputs)` for every worker, at most `parallelism` at once.
 
-    In turn they are updated in place: `lax.map` would hold all of them twice.
+    Workers in turn are updated in place; `lax.map` would hold all workers twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     at_once = _at_once(num_workers, parallelism, "worker_parallelism")
@@ -250,7 +250,7 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Gradients in the sum after the last micro-batch, and with each one: int32 [] and [T]."""
+    """Gradients in the sum after the last micro-batch and with each one: int32 [] and [T]."""
 
     def count(num_grads, ends_update):
         num_grads += 1

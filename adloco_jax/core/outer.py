@@ -1,10 +1,10 @@
 """One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
 
-`outer_step` is the whole round for callers with data at hand. A host loop that streams a long,
-accumulated round in pieces calls its three parts: `start_round`, `inner_steps`, `outer_update`.
-Where workers are in other programs, the last is in two: `pack_differences`, `apply_differences`.
-One that synchronises a fragment of the parameters at a time has, in place of the last,
-`outer_update_fragment` and `receive_fragment`.
+`outer_step` runs a whole round in one call. A host loop that streams a long, accumulated round in
+pieces calls the three parts of the round: `start_round`, `inner_steps`, `outer_update`. If workers
+are in other programs, `pack_differences` and `apply_differences` replace `outer_update`. If one
+fragment of the parameters is synchronised at a time, `outer_update_fragment` and `receive_fragment`
+replace it.
 """
 
 import functools
@@ -65,22 +65,22 @@ def outer_step(
     """Run one round: S inner updates on every worker, then one outer update of every trainer.
 
     Pure and not jitted; wrap it in `jax.jit` with the functions and `num_accum_steps` fixed.
-    Buffers are not donated here. What is not finite is left out, see `inner_steps` and
-    `outer_update`. Arrays may be sharded over a mesh with automatic or explicit axes; the ensemble
-    keeps its shardings, and metrics are replicated.
+    Buffers are not donated here. Updates and differences that are not finite are left out, see
+    `inner_steps` and `outer_update`. Arrays may be sharded over a mesh with automatic or explicit
+    axes; the ensemble keeps its shardings, and metrics are replicated.
 
     Parameters are the floating-point leaves of any pytree: a dict, a named tuple, `flax.nnx.State`,
-    the arrays of a partitioned Equinox module. Others, such as typed PRNG keys and counts, are
-    given to `loss_fn` and stay as they are. Transformations get gradients, state and parameters, no
-    more; `outer_update` can give an `outer_tx` extra arguments:
+    the arrays of a partitioned Equinox module. Other leaves, such as typed PRNG keys and counts,
+    are passed to `loss_fn` and do not change. Transformations receive only gradients, state and
+    parameters; `outer_update` can give an `outer_tx` extra arguments. Some are refused:
 
-    - Those that need a `value`, the loss, are refused: `optax.contrib.reduce_on_plateau`,
+    - Transformations that need a `value`, the loss: `optax.contrib.reduce_on_plateau`,
       `optax.lbfgs`, `optax.polyak_sgd`, line searches.
-    - Those that keep parameters of their own are refused as `inner_tx`, since the outer update
-      would not move these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless opaque. As
-      `outer_tx` both work. Schedule-free parameters are then those that gradients are taken at:
-      evaluate a trainer at `optax.contrib.schedule_free_eval_params`.
-    - `optax.lookahead`, which expects a pair of parameters, is refused; the outer update is one.
+    - As `inner_tx`, transformations whose state holds parameters, because the outer update would
+      not move these: `optax.contrib.schedule_free`, and `optax.contrib.sam` unless opaque. As
+      `outer_tx` both work. With schedule-free, a trainer's parameters are the point at which
+      gradients are taken; evaluate it at `optax.contrib.schedule_free_eval_params`.
+    - `optax.lookahead`, because it expects a pair of parameters; the outer update replaces it.
 
     Args:
       ensemble: Trainers and workers before the round.
@@ -91,21 +91,21 @@ def outer_step(
       inner_tx: Transformation of a worker's gradients (AdamW in the paper).
       outer_tx: Transformation of a trainer's pseudo-gradient (Nesterov in DiLoCo, SGD in AdLoCo).
       num_accum_steps: A >= 1; gradients of A micro-batches are averaged for one update.
-      learning_rate_SR: Factors on the updates that `inner_tx` makes, which is then built with
-        learning rate 1; None leaves them as they are.
-      weights_R: Relative weights of the workers in their trainer's mean, for instance the examples
-        each consumed; None weighs them alike.
-      key: For a loss that takes `key`, which each micro-batch is given a typed key of its own for:
-        this one folded with the trainer's position, the worker's, and the number of examples that
-        the worker has used before in this round.
-      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays); of the latter the
-        metrics have each update's mean.
-      aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
-        `AGGREGATORS`, or a function like them.
-      precision: In which differences and updates travel between workers: "float32", "bfloat16"
-        or "int4".
-      skip_single: Whether a trainer with one worker takes its parameters as they are, without
-        `outer_tx`, whose state waits until it has more.
+      learning_rate_SR: Factors on the updates of `inner_tx`, which then has learning rate 1. None
+        leaves the updates unchanged.
+      weights_R: Relative weights of the workers in their trainer's mean, for instance the number of
+        examples of each; None weighs them equally.
+      key: For a loss that takes `key`. Each micro-batch gets a separate typed key: this one folded
+        with the position of the trainer, the position of the worker, and the number of examples
+        that the worker has used before in this round.
+      has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays). The metrics then have
+        the mean of these arrays for each update.
+      aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
+        `AGGREGATORS`, or a function with the same signature.
+      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
+        "int4".
+      skip_single: Whether a trainer with one worker takes the worker's parameters without
+        `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
 
     Returns:
       The ensemble after the round, and its metrics.
@@ -113,8 +113,8 @@ def outer_step(
     Raises:
       ValueError: While tracing, if the leaves of `batch` do not start with the same [S, R, A*B],
         `learning_rate_SR` or `weights_R` has another shape, `precision` is unknown, parameters are
-        complex or none is floating-point, `loss_fn` does not return one number, or needs a key and
-        has none, or a transformation is one of those above.
+        complex or none is floating-point, `loss_fn` does not return one number or needs a key that
+        is not given, or a transformation is refused.
 
     Source: AdLoCo algorithm 1, lines 5-16; DiLoCo (arXiv 2311.08105), algorithm 1.
     """
@@ -158,7 +158,7 @@ def outer_step(
 
 
 def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    """Like the workers' inner states: what is [R, ...] is spread as their first axis is."""
+    """The sharding of the workers' inner states, for results [R, ...]."""
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
     shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
@@ -172,14 +172,14 @@ def start_round(
     accumulate: bool = False,
     reset_tx: optax.GradientTransformation | None = None,
 ) -> Workers:
-    """Every worker at its trainer's parameters, or its own, with the inner state it kept.
+    """Start every worker at its trainer's parameters, or its own, with its inner state.
 
     Args:
       ensemble: Trainers and workers between two rounds.
-      accumulate: Whether `inner_steps` will be given `update_T`: one parameter-sized float32 buffer
-        per worker more.
-      reset_tx: The inner transformation, to start from a fresh state of it (the reference's
-        choice); None keeps the state over rounds (DiLoCo's).
+      accumulate: Whether `inner_steps` will receive `update_T`. It needs one more float32 buffer of
+        the size of the parameters per worker.
+      reset_tx: The inner transformation, if workers start with a fresh state (the reference's
+        choice). None keeps the state over rounds (DiLoCo's choice).
 
     Returns:
       The workers at the start of a round.
@@ -218,45 +218,45 @@ def outer_update(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """End a round: the only communication between the workers of a trainer.
 
-    Below float32 both of its halves are quantised (`core.compress`): the workers' differences,
-    whose aggregate is formed in float32 and reaches the outer optimizer unrounded; and the
-    optimizer's updates, which all workers dequantise from the same bits, so that their copies of
-    the parameters agree. Single-worker trainers bypass quantisation.
+    Below float32 both directions are quantised (`core.compress`). Workers send quantised
+    differences; their aggregate is computed in float32 and is not rounded before the outer
+    optimizer. The optimizer's updates are quantised too; all workers dequantise the same bits, so
+    their copies of the parameters agree. Single-worker trainers bypass quantisation.
 
-    A worker whose difference is not finite is left out of the aggregate, by selection; a trainer
-    without a finite pseudo-gradient keeps its parameters and outer state bit for bit. Workers that
-    had parameters of their own are at their trainer's afterwards.
+    A worker whose difference is not finite is left out of the aggregate by selection. A trainer
+    without a finite pseudo-gradient keeps its parameters and outer state bit for bit. After the
+    update all workers have their trainer's parameters, even if they had their own before.
 
     Args:
       ensemble: As it was when the round began.
       workers: The workers after their inner updates.
-      outer_tx: Transformation of the pseudo-gradient, which is the aggregate, in float32, of the
-        trainer's parameters minus its workers'. Which ones are refused, and why, is said at
-        `outer_step`.
-      weights_R: Relative weights of the workers in their trainer's mean; None weighs them alike.
-      aggregate: How workers' differences become a trainer's pseudo-gradient: an entry of
-        `AGGREGATORS`, or a function like them.
-      precision: In which differences and updates travel: "float32", "bfloat16" or "int4".
-      extra_M: Extra arguments for an `outer_tx` that takes some, by name, a number for each
-        trainer: `{"interval": ...}` for `contrib.nesterov_by_interval`. Others ignore them.
-      skip_single: Whether a trainer with one worker takes its parameters as they are, without
-        `outer_tx`, whose state waits until it has more.
-      reduce_scatter: Applied to pytrees of leaves [R, ...] before they are averaged: the workers'
-        differences, packed, and whether they are usable. Where workers are spread over devices, a
-        sharding constraint by which each device holds its shard of the parameters for all workers.
-      all_gather: Applied to the trainers' updates [M, ...], packed. In float32 the new parameters
-        travel instead, by whatever sharding they are given.
+      outer_tx: Transformation of the pseudo-gradient: the aggregate, in float32, of the trainer's
+        parameters minus its workers'. `outer_step` lists the transformations that are refused.
+      weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
+      aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
+        `AGGREGATORS`, or a function with the same signature.
+      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
+        "int4".
+      extra_M: Extra arguments for `outer_tx` by name, one number for each trainer:
+        `{"interval": ...}` for `contrib.nesterov_by_interval`. Other transformations ignore them.
+      skip_single: Whether a trainer with one worker takes the worker's parameters without
+        `outer_tx`. The state of `outer_tx` then does not change until there is a second worker.
+      reduce_scatter: Applied before averaging to pytrees of leaves [R, ...]: the packed differences
+        of the workers, and whether they are usable. If workers are spread over devices, this is a
+        sharding constraint: each device holds its shard of the parameters for all workers.
+      all_gather: Applied to the packed updates [M, ...] of the trainers. In float32 the new
+        parameters are sent instead, by the sharding that they are given.
 
     Returns:
-      The ensemble after the round, and the L2 norm of each pseudo-gradient, NaN for one left out.
+      The ensemble after the round, and the L2 norm of each pseudo-gradient; NaN if it is not used.
 
     Raises:
       ValueError: While tracing, as `outer_step` does for `weights_R`, `precision`, parameters and
         `outer_tx`, and if an array of `extra_M` has another shape.
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
-    sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4, whose outer optimizer runs on
-    every worker; here it runs once for each share, and its updates are what goes back.
+    sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
+    runs on every worker. Here it runs once for each shard, and its updates are sent back.
     """
     difference = pack_differences(ensemble, workers, precision=precision)
     ensemble, norm_M = apply_differences(
@@ -290,15 +290,15 @@ def pack_differences(
     precision: Precision = "float32",
     single_R: Sequence[bool] | None = None,
 ) -> Differences:
-    """The first half of `outer_update`: what workers send to their trainers at a round's end.
+    """The first half of `outer_update`: the differences that workers send to their trainers.
 
     Args:
-      ensemble: As it was when the round began; of it the owners and `params_M` are read.
+      ensemble: As it was when the round began; only the owners and `params_M` are read.
       workers: The workers after their inner updates.
-      precision: In which differences travel: "float32", "bfloat16" or "int4". The differences of
-        single-worker trainers, which are not sent, stay in float32.
-      single_R: Which workers are their trainer's only one; None: as the owners say. A program that
-        has a part of the workers says it.
+      precision: Precision of differences in communication: "float32", "bfloat16" or "int4". The
+        differences of single-worker trainers are not sent and stay in float32.
+      single_R: The workers that are their trainer's only one; None: computed from the owners. A
+        program that has only some of the workers has to pass it.
 
     Returns:
       The differences, for `apply_differences` with the same precision.
@@ -312,14 +312,14 @@ def pack_differences(
     chosen_R = _are_single(ensemble) if single_R is None else np.array(single_R)
 
     def subtract(start_R, end_R):
-        # Cast only now: a float64 parameter moves by less than its float32 neighbours are apart.
+        # Cast after the subtraction: a float64 update may be smaller than the spacing of float32.
         difference_R = start_R.astype(at_least_float32(start_R.dtype)) - end_R
         return difference_R.astype(jnp.float32)
 
     start_R = of_owners(trainable(ensemble.params_M), ensemble.owners)
     end_R = trainable(workers.params_R)
     difference_R = jax.tree.map(subtract, start_R, end_R)
-    # Looked at the other way round, as XLA would keep all differences between two uses of them.
+    # Checked on the reversed difference, because XLA would keep a difference that is used twice.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
     if precision == "float32" or chosen_R.all():
         return Differences(difference_R, None, usable_R)
@@ -343,23 +343,23 @@ def apply_differences(
 ) -> tuple[Ensemble, Float[Array, " M"]]:
     """The second half of `outer_update`: the trainers' step on what their workers have sent.
 
-    A worker whose difference is missing has any finite one, and False in `usable_R`.
+    For a worker whose difference is missing, pass any finite difference and False in `usable_R`.
 
     Args:
       ensemble: As it was when the round began; inner states are not read.
-      differences: From `pack_differences`, or of several calls of it, one after another.
-      outer_tx: As of `outer_update`, like all that follow.
+      differences: From one call of `pack_differences`, or from several calls, concatenated.
+      outer_tx: As of `outer_update`, like all arguments below.
       weights_R: Relative weights of the workers in their trainer's mean.
-      aggregate: How workers' differences become a trainer's pseudo-gradient.
-      precision: The one that the differences were packed in.
-      extra_M: Extra arguments for an `outer_tx` that takes some.
-      skip_single: Whether a trainer with one worker takes its parameters as they are.
+      aggregate: Computes a trainer's pseudo-gradient from its workers' differences.
+      precision: The precision in which the differences were packed.
+      extra_M: Extra arguments for `outer_tx`.
+      skip_single: Whether a trainer with one worker takes the worker's parameters directly.
       reduce_scatter: Applied to the packed differences and to `usable_R`.
       all_gather: Applied to the trainers' updates, packed.
 
     Returns:
-      The ensemble after the round, with the inner states that it had, and the L2 norm of each
-      pseudo-gradient, NaN for one left out.
+      The ensemble after the round, with unchanged inner states, and the L2 norm of each
+      pseudo-gradient; NaN if it is not used.
 
     Raises:
       ValueError: While tracing, as `outer_update`.
@@ -431,7 +431,7 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """`tree_X` as received: quantised, except for the entries of single-worker trainers."""
+    """`tree_X` after communication: quantised, except for entries of single-worker trainers."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X

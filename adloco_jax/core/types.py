@@ -31,16 +31,16 @@ from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 LossFn: TypeAlias = Callable[..., Any]
 """`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
 
-It may have a parameter `key`, for dropout and the like, and return `(scalar, aux)` where the caller
-says `has_aux=True`.
+It may have a parameter `key`, for instance for dropout. With `has_aux=True` it returns
+`(scalar, aux)`.
 """
 
 
 class Ensemble(struct.PyTreeNode):
     """All trainers and all workers between two rounds; a pytree.
 
-    Trainers are known by their position in the stack, which changes at a merge. Which worker works
-    for which trainer is static: it changes only when shapes change, too.
+    A trainer is identified by its position in the stack, which changes at a merge. The assignment
+    of workers to trainers is static: it changes only when shapes change too.
     """
 
     params_M: PyTree  # [M, ...] each trainer's parameters
@@ -48,7 +48,7 @@ class Ensemble(struct.PyTreeNode):
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
     owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] positions of their trainers
     round: Array  # int32 []: rounds completed
-    params_R: PyTree = None  # [R, ...] each worker's own parameters; None: its trainer's
+    params_R: PyTree = None  # [R, ...] workers' own parameters; None: the trainers'
 
     @property
     def owner_R(self) -> np.ndarray:
@@ -71,16 +71,16 @@ class Workers(struct.PyTreeNode):
 
     params_R: PyTree  # [R, ...]
     inner_state_R: PyTree  # [R, ...]
-    grad_sum_R: PyTree = None  # [R, ...] float32: gradients of the update under way
-    num_grads: Array | None = None  # int32 []: how many of them
-    finite_R: Array | None = None  # bool [R]: whether their losses were all finite
+    grad_sum_R: PyTree = None  # [R, ...] float32: sum of the current update's gradients
+    num_grads: Array | None = None  # int32 []: number of gradients in the sum
+    finite_R: Array | None = None  # bool [R]: whether all losses in the sum were finite
 
 
 class RoundMetrics(struct.PyTreeNode):
-    """What one round reports."""
+    """Metrics of one round."""
 
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
-    skipped_SR: Array  # bool [S, R]: updates left out, their loss or gradient not being finite
+    skipped_SR: Array  # bool [S, R]: updates with a loss or gradient that is not finite
     pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
     aux: PyTree = None  # [S, R, ...] means over an update's micro-batches, float32 at least
 
@@ -88,13 +88,14 @@ class RoundMetrics(struct.PyTreeNode):
 class GradientStats(struct.PyTreeNode):
     """Per-example gradient statistics at one point, as sums with their weights.
 
-    A quantity is `sum / weight`; statistics of several workers, or of several rounds, are combined
-    by adding (or averaging) sums and weights separately, see `core.gradstats.pool`. The sums are in
-    units of `scale`, those of inner products in units of `scale**2`, so that none of them under- or
-    overflows in float32 however small the gradient is; the tests only use ratios. Where squared
-    norms are not in float32's range, `scale` is 0 or infinite: then the statistics of one worker
-    have their meaning still, while `noise`, `signal` and a pool of several do not. On the host the
-    fields are NumPy float64.
+    A quantity is `sum / weight`. To combine statistics of several workers or rounds, add or average
+    sums and weights separately, see `core.gradstats.pool`.
+
+    The sums are in units of `scale`, those of inner products in units of `scale**2`. So no sum
+    under- or overflows in float32, even for a tiny gradient; the tests use only ratios. If squared
+    norms are outside float32's range, `scale` is 0 or infinite. The ratios of one worker's
+    statistics are valid even then, but `noise`, `signal` and pooled statistics are not. On the host
+    the fields are NumPy float64.
     """
 
     scale: Array | np.ndarray  # mean squared norm of a per-example gradient
@@ -109,7 +110,7 @@ class GradientStats(struct.PyTreeNode):
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """The same statistics with the sums in units of another scale."""
+        """The same statistics, with sums in units of another scale."""
         ratio = self.scale / (scale + (scale == 0))
         linear = {
             name: getattr(self, name) * ratio
@@ -130,18 +131,18 @@ class GradientStats(struct.PyTreeNode):
 
 
 class BatchPlan(NamedTuple):
-    """What one worker runs for each inner update."""
+    """The micro-batches of one worker for each inner update."""
 
     micro_batch_size: int
     num_accum_steps: int
 
 
 def trainable(params: PyTree) -> PyTree:
-    """The floating-point leaves, None in place of others: PRNG keys and counts are no parameters.
+    """The floating-point leaves; None for others, because PRNG keys and counts are no parameters.
 
     Raises:
-      ValueError: If a leaf is complex, as norms and means here are those of real numbers, or none
-        is a floating-point array.
+      ValueError: If a leaf is complex, because norms and means here are for real numbers, or if no
+        leaf is a floating-point array.
     """
 
     def select(leaf):
@@ -168,17 +169,17 @@ def with_trainable(params: PyTree, values: PyTree) -> PyTree:
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype to do arithmetic in: of float64 its own, else float32."""
+    """The dtype for arithmetic: float64 for float64, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def is_key(leaf: Array) -> bool:
-    """Whether an array holds typed PRNG keys, which have neither a mean nor another dtype."""
+    """Whether an array holds typed PRNG keys, which cannot be averaged or converted."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """`tree` in the dtypes of `like`: a transformation may widen the state it was started with."""
+    """`tree` in the dtypes of `like`, because a transformation may widen its initial state."""
     return jax.tree.map(
         lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
     )
@@ -196,28 +197,28 @@ def init(
 ) -> Ensemble:
     """Stack `num_trainers` trainers that all start from `params`, and a pool of workers.
 
-    For trainers with parameters of their own, replace `params_M` of the result (and `params_R`, if
-    it has any). Random keys in an optimizer's state (`optax.add_noise`) are alike too: for noise of
-    its own in each worker, replace them in `inner_state_R`.
+    To give trainers different parameters, replace `params_M` of the result (and `params_R`, if
+    there is one). Random keys in an optimizer's state (`optax.add_noise`) are equal in all workers
+    too. To give each worker different noise, replace the keys in `inner_state_R`.
 
     Args:
       params: Parameters of one model, any pytree of arrays. Optimizers see the floating-point ones;
-        others, such as typed PRNG keys and counts, stay as they are.
+        others, such as typed PRNG keys and counts, do not change.
       num_trainers: M >= 1.
       num_workers: R >= M, all trainers together.
       inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
       outer_tx: Transformation of the trainers' pseudo-gradients.
       owner_R: Trainer position of each worker; by default as even as possible, in order.
-      own_params: Whether workers keep parameters of their own from round to round, as they must
-        where only a fragment is synchronised at a time.
+      own_params: Whether workers keep their own parameters from round to round. This is needed if
+        one fragment at a time is synchronised.
 
     Returns:
       The ensemble before its first round.
 
     Raises:
-      ValueError: If there are fewer workers than trainers, or `owner_R` names a trainer that is
-        not there or leaves one without a worker, or if `params` has a leaf that is no array or is
-        complex, or no floating-point leaf.
+      ValueError: If there are fewer workers than trainers, if `owner_R` names a trainer that
+        does not exist or leaves a trainer without a worker, or if `params` has a leaf that is no
+        array, a complex leaf, or no floating-point leaf.
 
     Source: AdLoCo algorithm 1, lines 1-3.
     """
@@ -231,7 +232,7 @@ def init(
     def stack(tree, size):
         def copies(leaf):
             leaf = jnp.asarray(leaf)
-            if not is_key(leaf):  # not weakly typed, or the second round compiles again
+            if not is_key(leaf):  # not weakly typed; otherwise the second round compiles again
                 leaf = leaf.astype(leaf.dtype)
             return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
@@ -251,11 +252,11 @@ def init(
 
 @on_any_mesh(like_ensemble)
 def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
-    """The sub-ensemble of some trainers and their workers, which can run a round of its own.
+    """The sub-ensemble of some trainers and their workers, which can run a separate round.
 
     The result has the `round` of the whole stack, which counts the rounds of all trainers together.
-    In a loop that runs a round in groups, take every group from the stack as it was when the round
-    began, or set `round` when it ends, see `put`.
+    If a loop runs a round in groups, take every group from the stack at the start of the round, or
+    set `round` at its end, see `put`.
 
     Args:
       ensemble: The whole stack.
@@ -283,16 +284,16 @@ def take(ensemble: Ensemble, trainers: Sequence[int]) -> Ensemble:
 def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
     """Write back a sub-ensemble after a round: the inverse of `take`.
 
-    The `round` of the result is the larger of the two, so that groups which were all taken before
-    any of them was put back count as one round:
+    The `round` of the result is the larger of the two. So groups that were all taken before any of
+    them was put back count as one round:
 
       start = ensemble
       for trainers in groups:
           sub, _ = step(take(start, trainers), ...)
           ensemble = put(ensemble, trainers, sub)
 
-    A loop that takes the next group from what `put` returned, for instance because `start` was
-    donated, counts a round for each group; it ends with
+    If a loop takes the next group from the result of `put`, for instance because `start` was
+    donated, each group counts as a round. End such a loop with
     `ensemble.replace(round=<round at the start> + 1)`.
 
     Args:
@@ -301,11 +302,12 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
       sub: The sub-ensemble, with the trainers and workers that `take` gave it.
 
     Returns:
-      The whole stack with those trainers and workers replaced; the owners stay, and the round is
-      that of `sub` if it is further.
+      The whole stack with these trainers and workers replaced. The owners do not change. The round
+      is the larger of the two.
 
     Raises:
-      ValueError: If `sub` has another number of trainers or workers than was taken, and as `take`.
+      ValueError: If `sub` has not the number of trainers or workers that was taken; also raised as
+        by `take`.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -328,14 +330,14 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
 
 
 def block_size(owners: Sequence[int]) -> int | None:
-    """Workers per trainer where each owns as many, next to one another and in order; else None."""
+    """Workers per trainer if all trainers own equally many, contiguous and in order; else None."""
     size = list(owners).count(0)
     equal = tuple(m for m in range(max(owners) + 1) for _ in range(size))
     return size if tuple(owners) == equal else None
 
 
 def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
-    """Each worker's trainer's entries: leaves [M, ...] -> [R, ...]."""
+    """For each worker the entries of its trainer: leaves [M, ...] -> [R, ...]."""
     size = block_size(owners)
     if size is None:
         return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
@@ -345,9 +347,9 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
 def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
     """Results [M, ...] of `function(tree_W)`, called with each trainer's own entries of `tree_R`.
 
-    Trainers with the same number of workers share one `vmap`, so that nothing is padded: time and
-    memory grow with R alone. Equal blocks are a reshape, in which a partitioner sees that workers
-    of different trainers have nothing in common.
+    Trainers with the same number of workers share one `vmap`, so there is no padding: time and
+    memory grow only with R. Equal blocks are a reshape, which shows a partitioner that workers of
+    different trainers are independent.
     """
     counts_M = np.bincount(owners)
     mapped = jax.vmap(function)
@@ -366,7 +368,7 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Select whole entries of the leading axis: from `tree_X` where true, else from `other_X`."""
+    """Entries of the leading axis: those of `tree_X` where true, else those of `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
@@ -375,16 +377,16 @@ def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTr
 
 
 def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
-    """Shares that sum to 1, and which entries have one: usable ones of positive finite weight.
+    """Shares that sum to 1, and the entries that have one: usable, with a positive finite weight.
 
-    If no usable entry has such a weight, all of them count alike; if none is usable, the shares are
-    zero.
+    If no usable entry has such a weight, all usable entries count equally. If no entry is usable,
+    the shares are zero.
     """
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
     chosen_X = jnp.where(any_weight, weighted_X, usable_X)
-    # The sum of large weights is finite only in smaller units. Over the largest weight they would
-    # have to be divided twice, which XLA turns into a division by an infinite product.
+    # Smaller units keep the sum of large weights finite. Dividing by the largest weight would need
+    # two divisions, which XLA merges into one division by an infinite product.
     unit = jnp.where(jnp.any(weighted_X & (weights_X > 1)), 2.0**-64, 1.0)
     relative_X = jnp.where(any_weight, weights_X * unit, 1.0)
     share_X = jnp.where(chosen_X, relative_X, 0.0)
@@ -399,10 +401,10 @@ def squared_norms(tree_X: PyTree) -> Array:
 
 
 def norms(tree_X: PyTree) -> Array:
-    """L2 norm of each entry of the leading axis, float32 [X], however small or large.
+    """L2 norm of each entry of the leading axis, float32 [X], without under- or overflow.
 
-    Entries are divided by the largest before they are squared. An entry that is not finite makes
-    its norm so. The gradient is zero where the norm is.
+    Values are divided by the largest before they are squared. If a value is not finite, the norm is
+    not finite. The gradient is zero where the norm is zero.
     """
     leaves_X = _as_float32(tree_X)
     peaks = [
@@ -433,11 +435,11 @@ def move_workers(
     stays_R: Array | np.ndarray,
     owner_R: Array | np.ndarray,
 ) -> PyTree:
-    """Inner states of a new pool: a worker's own where it stays, else its new trainer's mean.
+    """Inner states of a new pool: a worker that stays keeps its state, others take a mean.
 
-    The mean is over the workers that were already there. Whole numbers, such as Adam's count of
-    updates, are rounded; an entry that is equal in all of them stays what it is; a PRNG key is the
-    first worker's. `source` and `owner_R` are positions in `ensemble`.
+    The mean is over the workers that the new trainer already had. Whole numbers, such as Adam's
+    count of updates, are rounded. An entry that is equal in all workers does not change. A PRNG key
+    is the first worker's. `source` and `owner_R` are positions in `ensemble`.
     """
 
     def join(leaf_W):
@@ -459,10 +461,10 @@ def move_workers(
 def place_workers(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
-    """Parameters of a new pool: a worker's own where it stays, else its trainer's.
+    """Parameters of a new pool: a worker that stays keeps its own, others take their trainer's.
 
-    `source` are positions in `ensemble`, and `owners` the new trainers' in its stack. None where
-    workers have no parameters of their own.
+    `source` are positions of workers in `ensemble`; `owners` are positions of the new trainers in
+    its stack. None if workers have no parameters of their own.
     """
     if ensemble.params_R is None:
         return None
@@ -471,7 +473,7 @@ def place_workers(
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Checked, distinct positions on an axis, as Python ints decided by the host.
+    """Distinct positions on an axis, checked, as Python ints.
 
     Raises:
       ValueError: If an index repeats or lies outside the axis.
