@@ -32,18 +32,18 @@ class Packed(NamedTuple):
 class _Blocks(NamedTuple):
     """How the entries of a leaf lie in blocks, its leading axis aside."""
 
-    axis: int  # whose places make the rows
+    axis: int  # whose positions make the rows
     length: int  # of that axis
-    rest: int  # entries at each of its places
+    rest: int  # entries at each of its positions
     rows: int
-    places: int  # in a row; 1 if a row has several blocks
+    positions: int  # in a row; 1 if a row has several blocks
     per_row: int  # blocks
     width: int  # entries of a block at each place
 
     @property
     def size(self) -> int:
         """Entries of a block, padding included; even."""
-        return self.places * self.width + self.places * self.width % 2
+        return self.positions * self.width + self.positions * self.width % 2
 
 
 def check_precision(precision: str) -> None:
@@ -129,9 +129,9 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
     rest = math.prod(shape[:axis] + shape[axis + 1 :])
     per_row = max(-(-rest // SCALE_BLOCK), 1)
     width = max(-(-rest // per_row), 1)
-    places = 1 << (SCALE_BLOCK // width).bit_length() - 1
-    places = max(min(places, length), 1)
-    return _Blocks(axis, length, rest, -(-length // places), places, per_row, width)
+    positions = 1 << (SCALE_BLOCK // width).bit_length() - 1
+    positions = max(min(positions, length), 1)
+    return _Blocks(axis, length, rest, -(-length // positions), positions, per_row, width)
 
 
 def _pack_leaf(leaf_X: Array) -> Packed:
@@ -158,16 +158,16 @@ def _to_blocks(leaf_X: Array) -> Array:
     blocks = _blocks_of(dims)
     values = jnp.moveaxis(leaf_X.reshape(num, *dims), blocks.axis + 1, 1)
     values = values.reshape(num, blocks.length, blocks.rest)
-    values = _fill(values, (blocks.rows * blocks.places, blocks.per_row * blocks.width))
-    values = values.reshape(num, blocks.rows, blocks.per_row, blocks.places * blocks.width)
+    values = _fill(values, (blocks.rows * blocks.positions, blocks.per_row * blocks.width))
+    values = values.reshape(num, blocks.rows, blocks.per_row, blocks.positions * blocks.width)
     return _fill(values, (blocks.size,))
 
 
 def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
     num, dims = shape[0], shape[1:] or (1,)
     blocks = _blocks_of(dims)
-    values = values[..., : blocks.places * blocks.width]
-    values = values.reshape(num, blocks.rows * blocks.places, blocks.per_row * blocks.width)
+    values = values[..., : blocks.positions * blocks.width]
+    values = values.reshape(num, blocks.rows * blocks.positions, blocks.per_row * blocks.width)
     values = values[:, : blocks.length, : blocks.rest]
     others = dims[: blocks.axis] + dims[blocks.axis + 1 :]
     values = values.reshape(num, blocks.length, *others)

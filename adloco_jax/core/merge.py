@@ -15,8 +15,8 @@ from adloco_jax.core.types import (
     Ensemble,
     at_least_float32,
     check_owners,
-    move_workers,
-    place_workers,
+    moved_params,
+    moved_states,
     positions,
     shares,
     where_leading,
@@ -172,10 +172,10 @@ def merge(
     return ensemble.replace(
         params_M=params_M,
         outer_state_M=outer_state_M,
-        params_R=place_workers(
+        params_R=moved_params(
             ensemble.replace(params_M=params_M, owners=owners), pool, ~is_member_R, owners
         ),
-        inner_state_R=move_workers(
+        inner_state_R=moved_states(
             ensemble,
             pool,
             ~is_member_R | (ensemble.owner_R == heir),
@@ -220,9 +220,9 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     source = np.minimum(staying, pool - 1)
     stays_R = (ensemble.owner_R[source] == new_owner) & (staying < pool)
     return ensemble.replace(
-        inner_state_R=move_workers(ensemble, source, stays_R, new_owner),
+        inner_state_R=moved_states(ensemble, source, stays_R, new_owner),
         owners=tuple(new_owner.tolist()),
-        params_R=place_workers(ensemble, source, stays_R, new_owner.tolist()),
+        params_R=moved_params(ensemble, source, stays_R, new_owner.tolist()),
     )
 
 
@@ -261,17 +261,17 @@ def divide_workers(
 ) -> list[int]:
     """Each worker's trainer after a merge and the reallocation of the pool.
 
-    A trainer keeps its own workers first, the representative then those it absorbed; what it lacks
-    it takes from what is free, by position. Workers that nobody lacks retire.
+    A trainer keeps its own workers first, and the representative keeps those that it absorbed next.
+    A trainer that lacks workers takes free ones, in the order of their positions.
 
     Args:
       owners: Position of each worker's trainer before the merge.
       members: Positions of those that become one, the representative first.
-      sizes: Workers of each survivor, in the order of their stack; together at most the pool.
+      sizes: Workers of each survivor, in the order of their stack; together the whole pool.
 
     Returns:
-      By worker of the old pool the position of its trainer among the survivors, -1 for a retired
-      one: the argument of `reassign` on the merged ensemble.
+      By worker the position of its trainer among the survivors: the argument of `reassign` on the
+      merged ensemble.
     """
     absorbed = members[1:]
     survivors = [m for m in range(max(owners) + 1) if m not in absorbed]

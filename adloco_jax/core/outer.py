@@ -439,11 +439,11 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Typed keys [T, R, B]: of the trainer, the worker, and the example's place in its round."""
+    """Typed keys [T, R, B]: of the trainer, the worker, and the example's position in its round."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
-    place_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
+    position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(
-        key, np.reshape(owners, (1, num_R, 1)), np.arange(num_R).reshape(1, num_R, 1), place_TRB
+        key, np.reshape(owners, (1, num_R, 1)), np.arange(num_R).reshape(1, num_R, 1), position_TRB
     )
 
 

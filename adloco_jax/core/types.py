@@ -429,7 +429,7 @@ def _sum_entries(leaf_X: Array) -> Array:
     return jnp.sum(leaf_X, axis=tuple(range(1, leaf_X.ndim)))
 
 
-def move_workers(
+def moved_states(
     ensemble: Ensemble,
     source: np.ndarray,
     stays_R: Array | np.ndarray,
@@ -458,7 +458,7 @@ def move_workers(
     return jax.tree.map(move, ensemble.inner_state_R)
 
 
-def place_workers(
+def moved_params(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
     """Parameters of a new pool: a worker that stays keeps its own, others take their trainer's.

@@ -335,8 +335,8 @@ def make_job(
     if on_hub and not commit:
         commit = data.revision
         if not hub.COMMIT.fullmatch(commit):
-            place = f"{where[0]}, data.revision={data.revision}"
-            commit = hub.commit_of(data.path, data.revision, where=place)
+            revision = f"{where[0]}, data.revision={data.revision}"
+            commit = hub.commit_of(data.path, data.revision, where=revision)
     limit = num_heldout_rows if on_hub and data.heldout_split and num_classes is None else None
     keys = ("name", "split", "heldout_split", "text_column", "label_column")
     keys += ("sequence_length", "num_sequences", "heldout_frac")

@@ -127,10 +127,10 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
     """Paths below a folder that match the parts of a glob, folders aside; no folder comes twice."""
-    place = folder.resolve(), tuple(parts)
-    if place in entered:  # also a link into a folder above
+    visit = folder.resolve(), tuple(parts)
+    if visit in entered:  # also a link into a folder above
         return
-    entered.add(place)
+    entered.add(visit)
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from _expand(folder, rest or ["*"], entered)

@@ -23,9 +23,9 @@ class WeightMap:
       model: The Flax module's class.
       model_type: Of config.json.
       class_name: The class of `transformers` that loads the folder.
-      modules: Path of a module in our parameter tree -> theirs, `{}` for the layer's number. Our
-        `kernel` is their `weight` transposed, `scale` and `embedding` are `weight`, `bias` is
-        `bias`.
+      modules: Path of a module in our parameter tree -> its path in the published one, with `{}`
+        for the layer's number. Our `kernel` is the published `weight` transposed, `scale` and
+        `embedding` are `weight`, `bias` is `bias`.
       head: Our module that is random where a checkpoint lacks it.
       sizes: Key of config.json -> our attribute; and its default where the key may be absent.
       fixed: Keys whose other values mean a model that ours does not compute.
