@@ -17,9 +17,9 @@ Aggregator: TypeAlias = Callable[..., PyTree]
 """`aggregate(difference_W, share_W, **knobs) -> pseudo_grad`, for one trainer.
 
 `difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
-float32 [W], are the workers' weights, which sum to 1. A worker that is left out has a share and
-differences of zero. The result has leaves [...]. Knobs are keywords: names of the config's
-group `outer`, and `label_params`, the labels that `model.arch`'s entry declares.
+float32 [W], holds the workers' weights, which sum to 1. A worker that is left out has a share of
+zero and differences of zero. The result has leaves [...]. Knobs are keywords: keys of the config's
+group `outer`, and `label_params`, the function of that name of `model.arch`'s entry.
 """
 
 
@@ -43,14 +43,14 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
 
 
 def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """The label of each leaf, for a rule that treats leaves apart; "" without `label_params`."""
+    """The label of each leaf, for rules that depend on labels; "" without `label_params`."""
     if label_params is None:
         return jax.tree.map(lambda _: "", difference_W)
     return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
 
 
 AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
-"""By the name that `outer.aggregator` gives; add an entry to have one of your own."""
+"""By the name that `outer.aggregator` gives; add an entry to use your own."""
 
 
 def by_trainers(
@@ -63,14 +63,15 @@ def by_trainers(
 ) -> tuple[PyTree, Array]:
     """Each trainer's aggregate, leaves [R, ...] -> [M, ...], and whether it has a usable worker.
 
-    Only a positive finite weight counts; a trainer without one weighs its usable workers alike.
+    Only positive finite weights count. Without such a weight a trainer weighs its usable workers
+    equally.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
     def one_trainer(entries_W):
         usable_W, weights_W, difference_W = entries_W
         share_W, chosen_W = shares(weights_W, usable_W)
-        # Left out by selection: zero times NaN is NaN.
+        # Excluded by selection, because zero times NaN is NaN.
         zeros_W = jax.tree.map(jnp.zeros_like, difference_W)
         pseudo_grad = aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
         return pseudo_grad, jnp.any(usable_W)

@@ -16,10 +16,10 @@ from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """`loss_fn` as a function of what `trainable` selects, which returns (loss, aux).
+    """`loss_fn` as a function of the leaves that `trainable` selects; returns (loss, aux).
 
-    `aux` is None without `has_aux`, else float32 at least. Also raised, while tracing, if the loss
-    is anything but one number.
+    `aux` is None without `has_aux`, else float32 at least. While tracing, ValueError is raised if
+    the loss is not one number.
     """
 
     def loss_of(values, batch, **more):
@@ -46,12 +46,12 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """`loss_fn` with one key for every call, if it takes a `key`: for losses to be compared."""
+    """`loss_fn` with the same key in every call, if it takes a `key`, so that losses compare."""
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """`function` with the knobs bound that it has parameters for."""
+    """`function` with those knobs bound that it has parameters for."""
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function
 
@@ -70,7 +70,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """The length of the first axis, once all leaves agree on the first three."""
+    """The length of the first axis, after a check that all leaves agree on the first three."""
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)
@@ -95,7 +95,7 @@ def checked_batch_length(
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
-    """Weights or learning rates as a float32 array, once they have the shape expected."""
+    """Weights or learning rates as a float32 array of the expected shape."""
     if values is None:
         return None
     array = jnp.asarray(values, jnp.float32)
@@ -110,13 +110,13 @@ def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
 def checked_update(
     name: str, tx: optax.GradientTransformation, state: PyTree, *, refused: tuple[type, ...]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`tx.update`, after checking that its state keeps no parameters of its own.
+    """`tx.update`, after a check that the state of `tx` holds no parameters.
 
-    Extra arguments, by name, are given to a transformation that takes some.
+    Extra arguments are passed by name to transformations that accept them.
     """
 
     def keeps_params(node):
-        # Opaque SAM holds none between updates.
+        # Opaque SAM holds no parameters between updates.
         return isinstance(node, refused) and getattr(node, "cache", ()) is not None
 
     for node in jax.tree.leaves(state, is_leaf=keeps_params):

@@ -1,8 +1,8 @@
 """How large a batch each trainer should use: the tests, the caps, and switch mode.
 
-The three tests are functions of one signature on `GradientStats`. They use only ratios of its sums,
-on NumPy arrays (float64, on the host, no device involved) as on JAX arrays (under `jit`, `vmap`).
-`BATCH_TESTS` is the table of them, and of the schedules, that a run chooses from by name.
+The three tests are functions of `GradientStats` with one signature. They use only ratios of its
+sums. They accept NumPy arrays (float64 on the host, without a device) and JAX arrays (under `jit`
+and `vmap`). A run chooses a test or a schedule from the table `BATCH_TESTS` by name.
 """
 
 import math
@@ -37,11 +37,11 @@ def norm_test(
       stats: Statistics at one common point, of at least two examples; pooled over the trainer's
         workers if there are several.
       eta: Allowed ratio of the noise of the averaged gradient to its norm (dimensionless, > 0).
-      num_workers: Workers whose gradients are averaged: the trainer's with the trainer's scope, 1
-        with the worker's (the paper's equation).
-      mode: `unbiased` divides by the unbiased |G|^2, floored at 1e-3 of the noise. `paper` divides
-        by what the plug-in |mean|^2 would show on the trainer's own batch, so the request never
-        exceeds batch_size / eta^2 and growth stops of itself.
+      num_workers: Workers whose gradients are averaged: all workers of the trainer with scope
+        `trainer`, 1 with scope `worker` (the paper's equation).
+      mode: `unbiased` divides by the unbiased |G|^2, which is at least 1e-3 of the noise. `paper`
+        divides by the value that the plug-in |mean|^2 would have on the trainer's own batch, so the
+        request never exceeds batch_size / eta^2 and growth stops by itself.
       batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
         tested examples are its whole batch.
 
@@ -67,7 +67,7 @@ def inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Smallest batch per worker whose gradient is a descent direction often enough.
+    """Smallest batch per worker that passes the inner-product test: the gradient mostly descends.
 
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker; of fewer
@@ -83,7 +83,8 @@ def inner_product_test(
 
     Raises:
       ValueError: If `mode` is unknown, `vartheta` is a number that is not positive, or `stats` was
-        taken without inner products (not known while tracing: then NaN, in mode `paper` 0).
+        taken without inner products. While tracing this cannot be known; the result is then NaN,
+        or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
       works with the reference's scaling errors (docs/algorithm.md, 2, "Constants").
@@ -103,10 +104,10 @@ def augmented_inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """The inner-product test, and a bound on the noise orthogonal to the gradient.
+    """Smallest batch per worker that passes the augmented inner-product test.
 
-    In high dimension the orthogonal part is nearly all of the noise, and this test is close to the
-    norm test with eta = nu.
+    It is the inner-product test with a bound on the noise orthogonal to the gradient. In high
+    dimension nearly all noise is orthogonal, and the test is close to the norm test with eta = nu.
 
     Args:
       stats: Statistics taken with inner products, of at least four examples per worker; of fewer
@@ -140,7 +141,7 @@ def augmented_inner_product_test(
 
 
 def _require_positive(**thresholds: float) -> None:
-    """Refuses thresholds that divide by zero; arrays that are traced are taken as they are."""
+    """Refuse thresholds that divide by zero; traced arrays are not checked."""
     for name, value in thresholds.items():
         if isinstance(value, int | float) and not value > 0:
             raise ValueError(f"{name}={value} must be positive.")
@@ -152,7 +153,7 @@ def constant(*, batch_size: int) -> int:
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """A declared batch schedule: what any adaptive method must beat.
+    """A declared batch schedule, the baseline for adaptive methods.
 
     Args:
       schedule: Pairs (first round, sequences per worker), rounds increasing from 0.
@@ -174,12 +175,12 @@ class BatchTest(NamedTuple):
     """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
 
     request: Callable[..., Scalar]
-    """`request(stats, *, ...) -> sequences per worker`, not yet rounded or capped. It names the
-    keywords that it wants: `num_workers` and `mode`, those of `norm_test`; `batch_size`, sequences
-    per worker so far; `round_index`, rounds completed; and any knob of the config's group
-    `batching`, such as `eta`."""
+    """`request(stats, *, ...) -> sequences per worker`, before rounding and caps. It receives the
+    keywords that its signature names: `num_workers` and `mode` as in `norm_test`; `batch_size`, the
+    present sequences per worker; `round_index`, the number of completed rounds; and any key of the
+    config's group `batching`, such as `eta`."""
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
-    """Of the statistics; with "nothing" `stats` is None, and the result is taken as it is."""
+    """The statistics that it uses; with "nothing" `stats` is None and the result is not limited."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -191,9 +192,9 @@ BATCH_TESTS: dict[str, BatchTest] = {
         lambda stats, *, ramp, round_index: _ramp(schedule=ramp, round_index=round_index), "nothing"
     ),
 }
-"""By the name that `batching.test` gives; add an entry to have one of your own."""
+"""By the name that `batching.test` gives; add an entry to use your own."""
 
-_ramp = ramp  # whose name is a knob's too
+_ramp = ramp  # the knob has the same name
 
 
 def next_batch_size(
@@ -234,18 +235,19 @@ def switch_mode(
 ) -> BatchPlan:
     """Micro-batch and accumulation steps that run a requested batch on a device.
 
-    Just above what the device holds the batch is clipped, which keeps updates frequent; from
-    `multiplier` times that on, gradients are accumulated.
+    A batch above `max_batch_size` is clipped, which keeps updates frequent. A batch above
+    `multiplier` times `max_batch_size` is accumulated.
 
     Args:
       requested_batch_size: Sequences per worker and update, >= 1.
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
       multiplier: n >= 1 of the paper.
-      mode: `threshold`: as above. `accumulate`: whenever it does not fit. `clip`: never accumulate.
+      mode: `threshold`: as above. `accumulate`: accumulate every batch above `max_batch_size`.
+        `clip`: never accumulate.
 
     Returns:
-      The micro-batch and the number of accumulation steps; their product covers the request, or is
-      `max_batch_size` where it was clipped.
+      The micro-batch and the number of accumulation steps. Their product covers the request, or is
+      `max_batch_size` if the batch is clipped.
 
     Raises:
       ValueError: If a number is not positive or not whole, or `mode` is unknown.
@@ -289,7 +291,8 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
     products = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in products):
         *sums, noise_sum = (np.asarray(field) for field in products)
-        # With products the plug-in sums give the noise together: both are zero only without.
+        # With inner products the two plug-in sums add up to the noise, so both are zero only
+        # without.
         if np.any((noise_sum != 0) & np.logical_and.reduce([value == 0 for value in sums])):
             raise ValueError(
                 "stats: taken without inner products; for this test use"
@@ -301,5 +304,5 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
 
 
 def _maximum(a, b):
-    """The larger of two arrays of either library; without a branch, so that it traces."""
+    """The larger of two NumPy or JAX arrays, without a branch, so that it can be traced."""
     return a.__array_namespace__().maximum(a, b)

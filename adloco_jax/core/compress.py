@@ -1,9 +1,9 @@
 """Outer gradients quantised for communication: bfloat16, or four bits with block scales.
 
-Only what is sent is smaller: sums and averages of it are formed in float32. A block of a leaf has
-one float32 scale, its largest magnitude over the largest code, and each entry becomes the nearest
-multiple of it. Where blocks lie follows from a leaf's shape alone, never from the devices: along
-all axes but the longest one, which stays an axis of its own and can so be sharded over devices
+Only the communication is smaller: sums and averages are computed in float32. A block of a leaf has
+one float32 scale, its largest magnitude divided by the largest code. Each entry is rounded to the
+nearest multiple of the scale. The shape of a leaf determines its blocks; the devices do not. A
+block extends along all axes except the longest one. So the longest axis can be sharded over devices
 without cutting a block.
 """
 
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """How the entries of a leaf lie in blocks, its leading axis aside."""
+    """The blocks of a leaf, without its leading axis."""
 
     axis: int  # whose positions make the rows
     length: int  # of that axis
@@ -58,19 +58,19 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
 
     Args:
       tree_X: Leaves [X, ...]; each entry of the leading axis is packed on its own.
-      precision: What is left of an entry; "float32" changes nothing.
+      precision: The precision of an entry; "float32" changes nothing.
 
     Returns:
       For "int4" a `Packed` in place of each leaf; for "bfloat16" the leaves' bits as
-      uint16 [X, ...], which no compiler widens again. An entry that is not finite makes all of its
-      block so.
+      uint16 [X, ...], which no compiler widens again. If an entry is not finite, no entry of its
+      block is finite.
 
     Raises:
       ValueError: If `precision` is unknown.
 
-    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends 4
-    bits an entry as a float of 3 exponent bits; here whole numbers with block scales, rounded to
-    nearest.
+    Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), section 2.4, which sends
+    4 bits per entry as floats with 3 exponent bits. Here entries are whole numbers with block
+    scales, rounded to nearest.
     """
     check_precision(precision)
     if precision == "float32":
@@ -84,16 +84,16 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
 
 
 def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
-    """The inverse of `pack`, but for the rounding.
+    """The inverse of `pack`, except for the rounding.
 
     Args:
       packed_X: From `pack`.
-      like_X: What was packed; of its leaves only shapes and dtypes are read.
-      precision: The one that it was packed in.
+      like_X: The packed pytree; only shapes and dtypes of its leaves are read.
+      precision: The precision in which it was packed.
 
     Returns:
-      Leaves of the shapes and dtypes of `like_X`. With whole numbers an entry is off by at most
-      half of its block's scale.
+      Leaves of the shapes and dtypes of `like_X`. With "int4" the error of an entry is at most half
+      of its block's scale.
     """
     if precision == "float32":
         return packed_X
@@ -114,7 +114,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
       precision: "float32", "bfloat16" or "int4".
 
     Returns:
-      Bytes, of which float32 takes four per parameter.
+      Bytes; float32 takes four per parameter.
     """
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32), tree)
     sent = jax.eval_shape(lambda tree_X: pack(tree_X, precision), one)
@@ -122,7 +122,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Blocks of at most `SCALE_BLOCK` entries, and of more than half as many where there are."""
+    """Blocks of at most `SCALE_BLOCK` entries, and, if there are enough, of more than half."""
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # of equals the last
@@ -137,11 +137,11 @@ def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
 def _pack_leaf(leaf_X: Array) -> Packed:
     values = _to_blocks(leaf_X)
     scales = jnp.max(jnp.abs(values), axis=-1) / LARGEST_CODE
-    # A maximum may overlook a NaN.
+    # A maximum may ignore a NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(values), axis=-1), scales, jnp.nan)
     codes = jnp.round(values / jnp.where(scales > 0, scales, 1.0)[..., None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
-    # The block's halves side by side: neighbours in pairs would not vectorise.
+    # Packs the block's halves together; packing neighbours would not vectorise.
     low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=-1)
     return Packed((low & 15) | (high << 4), scales)
 

@@ -1,11 +1,11 @@
-"""Per-example gradient statistics at one point: the raw material of the batch-size tests.
+"""Per-example gradient statistics at one point, for the batch-size tests.
 
 With n_j = |g_j|^2, the mean gradient g and p_j = <g_j, g> over t examples (docs/algorithm.md, 2):
 
   noise    S = (sum n_j - t |g|^2) / (t - 1)            trace of the gradient covariance, unbiased
   signal   G2 = (t^2 |g|^2 - sum n_j) / (t (t - 1))     squared norm of the true gradient, unbiased
-  V        covariance of <g_j, g_1> and <g_j, g_2> over the last third, g_1 and g_2 the means of the
-           first two: the variance of inner products with the true gradient, unbiased
+  V        covariance of <g_j, g_1> and <g_j, g_2> over the last third, where g_1 and g_2 are the
+           means of the first two: the variance of inner products with the true gradient, unbiased
 """
 
 import inspect
@@ -48,43 +48,44 @@ def gradient_stats(
 ) -> GradientStats:
     """Statistics of the per-example gradients of `batch` at `params`.
 
-    The estimators give the same numbers. They differ in what they cost and in which loss functions
-    they serve:
+    The estimators give the same numbers. They differ in cost and in the loss functions that they
+    accept:
 
       vmap    per-example gradients. Any loss function; memory is `chunk_size` times the parameters.
-      taps    one plain backward pass, if `loss_fn` takes the keyword `tap_B` (or any, and hands it
-              on): float32 [B], zero, or -1 for an example to be left out of the parameters'
-              gradient. Its cotangent must be the squared norms of the examples' gradients of the
-              mean loss, summed over all parameters (see `models.layers`); the squares are float32,
-              so gradients shorter than 1e-15 or longer than 1e15 are not measured. A parameter
-              without a tap, or one used twice (tied weights), makes the norms wrong, and nothing
-              here can notice: compare a new model with `vmap` once, see `per_example_products`.
+      taps    one plain backward pass, for a `loss_fn` with the keyword `tap_B`, or one that passes
+              any keyword on. `tap_B` is float32 [B]: zero, or -1 for an example that is left out of
+              the parameters' gradient. The cotangent of `tap_B` must be the squared norms of the
+              examples' gradients of the mean loss, summed over all parameters (see
+              `models.layers`). The squares are float32, so gradients shorter than 1e-15 or longer
+              than 1e15 are not measured. If a parameter has no tap, or is used twice (tied
+              weights), the norms are wrong and this function cannot notice it. Compare a new model
+              with `vmap` once, see `per_example_products`.
       auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
 
-    Both make one forward and backward pass over the batch. Inner products add a second: for taps a
-    forward-mode pass of the single examples' losses, with three directions instead of one for the
-    last third; for vmap the gradients again. They also hold six float32 copies of the parameters
-    (sums by third, and directions) instead of one.
+    Both estimators make one forward and backward pass over the batch. Inner products add a second
+    pass. For taps it is a forward-mode pass of the single examples' losses, with three directions
+    instead of one for the last third. For vmap it computes the gradients again. Inner products also
+    need six float32 copies of the parameters (sums by third, and directions) instead of one.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples; `vmap` and the
-        forward-mode pass call it with one example at a time, its leading axis kept. If it takes a
-        `key`, it is given the same one in every call.
+      loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples. `vmap` and the
+        forward-mode pass call it with one example at a time, which keeps its leading axis. If it
+        takes a `key`, it receives the same key in every call.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: See above.
-      chunk_size: Most examples in one pass, which bounds memory; with inner products a pass stays
-        within a third of the batch. None sets no bound.
-      num_examples: t <= B: only the first t examples count, the rest is padding and may hold
-        anything; data, so that one compiled program serves every t. None counts all.
-      inner_products: Whether the inner-product fields are wanted; the norm test does without.
-      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is not looked at.
+      chunk_size: Largest number of examples in one pass, which bounds memory. With inner products a
+        pass stays within a third of the batch. None sets no bound.
+      num_examples: t <= B: only the first t examples count; the rest is padding and may hold
+        anything. It is data, so one compiled program serves every t. None counts all examples.
+      inner_products: Whether to measure inner products; the norm test does not need them.
+      has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is ignored.
 
     Returns:
       The statistics, fields of shape [].
 
     Raises:
-      ValueError: While tracing, if the estimator is unknown or does not serve `loss_fn`, `loss_fn`
+      ValueError: While tracing, if the estimator is unknown or does not accept `loss_fn`, `loss_fn`
         does not return one number or takes `tap_B` without using it, parameters are complex or none
         is floating-point, the leaves disagree on B or B < 2, or `chunk_size` is below 1.
 
@@ -107,25 +108,26 @@ def gradient_stats(
 def gradient_stats_of_means(
     mean: PyTree, norms_N: Float[Array, " N"], *, batch_size: int
 ) -> GradientStats:
-    """Gradient statistics from N mean gradients that a loop has already, at no extra cost.
+    """Gradient statistics from N mean gradients that a loop already has, at no extra cost.
 
-    A data-parallel loop has the mean gradient of each device, an accumulating loop that of each
-    micro-batch. How far they are from their common mean measures the noise of single examples.
+    A data-parallel loop has a mean gradient on each device. A loop with accumulation has a mean
+    gradient for each micro-batch. The distances of these gradients from their common mean measure
+    the noise of single examples.
 
-    Noise and signal are unbiased, as those of `gradient_stats` are. Their spread is larger: the
-    noise is known to a relative standard error of sqrt(2 / ((N - 1) d)), d being the effective
-    number of dimensions of the noise, (tr Sigma)^2 / tr Sigma^2; single examples have N batch_size
-    in place of N. The signal's error is that of the noise of the whole batch. So average over steps
-    before a test, sums and weights apart: 0.9 of the old and 0.1 of the new `in_units_of(1.0)`.
+    Noise and signal are unbiased, as in `gradient_stats`. Their spread is larger. The relative
+    standard error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
+    effective number of dimensions of the noise; with single examples N batch_size replaces N. The
+    error of the signal is the noise of the whole batch. So average over steps before a test, sums
+    and weights separately: 0.9 of the old and 0.1 of the new `in_units_of(1.0)`.
 
-    One gradient (N = 1, as with a batch of 1) shows no noise: its statistics have a weight of zero
-    and add nothing to an average; alone they make a test NaN, for which `next_batch_size` keeps the
-    batch. A loop that begins with a batch of 2, as two micro-batches, measures from the start.
+    One gradient (N = 1, as with a batch of 1) shows no noise. Its statistics have a weight of zero
+    and do not change an average. Alone they make a test NaN, and `next_batch_size` then keeps the
+    batch. A loop that begins with two micro-batches of 1 measures from the start.
 
     Args:
-      mean: The mean of the N gradients, a pytree of leaves [...]: what the optimizer is given.
+      mean: The mean of the N gradients, a pytree of leaves [...], as the optimizer receives it.
       norms_N: The L2 norm of each of the N gradients, for instance `optax.global_norm`.
-      batch_size: Examples that each of the N gradients is the mean of.
+      batch_size: Number of examples behind each of the N gradients.
 
     Returns:
       The statistics, fields of shape [], without inner products: for `norm_test`.
@@ -149,15 +151,15 @@ def _of_means(
 ) -> tuple[GradientStats, Array, Array]:
     """Statistics of gradients that are means of `batch_size` examples; their rms norm; |mean|^2.
 
-    Analysis of variance; for single examples it is the module docstring's S and G2. Of `norms_X`
-    the first `count` are counted, others are zero.
+    This is an analysis of variance. For single examples it gives S and G2 of the module docstring.
+    The first `count` entries of `norms_X` are used; the others are zero.
     """
     # Divide before squaring: the squares of tiny gradients would vanish in float32.
     rms = norms(norms_X[None])[0] / jnp.sqrt(count)
     safe = jnp.where(rms > 0, rms, 1.0)
     mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
     noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
-    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # not the rounding error of one
+    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # for one, a rounding error
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
         scale=jnp.square(rms),
@@ -174,7 +176,7 @@ def _of_means(
 def _with_products(
     stats: GradientStats, examples: "_Examples", products_3B: Array, mean_norm: Array
 ) -> GradientStats:
-    """The inner-product fields too; products and |mean gradient|^2 are in units of the scale."""
+    """Add the inner-product fields; products and |mean gradient|^2 are in units of the scale."""
     p_B, first_B, second_B = products_3B
     t, index_B = examples.count, jnp.arange(examples.size)
     last_B = (index_B >= 2 * jnp.maximum(t // 3, 1)) & (index_B < t)
@@ -212,13 +214,13 @@ def per_example_products(
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
       estimator: As `gradient_stats` describes them.
-      chunk_size: Most examples in one pass, which bounds memory.
+      chunk_size: Largest number of examples in one pass, which bounds memory.
 
     Returns:
       n_j and p_j, float32.
 
     Raises:
-      ValueError: While tracing, for what `gradient_stats` refuses too.
+      ValueError: While tracing, as `gradient_stats`.
     """
     resolved = resolve_estimator(estimator, loss_fn)
     loss_of, params = _scalar_loss(loss_fn, params), trainable(params)
@@ -229,10 +231,10 @@ def per_example_products(
 
 
 def pool(stats: GradientStats) -> GradientStats:
-    """Combine the statistics of several workers at the same point: sums add, and so do weights.
+    """Combine the statistics of several workers at the same point, by adding sums and weights.
 
-    Scalars only; no vector of model size is reduced. Inner products stay those with each worker's
-    own mean. Works on NumPy arrays as on JAX arrays.
+    Only scalars are reduced, no vectors of model size. Inner products are those with each worker's
+    own mean. Accepts NumPy and JAX arrays.
 
     Args:
       stats: Fields of shape [n].
@@ -248,22 +250,22 @@ def pool(stats: GradientStats) -> GradientStats:
 
 
 def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """`loss_fn` of the floating-point parameters, without its auxiliary output, at a fixed key."""
+    """`loss_fn` of the floating-point parameters, without auxiliary output and with a fixed key."""
     loss_of = trainable_loss(with_fixed_key(loss_fn), params, has_aux=has_aux)
     return lambda values, batch, **taps: loss_of(values, batch, **taps)[0]
 
 
 class _Examples(NamedTuple):
-    """A batch in parts whose gradients are summed apart: thirds, or everything."""
+    """A batch in parts whose gradients are summed separately: thirds, or one part."""
 
     batch_B: PyTree  # leaves [B, 1, ...]
     group: int  # examples of one pass
-    count: Array  # int32 []: those that count; the rest is padding
+    count: Array  # int32 []: number of valid examples; the rest is padding
     ends_P: Array  # int32 [P]: where each part ends
 
     @property
     def size(self) -> int:
-        """Examples with padding."""
+        """Number of examples, padding included."""
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
@@ -277,7 +279,7 @@ class _Examples(NamedTuple):
             i = jnp.sum(k >= done_I)
             first = starts_I[i] + (k - done_I[i] + passes_I[i]) * self.group
             index_C = first + jnp.arange(self.group)
-            # The last pass repeats its part's last example, as padding may hold anything.
+            # The last pass repeats its part's last example, because padding may hold anything.
             inside_C = jnp.minimum(index_C, ends_I[i] - 1)
             batch_C = jax.tree.map(lambda leaf: leaf[inside_C], self.batch_B)
             return body(i, index_C, index_C < ends_I[i], batch_C, carry)
@@ -313,9 +315,10 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Products of gradients with the mean, and with the first two thirds': float32 [3, B].
+    """Inner products of gradients with the mean and the first two thirds' means: float32 [3, B].
 
-    Only the last third is multiplied with the means of the other two. In units of `rms**2`.
+    Only gradients of the last third are multiplied by the means of the other two thirds. The
+    products are in units of `rms**2`.
     """
     thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
     shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
@@ -343,20 +346,20 @@ def resolve_estimator(estimator: Estimator, loss_fn: LossFn) -> Estimator:
     """The estimator that `gradient_stats` uses for a loss function: `auto` resolved.
 
     Args:
-      estimator: Its name, or `auto`.
-      loss_fn: Whose gradients are measured.
+      estimator: A name, or `auto`.
+      loss_fn: The loss whose gradients are measured.
 
     Returns:
       `vmap` or `taps`.
 
     Raises:
-      ValueError: If it is unknown, or does not serve `loss_fn`.
+      ValueError: If the estimator is unknown, or does not accept `loss_fn`.
     """
     if estimator not in (*_ESTIMATORS, "auto"):
         raise ValueError(f"estimator={estimator!r}: expected one of {', '.join(_ESTIMATORS)}, auto")
     parameters = inspect.signature(loss_fn).parameters
     if estimator == "auto":
-        # One that takes any keyword may drop this one.
+        # A loss that takes any keyword may ignore `tap_B`.
         return "taps" if "tap_B" in parameters else "vmap"
     takes_taps = "tap_B" in parameters or any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -382,7 +385,7 @@ def _examples(
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
     parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-    # The least padding; a pass costs about one example more than it has places.
+    # The least padding, if a pass costs about one example more than its size.
     limit = min(chunk_size or size, parts[-1])
     cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
     t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
@@ -400,7 +403,7 @@ def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# Sum of the gradients of the valid examples of a group, and each one's norm.
+# Sum of the gradients of a group's valid examples, and the norm of each.
 
 
 def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
@@ -419,7 +422,7 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
         return tap_B
 
     def backward(_, norms_B):
-        is_reached.append(True)  # while tracing, and only if a cotangent is formed at all
+        is_reached.append(True)  # runs while tracing, and only if a cotangent is formed
         return (norms_B,)
 
     watched.defvjp(lambda tap_B: (tap_B, None), backward)
@@ -434,7 +437,7 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
             "loss_fn: takes the keyword tap_B without using it, so that it gives no gradient norms;"
             " hand it to the layers (`models.layers`), or use estimator='vmap'"
         )
-    # Of the mean loss: an example's gradient is `size` times its share.
+    # The loss is a mean: an example's gradient is `size` times its share of the mean gradient.
     return jax.tree.map(lambda leaf: size * leaf.astype(jnp.float32), grad), size * jnp.sqrt(
         norms_B.astype(jnp.float32)
     )

@@ -1,4 +1,4 @@
-"""Merging trainers, and dividing the workers among those that remain (AdLoCo section 4.3)."""
+"""Merging trainers, and dividing the workers among the remaining ones (AdLoCo section 4.3)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from adloco_jax.core.types import (
 
 
 class Candidate(NamedTuple):
-    """What a merge policy sees of a trainer."""
+    """The data of a trainer that a merge policy receives."""
 
     requested_batch_size: int  # sequences per worker
     guard_loss: float = math.nan  # nats/token, on rows that are never reported
@@ -32,10 +32,10 @@ class Candidate(NamedTuple):
 
 
 def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """The `width` trainers with the smallest requested batch; the largest of them represents.
+    """The `width` trainers with the smallest requested batch; the representative has the largest.
 
-    A small requested batch means little gradient noise for the progress still to be made, so such
-    trainers gain least from staying apart.
+    A small requested batch means that the gradient is large compared with its noise. Such trainers
+    gain least from staying separate.
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
@@ -44,22 +44,22 @@ def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int,
 
 
 def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """The trainer with the largest requested batch represents, and absorbs the smallest."""
+    """The trainer with the largest requested batch, as representative, and the smallest ones."""
     by_size = _smallest_first(trainers)
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
     return _represented(trainers, [best, *[m for m in by_size if m != best][: width - 1]])
 
 
 MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
-"""`policy(trainers, *, width) -> positions`, of a sequence of `Candidate`, at least two: who become
-one, the representative first; empty for nobody."""
+"""`policy(trainers, *, width) -> positions`: the trainers to merge, the representative first; empty
+for no merge. `trainers` is a sequence of at least two `Candidate`."""
 
 MERGE_POLICIES: dict[str, MergePolicy] = {
     "worst_with_worst": worst_with_worst,
     "best_with_worst": best_with_worst,
     "none": lambda trainers, *, width: (),
 }
-"""By the name that `merge.policy` gives; add an entry to have one of your own."""
+"""By the name that `merge.policy` gives; add an entry to use your own."""
 
 
 def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
@@ -75,16 +75,16 @@ def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple
 def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
-    """The trainers to merge, by a policy that sees their batch sizes.
+    """The trainers to merge, by a policy that uses batch sizes only.
 
     Args:
       requested_batch_sizes: By trainer position, sequences per worker.
       policy: A name in `MERGE_POLICIES`.
-      width: How many trainers become one, >= 2; at most all of them.
+      width: Number of trainers to merge, >= 2; at most all trainers merge.
 
     Returns:
       Positions, the representative first, then by position; ties go to the lower position. Empty
-      when fewer than two trainers live.
+      if there are fewer than two trainers.
 
     Raises:
       ValueError: If `policy` is unknown or `width` below 2.
@@ -105,21 +105,23 @@ def choose_merge(
 def merge(
     ensemble: Ensemble, members: Sequence[int], *, weights: Sequence[float] | Float[Array, " n"]
 ) -> Ensemble:
-    """Merge trainers into the first of them: one trainer fewer per absorbed member.
+    """Merge trainers into the first of them.
 
     Parameters and the floating-point outer state (momentum) become the weighted mean of the
-    members, float32 inside (float64 for float64); what is equal in all of them stays what it is. A
-    member with a non-finite value, which is not such a constant, or without a positive finite
-    weight is left out by selection; if no weight is usable the finite members count alike. The
-    absorbed trainers' workers join the representative, whose own workers keep their inner state
-    (`reassign` then moves them on). The order of the survivors is kept. Members' workers that had
-    parameters of their own all start at the merged ones: updates that were not synchronised are
-    lost, unless `outer_update` has absorbed them before.
+    members, computed in float32 (in float64 for float64). Values that are equal in all members do
+    not change. A member is left out by selection if it has a non-finite value that is not equal in
+    all members, or if its weight is not positive and finite. If no weight is usable, the finite
+    members count equally.
+
+    The absorbed trainers' workers join the representative; `reassign` can then move them. The
+    representative's own workers keep their inner state. The order of the survivors is kept. If
+    workers have their own parameters, the members' workers all start at the merged parameters.
+    Unsynchronised worker updates are then lost, so call `outer_update` before.
 
     Args:
       ensemble: The stack of M trainers.
       members: Distinct positions, at least two, the representative first.
-      weights: One per member; the paper's are the requested batch sizes.
+      weights: One per member; the paper uses the requested batch sizes.
 
     Returns:
       A stack of M - len(members) + 1 trainers.
@@ -146,7 +148,7 @@ def merge(
             member_n = leaf[chosen].reshape(len(chosen), -1)
             is_equal = jnp.all(
                 member_n == member_n[:1], axis=0, keepdims=True
-            )  # an infinite constant, perhaps
+            )  # for instance an infinite constant
             finite_n &= jnp.all(jnp.isfinite(member_n) | is_equal, axis=1)
     share_n, usable_n = shares(weights_n, finite_n)
     origin = jnp.argmax(usable_n)
@@ -154,7 +156,7 @@ def merge(
     def merge_leaf(leaf_M):
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             return leaf_M[np.array(survivors)]
-        # From differences, so that equal members give back exactly what they were.
+        # A mean of differences, so that equal members are reproduced exactly.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
         base, zeros_n = member_n[origin], jnp.zeros_like(member_n)
         difference_n = jnp.where(member_n == base[None], zeros_n, member_n - base[None])
@@ -164,7 +166,7 @@ def merge(
         return leaf_M.at[representative].set(mean)[np.array(survivors)]
 
     params_M, outer_state_M = jax.tree.map(merge_leaf, stacked)
-    # Whose inner state goes on: the representative's, unless it is broken itself.
+    # The inner state that continues: the representative's, unless the representative is broken.
     heir = jnp.asarray(chosen)[origin]
     is_member_R = np.isin(ensemble.owner_R, chosen)
     owners = tuple(survivors.index(representative if m in absorbed else m) for m in ensemble.owners)
@@ -189,12 +191,11 @@ def merge(
 def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
     """Move workers between trainers; workers may join the pool or retire from it.
 
-    A worker that stays with its trainer keeps its inner state. One that joins a trainer takes the
-    mean inner state of the workers that were already there (whole numbers, such as Adam's count of
-    updates, are rounded; what is equal in all of them stays what it is; a PRNG key is the first
-    worker's), so that it does not restart or distort
-    that trainer's optimizer; where workers have parameters of their own, it starts at that
-    trainer's.
+    A worker that stays with its trainer keeps its inner state. A worker that joins a trainer takes
+    the mean inner state of the workers that the trainer already had, so that it does not restart or
+    distort that trainer's optimizer. Whole numbers, such as Adam's count of updates, are rounded;
+    values that are equal in all workers do not change; a PRNG key is the first worker's. If workers
+    have their own parameters, a joining worker starts at its trainer's.
 
     Args:
       ensemble: The stack.
@@ -227,22 +228,22 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Let more workers of the pool work for a trainer, with copies of its parameters.
+    """Let more workers of the pool join a trainer, with copies of its parameters.
 
-    They join at the end of the pool and take the mean inner state of the workers already there, as
-    in `reassign`. As they begin where the trainer is, spawning and averaging at once changes
-    nothing.
+    New workers are added at the end of the pool. They take the mean inner state of the trainer's
+    workers, as in `reassign`. They start at the trainer's parameters, so averaging directly after
+    spawning changes nothing.
 
     Args:
       ensemble: The stack.
-      trainer: Its position.
-      num_workers: Its workers afterwards, at least as many as it has.
+      trainer: Position of the trainer.
+      num_workers: Number of the trainer's workers afterwards, at least the present number.
 
     Returns:
       The stack with a larger pool.
 
     Raises:
-      ValueError: If the trainer is not there, or has more workers already.
+      ValueError: If the trainer does not exist, or already has more workers.
 
     Source: docs/algorithm.md, 4; ours.
     """
@@ -266,7 +267,7 @@ def divide_workers(
 
     Args:
       owners: Position of each worker's trainer before the merge.
-      members: Positions of those that become one, the representative first.
+      members: Positions of the merged trainers, the representative first.
       sizes: Workers of each survivor, in the order of their stack; together the whole pool.
 
     Returns:
@@ -291,8 +292,8 @@ def divide_workers(
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """Divide the pool in proportion to the requested batch sizes.
 
-    Every trainer has one worker; the rest go by largest remainder of the proportional shares of the
-    whole pool. Ties go to the lower position.
+    Every trainer gets at least one worker. The others are divided by the largest remainder of the
+    proportional shares of the whole pool. Ties go to the lower position.
 
     Args:
       requested_batch_sizes: By trainer position, positive.
