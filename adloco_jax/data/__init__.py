@@ -1,9 +1,8 @@
 """Text in, rows of tokens out: sources, tokenizers, rows on disk, and their order in a run.
 
-`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. From then
-on
-`Corpus.batch(trainer, stream, start, count)` is a pure function, so a cursor per worker stream is
-the whole state of the data.
+`load_corpus` makes the rows before anything compiles, or finds them in the user's cache. The rows
+of a worker stream are then a pure function, `Corpus.batch(trainer, stream, start, count)`. One
+cursor per worker stream is therefore the whole state of the data.
 """
 
 from adloco_jax.data.arrays import ArrayRows

@@ -1,4 +1,4 @@
-"""Rows for `fit` from an array of token ids that the caller has already."""
+"""Rows for `fit` from an array of token ids in the caller's memory."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a seq
 
 
 class ArrayRows:
-    """Token ids as rows to train on and rows held out, which `fit` divides among the workers.
+    """Token ids as training rows and held-out rows for `fit`.
 
     The rows are sampled like those of text (`data.sampling`): each trainer draws a subset of
     `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
@@ -26,11 +26,11 @@ class ArrayRows:
     model knows.
 
     Attributes:
-      rows: To train on, integers [N, L + 1].
-      heldout_rows: To evaluate on, integers [E, L + 1].
-      fingerprint: SHA-256 (hex) of both, whatever integers hold them.
-      shards: Empty: no file is known.
-      tokens_per_byte: None: no text is known, so losses are not given per byte.
+      rows: Training rows, integers [N, L + 1].
+      heldout_rows: Evaluation rows, integers [E, L + 1].
+      fingerprint: SHA-256 (hex) of the values of both, whatever their integer type.
+      shards: Empty, as no file is known.
+      tokens_per_byte: None, as no text is known; losses are not given per byte.
     """
 
     shards: Sequence[dict] = ()
@@ -46,13 +46,12 @@ class ArrayRows:
         """Splits and hashes the array, which is read once and not copied.
 
         Args:
-          tokens: Integers that int32 holds: rows [N, L + 1], whose last token is a target only, or
-            one sequence [T], cut every L + 1 tokens; a tail too short for a row is left out. It may
-            be memory-mapped. For a classifier rows [N, 2 + L] (`data.rows`).
-          sequence_length: L, tokens that are predicted per row; needed for [T] alone.
-          heldout: Share of the rows to hold out, in (0, 1), the last ones and at least two; shuffle
-            rows that are sorted. Or held-out rows of their own, in one of the two shapes of
-            `tokens`.
+          tokens: Integers in the range of int32, which may be memory-mapped. Either rows
+            [N, L + 1], whose last token is only a target, or one sequence [T], which is cut every
+            L + 1 tokens without the tail. A classifier has rows [N, 2 + L] (`data.rows`).
+          sequence_length: L, tokens that are predicted per row; only needed for [T].
+          heldout: Share of the rows to hold out, in (0, 1): the last rows, at least two. Shuffle
+            sorted rows first. Or separate held-out rows, in one of the two shapes of `tokens`.
 
         Raises:
           ConfigError: If an argument has another shape or type, or an id is beyond int32.
@@ -83,12 +82,13 @@ class ArrayRows:
         """The same rows in the order of a run; `fit` calls this.
 
         Args:
-          settings: The run's: its `seed`, `ensemble.num_workers` and `data.subset_frac` count.
-          num_classes: Where rows begin with a class and a length, how many classes; else None.
+          settings: The run's settings; `seed`, `ensemble.num_workers`, `data.subset_frac` and
+            `data.sequence_length` are read.
+          num_classes: Number of classes, if rows begin with a class and a length; else None.
 
         Raises:
-          ConfigError: If `data.sequence_length`, from which times and memory are foreseen, is not
-            that of the rows.
+          ConfigError: If `data.sequence_length`, on which estimates of time and memory depend, is
+            not that of the rows.
           DataError: If a worker stream would have no row.
         """
         length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
@@ -121,7 +121,7 @@ class ArrayRows:
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Rows [N, L + 1] of what the caller gave as `name`; ConfigError if there are none in it."""
+    """Rows [N, L + 1] of the argument `name`; raises ConfigError if it holds none."""
     try:
         array = np.asarray(given)
     except ValueError as error:  # lists of unequal length

@@ -1,7 +1,7 @@
 """From the settings to a corpus: prepared rows, and a pure function from cursors to batches.
 
-A row gives the model L inputs and the L tokens that follow them, so a row's last token is only ever
-a target and its first only ever an input.
+A row of L+1 tokens gives the model L inputs and L targets: the first token is only an input, and
+the last is only a target.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ class Corpus:
     """Rows on disk, and the order in which each worker stream sees them.
 
     Attributes:
-      rows: Token ids [num_sequences, L+1], integers of any width; of labelled texts [.., 2 + L]:
-        class, number n of real tokens, tokens (zeros from n on).
+      rows: Token ids [num_sequences, L+1], integers of any width. Labelled texts [.., 2 + L] have
+        their class, the number n of real tokens, and the tokens (zeros from n on).
       heldout_rows: The same for held-out documents, none of which is in `rows`.
-      tokenizer: What made the ids.
+      tokenizer: The tokenizer that made the ids.
       manifest: What the rows were made of.
-      order: Of the rows in worker streams; decides nothing about the split.
-      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes; times nats per token it gives
-        nats per byte. None where texts are labelled, and the loss is not per token.
+      order: The order of rows in worker streams; it does not affect the split.
+      tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes. Nats per token times this
+        number are nats per byte. None for labelled texts, whose loss is not per token.
     """
 
     rows: np.ndarray
@@ -63,12 +63,12 @@ class Corpus:
 
     @property
     def commit(self) -> str:
-        """Of a data set on the hub, else empty."""
+        """Commit of a data set on the hub; empty for other data."""
         return str(self.manifest.request.get("commit", ""))
 
     @property
     def shards(self) -> Sequence[dict]:
-        """What was read, see `Manifest.files`; names the files that explain a new fingerprint."""
+        """Records of the files that were read, see `Manifest.files`."""
         return self.manifest.files
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
@@ -108,7 +108,7 @@ class Corpus:
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """A row decoded, with the ends of documents shown: one printable line, at most `max_chars`."""
+    """Decode a row into one printable line of at most `max_chars`, with the ends of documents."""
     pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
     text = "<end of text>".join(
         tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
@@ -124,29 +124,29 @@ def load_corpus(
     commit: str = "",
     note: Note = print,
 ) -> Corpus:
-    """Read, tokenise, split and pack the configured text, unless rows of it are kept already.
+    """Read, tokenise, split and pack the configured text, or open the rows made before.
 
-    Without `data.heldout_path` or `data.heldout_split`, whole documents are held out, evenly along
-    the reading order and whatever the seed, so runs that differ by seed share their held-out text;
-    a single text file is cut in two instead. A document that is the same as a held-out one, token
-    by token, is not trained on. With `data.num_sequences`, reading of text stops soon after there
-    is enough; labelled texts are read whole and drawn.
+    Without `data.heldout_path` or `data.heldout_split`, a share of whole documents is held out,
+    evenly along the reading order. The seed does not affect the choice, so runs that differ by seed
+    share their held-out text. A single text file is cut in two instead. A document is not trained
+    on if a held-out one has the same tokens. With `data.num_sequences`, reading stops soon after
+    there is enough text; labelled texts are all read, and rows are drawn at random.
 
-    Rows are kept in the user's cache, by a hash of all that decides them. A prepared folder
+    The rows are in the user's cache, under a hash of all that decides them. A prepared folder
     (`tokens`) is used as it is.
 
     Args:
-      settings: The run's; `data.source` names an entry of `DATA_SOURCES`.
-      num_classes: Of labelled texts; None packs text.
-      commit: Of a data set on the hub, in place of the one that `data.revision` is at.
-      note: Takes the lines to be shown.
+      settings: The run's settings; `data.source` names an entry of `DATA_SOURCES`.
+      num_classes: Number of classes of labelled texts; None packs text.
+      commit: Commit of a data set on the hub, in place of the one that `data.revision` names now.
+      note: Called with each line to show.
 
     Returns:
       The corpus, memory-mapped, in the smallest type that holds the ids.
 
     Raises:
-      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
-      DataError: If files are missing, damaged, or hold too little.
+      ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
+      DataError: If files are missing or damaged, or hold too little text.
       ResourceError: If the hub does not answer.
     """
     data = settings.data
@@ -167,7 +167,7 @@ def load_corpus(
 
 
 def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
-    """Rows from the user's cache, made first if they are not there."""
+    """Open the rows in the user's cache; make them first if they are not there."""
     try:
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
@@ -200,7 +200,7 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
 
 
 def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
-    """The rows of a prepared folder; ConfigError if they are not what the config asks for."""
+    """Open the rows of a prepared folder; raise ConfigError if they do not fit the config."""
     where = where_of(data)
     if not prepared.is_prepared(data.path):
         raise DataError(f"{where}: no prepared folder; make one with adloco prepare")
@@ -227,13 +227,13 @@ def check_corpus(settings: Settings) -> list[str]:
     """Check all that `load_corpus` checks before it reads text.
 
     Args:
-      settings: The run's.
+      settings: The run's settings.
 
     Returns:
-      A line for each fault that only `load_corpus` finds.
+      A line for each thing that only `load_corpus` checks.
 
     Raises:
-      ConfigError: If keys contradict one another, or the tokenizer does not suit the model.
+      ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
       DataError: If a path leads nowhere, or to a prepared folder that is damaged.
     """
     data, source = settings.data, DATA_SOURCES[settings.data.source]
@@ -251,7 +251,7 @@ def is_on_hub(data: Data) -> bool:
     """Whether `data.path` is the name of a data set on the hub.
 
     Raises:
-      ConfigError: If a key is set that does not go with it.
+      ConfigError: If a key is set that data sets on the hub, or files, do not have.
     """
     path = local_path(data.path, key="data.path")
     is_file = path.exists() or path.suffix in sources.FILE_ENDINGS
@@ -267,17 +267,17 @@ def is_on_hub(data: Data) -> bool:
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
-    """The key and value that text comes from, for messages."""
+    """For messages: the key and value that names where text comes from."""
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
 def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Files to train on and to hold out, by name; no held-out ones where the first are split.
+    """Training files and held-out files, by name; the latter are empty without `heldout_path`.
 
     Args:
-      data: The config's group; where the source needs no path, there are no files.
+      data: The config's group `data`; a source that needs no path has no files.
 
     Raises:
       ConfigError: If a file would be on both sides.
@@ -313,14 +313,14 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """What is to be prepared, and all that decides it.
+    """What to prepare, and all that decides the rows.
 
     Args:
-      data: The config's group.
-      tokenizer: The configured one.
-      num_classes: Of labelled texts; None packs text.
-      num_heldout_rows: Limit of the rows of a held-out split on the hub.
-      commit: Of a data set on the hub; empty asks the hub for that of `data.revision`.
+      data: The config's group `data`.
+      tokenizer: The configured tokenizer.
+      num_classes: Number of classes of labelled texts; None packs text.
+      num_heldout_rows: Upper limit of the rows of a held-out split on the hub.
+      commit: Commit of a data set on the hub; empty asks the hub for the one of `data.revision`.
 
     Raises:
       ConfigError: If a file would be on both sides, or the hub has no such data set.

@@ -1,4 +1,4 @@
-"""Files on this machine: which ones a path names, their hashes, and the user's cache."""
+"""Files on this machine: those that a path names, their hashes, and the user's cache."""
 
 import errno
 import fnmatch
@@ -12,10 +12,10 @@ from adloco_jax.errors import ConfigError, DataError
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this package's own below the user's cache; it need not exist.
+    """A folder of this package below the user's cache; it need not exist.
 
     Args:
-      name: Of the folder: "data" or "programs".
+      name: "data" or "programs".
 
     Raises:
       OSError: If there is no home folder.
@@ -43,11 +43,11 @@ def sync(path: Path) -> None:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """The files that differ between two reads, a line each.
+    """A line for each file that differs between two reads.
 
     Args:
       before: Records of the earlier read, see `Manifest.files`.
-      after: Records of the later one.
+      after: Records of the later read.
     """
     old = {record["name"]: record.get("sha256") for record in before}
     new = {record["name"]: record.get("sha256") for record in after}
@@ -68,7 +68,7 @@ def local_path(name: str, *, key: str) -> Path:
 
     Raises:
       ConfigError: If it is the address of a server, which may hold a password.
-      DataError: If it cannot be accessed: too long, of an unknown user, in a closed folder.
+      DataError: If the path is too long, of an unknown user, or in a folder without access.
     """
     if "://" in name:
         raise ConfigError(f"{key}: an address; give a path, or a name on the Hugging Face hub")
@@ -84,8 +84,8 @@ def local_path(name: str, *, key: str) -> Path:
 def find_files(path: str, *, key: str) -> dict[str, Path]:
     """Files that a config value names, in the order of their paths.
 
-    Folders and globs follow one rule: links are followed, a file or folder is read once whatever
-    links lead to it, and names that begin with a dot are left out unless the glob spells the dot.
+    Folders and globs follow one rule. Links are followed. A file or folder is read once, however
+    many links lead to it. Names that begin with a dot are left out unless the glob has the dot.
 
     Args:
       path: A file, a folder (every regular file in it, at any depth), or a glob, in which `**`
@@ -98,7 +98,7 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
     Raises:
       ConfigError: If `path` is empty.
-      DataError: If it leads to no file, or there is a link that leads nowhere.
+      DataError: If there is no file, or a link leads nowhere.
     """
     if not path:
         raise ConfigError(f"{key} is empty: give a file, a folder or a glob")
@@ -126,7 +126,7 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
-    """Paths below a folder that match the parts of a glob, folders aside; no folder comes twice."""
+    """Files below a folder that match the parts of a glob; no folder is visited twice."""
     visit = folder.resolve(), tuple(parts)
     if visit in entered:  # also a link into a folder above
         return

@@ -1,4 +1,4 @@
-"""Tokens of a preparation that is under way, in pieces, so that it can go on after a kill."""
+"""Tokens that an unfinished preparation has saved, so that it can continue after a kill."""
 
 import contextlib
 import io
@@ -18,22 +18,22 @@ from adloco_jax.errors import ConfigError, DataError
 DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
 )
-"""Of a document: its tokens with the end of text, its UTF-8 bytes, a hash of its ids without the
-end of text, its class, and whether its source is of held-out text alone."""
+"""A document: its number of tokens with the end of text, its UTF-8 bytes, a hash of its ids without
+the end of text, its class, and 1 if it is of separate held-out text (else 0)."""
 
 
 class Kept:
-    """Tokens and documents that were read, in pieces on disk.
+    """The tokens and documents read so far, in pieces on disk.
 
     Attributes:
-      part: Number of the file that is read next.
-      documents: Documents of that file that are kept already.
+      part: Index of the file to read next.
+      documents: How many documents of that file are kept already.
       files: Records of the files that were read to their end.
-      num_tokens: Tokens of all documents.
+      num_tokens: Tokens of all kept documents.
     """
 
     def __init__(self, partial: Path, request: dict):
-        """Takes up what is there."""
+        """Reads the pieces that are there."""
         self._folder, self._about = partial, [np.empty(0, DOCUMENT)]
         self._counts: list[int] = []
         self.files: list[dict] = []
@@ -55,7 +55,7 @@ class Kept:
     def add(
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
-        """Keeps a piece: documents, records of the files that ended in it, and the position."""
+        """Saves a piece: documents, records of files that ended in it, and the next position."""
         piece = io.BytesIO()
         progress = np.array(json.dumps({"files": files} | position))
         np.savez(piece, tokens=tokens, about=about, progress=progress)
@@ -63,7 +63,7 @@ class Kept:
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Tokens in order, and which of all documents they are of."""
+        """Tokens in order, each piece with the slice of all documents that it holds."""
         first = 0
         for number, count in enumerate(self._counts):
             with self._opened(self._path(number)) as content:
@@ -95,7 +95,7 @@ class Kept:
 
 
 def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """ConfigError if a folder was made or begun by another request."""
+    """Raise ConfigError if another request made or began the folder."""
     keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
     if keys:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """A folder of rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
 
-The description is written last and holds the SHA-256 of both arrays. To start quickly, training
-compares sizes and takes the hashes from it.
+The description is written last and holds the SHA-256 of both arrays. Training compares the sizes
+and trusts these hashes, so that it starts quickly.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ class Manifest:
       format: Version of this layout.
       request: All that decides the rows, as plain JSON; see `corpus.make_job`.
       tokenizer: The name it was given.
-      fingerprint: The tokenizer's, see `Tokenizer`.
+      fingerprint: The tokenizer's fingerprint, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Of the training and of the held-out rows. A row has L+1 integers, or of labelled
-        texts two more than the tokens.
+      shapes: Shapes of the training rows and of the held-out rows. A row has L+1 integers, or for
+        a labelled text two more than its tokens.
       hashes: SHA-256 (hex) of the two files.
-      documents: Documents that the two were made of; the last one may end beyond the rows.
+      documents: Numbers of training and of held-out documents; the last may end beyond the rows.
       tokens_per_byte: Held-out tokens over held-out UTF-8 bytes.
-      files: What was read: `name` and `rows`, the documents in it; of a file on this machine also
+      files: A record per file: `name`, `rows` (its documents) and, if it is on this machine,
         `bytes` and `sha256`.
-      copies: Documents left out of training because a held-out one is the same.
-      truncated: Labelled texts of which only the first tokens are in a row.
+      copies: Documents that are not trained on because a copy is held out.
+      truncated: Labelled texts that were longer than a row.
     """
 
     format: int
@@ -56,7 +56,7 @@ class Manifest:
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
-    """The type that rows are stored in: the smallest that holds the ids, int32 where labelled."""
+    """The dtype of stored rows: the smallest that holds the ids, or int32 for labelled texts."""
     return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
@@ -101,10 +101,10 @@ def read_prepared(folder: Path) -> Manifest:
 
 
 def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the rows to train on and those held out; type and shape are checked alone.
+    """Memory-map the training and the held-out rows; of their content, nothing is checked.
 
     Raises:
-      DataError: If an array is missing, no regular file of the folder, or not as described.
+      DataError: If an array is missing, a link out of the folder, or not as described.
     """
     dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []

@@ -1,14 +1,14 @@
-"""The one path from text to rows: tokenised, held out whole, packed, and kept on disk.
+"""The one path from text to rows: it tokenises, holds out, packs, and writes rows to disk.
 
-Documents are laid end to end, each closed by the end-of-text token, and the stream is cut every
-L+1 tokens: no padding, no overlap. A labelled text is a row of its own, `[label, n, tokens...]`.
-A document of which a copy is held out is not trained on. Copies are found by their ids; texts that
-differ in one character are no copies.
+Documents are concatenated, and the end-of-text token closes each of them. The stream is cut every
+L+1 tokens, without padding or overlap. Each labelled text is one row, `[label, n, tokens...]`. A
+document is not trained on if a copy of it is held out. Copies have equal ids; texts that differ in
+one character are not copies.
 
-Everything is built in `<folder>.partial`. Tokens are kept there a million characters at a time, so
-that a preparation that was killed goes on at the document that it was at. Which documents are held
-out, or are copies of held-out ones, is decided when all are known: then rows are written, and their
-folder is renamed. Memory holds 40 bytes of each document.
+The folder `<folder>.partial` holds the work. Tokens are saved there a million characters at a time,
+so that a preparation that was killed continues at the next document. When all documents are known,
+the held-out ones and their copies are chosen, the rows are written, and the folder gets its name.
+Memory holds 40 bytes per document.
 """
 
 import contextlib
@@ -48,16 +48,17 @@ _OURS = re.compile(r"request\.json|whole|\.lock|\.new|\d+\.npz")  # names in the
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be prepared.
+    """What to prepare.
 
     Attributes:
-      data: The config's group.
-      encoder: Makes the ids.
-      num_classes: Of labelled texts; None packs text.
+      data: The config's group `data`.
+      encoder: The tokenizer.
+      num_classes: Number of classes of labelled texts; None packs text.
       request: All that decides the rows, as plain JSON.
-      parts: Finds what is to be read: for held-out text alone, and the rest.
-      where: Keys and values that name the two, for messages.
-      heldout_limit: Rows after which reading of held-out text alone stops; None reads all.
+      parts: Returns the parts to read: those whose text is held out as a whole, and the others.
+      where: For messages: the key and value that names the training text, and that of the held-out
+        text.
+      heldout_limit: Rows after which reading of the held-out parts stops; None reads all.
       cuts: Whether a single text is cut in two.
     """
 
@@ -83,23 +84,23 @@ class Job:
 
 
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
-    """Make a folder of rows, or go on making it; one that is finished is left as it is.
+    """Make a folder of rows, or continue one that was begun; a finished folder stays as it is.
 
-    The result depends on the request and the text alone, not on interruptions. Of several processes
-    one makes the folder, and the others wait for it.
+    The result depends on the request and the text alone, not on interruptions. If several processes
+    prepare the same folder, one makes it and the others wait.
 
     Args:
-      job: What is wanted.
-      folder: Where.
-      note: Takes the lines to be shown.
+      job: What to prepare.
+      folder: The folder to make.
+      note: Called with each line to show.
 
     Returns:
       The folder's description.
 
     Raises:
-      ConfigError: If the folder holds what another request made or began, or other files.
-      DataError: If text is missing, damaged, or too little.
-      OSError: If the folder cannot be written. After a full disk the same request goes on.
+      ConfigError: If the folder holds the work of another request, or other files.
+      DataError: If text is missing or damaged, or there is too little of it.
+      OSError: If the folder cannot be written. Once there is space, the same request continues.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if not partial.exists() and (found := _finished(folder, job.request)):
@@ -140,7 +141,7 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise all that is not kept yet; held-out text that is given apart comes first."""
+    """Read and tokenise the documents that are not kept yet; separate held-out text comes first."""
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
@@ -157,7 +158,7 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
 
 
 def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
-    """Read the parts of one side, after what is kept of them, until there is enough."""
+    """Read the parts of one side until there is enough, from the first document not kept yet."""
     pending: list[Document] = []
     files: list[dict] = []
 
@@ -196,12 +197,12 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
 
 
 def _is_enough(job: Job, kept: Kept, side: int) -> bool:
-    """Whether the documents of a side that are kept fill the rows that are asked for."""
+    """Whether the documents kept of a side fill the rows of its limit."""
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
     needed = limit * job.row_length
-    if side or kept.num_tokens < needed:  # held-out text that is given apart is read first
+    if side or kept.num_tokens < needed:  # separate held-out text is read first
         return kept.num_tokens >= needed
     about = kept.about
     held = about["side"] == 1
@@ -248,25 +249,25 @@ def _file_record(part: Part, num_documents: int) -> dict:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Which of `count` documents from number `first` on are held out, whatever follows them.
+    """Which documents are held out; the answer does not depend on the documents after them.
 
     Args:
-      first: Number of the first in reading order, from 0.
-      count: Documents asked about.
+      first: Number of the first document, in reading order from 0.
+      count: Number of documents from there on.
       heldout_frac: Share to hold out, in [0, 1).
 
     Returns:
-      bool[count]; of the first n documents, round(n · heldout_frac) are held out.
+      bool[count]. Of the first n documents of all, round(n · heldout_frac) are held out.
     """
     marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
 
 
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Masks bool[N] of the documents to train on and to hold out; copies of these are in neither.
+    """Masks bool[N] of the documents to train on and to hold out.
 
-    Held out is text that is given apart, or the share of the documents (of each class), rounded,
-    evenly along the reading order.
+    Separate held-out text is held out. Without it, a rounded share of the documents (of each class)
+    is held out, evenly along the reading order. Neither mask has training copies of held-out text.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
     if not heldout.any() and job.cuts:
@@ -284,7 +285,7 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
-    """Write rows and their description; everything is read.
+    """Write rows and their description, after all text was read.
 
     Raises:
       DataError: If there is too little text.
@@ -353,16 +354,17 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
             for start, end in offsets[runs]:
                 file.write(tokens[start:end].data)
     for file, end in zip(files, ends, strict=True):
-        file.truncate(end)  # a tail too short for a row is left out
+        file.truncate(end)  # without the tail that is too short for a row
     return shapes
 
 
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
     """Write a row [class, n, tokens...] for each text; returns the shapes.
 
-    A text becomes `[first] tokens [last]`: the tokenizer's own classification and separator tokens,
-    or its end of text for both. Rows are no longer than the longest text needs, rounded up to a
-    power of two or the midpoint of two, so that data of about one length share their programs.
+    A text becomes `[first] tokens [last]`. First and last are the tokenizer's classification and
+    separator tokens, or else both its end of text. The width of the rows is what the longest text
+    needs, rounded up to a power of two or to the midpoint of two powers. Data of similar length
+    then share compiled programs.
     """
     encoder, about, longest = job.encoder, kept.about, job.data.sequence_length
     first = encoder.eot_id if encoder.first_id is None else encoder.first_id
@@ -394,7 +396,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """At most as many rows as the limit, at random: files are often sorted by class."""
+    """A random choice of at most `limit` rows, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

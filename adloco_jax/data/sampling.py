@@ -1,7 +1,7 @@
-"""Which row comes k-th, without state: permutations that are evaluated and never stored.
+"""The order of rows, without state: permutations that are evaluated and never stored.
 
-Integer arithmetic only, so the order is the same on every platform and NumPy version; golden values
-in tests/data_sampling_test.py pin it.
+They use integer arithmetic only, so the order is the same on every platform and NumPy version.
+Golden values in tests/data_sampling_test.py pin it.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
     """The order in which a run sees rows.
 
     Args:
-      settings: The run's: its `seed`, `ensemble.num_workers` and `data.subset_frac` count.
+      settings: The run's settings; `seed`, `ensemble.num_workers` and `data.subset_frac` are read.
       num_rows: Rows to train on.
-      where: What names them, for messages.
+      where: The key and value that name the rows, for messages.
 
     Raises:
       DataError: If a worker stream would have no row.
@@ -70,17 +70,17 @@ def stream_rows(
 ) -> np.ndarray:
     """Row numbers `start` to `start + count - 1` of one worker stream, which never ends.
 
-    A trainer permutes all rows; the first `subset_size` positions are its random subset, and
-    stream w owns the positions congruent to w modulo `num_streams`, for good. Each epoch of a
-    stream visits its positions in a fresh order. Neither a batch size nor a round enters, so any
-    slicing gives the same sequence.
+    A trainer permutes all rows, and the first `subset_size` positions are its random subset. Stream
+    w always owns the positions congruent to w modulo `num_streams`. Each epoch of a stream visits
+    its positions in a new order. Batch sizes and rounds do not enter, so any slicing gives the same
+    sequence.
 
     Args:
-      order: Of the corpus and the run.
-      trainer: Permanent id of the trainer, not its place in the stack.
+      order: The order of the corpus in the run.
+      trainer: Permanent id of the trainer, not its position in the stack.
       stream: Stream number in [0, num_streams).
       start: Rows this stream has given out so far (the cursor).
-      count: Rows wanted; may exceed what the stream owns, the epochs then follow one another.
+      count: Rows wanted; if the stream owns fewer, the next epoch follows.
 
     Returns:
       int64[count], each in [0, num_rows).
@@ -106,10 +106,10 @@ def stream_rows(
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
     """Images of `index` under a pseudo-random permutation of range(num_items).
 
-    A Feistel network on the smallest power of two that holds the range; an image outside the range
-    goes through again until it is inside (cycle walking), less than twice on average.
-    Cost and memory follow `index`, not `num_items`. Ranges of at most 9 are sorted by random
-    numbers: over the keys, all their orders are equally likely.
+    A Feistel network permutes the smallest power of two that holds the range. An image outside the
+    range goes through the network again until it is inside (cycle walking), less than twice on
+    average. Cost and memory are proportional to `index`, not to `num_items`. Ranges of at most 9
+    are sorted by random numbers: over the keys, all their orders are equally likely.
 
     Args:
       index: Integers in [0, num_items), any length.
@@ -144,13 +144,13 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
 
 def interleave(labels: np.ndarray) -> np.ndarray:
-    """Positions of labelled items in an order of which every stretch has the proportions of all.
+    """Order labelled items so that every stretch has the labels in the proportions of all.
 
     Args:
       labels: Integers [N].
 
     Returns:
-      int64[N], a permutation; items of one label keep their order.
+      Positions, int64[N]; items of one label keep their order.
     """
     share = np.zeros(len(labels))
     for label in np.unique(labels):
@@ -160,7 +160,7 @@ def interleave(labels: np.ndarray) -> np.ndarray:
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    """One bijection of range(2**num_bits); halves of unequal width trade places every round."""
+    """One bijection of range(2**num_bits); halves of unequal width are swapped every round."""
     high, low = num_bits // 2, num_bits - num_bits // 2
     left, right = block >> low, block & (2**low - 1)
     for round_number in range(_NUM_ROUNDS):
@@ -171,7 +171,7 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """A uint64 key from integers in order; an array among them gives an array of keys."""
+    """A uint64 key from integers in order; with an array among them, an array of keys."""
     key = np.zeros(1, np.uint64)  # an array throughout: it wraps silently where a scalar warns
     for part in parts:
         word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)

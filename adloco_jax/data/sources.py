@@ -1,7 +1,7 @@
-"""Documents: from the Python library itself, from text, JSON lines and parquet files.
+"""Sources of documents: Python's own library, text, JSON lines, tables, and the hub.
 
-A source of files is a function of one file, which yields its documents. A row with columns is a
-`Record`, of which the text and, for a classifier, the class are taken (`documents_of`).
+A source of files is a function of one file, which yields its documents. For a row with columns it
+yields a `Record`; `documents_of` takes the text from it and, for a classifier, the class.
 """
 
 import codecs
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text to be tokenised as a whole, and its class where texts are labelled."""
+    """A text, and its class if texts are labelled."""
 
     text: str
     label: int = 0
@@ -47,9 +47,9 @@ class Part(NamedTuple):
     """A file, or a part of a data set.
 
     Attributes:
-      name: For records and messages.
+      name: The name in records and messages.
       path: The file, if it is on this machine.
-      read: Starts reading what it holds from the beginning.
+      read: Yields what the part holds, from the beginning.
     """
 
     name: str
@@ -63,16 +63,17 @@ class DataSource:
 
     Attributes:
       documents: `documents(file, data)` yields what one file holds, in a fixed order: texts, or
-        `Record`s, of which `data.text_column` is the text. `data` is the config's group of that
-        name. Without `path` among `needs` it is called once, and `file` is None.
-      needs: Which of the keys `path` and `text_column` must not be empty; without `path` there are
-        no files.
+        `Record`s whose column `data.text_column` is the text. `data` is the config's group of that
+        name. If `needs` lacks `path`, the function is called once, with None for the file.
+      needs: Which of the keys `path` and `text_column` must not be empty. A source that does not
+        need `path` reads no files.
       refuses: Keys of the group `data` that must keep their default, each with the reason.
-      cuts_single_file: Whether a file is one text, and a single one is cut in two to hold text out.
-      version: Number of the function's version, to be raised when what it yields changes: rows are
-        kept for later runs. None: they are made anew at every start.
-      is_hub: Whether a path that leads nowhere here is the name of a data set on the hub.
-      is_folder: Whether it is a folder that `adloco prepare` made.
+      cuts_single_file: Whether a file is one text. A single file is then cut in two, and its end is
+        held out.
+      version: Version of the function; raise it when the function yields something else. Rows are
+        kept for later runs with the same version. None: every run makes its rows again.
+      is_hub: Whether `path` may be the name of a data set on the hub.
+      is_folder: Whether `path` is a folder that `adloco prepare` made.
     """
 
     documents: Callable[[Any, Data], Iterable[str | Record]] | None = None
@@ -87,17 +88,17 @@ class DataSource:
 def documents_of(
     found: Iterable[str | Record], data: Data, *, where: str, num_classes: int | None
 ) -> Iterator[Document]:
-    """The documents among what a source yields; records without text are left out.
+    """Yield the documents of what a source yields, without records whose text is empty.
 
     Args:
       found: What the source yields.
-      data: Names the columns.
-      where: What names the source, for messages.
-      num_classes: C, where texts are labelled: a class is a whole number in [0, C).
+      data: The config's group `data`, which names the columns.
+      where: The key and value that name the source, for messages.
+      num_classes: C, if texts are labelled: a class is a whole number in [0, C).
 
     Raises:
-      DataError: While reading, naming the row, if a row has no such column, its text is no string,
-        or its class is no class; also for an empty text where texts are labelled.
+      DataError: While reading. The message names the row that lacks a column, whose text is no
+        string, whose class is out of range, or whose labelled text is empty.
     """
     number = 0
     try:
@@ -140,7 +141,7 @@ def _label(row: Record, text: str, data: Data, num_classes: int) -> int:
 
 
 def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """DataError for a column that is not there."""
+    """Raise DataError if a column is missing."""
     for column in wanted:
         if column not in columns:
             raise DataError(
@@ -153,9 +154,9 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 
 
 def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
-    """Sources and documentation topics of the running Python, by path, a file or topic each.
+    """A document for each source file and documentation topic of the running Python, by path.
 
-    Left out: tests, installed packages, and files that the build wrote for this machine.
+    Tests, installed packages and files that the build wrote for this machine are left out.
     """
     files = []
     for at, folders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -177,11 +178,12 @@ def text_documents(file: Path, data: Data) -> Iterator[str]:
 
 
 def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each line that is not blank: C4's layout, plain or compressed by gzip.
+    """A record for each line that is not blank, plain or compressed by gzip, as in C4.
 
     Raises:
-      DataError: While reading, naming file and line, if the file has another suffix, is empty,
-        truncated or no valid gzip, or a line is longer than `MAX_LINE_BYTES` or no JSON object.
+      DataError: While reading. The message names the file that has another suffix, is empty,
+        truncated or no valid gzip, or the line that is no JSON object or longer than
+        `MAX_LINE_BYTES`.
     """
     if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
         raise DataError(
@@ -217,11 +219,11 @@ def table_documents(file: Path, data: Data) -> Iterator[Record]:
 def csv_documents(file: Path, data: Data) -> Iterator[Record]:
     """A record for each row of a table whose first line names the columns; every cell is text.
 
-    Cells that are whole numbers are numbers in the column of classes.
+    In the column of classes, a cell that is a whole number becomes a number.
 
     Raises:
-      DataError: While reading, naming file and line, if the file is damaged, has no such columns,
-        or a row has more cells than there are columns.
+      DataError: While reading. The message names the file that is damaged or lacks a column, or the
+        line that has more cells than there are columns.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
@@ -241,7 +243,7 @@ def csv_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row; columns that are not used are not read.
+    """A record for each row of a parquet file; only the columns in use are read.
 
     Raises:
       DataError: While reading, naming the file, if it is damaged or has no such columns.
@@ -284,7 +286,7 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 
 def _used(data: Data) -> list[str]:
-    """The columns that are read; of unlabelled text `label_column` is empty here."""
+    """The columns to read; for unlabelled text `label_column` is empty."""
     return [column for column in (data.text_column, data.label_column) if column]
 
 
@@ -308,13 +310,12 @@ def read_text(file: Path) -> str:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Split a single document at the blank line nearest to 1 - heldout_frac of its length.
 
-    Where that would move the cut by more than half of the held-out part, the nearest newline is
-    used instead.
+    If that line is further away than half of the held-out part, the nearest newline is used.
 
     Args:
       text: The document.
-      where: The key and value it comes from, for messages.
-      heldout_frac: Share of its characters to hold out, in (0, 1).
+      where: For messages: the key and value that name the document.
+      heldout_frac: Share of the characters to hold out, in (0, 1).
 
     Raises:
       DataError: If there is no newline to cut at.

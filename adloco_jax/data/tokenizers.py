@@ -1,7 +1,7 @@
-"""Tokenizers behind one small record: bytes, and what `transformers` loads.
+"""Tokenizers: bytes, and those that `transformers` loads, in one small record.
 
-No special token is ever added to a text, and none is read out of it: the characters `</s>` in a
-web page stay characters, so only the packing ends a document.
+Special tokens are neither added to a text nor recognised in it. The characters `</s>` in a web page
+stay characters, so that only the packing ends a document.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ class Tokenizer:
       eot_id: The id that closes a document.
       fingerprint: SHA-256 (hex) of what decides the ids.
       encode_batch: Texts to one int32 array of ids each, without special tokens.
-      decode: Ids to text; end of text, other special tokens and unknown ids leave no trace.
-      save: Writes the files from which `transformers` makes a tokenizer of the same ids.
-      first_id: The id that opens a text to be classified, where there is one of its own.
-      name: As it was asked for, for messages.
+      decode: Ids to text, without special tokens and unknown ids.
+      save: Writes the files from which `transformers` makes a tokenizer with the same ids.
+      first_id: The id that opens a text to be classified, if the tokenizer has one.
+      name: The name in the config, for messages.
     """
 
     vocab_size: int
@@ -59,15 +59,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     Args:
       name: `"bytes"` (id = UTF-8 byte, end of text 256), the path of a `tokenizer.json` or of a
         SentencePiece `.model`, which `transformers` converts, a local folder in Hugging Face
-        layout, or a hub name. What exists on disk comes first; a hub tokenizer already in the
-        cache is used without the network.
+        layout, or a hub name. A path that exists takes precedence over a hub name. A hub tokenizer
+        that the cache holds needs no network.
 
     Returns:
-      The tokenizer. One from a `tokenizer.json` that has no special token at all gets
-      `<|endoftext|>` as one id more.
+      The tokenizer. If a `tokenizer.json` has no special token, `<|endoftext|>` is added.
 
     Raises:
-      ConfigError: If the name leads nowhere, or the tokenizer has no end-of-text token.
+      ConfigError: If the hub has no such tokenizer, the tokenizer has no end-of-text token, or it
+        is written in Python alone.
       DataError: If a path does not exist or its content is damaged.
     """
     return dataclasses.replace(_load(name), name=name)
@@ -96,12 +96,11 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """Load a tokenizer and check that the model has an embedding for each of its ids.
 
     Args:
-      name: What `data.tokenizer` names, see `load_tokenizer`.
-      vocab_size: The model's.
+      name: The value of `data.tokenizer`, see `load_tokenizer`.
+      vocab_size: The model's vocabulary size.
 
     Raises:
-      ConfigError: If the name leads nowhere, or the tokenizer has no end-of-text token or more ids
-        than the model.
+      ConfigError: As `load_tokenizer`, and if the tokenizer has more ids than the model.
       DataError: If a path does not exist or its content is damaged.
     """
     tokenizer = load_tokenizer(name)
@@ -116,15 +115,15 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
     """Encode and decode a few documents, and refuse a tokenizer that loses most of their text.
 
-    Decoded bytes are compared in any order, ignoring case and accents, which some tokenizers drop
-    on purpose.
+    Bytes are counted in any order, without case and accents, which some tokenizers drop on purpose.
 
     Args:
       texts: Documents; the beginnings of 30 of them, evenly along the list, are compared.
-      tokenizer: The configured one.
+      tokenizer: The configured tokenizer.
 
     Raises:
-      DataError: If less than half of the bytes come back, as where most words are unknown.
+      DataError: If less than half of the bytes come back, for instance because most words are
+        unknown.
     """
     step = max(1, len(texts) // _SAMPLED_DOCUMENTS)
     sample = [text[:_SAMPLED_CHARS] for text in texts[::step][:_SAMPLED_DOCUMENTS]]
@@ -227,7 +226,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Finds the end of text of a tokenizer.json, which has no configuration to name it."""
+    """Names the end-of-text token of a tokenizer.json, which has no configuration."""
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
@@ -255,7 +254,7 @@ def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
 
 
 def _require_sentencepiece(path: Path) -> None:
-    """ConfigError if a tokenizer is a SentencePiece model alone, and what reads it is missing."""
+    """Raise ConfigError if only a SentencePiece model is there and its package is missing."""
     files = list(path.iterdir()) if path.is_dir() else [path]
     is_model = any(file.suffix == ".model" for file in files)
     if any(file.name == "tokenizer.json" for file in files) or not is_model:
