@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from adloco_jax import hub
 from adloco_jax.data.files import sync
 from adloco_jax.data.tokenizers import Tokenizer
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import rotary_frequencies
@@ -418,8 +418,8 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"{file}: damaged, or holds more than tensors ({reason})") from error
+        why = reason(error, 120)
+        raise DataError(f"{file}: damaged, or holds more than tensors ({why})") from error
     for name, tensor in content.items() if isinstance(content, dict) else [("", None)]:
         if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)) or (
             tensor.device.type,

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError
+from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, reason
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -213,21 +213,23 @@ def _fault(error: BaseException, where: str, repo: str) -> UserError:
                 " or HF_TOKEN)"
             )
         if isinstance(cause, errors.RemoteEntryNotFoundError):
-            return ConfigError(f"{where}: {repo} lacks a file that it should have ({_line(cause)})")
+            return ConfigError(
+                f"{where}: {repo} lacks a file that it should have ({reason(cause)})"
+            )
         if isinstance(cause, OSError) and cause.filename and cause.errno is not None:
             return ResourceError(
                 f"{where}: the Hugging Face libraries cannot write to their cache"
                 f" (HF_HOME={constants.HF_HOME}: {cause.filename}: {cause.strerror})"
             )
         if isinstance(cause, (gzip.BadGzipFile, zlib.error, EOFError)):
-            return DataError(f"{where}: damaged ({_line(cause)})")
+            return DataError(f"{where}: damaged ({reason(cause)})")
     if any(_is_connection(cause) for cause in chain):
         return Unreachable(
             f"{where}: no file or folder of that name here, the cache lacks what is needed, and the"
-            f" Hugging Face hub does not answer ({_line(chain[-1])}); once it does, run the same"
+            f" Hugging Face hub does not answer ({reason(chain[-1])}); once it does, run the same"
             " command again"
         )
-    return DataError(f"{where}: cannot be read ({_line(error)})")
+    return DataError(f"{where}: cannot be read ({reason(error)})")
 
 
 def _is_connection(error: BaseException) -> bool:
@@ -236,7 +238,3 @@ def _is_connection(error: BaseException) -> bool:
     known = (ConnectionError, TimeoutError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError)
     libraries = ("httpx", "httpx2", "httpcore", "httpcore2", "aiohttp")
     return isinstance(error, known) or type(error).__module__.partition(".")[0] in libraries
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from adloco_jax import __version__, config
 from adloco_jax.cli.parser import is_run, parse, recorded_command, with_separator
-from adloco_jax.errors import ConfigError, ResourceError, UserError
+from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, without_secrets
 from adloco_jax.settings import KNOBS
 
 COMMANDS = {
@@ -77,7 +77,7 @@ def command() -> NoReturn:
     try:
         code = main()
     except Exception:  # deliberately broad: reported as Python does, but JAX may block its exit
-        traceback.print_exc()
+        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
     processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early mistake
     together = processes is None or processes.all_end()
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Limits of the machine; of JAX's errors only exhausted memory is one.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"out of resources: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        print(f"out of resources: {reason(error)}", file=sys.stderr)
         return ResourceError.exit_code
 
 
@@ -143,7 +143,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse(first, words)
     if first in ("compare", "export", "generate", "gradients"):
         _require_devices()
-    line = shlex.join(["adloco", first, *words])
+    line = without_secrets(shlex.join(["adloco", first, *words]))
     return importlib.import_module(f"adloco_jax.cli.{first}").run(options, line)
 
 
@@ -160,10 +160,9 @@ def _require_devices() -> None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200] or "no such device"
         raise ConfigError(
-            f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({reason}); unset it, or install the"
-            " extra for the device (docs/install.md)"
+            f"JAX_PLATFORMS={wanted}: JAX cannot use it here ({reason(error, 200)}); unset it, or"
+            " install the extra for the device (docs/install.md)"
         ) from error
 
 
@@ -208,7 +207,8 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
     logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # between processes
     shared = [word for word in argv if not word.startswith(varying)]
-    _execute(options, path, made, shlex.join(["adloco", "train", *shared]), is_plan=is_plan)
+    command_line = without_secrets(shlex.join(["adloco", "train", *shared]))
+    _execute(options, path, made, command_line, is_plan=is_plan)
     return 0
 
 

@@ -27,7 +27,7 @@ from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
-from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError
+from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError, reason
 from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco, start
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes, resume
@@ -388,7 +388,7 @@ def after_failure(
     """
     control = attempt.recorder.engine.underway
     index, size = control.round + 1, control.max_batch_size
-    cause = " ".join(str(error).split())[:300]
+    cause = reason(error)
     exhausted = "RESOURCE_EXHAUSTED" in str(error)
     if exhausted and size == 1:
         failure = (

@@ -24,6 +24,9 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     keys = dict(source="hf", path="allenai/c4", name="en", heldout_split="validation")
     keys |= dict(sequence_length=64, num_sequences=300) | changes
+    os.environ.pop("HF_TOKEN", None)
+    if token := keys.pop("token", None):
+        os.environ["HF_TOKEN"] = token
     lines = []
     try:
         corpus = load_corpus(data_settings(**keys), note=lines.append)
@@ -34,6 +37,12 @@ for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
 """
 CASES = {  # faults of the server, changes of the config, exit code, words of the line
     "gated": ({"gated": "allenai/c4"}, {}, 2, "request access at http.*/datasets/allenai/c4"),
+    "gated, with a token": (
+        {"gated": "allenai/c4"},
+        {"token": "hf_SecretOfMine"},
+        2,
+        "request access at http://127.*/datasets/allenai/c4",
+    ),
     "private": ({"private": "allenai/c4"}, {}, 2, "log in where it is private"),
     "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.*no public repository of that name"),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*has no such revision"),
@@ -58,6 +67,8 @@ def found(tmp_path_factory, hub_root):
     cases += [("flaky", {"fail_every": 3}, {}, False)]
     cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
     with served(hub_root, folder) as (environment, _):
+        # The address of a mirror may hold a password.
+        environment["HF_ENDPOINT"] = environment["HF_ENDPOINT"].replace("//", "//me:SecretOfMine@")
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(cases)],
             env=os.environ | environment,
@@ -66,6 +77,7 @@ def found(tmp_path_factory, hub_root):
             timeout=500,
         )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "SecretOfMine" not in done.stdout + done.stderr
     records = [line for line in done.stdout.splitlines() if line.startswith("[")]
     waits = [line for line in done.stdout.splitlines() if "connection lost" in line]
     return {name: case for name, *case in map(json.loads, records)} | {"waits": waits}

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from ledgers import write_run
 
-from adloco_jax import BATCH_TESTS, __version__, crashpoints
+from adloco_jax import BATCH_TESTS, __version__, crashpoints, errors
 from adloco_jax import main as cli
 from adloco_jax.config import validate
 from adloco_jax.errors import ConfigError, DataError
@@ -259,6 +259,24 @@ def test_a_bad_command_is_refused(capsys):
         assert refused(capsys, *argv)[0].startswith(start)
     lines = refused(capsys, "--config=nowhere.py", "--config.inner.txx=sgd")
     assert len(lines) == 2 and lines[1].startswith("inner.txx: no such key; did you mean inner.tx?")
+
+
+def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):
+    address = "https://me:Hunter2@hub.example/c4?X-Amz-Signature=Hunter2&b=1"
+    library = f"401 for {address} with Bearer Hunter2.x, token hf_Hunter2"
+    for error in (ConfigError(library), OSError(library), ValueError(library)):
+        monkeypatch.setattr(cli, "_run", mock.Mock(side_effect=error))
+        if isinstance(error, ValueError):
+            monkeypatch.setattr(cli.sys, "exit", lambda code: None)
+            cli.command()  # a mistake of ours, with its traceback
+        else:
+            cli.main([])
+        shown = capfd.readouterr().err
+        assert "https://hub.example/c4" in shown and "token hf_..." in shown
+        assert "Hunter2" not in shown
+    assert "Hunter2" not in errors.reason(ValueError(library)) + str(DataError(library))
+    plain = "a/b.json: user@host, 3 > 2? yes: http://x/y#z"
+    assert errors.without_secrets(plain) == plain
 
 
 def test_a_broken_config_file_is_refused(capsys, tmp_path):

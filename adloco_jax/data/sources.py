@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adloco_jax import hub
-from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import Data
 
 MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
@@ -281,8 +281,7 @@ def _arrow_faults(file: Path) -> Iterator[None]:
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{file}: damaged or unreadable ({reason})") from error
+        raise DataError(f"{file}: damaged or unreadable ({reason(error, 200)})") from error
 
 
 def _used(data: Data) -> list[str]:

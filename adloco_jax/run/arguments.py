@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PyTree
 
 from adloco_jax.engine.inputs import Rows
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, reason
 from adloco_jax.run.build import inner_transform
 from adloco_jax.run.checkpoint import shapes
 from adloco_jax.settings import Settings
@@ -73,8 +73,8 @@ def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[st
     try:
         drawn = jax.eval_shape(init_fn, jax.random.key(0))
     except TypeError as error:  # a leaf that is no array, or a mistake within
-        reason = " ".join(str(error).split())[:300]
-        return [f"init_fn: {reason}; its leaves must all be arrays: leave others out of the tree"]
+        need = "its leaves must all be arrays: leave others out of the tree"
+        return [f"init_fn: {reason(error)}; {need}"]
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)

@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.files import file_sha256, sync
-from adloco_jax.errors import CheckpointError, ResourceError
+from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.run import processes
 
 FORMAT = 3  # increases when an older reader could not understand a newer run's folder
@@ -134,10 +134,9 @@ class Saver:
                 raise CheckpointError(
                     f"{target}: deleted while it was written; {older}; run the same command again"
                 ) from error
-            cause = " ".join(str(error).split())[:300]
             raise ResourceError(
-                f"{target}: the checkpoint cannot be written ({cause}); {older}; make room, and run"
-                " the same command again"
+                f"{target}: the checkpoint cannot be written ({reason(error)}); {older}; make room,"
+                " and run the same command again"
             ) from error
 
     def _make_staging(self, staging: Path) -> None:
@@ -354,8 +353,7 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
                 args = ocp.args.PyTreeRestore(expected, restore_args=how, partial_restore=True)
             return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise Damaged(f"{arrays}: unreadable ({reason})") from error
+            raise Damaged(f"{arrays}: unreadable ({reason(error)})") from error
 
 
 def read_json(path: Path) -> dict:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from adloco_jax.errors import ConfigError
+from adloco_jax.errors import ConfigError, reason
 from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
@@ -179,7 +179,7 @@ class Trackers:
             yield
         # Deliberately broad: third-party code may raise anything, and must not stop training.
         except Exception as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            cause = f"{type(error).__name__}: {reason(error)}"
             stack, _ = self._opened.pop(name, (contextlib.ExitStack(), None))
             with contextlib.suppress(Exception):
                 stack.close()
