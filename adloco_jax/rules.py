@@ -135,6 +135,14 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "outer.aggregator outer.fragments",
         lambda aggregator, fragments: aggregator == "mean" or fragments == 1,
     ),
+    "learners synchronise whole rounds; set engine.kind=local, or one fragment without delay": (
+        "engine.kind outer.fragments outer.delay_updates",
+        lambda kind, fragments, delay: kind == "local" or (fragments, delay) == (1, 0),
+    ),
+    "a quorum is of learners that there are; lower the first or raise the second": (
+        "engine.quorum engine.max_learners",
+        lambda quorum, learners: quorum is None or learners is None or quorum <= learners,
+    ),
     "a run starts without accumulation; lower the first or raise the second": (
         "batching.initial_batch_size batching.max_batch_size",
         lambda first, largest: first <= (largest or math.inf),

@@ -320,6 +320,37 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Engine:
+    """Where workers run: in this process, or in learners that come and go (guide: elastic)."""
+
+    kind: Literal["local", "ray"] = _knob(
+        "local", "local: in this process. ray: in learners, processes of a Ray cluster; an extra."
+    )
+    address: str = _knob(
+        "", "HOST:PORT of the Ray cluster to join. Empty: one of the run's own on this machine."
+    )
+    max_learners: Count | None = _knob(
+        None, "Learners to start, and to start anew. Unset: one for each worker that begins."
+    )
+    quorum: Count | None = _knob(
+        None, "Learners of a trainer whose answers are enough for its round; unset: all."
+    )
+    grace_s: Amount = _knob(5.0, "Seconds for which the others are waited for after a quorum.")
+    heartbeat_s: Positive = _knob(
+        20.0, "Seconds without a sign of life after which a learner is lost."
+    )
+    restart_s: Positive = _knob(
+        120.0, "Seconds for a learner to start, after which others take over its workers."
+    )
+    steps: Literal["equal", "by_speed"] = _live(
+        "equal", "by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."
+    )
+    max_norm_ratio: Positive | None = _live(
+        None, "An update longer than so many times its peers' median does not count; unset: all."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Log:
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
@@ -343,6 +374,7 @@ class Settings:
     eval: Eval = _group("harmless")
     checkpoint: Checkpoint = _group("harmless")
     log: Log = _group("harmless")
+    engine: Engine = _group("harmless")
     seed: Annotated[int, "[0, 4294967295]"] = _fixed(0, "Of parameters, data order, a loss's keys.")
     num_rounds: Count = _free(20, "Outer steps (AdLoCo table A.2).")
     num_tokens: Annotated[int, "[1, 4e18]"] | None = _free(

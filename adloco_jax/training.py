@@ -21,7 +21,8 @@ from ml_collections import ConfigDict
 from adloco_jax.config import validate
 from adloco_jax.core.types import Ensemble, LossFn
 from adloco_jax.data import ArrayRows, Corpus
-from adloco_jax.data.files import cache_folder
+from adloco_jax.elastic import cluster
+from adloco_jax.elastic.engine import RayEngine
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.inputs import Rows, programs_ahead
 from adloco_jax.engine.local import LocalEngine
@@ -46,7 +47,7 @@ from adloco_jax.run.checkpoint import Saver, list_rounds
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, read
-from adloco_jax.run.machines import here
+from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.plan import max_batch_size, require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
 from adloco_jax.run.terminal import Progress
@@ -115,7 +116,7 @@ def train(
     """
     settings = validate(config)
     check_installed(settings.log)
-    _use_compilation_cache()
+    use_compilation_cache()
     if workdir is None:
         if jax.process_count() > 1:
             raise ConfigError("workdir: several processes need the name of one folder")
@@ -204,6 +205,8 @@ def fit(
       UserError: Otherwise see `train`; no text is read here.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
+    if settings.engine.kind == "ray":
+        cluster.check_possible()
     if isinstance(corpus, ArrayRows):
         corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
@@ -313,7 +316,7 @@ def begin(
     stack.callback(programs.close)
     control = _control(run, restored, programs, failures.max_batch_size)
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
-    engine = LocalEngine(settings, spec, programs, run.corpus, heldout)
+    engine = _engine(run, stack, programs, heldout)
     engine.underway = control
     began_s = start_s - host["wall_s"]
     loss = float("nan") if host["loss"] is None else host["loss"]
@@ -362,10 +365,12 @@ def execute(run: Run, attempt: Attempt) -> State:
             stack.callback(faulthandler.cancel_dump_traceback_later)
             faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
             observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
-        ahead = programs_ahead(state.control, settings, run.spec)
+        is_local = settings.engine.kind == "local"  # learners compile the programs of rounds
+        ahead = programs_ahead(state.control, settings, run.spec) if is_local else []
         engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
         try:
-            return adloco(state, settings=settings, engine=engine, observers=observe)
+            state = adloco(state, settings=settings, engine=engine, observers=observe)
+            return State(engine.complete(state), state.control)
         except Diverged as error:
             attempt.recorder(error.state, error.boundary)
             saved = _last_checkpoint(run, attempt)
@@ -420,6 +425,17 @@ def after_failure(
     return Failures((*before.faults, fault), largest, control.round)
 
 
+def _engine(
+    run: Run, stack: contextlib.ExitStack, programs: Programs, heldout: evaluate.HeldOut
+) -> observers.RunEngine:
+    """The engine that the settings name."""
+    if run.settings.engine.kind == "local":
+        return LocalEngine(run.settings, run.spec, programs, run.corpus, heldout)
+    engine = RayEngine(run, programs, heldout)
+    stack.callback(engine.close)
+    return engine
+
+
 def _open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
@@ -461,16 +477,3 @@ def _last_checkpoint(run: Run, attempt: Attempt) -> str:
     with contextlib.suppress(CheckpointError, ResourceError):
         attempt.checkpoints.saver.wait()
     return checkpoint.last(run.workdir / "checkpoints")
-
-
-def _use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in a folder of the user's own.
-
-    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
-    programs are code: the folder must not be one that others can write to.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key, knob in KNOBS.items() if config_module._base(knob.kind) in (int, float)]
 # Written out once more, so that a range in the schema cannot lose its lower end unseen.
 ZERO_IS_ALLOWED = """
-    checkpoint.every_s seed model.loss_chunk inner.warmup_updates
+    checkpoint.every_s engine.grace_s seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
     outer.delay_updates outer.mixing batching.smoothing merge.max_barrier""".split()
 ONE_IS_REFUSED = """
@@ -188,6 +188,8 @@ RAMP = dict(batching__test="ramp")
 CONTRADICTIONS = {
     "heads": dict(model__width=66),
     "head size": dict(model__width=60),  # 60 / 4 is odd
+    "fragments in learners": dict(engine__kind="ray", outer__delay_updates=1),
+    "quorum": dict(engine__quorum=3, engine__max_learners=2),
     "rule in fragments": dict(outer__aggregator="rda", outer__fragments=2),
     "kv heads": dict(model__num_kv_heads=3),
     "classes of unlabelled text": dict(model__arch="bert"),

@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     @property
     def mean_loss(self) -> float:
         """Over the updates that were made; NaN if there were none."""
-        made = self.loss_SR[~self.skipped_SR]
+        made = self.loss_SR[np.isfinite(self.loss_SR)]
         return float(np.mean(made)) if made.size else math.nan
 
 
@@ -169,17 +169,12 @@ class LocalEngine:
             line["skipped_updates"] = int(outcome.skipped_SR.sum())
         metrics = Metrics(underway.lines, outcomes, step_s, stall_s - self._stalled_s)
         control, broken = count_skips(state.control, outcomes)
-        changes = []
-        for trainer in (control.trainers[position] for position in broken):
-            skips = max(trainer.skipped_in_a_row.values())
-            fault = {"event": "fault", "kind": "quarantine", "round": control.round}
-            changes.append(fault | {"trainer": trainer.id, "skipped_in_a_row": skips})
-        ensemble = state.ensemble
-        if broken:
-            control, survivors = without_trainers(control, broken)
-            if survivors:
-                ensemble = replace(taken, ensemble, tuple(survivors))
-        return State(ensemble, control), metrics, changes
+        state, changes = without_broken(State(state.ensemble, control), broken)
+        return state, metrics, changes
+
+    def complete(self, state: State) -> Ensemble:
+        """The state's ensemble, which is whole."""
+        return state.ensemble
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
         ensemble, measured, norms = state.ensemble, [], []
@@ -312,7 +307,9 @@ class LocalEngine:
         return _put(ensemble, group.trainers, reshard(sub, at.ensemble(sub)))
 
 
-def count_skips(control: Control, outcomes: Sequence[Outcome]) -> tuple[Control, list[int]]:
+def count_skips(
+    control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
+) -> tuple[Control, list[int]]:
     """Counts the skipped updates of a round.
 
     A trainer is broken once every one of its workers has skipped its last updates.
@@ -320,13 +317,16 @@ def count_skips(control: Control, outcomes: Sequence[Outcome]) -> tuple[Control,
     Args:
       control: At the round's boundary, with the round's trainers and workers.
       outcomes: In stack order.
+      trainers: Positions of the outcomes' trainers; None: all.
 
     Returns:
       The changed copy, and the positions of the broken trainers.
     """
     control = copy.deepcopy(control)
     broken = []
-    for position, (trainer, outcome) in enumerate(zip(control.trainers, outcomes, strict=True)):
+    positions = range(len(control.trainers)) if trainers is None else trainers
+    for position, outcome in zip(positions, outcomes, strict=True):
+        trainer = control.trainers[position]
         streams = [str(control.streams[w]) for w in control.workers_of(position)]
         rows = {}
         for stream, skipped_S in zip(streams, outcome.skipped_SR.T, strict=True):
@@ -337,6 +337,24 @@ def count_skips(control: Control, outcomes: Sequence[Outcome]) -> tuple[Control,
         if min(rows.values()) >= SKIPS_BEFORE_QUARANTINE:
             broken.append(position)
     return control, broken
+
+
+def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
+    """The state without the broken trainers, and a ledger line for each.
+
+    The ensemble is meaningless if no trainer is left.
+    """
+    ensemble, control = state
+    changes = []
+    for trainer in (control.trainers[position] for position in broken):
+        skips = max(trainer.skipped_in_a_row.values())
+        fault = {"event": "fault", "kind": "quarantine", "round": control.round}
+        changes.append(fault | {"trainer": trainer.id, "skipped_in_a_row": skips})
+    if broken:
+        control, survivors = without_trainers(control, broken)
+        if survivors:
+            ensemble = replace(taken, ensemble, tuple(survivors))
+    return State(ensemble, control), changes
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:

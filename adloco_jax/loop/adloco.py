@@ -43,6 +43,9 @@ class Boundary(NamedTuple):
     # Ledger fields, `event` among them, of what has changed since the round, in order: quarantined
     # trainers, flushes, the merge or its refusal, workers that have joined.
     changes: list[dict]
+    # Whether all trainers have now made one round more; else some are further than before, each on
+    # its own clock.
+    advanced: bool = True
 
 
 class Diverged(Exception):
@@ -68,7 +71,10 @@ class Engine(Protocol):
         """Bytes that a merge or a reallocation sends."""
 
     def ready(self, state: State) -> list[int]:
-        """Positions of the trainers whose next round may begin; waits until there is one."""
+        """Positions of the trainers whose next round is to be taken; waits until there is one.
+
+        Where each trainer has a clock of its own, their rounds have begun before.
+        """
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
         """The next sequences of these trainers' workers, each from its own stream."""
@@ -134,22 +140,24 @@ def adloco(
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
     while not is_over(state.control, settings):
+        before = state.control.round
         trainers = engine.ready(state)
         plans = round_plans(state.control, settings, trainers)  # 4.4, switch mode
         batch = engine.batch(state, plans)
         stats = engine.gradient_stats(state, batch)  # 4.2, at the round's common point
         state, underway = engine.outer_step(state, batch)  # algorithm 1, lines 5 to 16
-        control, decisions = with_batch_sizes(state.control, stats, settings)  # eq. 10 to 13
+        control, decisions = with_batch_sizes(state.control, stats, settings, plans)  # eq. 10-13
         if not is_over(control, settings):
             engine.look_ahead(control)
         state, metrics, changes = engine.finish(state._replace(control=control), underway)
         if not state.control.trainers:
             raise Diverged(state, Boundary(metrics, decisions, changes))
+        advanced = state.control.round > before
         if is_over(state.control, settings):
             state, flushed = engine.flush(state, range(len(state.control.trainers)))
             changes += flushed
         merging = []
-        if merge_due(state.control, settings):
+        if advanced and merge_due(state.control, settings):
             losses = engine.guard_losses(state)
             members = choose_members(state.control, losses, settings)  # algorithm 2, CheckMerge
             if members:  # algorithm 3, DoMerge
@@ -161,7 +169,7 @@ def adloco(
             )
             changes.append(spawned)
         for observer in observers:
-            observer(state, Boundary(metrics, decisions, changes))
+            observer(state, Boundary(metrics, decisions, changes, advanced))
     return state
 
 

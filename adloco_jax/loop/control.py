@@ -57,7 +57,7 @@ class Control:
     streams: list[int]  # the data stream each worker reads, which is its permanent id
     max_batch_size: int  # in force: sequences per worker that a device holds at once
     eval_batch_size: int  # as it was at the start: evaluation's figures stay comparable
-    round: int = 0
+    round: int = 0  # completed by all trainers: the slowest's count
     tokens_total: int = 0
     updates_total: int = 0
     syncs_total: int = 0
@@ -70,6 +70,10 @@ class Control:
     def demands(self) -> tuple[float, ...]:
         """Each trainer's demand: its weight in the average of all."""
         return tuple(float(trainer.demand) for trainer in self.trainers)
+
+    def rounds_of(self, position: int) -> int:
+        """Rounds that the trainer at a position has made: the slowest's count, or more."""
+        return max(self.round, self.trainers[position].rounds)
 
     def workers_of(self, trainer: int) -> list[int]:
         """Positions of the workers of the trainer at a position."""
@@ -119,6 +123,7 @@ def count_round(
     sequence_length: int,
     sync_bytes: int,
     num_syncs: int = 1,
+    counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
     """Count a round as done, and return what each trainer spent, in stack order.
 
@@ -128,19 +133,25 @@ def count_round(
       sequence_length: Tokens of a sequence.
       sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
       num_syncs: Synchronisations of a round, one for each fragment.
+      counted: Of the workers whose work counts, at least one of each trainer, by position: updates
+        and sequences. None: all workers, as planned.
     """
     control = copy.deepcopy(control)
     spent = []
     for position, plan in sorted(plans.items()):
         trainer, workers = control.trainers[position], control.workers_of(position)
+        work = dict.fromkeys(workers, (plan.num_updates, plan.num_sequences))
+        if counted is not None:
+            work = {worker: counted[worker] for worker in workers if worker in counted}
+        updates = max(updates for updates, _ in work.values())
         trainer.rounds += 1
-        trainer.updates += plan.num_updates
-        for worker in workers:
+        trainer.updates += updates
+        for worker, (_, sequences) in work.items():
             _, stream, cursor = control.reads(worker)
-            trainer.cursors[str(stream)] = cursor + plan.num_sequences
-        tokens = plan.num_sequences * len(workers) * sequence_length
-        cost = sync_cost(len(workers), sync_bytes, num_syncs)
-        spent.append({"updates": plan.num_updates, "tokens": tokens, **cost})
+            trainer.cursors[str(stream)] = cursor + sequences
+        tokens = sum(sequences for _, sequences in work.values()) * sequence_length
+        cost = sync_cost(len(work), sync_bytes, num_syncs)
+        spent.append({"updates": updates, "tokens": tokens, **cost})
     control.round += 1
     for name in ("tokens", "updates", "syncs", "bytes"):
         total = getattr(control, f"{name}_total") + sum(cost[name] for cost in spent)

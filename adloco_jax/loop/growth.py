@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,24 +35,26 @@ def measures_gradients(settings: Settings) -> bool:
 
 
 def with_batch_sizes(
-    control: Control, stats: Stats, settings: Settings
+    control: Control, stats: Stats, settings: Settings, trainers: Iterable[int] | None = None
 ) -> tuple[Control, list[Decision]]:
-    """Set every trainer's requested batch for the next round; waits for the statistics.
+    """Set the trainers' requested batches for their next rounds; waits for the statistics.
 
     Args:
       control: After the round is counted.
       stats: From the engine; a trainer that was not tested is not in it.
       settings: The run's settings.
+      trainers: Positions of those that have made a round; None: all.
 
     Returns:
-      The changed copy, and one decision per trainer, in stack order.
+      The changed copy, and one decision for each of them, in stack order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
     with np.errstate(all="ignore"):  # a meaningless value is not finite, and keeps the batch
         tested = _by_trainer(stats)
-        for position, trainer in enumerate(control.trainers):
+        for position in sorted(range(len(control.trainers)) if trainers is None else trainers):
+            trainer = control.trainers[position]
             request, now = _request(control, position, settings), control.size(position)
             if measures:
                 decision = _tested(trainer, tested.get(position), request, now, free, settings)
@@ -159,7 +161,7 @@ def _request(control: Control, position: int, settings: Settings) -> Callable:
         **vars(batching),
         "num_workers": num_workers if batching.scope == "trainer" else 1,
         "batch_size": trainer.requested_batch_size,
-        "round_index": control.round,
+        "round_index": control.rounds_of(position),
     }
     return with_knobs(BATCH_TESTS[batching.test].request, available)
 

@@ -50,8 +50,8 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
         **vars(inner),
         "next_rate": float(rate),
         "updates": trainer.updates,
-        "round_index": control.round,
-        "share_done": share_done(control.round, control.tokens_total, settings),
+        "round_index": control.rounds_of(position),
+        "share_done": share_done(control.rounds_of(position), control.tokens_total, settings),
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
     left = np.ceil(_base_rounds_left(control, settings))
@@ -162,7 +162,7 @@ def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray
     """A trainer's fields of the ledger, as far as the plan decides them."""
     trainer = control.trainers[position]
     return {
-        "round": control.round + 1,
+        "round": control.rounds_of(position) + 1,
         "trainer": trainer.id,
         "workers": control.owners.count(position),
         "requested_batch_size": trainer.requested_batch_size,

@@ -12,6 +12,7 @@ fit once the matrices are transposed and the layers stacked. Departures:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -191,7 +192,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     Raises:
       ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
     """
-    logits = nn.apply(Bert.__call__, model)
+    logits: Any = model.apply  # a bound method, which can be sent
 
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         if rows.ndim != 2 or rows.shape[1] < 3:

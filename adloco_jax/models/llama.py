@@ -6,6 +6,7 @@ its weights fit once the matrices are transposed and the layers stacked.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -220,8 +221,9 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
     Raises:
       ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
     """
-    hidden = nn.apply(Llama.hidden, model)
-    logits = nn.apply(Llama.logits, model)
+    # Bound methods, which can be sent to another process; `nn.apply` gives what cannot.
+    hidden: Any = functools.partial(model.apply, method=Llama.hidden)
+    logits: Any = functools.partial(model.apply, method=Llama.logits)
 
     def head_losses(params: PyTree, hidden_BLD: Array, targets_BL: Array, tap_B: Tap) -> Array:
         logits_BLV = logits({"params": params}, hidden_BLD, tap_B)

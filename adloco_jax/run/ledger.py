@@ -137,7 +137,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
             break
         if fault:
             raise DataError(f"{path}:{number}: {fault}; {_ADVICE}")
-        rounds = events[-1]["round"] if events[-1]["event"] == "round" else rounds
+        rounds = max(rounds, events[-1]["round"]) if events[-1]["event"] == "round" else rounds
     return events
 
 
@@ -146,7 +146,8 @@ def _fault(event: dict, rounds: int) -> str:
     name = event["event"]
     if fault := records.fault(event, records.EVENTS.get(name, {}), name):
         return fault
-    first, last = (max(rounds, 1), rounds + 1) if name == "round" else (0, rounds)
+    # Trainers have clocks of their own: a slower one's round may come after a later one.
+    first, last = (1, rounds + 1) if name == "round" else (0, rounds)
     if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
         return f"{name}.round: have {event['round']} after round {rounds}"
     lengths = {len(event[key]) for key in ("members", "weights", "loss_before") if key in event}

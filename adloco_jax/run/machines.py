@@ -8,7 +8,21 @@ import os
 
 import jax
 
+from adloco_jax.data.files import cache_folder
 from adloco_jax.engine.spec import Machine
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in a folder of the user's own.
+
+    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
+    programs are code: the folder must not be one that others can write to.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def here() -> Machine:

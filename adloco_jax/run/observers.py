@@ -10,19 +10,19 @@ import faulthandler
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from adloco_jax.core.types import Ensemble
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.engine import evaluate
-from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Compiled, Programs
 from adloco_jax.errors import Preempted
-from adloco_jax.loop.adloco import Boundary, Control, Observer, State
+from adloco_jax.loop.adloco import Boundary, Control, Engine, Observer, State
 from adloco_jax.loop.growth import Decision
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, processes
@@ -34,6 +34,17 @@ from adloco_jax.run.terminal import Progress, describe_change, describe_growth, 
 from adloco_jax.settings import Settings
 
 
+class RunEngine(Engine, Protocol):
+    """An engine of a run, with what evaluates and saves its states."""
+
+    programs: Programs
+    heldout: evaluate.HeldOut
+    underway: Control  # before the round under way
+
+    def complete(self, state: State) -> Ensemble:
+        """The state's ensemble with all that learners hold; waits."""
+
+
 @dataclass
 class Recorder:
     """Writes what happened in a round and at its boundary.
@@ -42,7 +53,7 @@ class Recorder:
     """
 
     settings: Settings
-    engine: LocalEngine
+    engine: "RunEngine"
     ledger: Ledger
     progress: Progress
     start_s: float  # on this process's clock, earlier by the seconds of earlier processes
@@ -137,6 +148,8 @@ class Evaluator:
 
     def __call__(self, state: State, boundary: Boundary) -> None:
         """Evaluates this boundary's state, if that is due, and shows the round."""
+        if not boundary.advanced:
+            return
         recorder, control = self.recorder, state.control
         is_due = control.round % recorder.settings.eval.every_rounds == 0
         if is_due or is_over(control, recorder.settings):
@@ -196,6 +209,8 @@ class Checkpoints:
           Preempted: After a signal, once everything is saved.
           ResourceError: If a save has failed.
         """
+        if not boundary.advanced:  # what is saved is named by the slowest trainer's count
+            return
         settings, index = self.recorder.settings, state.control.round
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
         asked = processes.gather([self.stop(), self._is_time()], "boundary")
@@ -226,7 +241,7 @@ class Checkpoints:
         self.saver.wait()
         known = recorder.evaluated_round == index and np.isfinite(recorder.loss)
         loss = recorder.loss if known else None
-        self.saver.save(index, state.ensemble, self.host(state), loss=loss)
+        self.saver.save(index, recorder.engine.complete(state), self.host(state), loss=loss)
 
 
 def watchdog(seconds: float) -> Observer:

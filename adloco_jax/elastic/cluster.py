@@ -1,0 +1,272 @@
+"""The transport: learners are actors of a Ray cluster. The rest of the room knows no Ray.
+
+Ray is imported only here. Its processes pickle for one another; a token keeps others out.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from adloco_jax.errors import ConfigError, ResourceError
+
+# Ends what a cluster has left once the driver has: reads until the pipe closes, however that ends.
+_REAPER = """
+import os, shutil, signal, sys, time
+mark = sys.argv[1].encode()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()
+sys.stdin.buffer.read()
+def left():
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if mark in file.read() and int(pid) != os.getpid():
+                    yield int(pid)
+        except OSError:
+            pass
+for _ in range(100):
+    pids = [*left()]
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    if not pids:
+        break
+    time.sleep(0.05)
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+class Outcome(NamedTuple):
+    """How a call has ended."""
+
+    value: Any  # None if it failed
+    error: str  # in one line; empty if it did not
+
+
+def check_possible() -> None:
+    """Refuses a run in learners where Ray is missing, or where it has several processes besides.
+
+    Raises:
+      ConfigError: Says what to do.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "engine.kind = ray: its driver is one process; leave out --distributed and"
+            " --coordinator, or set engine.kind=local"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("engine.kind = ray: not installed; pip install 'adloco_jax[ray]'")
+
+
+@contextlib.contextmanager
+def connected(address: str, num_learners: int) -> Iterator[None]:
+    """A cluster to start learners on: the one at an address, or one of our own on this machine.
+
+    One of our own has a token, no dashboard and no usage report, and keeps its files in a folder of
+    the run's own. At its end, also that of a killed driver, no process of it is left.
+
+    Args:
+      address: HOST:PORT of a running cluster; empty: starts one.
+      num_learners: For which one of our own has room.
+
+    Raises:
+      ConfigError: If there is no cluster at the address, or it refuses the token.
+      ResourceError: If none can be started.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with contextlib.ExitStack() as stack:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+        if address:
+            import ray
+
+            try:
+                ray.init(address=address, **quiet)
+            except Exception as error:  # deliberately broad, because Ray raises many kinds
+                cause = " ".join(str(error).split())[:200]
+                raise ConfigError(
+                    f"engine.address = {address}: no Ray cluster answers there ({cause}); see"
+                    " docs/guides/elastic.md for addresses and tokens"
+                ) from error
+            stack.callback(ray.shutdown)
+            _silence(ray)
+            yield
+            return
+        folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # sockets need a short name
+        reap = [sys.executable, "-c", _REAPER, folder]
+        reaper = subprocess.Popen(reap, stdin=subprocess.PIPE, env={}, start_new_session=False)
+        stack.callback(_end, reaper, folder)
+        token = Path(folder) / "token"
+        with os.fdopen(os.open(token, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+        changed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        # Else Ray puts the machine's address in the place of a loopback one, for other machines.
+        changed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Functions that a run is given are found where the driver has found them.
+        changed["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_TOKEN")}
+        stack.callback(_restore, before)
+        os.environ.update(changed)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        is_new = "ray" not in sys.modules
+        import ray
+
+        if not is_new:  # it has read the environment before
+            native: Any = ray._raylet
+            native.Config.initialize("")
+            native.AuthenticationTokenLoader.instance().reset_cache()
+        try:
+            with warnings.catch_warnings():  # of forks, after which its processes are others
+                warnings.simplefilter("ignore", RuntimeWarning)
+                ray.init(
+                    address="local",
+                    num_cpus=num_learners,
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=folder,
+                    **quiet,
+                )
+        except Exception as error:  # deliberately broad, because Ray raises many kinds
+            cause = " ".join(str(error).split())[:200]
+            raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
+        stack.callback(ray.shutdown)
+        _silence(ray)
+        yield
+
+
+def _silence(ray: Any) -> None:
+    """Keeps off the terminal what Ray prints on every death, whatever `log_to_driver` says."""
+    ray._private.worker.print_worker_logs = lambda *_: None
+
+
+def _end(reaper: subprocess.Popen, folder: str) -> None:
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        reaper.wait(30)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def put(value: Any) -> Any:
+    """Sends a value once, for several calls; returns what stands for it.
+
+    Raises:
+      ConfigError: If it cannot be pickled.
+    """
+    import ray
+
+    try:
+        return ray.put(value)
+    except TypeError as error:  # Ray lists the whole value
+        raise ConfigError(
+            "engine.kind = ray: functions and rows that learners are sent must be picklable"
+            f" ({type(error.__cause__).__name__}: {str(error.__cause__)[:200]})"
+        ) from None
+
+
+def start(kind: type, num_learners: int, *arguments: Any) -> Any:
+    """Starts a learner wherever there is room, at once or as soon as there is; returns its handle.
+
+    Args:
+      kind: The learner's class. Calls of `submit(..., aside=True)` are answered beside the others.
+      num_learners: Of the run, which share the cluster's GPUs.
+      *arguments: Of its constructor.
+    """
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0)
+    options: dict[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": max(int(gpus // num_learners), 1) if gpus else 0,
+        "max_restarts": 0,  # by Ray, which would run the constructor and lose the state
+        "max_task_retries": 0,
+        "concurrency_groups": {"aside": 2},
+        "scheduling_strategy": "SPREAD",
+    }
+    return ray.remote(**options)(kind).remote(*arguments)
+
+
+def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
+    """Calls a learner's method; returns what `poll` takes.
+
+    A learner answers its calls one after another, those that are `aside` beside the others.
+    """
+    function = getattr(handle, method)
+    if aside:
+        function = function.options(concurrency_group="aside")
+    return function.remote(*arguments)
+
+
+def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
+    """The calls that have ended, after at most so many seconds.
+
+    Raises:
+      ResourceError: If the cluster itself is gone.
+    """
+    import ray
+
+    if not calls:
+        time.sleep(timeout_s)
+        return {}
+    try:
+        ended, _ = ray.wait([*calls], num_returns=len(calls), timeout=0)
+        if not ended:
+            ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise ResourceError(
+            f"the Ray cluster is gone ({' '.join(str(error).split())[:200]}); the same command goes"
+            " on from the newest checkpoint"
+        ) from error
+    return {call: _outcome(call) for call in ended}
+
+
+def _outcome(call: Any) -> Outcome:
+    import ray
+
+    try:
+        return Outcome(ray.get(call), "")
+    except ray.exceptions.RayTaskError as error:
+        return Outcome(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
+    except ray.exceptions.RayError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return Outcome(None, f"{type(error).__name__}: {' '.join(lines[-1:])}"[:300])
+
+
+def kill(handle: Any, process: tuple[str, int] | None) -> None:
+    """Ends a learner; its process, `(machine, pid)`, too if it is on this machine and stopped."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(handle, no_restart=True)
+    if process is not None and process[0] == machine_id():
+        with contextlib.suppress(OSError):
+            if b"ray::" in Path(f"/proc/{process[1]}/cmdline").read_bytes():
+                os.kill(process[1], 9)
+
+
+def machine_id() -> str:
+    """This boot of this machine; a process that has another cannot be ended from here."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
+    return os.uname().nodename

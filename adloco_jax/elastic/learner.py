@@ -1,0 +1,255 @@
+"""A learner: one process that runs workers' rounds on its own devices, for a driver elsewhere.
+
+It reads their rows by cursor and keeps their inner states, as they were before and after the last
+round. The driver confirms a round by asking for the next one, from where it ended. A round that it
+did not count is asked for again, and starts from the state before.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from adloco_jax.core.outer import Differences, pack_differences
+from adloco_jax.core.types import Ensemble, Workers, norms, of_owners, trainable
+from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.elastic.cluster import machine_id
+from adloco_jax.engine.inputs import Rows
+from adloco_jax.engine.memory import fewest_model_shards
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.sharding import fetch
+from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.errors import ConfigError
+from adloco_jax.loop.control import RoundPlan
+from adloco_jax.loop.plans import update_flags
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.run.build import examples_per_pass, load_data
+from adloco_jax.run.machines import here, use_compilation_cache
+from adloco_jax.run.resume import versions
+from adloco_jax.settings import Settings
+
+
+class Given(NamedTuple):
+    """A run, as a learner is given it."""
+
+    settings: Settings
+    spec: Spec  # for the machine of the driver, which it lacks
+    corpus: Rows | None  # None: read by the settings
+    commit: str  # of a data set on the hub
+    entries: dict[str, Any]  # of the tables that rows are read by, which a config file may add to
+    log: str  # folder of the learners' own logs
+
+
+class Work(NamedTuple):
+    """One worker's part of a round."""
+
+    stream: int
+    start: int  # the sequence of its stream that it begins with
+    num_updates: int
+    num_tested: int  # of its first sequences, for the batch-size test
+    rate_T: np.ndarray
+    inner_state: PyTree | None  # to begin with; None: the one that the learner has
+
+
+class Order(NamedTuple):
+    """A trainer's round, as a learner is asked for it."""
+
+    trainer: int  # id
+    round: int
+    micro_batch_size: int
+    num_accum_steps: int
+    is_single: bool  # whether its worker is the trainer's only one, which sends float32
+    work: tuple[Work, ...]
+
+
+class Answer(NamedTuple):
+    """What a worker has done in a round."""
+
+    stream: int
+    start: int
+    num_updates: int
+    num_sequences: int
+    differences: Differences  # of one worker, leaves [1, ...], NumPy
+    norm: float  # of its difference
+    loss_SR: np.ndarray  # R is 1
+    skipped_SR: np.ndarray
+    num_tested: int
+    stats_R: Any  # GradientStats; None if nothing was tested
+    seconds: float  # without compilation
+
+
+class Learner:
+    """Runs the rounds of its workers, one after another, each on all of its devices."""
+
+    def __init__(self, number: int, life: int, given: Given):
+        """Reads the corpus, and watches for a signal and for the end of what started it.
+
+        Args:
+          number: The learner's.
+          life: Counts the times that this learner was started.
+          given: The run.
+
+        Raises:
+          UserError: If the corpus cannot be read, or the devices cannot be shared as configured.
+        """
+        signal.signal(signal.SIGTERM, self._leave)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        use_compilation_cache()
+        ARCHITECTURES.update(given.entries["ARCHITECTURES"])
+        DATA_SOURCES.update(given.entries["DATA_SOURCES"])
+        settings, machine = given.settings, here()
+        self.corpus = given.corpus or load_data(settings, given.commit)
+        steps = 1 if settings.engine.steps == "by_speed" else given.spec.num_micro_batches
+        spec = dataclasses.replace(
+            given.spec,
+            machine=machine,
+            num_micro_batches=steps,
+            in_turn=machine.platform == "cpu",
+            examples_per_pass=examples_per_pass(settings, machine),
+        )
+        shards, count = settings.ensemble.model_shards, len(machine.devices)
+        if shards is None:
+            memory_frac = settings.batching.memory_frac
+            shards = fewest_model_shards(spec, (0,), memory_frac=memory_frac)
+        elif count % shards:
+            raise ConfigError(f"ensemble.model_shards = {shards}: a learner has {count} devices")
+        self.spec = dataclasses.replace(spec, model_shards=shards)
+        self.programs = Programs(self.spec)
+        self.held: dict[tuple[int, int, int], PyTree] = {}  # by trainer, stream, cursor
+        self.leaving = False
+        self.compiling = False
+        self._log = Path(given.log) / f"{number}-{life}.jsonl"
+        self._note(pid=os.getpid(), learner=number, life=life)
+
+    def hello(self) -> dict:
+        """Where the learner is, and what it reads and runs."""
+        return {
+            "process": (machine_id(), os.getpid()),
+            "fingerprint": self.corpus.fingerprint,
+            "versions": versions(),
+            "devices": self.spec.machine.describe(),
+        }
+
+    def ping(self) -> dict:
+        """A sign of life: whether the learner has been asked to end, or compiles."""
+        return {"leaving": self.leaving, "compiling": self.compiling}
+
+    def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
+        """Inner states of workers, by trainer, stream and cursor; None for one it does not have."""
+        return [self.held.get(key) for key in wanted]
+
+    def play(self, order: Order, params: PyTree) -> list[Answer]:
+        """Runs some of a trainer's workers through a round, from these parameters (NumPy)."""
+        params_M = jax.tree.map(lambda leaf: leaf[None], params)
+        return [self._play(order, work, params_M) for work in order.work]
+
+    def _play(self, order: Order, work: Work, params_M: PyTree) -> Answer:
+        spec, size, accum = self.spec, order.micro_batch_size, order.num_accum_steps
+        plan = RoundPlan(size, accum, work.num_updates)
+        key, end = (order.trainer, work.stream, work.start), work.start + plan.num_sequences
+        before = self.held.get(key) if work.inner_state is None else work.inner_state
+        for other in [k for k in self.held if k[1] == work.stream and k != key]:
+            del self.held[other]
+        start_s, stalled_s = time.perf_counter(), self.programs.stall_s
+        rows_BL = self.corpus.batch(order.trainer, work.stream, work.start, plan.num_sequences)
+        stats_R = None
+        if work.num_tested:
+            test_RBL = np.zeros((1, spec.max_test_sequences, spec.row_length), np.int32)
+            test_RBL[0, : work.num_tested] = rows_BL[: work.num_tested]
+            count_R = np.array([work.num_tested], np.int32)
+            stats_R = self._call(ProgramKey("stats", (0,)), params_M, test_RBL, count_R)
+        accumulates = accum > 1
+        bare = _alone(params_M).replace(round=None)
+        workers = self._call(ProgramKey("start", (0,), accumulates=accumulates), bare)
+        if not spec.reset_inner_state:
+            assert before is not None, f"no inner state of stream {work.stream} at {work.start}"
+            workers = workers.replace(inner_state_R=jax.tree.map(lambda leaf: leaf[None], before))
+            self.held[key] = before
+        rows_TRBL = rows_BL.reshape(plan.num_micro_batches, 1, size, -1)
+        flag_T, measured, steps = update_flags(plan), [], spec.num_micro_batches
+        steps_key = ProgramKey("steps", (0,), size, accumulates)
+        for t in range(0, plan.num_micro_batches, steps):
+            stream_R3 = np.array([[order.trainer, work.stream, work.start + t * size]], np.int32)
+            workers, *pair = self._call(
+                steps_key,
+                workers,
+                rows_TRBL[t : t + steps],
+                work.rate_T[t : t + steps, None],
+                flag_T[t : t + steps] if accumulates else None,
+                None if spec.key_seed is None else stream_R3,
+            )
+            measured.append(pair)
+        ended = Workers(workers.params_R, None)
+        sent, norm_R = _send(params_M, ended, spec.outer.precision, order.is_single)
+        if not spec.reset_inner_state:
+            after_R = fetch(workers.inner_state_R)
+            self.held[key[0], key[1], end] = jax.tree.map(lambda leaf: leaf[0], after_R)
+        parts = zip(*jax.device_get(measured), strict=True)
+        loss_TR, skipped_TR = (np.concatenate(arrays) for arrays in parts)
+        skipped_SR = skipped_TR[accum - 1 :: accum]
+        loss_SR = loss_TR.reshape(-1, accum, 1).sum(axis=1) / np.float64(accum)
+        sent, norm_R, stats_R = fetch((sent, norm_R, stats_R))
+        waited_s = self.programs.stall_s - stalled_s
+        seconds = time.perf_counter() - start_s - waited_s
+        counts = {"num_updates": work.num_updates, "num_sequences": plan.num_sequences}
+        where = {"trainer": order.trainer, "round": order.round, "stream": work.stream}
+        self._note(**where, start=work.start, count=plan.num_sequences)
+        return Answer(
+            work.stream,
+            work.start,
+            **counts,
+            differences=sent,
+            norm=float(norm_R[0]),
+            loss_SR=np.where(skipped_SR, np.nan, loss_SR),
+            skipped_SR=skipped_SR,
+            num_tested=work.num_tested,
+            stats_R=stats_R,
+            seconds=seconds,
+        )
+
+    def _call(self, key: ProgramKey, *arguments: PyTree) -> Any:
+        self.compiling = True
+        self.programs[key]
+        self.compiling = False
+        return self.programs.call(key, *arguments)
+
+    def _note(self, **fields: int) -> None:
+        """Adds a line to the learner's own log: who it is, then the sequences that it has read."""
+        if self._log.parent.is_dir():  # not on a machine without the run's folder
+            with open(self._log, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), **fields}) + "\n")
+
+    def _leave(self, *_: object) -> None:
+        self.leaving = True
+
+
+def _end_with(parent: int) -> None:
+    """Ends the process once its parent has: a cluster that was killed leaves its actors."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _alone(params_M: PyTree) -> Ensemble:
+    """A trainer with one worker."""
+    return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
+
+
+def _differences(params_M: PyTree, workers: Workers, precision: str, is_single: bool):
+    ensemble = _alone(params_M)
+    start_R = of_owners(trainable(params_M), (0,))
+    change_R = jax.tree.map(lambda a, b: a - b, start_R, trainable(workers.params_R))
+    how = {"precision": precision, "single_R": (is_single,)}
+    return pack_differences(ensemble, workers, **how), norms(change_R)
+
+
+_send = jax.jit(_differences, static_argnums=(2, 3))

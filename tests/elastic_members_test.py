@@ -1,0 +1,113 @@
+"""Who is there, without Ray: where workers run, when a round ends, who is lost, who counts."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from adloco_jax.elastic.members import (
+    Learner,
+    assign,
+    deadline,
+    has_quorum,
+    is_over,
+    rejected,
+    updates_by_speed,
+)
+
+
+def there(*streams):
+    return [Learner(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
+
+
+TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # by stream
+
+
+def divided(learners, *, movable=TRAINERS, returning=()):
+    return assign(learners, TRAINERS, movable, returning=returning)
+
+
+def test_workers_are_spread_and_a_trainers_workers_are_neighbours():
+    assert divided(there((), (), (), ())) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert divided(there((), ())) == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert sorted(Counter(divided(there((), (), ())).values()).values()) == [1, 1, 2]
+    assert divided(there(())) == dict.fromkeys(TRAINERS, 0)
+    assert divided([]) == {}
+
+
+def test_a_worker_stays_and_a_spare_replaces_a_lost_learner_at_once():
+    with_spare = there((0,), (1,), (3,), ())  # stream 2's learner is lost
+    assert divided(with_spare, returning={2}) == {0: 0, 1: 1, 3: 2, 2: 3}
+
+
+def test_without_a_spare_workers_wait_for_their_learner_and_are_then_divided():
+    rest = there((0,), (1,), (3,))
+    assert divided(rest, returning={2}) == {0: 0, 1: 1, 3: 2}
+    assert divided(rest) == {0: 0, 1: 1, 3: 2, 2: 2}  # with a worker of its own trainer
+
+
+def test_a_learner_that_joins_takes_a_worker_only_where_one_has_two_at_a_boundary():
+    crowded = there((0, 1), (2,), ())
+    assert divided(crowded, movable={0, 1})[1] == 2
+    assert divided(crowded, movable={2, 3})[1] == 0  # its trainer is in the middle of a round
+    assert divided(there((0,), (1,), (2,), (3,), ())) == {0: 0, 1: 1, 2: 2, 3: 3}  # a spare
+
+
+def test_workers_that_are_gone_are_forgotten():
+    assert 9 not in divided(there((0, 9), (1,), (2,), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("reported", "awaited", "quorum", "since_s", "over"),
+    [
+        (2, 0, None, 0.0, True),
+        (1, 1, None, None, False),
+        (1, 1, None, 1e9, False),  # all are waited for
+        (0, 0, 1, 9.0, False),  # none has answered: it begins again
+        (3, 1, 3, 4.9, False),
+        (3, 1, 3, 5.0, True),
+        (2, 2, 3, None, False),
+    ],
+)
+def test_a_round_ends_with_all_or_after_the_grace_of_a_quorum(
+    reported, awaited, quorum, since_s, over
+):
+    how = {"quorum": quorum, "since_quorum_s": since_s, "grace_s": 5.0}
+    assert is_over(reported, awaited, **how) == over
+
+
+def test_where_fewer_live_than_the_quorum_they_are_the_quorum():
+    assert has_quorum(3, 1, 3) and not has_quorum(2, 2, 3)
+    assert has_quorum(2, 0, 3) and not has_quorum(1, 1, 3)
+    assert has_quorum(2, 0, None) and not has_quorum(3, 1, None)
+
+
+def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_speed():
+    limits = {"heartbeat_s": 10.0, "restart_s": 60.0}
+    starting = Learner(0, 0, 100.0)
+    assert starting.fault(160.0, **limits) == ""
+    assert "start" in starting.fault(161.0, **limits)
+    asked = Learner(0, 0, 0.0, joined=True, asked_s=100.0)
+    assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
+    idle = Learner(0, 0, 0.0, joined=True)
+    assert idle.fault(1e9, **limits) == ""
+    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is not known
+    idle.sequence_s = 0.1
+    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) == pytest.approx(50 + 5 * 10)
+    idle.due_s = deadline(idle, 1, 50.0, heartbeat_s=10.0)
+    assert idle.due_s == 60.0 and "speed" in idle.fault(60.1, **limits)
+
+
+def test_updates_by_speed_are_dylus():
+    """floor(v / max v * H), at least one; of unknown speed as many as the fastest."""
+    assert updates_by_speed(50, {0: 0.1, 1: 0.4, 2: None, 3: 0.3}) == {0: 50, 1: 12, 2: 50, 3: 16}
+    assert updates_by_speed(2, {0: 0.1, 1: 10.0}) == {0: 2, 1: 1}
+    assert updates_by_speed(7, {0: None}) == {0: 7}
+
+
+def test_an_update_beyond_its_peers_or_without_a_finite_norm_is_rejected():
+    norms = {0: 1.0, 1: 1.2, 2: 9.0, 3: math.nan, 4: math.inf}
+    assert rejected(norms, None) == [3, 4]
+    assert rejected(norms, 5.0) == [3, 4, 2]
+    assert rejected(norms, 9.0) == [3, 4]
+    assert rejected({0: 1.0, 1: 100.0}, 5.0) == []  # which of the two is it?
