@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from toy import tiny_config
 from trees import assert_close, assert_equal
 
 from adloco_jax import hf
 from adloco_jax import main as cli
-from adloco_jax.config import default_config, validate
+from adloco_jax.config import validate
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.build import pretrained_params
@@ -26,21 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def tiny(**model):
-    """A config of one short round; `model` overrides its sizes."""
-    config = default_config()
-    config.num_rounds = 1
-    sizes = dict(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=24, max_length=32)
-    config.model.update(sizes | model)
-    config.data.sequence_length = 16
-    config.data.num_sequences = 200
-    config.ensemble.num_trainers = config.ensemble.num_workers = 2
-    config.inner.steps_per_round = 2
-    config.batching.test = "constant"
-    config.inner.learning_rate = 1e-2
-    config.batching.max_batch_size = 1
-    config.eval.num_sequences = 8
-    config.checkpoint.every_rounds = 1
-    return config
+    """A config of one short round of two trainers; `model` overrides its sizes."""
+    two = {"num_trainers": 2, "num_workers": 2}
+    return tiny_config(ensemble=two, model=model, checkpoint={"every_rounds": 1})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ledgers import round_line, start_line
-from toy import Table, config_of
+from toy import Table, tiny_config
 
 from adloco_jax import main as cli
 from adloco_jax.config import default_config, validate
@@ -166,17 +166,12 @@ def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
     texts = ["".join(rng.choice(list("abcdefgh "), rng.integers(3, 140))) for _ in range(80)]
     lines = [json.dumps({"text": t}) + "\n" for t in texts]
     (tmp_path / "texts.jsonl").write_text("".join(lines))
-    sizes = dict(width=16, num_layers=1, num_heads=2, num_kv_heads=2, mlp_width=24, max_length=32)
     source = dict(source="jsonl", path=str(tmp_path / "texts.jsonl"), heldout_frac=0.2)
     one_size = dict(initial_batch_size=4, max_batch_size=4, batch_cap=4, buckets=(4,))
-    config = config_of(
+    config = tiny_config(
         num_rounds=2,
-        model=sizes,
-        data=source | {"sequence_length": 16, "num_sequences": 60},
-        ensemble={"num_trainers": 1, "num_workers": 1},
-        merge={"policy": "none"},
-        inner={"steps_per_round": 2, "learning_rate": 1e-2},
-        batching=one_size | {"test_batch_size": 8},
+        data=source | {"num_sequences": 60},
+        batching=one_size | {"test": "norm", "test_batch_size": 8},
         checkpoint={"every_rounds": 1, "keep": 2},
     )
     workdir = train(config, tmp_path / "r").workdir

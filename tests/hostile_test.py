@@ -154,20 +154,12 @@ def test_names_that_are_no_names_are_refused():
 # --- Folders that somebody sent ---------------------------------------------------------------
 
 CONFIG = """
-from adloco_jax.config import default_config
 from adloco_jax.study.compare import Comparison
+from toy import tiny_config
 
 def get_config():
-    config = default_config()
-    config.num_rounds = 1
-    config.model.update(dict(width=8, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=8))
-    config.model.max_length = config.data.sequence_length = 16
-    config.data.update(dict(source="text", path="texts/*.txt", num_sequences=64, heldout_frac=0.1))
-    config.ensemble.num_trainers = config.ensemble.num_workers = 1
-    config.inner.steps_per_round = 2
-    config.batching.update(dict(test="constant", max_batch_size=1))
-    config.eval.num_sequences = 8
-    return config
+    data = {"source": "text", "path": "texts/*.txt", "num_sequences": 64, "heldout_frac": 0.1}
+    return tiny_config(data=data)
 
 def get_comparison():
     return Comparison(get_config(), {"sent": {}}, "sent", (9.0,), (0,))

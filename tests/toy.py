@@ -1,4 +1,4 @@
-"""A toy for tests of the runner: a bigram model on rows of a random Markov chain."""
+"""Toys for tests of the runner: a bigram model on rows of a random Markov chain; a tiny Llama."""
 
 import dataclasses
 
@@ -85,3 +85,21 @@ def config_of(**groups) -> ConfigDict:
 def settings_of(**groups) -> Settings:
     """The same, checked."""
     return validate(config_of(**groups))
+
+
+def tiny_config(**groups) -> ConfigDict:
+    """The config of a short round of a tiny Llama on the standard library; `groups` override."""
+    config = default_config()
+    sizes = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
+    common = {
+        "num_rounds": 1,
+        "model": sizes | {"max_length": 32},
+        "data": {"sequence_length": 16, "num_sequences": 200},
+        "ensemble": {"num_trainers": 1, "num_workers": 1},
+        "inner": {"steps_per_round": 2, "learning_rate": 1e-2},
+        "batching": {"test": "constant", "max_batch_size": 1},
+        "eval": {"num_sequences": 8},
+    }
+    config.update(common)
+    config.update(groups)
+    return config
