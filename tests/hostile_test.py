@@ -173,7 +173,9 @@ FROM_FOLDER = {
     "export": (0, [f"--workdir={SENT}", "--out=model"]),
     "generate": (0, [f"--model={SENT}/export", "--tokens=2"]),
     "gradients": (0, [f"--workdir={SENT}", "--num-sequences=8", "--batch-sizes=2", "--draws=2"]),
-    "prepare": (0, ["texts", f"--tokenizer={SENT}/export", "--output=rows"]),
+    "prepare": (
+        *(0, ["texts", f"--tokenizer={SENT}/export", "--output=rows", "--heldout-frac=0.5"]),
+    ),
 }
 
 

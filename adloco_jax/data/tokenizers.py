@@ -20,6 +20,7 @@ from adloco_jax.data.files import local_path
 from adloco_jax.errors import ConfigError, DataError
 
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_MAX_FILE_BYTES = 2**28  # of a file of a tokenizer; published ones stay below 40 MB
 _FILES = (".json", ".model")
 _SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
 # Files of a hub repository: from which a tokenizer is made, best first, and those beside them.
@@ -186,6 +187,13 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer that `transformers` makes of a folder, a tokenizer.json or a .model file."""
     _require_sentencepiece(path)
     tokenizer: Any
+    for file in path.iterdir() if path.is_dir() else [path]:
+        is_part = file.suffix in (".json", ".model", ".txt") and file.is_file()
+        if is_part and file.stat().st_size > _MAX_FILE_BYTES:
+            raise DataError(
+                f"data.tokenizer={file}: {file.stat().st_size} bytes, no tokenizer is larger than"
+                f" {_MAX_FILE_BYTES}"
+            )
     transformers = _transformers()
     try:
         if path.suffix == ".json":
