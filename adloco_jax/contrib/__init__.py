@@ -1,10 +1,10 @@
 """Rules of other papers, one file each: a rule and its entry in the table of `core`.
 
-Streaming DiLoCo, a round of another form, has no entry: `outer.fragments` chooses it.
+Streaming DiLoCo changes the form of a round, so it has no entry: `outer.fragments` chooses it.
 
-Each file is a template for a rule of your own: write the function with the table's signature, give
-it a name in the table, and add the file below. Tables are read from here (`adloco_jax.AGGREGATORS`
-and the like are these), so that the entries of all files are in them.
+Each file is a template for your own rule: write a function with the table's signature, give it a
+name in the table, and import the file below. `adloco_jax.AGGREGATORS` and the other tables are
+imported from here, so they have the entries of all files.
 """
 
 from adloco_jax.contrib import (

@@ -16,18 +16,18 @@ def isotropic(
     *,
     label_params: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """The weighted mean, all singular values of each matrix made equal to their mean.
+    """The weighted mean, with all singular values of each matrix replaced by their mean.
 
-    The nuclear norm of a matrix stays. On several devices each matrix is gathered for its singular
-    value decomposition, which moves more than the ledger accounts.
+    The nuclear norm of a matrix does not change. On several devices each matrix is all-gathered for
+    its singular value decomposition, which is more bytes than the ledger accounts.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
-      label_params: Labels of the parameters, as `Architecture.label_params` gives them; for another
-        model, `functools.partial(isotropic, label_params=...)` is the rule. With the prefix
-        "stacked_" each layer is a tensor. None: each leaf is a tensor. The last two axes of a
-        tensor are a matrix, for each index of the axes before; vectors are averaged.
+      label_params: Function that labels the parameters, see `Architecture.label_params`. For
+        another model use `functools.partial(isotropic, label_params=...)`. If a label has the
+        prefix "stacked_", each layer is a tensor. None: each leaf is a tensor. The last two axes of
+        a tensor are a matrix, for each index of the axes before. Vectors are averaged.
 
     Returns:
       Leaves [...].

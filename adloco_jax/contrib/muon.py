@@ -1,4 +1,4 @@
-"""Muon, inside: orthogonalised momentum for the matrices of hidden layers."""
+"""Muon as inner optimizer: orthogonalised momentum for the matrices of hidden layers."""
 
 import math
 from collections.abc import Callable
@@ -13,29 +13,29 @@ from adloco_jax.core.optimizers import INNER_OPTIMIZERS, adamw
 
 
 def label_by_shape(params: PyTree) -> PyTree:
-    """Labels each leaf by its own shape: "matrix" where it has two axes, else "other"."""
+    """Label each leaf by its shape: "matrix" for two axes, else "other"."""
     return jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "other", params)
 
 
 def muon(
     inner: Any, *, label_params: Callable[[PyTree], PyTree] = label_by_shape
 ) -> optax.GradientTransformation:
-    """Muon for the matrices of hidden layers, each layer's on its own, and AdamW for the rest.
+    """Muon for each matrix of the hidden layers, and AdamW for all other parameters.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled, and the same for all
-    parameters, as is the learning rate.
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. It is the same for all
+    parameters, and so is the learning rate.
 
     Args:
       inner: The settings' group `inner`.
-      label_params: Gives a tree of the parameters' structure: "matrix" for [in, out],
-        "stacked_matrix" for [layers, in, out], anything else for what AdamW updates.
+      label_params: Returns a tree of labels with the parameters' structure: "matrix" for [in, out],
+        "stacked_matrix" for [layers, in, out], any other label for leaves that AdamW updates.
 
     Returns:
       A transformation whose `init` and `update` raise ValueError if no leaf is a matrix.
 
-    Source: MuLoCo (arXiv 2505.23725); Newton-Schulz is optax's. Its `optax.contrib.muon` scales by
-      at least 1, where MuLoCo also scales down.
+    Source: MuLoCo (arXiv 2505.23725); Newton-Schulz is optax's. `optax.contrib.muon` scales by
+      at least 1, while MuLoCo also scales down.
     """
 
     def label(params):

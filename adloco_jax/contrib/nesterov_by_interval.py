@@ -1,4 +1,4 @@
-"""Nesterov momentum, outside, for rounds of unequal length."""
+"""Outer Nesterov momentum for rounds of unequal length."""
 
 import math
 from typing import Any
@@ -13,15 +13,15 @@ from adloco_jax.core.optimizers import OUTER_OPTIMIZERS
 def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     """Nesterov momentum for rounds of unequal length.
 
-    A round of p base rounds, p any number above 0, moves parameters and momentum as p rounds of the
-    base length would have, each with the pseudo-gradient divided by p. With momentum decay mu,
-    momentum m and pseudo-gradient D, that is in closed form
+    A round with the length of p base rounds, for any p > 0, changes parameters and momentum as p
+    base rounds would, each with the pseudo-gradient divided by p. With momentum decay mu, momentum
+    m and pseudo-gradient D, the closed form is
 
         n = (1 - mu^p) / (1 - mu)
         m <- mu^p m + n D / p
         update = D + mu (mu n m + (p - mu n) / (1 - mu) D / p),  with m before the round
 
-    which p = 1 makes plain Nesterov.
+    For p = 1 this is plain Nesterov.
 
     Args:
       outer: The settings' group `outer`.
@@ -30,17 +30,17 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
       A transformation whose `update` takes p as the extra argument `interval`, float32 (); 1
       without it.
 
-    Source: AutoLoCo (arXiv 2609.36662), known to us second-hand, takes D / p and mu^p; that the
-      step be that of p base rounds, and its closed form, are ours.
+    Source: AutoLoCo (arXiv 2609.36662), known to us second-hand, takes D / p and mu^p. The step
+      of p base rounds and its closed form are ours.
     """
     mu = outer.momentum
-    log_mu = math.log(mu) if mu > 0 else -math.inf  # in float64: differences of it are divided
+    log_mu = math.log(mu) if mu > 0 else -math.inf  # in float64: differences are divided
 
     def init(params):
         return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
 
     def update(updates, state, params=None, *, interval=1.0, **_):
-        p = jnp.maximum(interval, 1e-6)  # the learning rate may have been zero throughout
+        p = jnp.maximum(interval, 1e-6)  # the learning rate may be zero during the whole round
         kept = mu**p
         n = -jnp.expm1(p * log_mu) / (1 - mu)  # sum of mu^k, k from 0 to p - 1
         moved = 1 + mu * (p - mu * n) / (1 - mu) / p

@@ -13,18 +13,18 @@ def quadratic(
     warmup_updates: int,
     alpha: float = ALPHA,
 ) -> float:
-    """A round of (alpha / learning rate)^2 steps, and of the base length during the warm-up.
+    """(alpha / learning rate)^2 steps; the base length during warm-up.
 
     Args:
       steps_per_round: H_base, the shortest round.
       next_rate: Learning rate of the round's first update.
       updates: The trainer's inner updates so far.
       warmup_updates: Updates of the warm-up.
-      alpha: In units of the learning rate. For another value, make another entry of the table:
+      alpha: In units of the learning rate. For another value, add another entry to the table:
         `ROUND_LENGTHS["qsr_0.03"] = functools.partial(quadratic, alpha=0.03)`.
 
     Returns:
-      Steps, not yet limited by what is left of the run.
+      Steps, before the limit by the rest of the run.
 
     Source: QSR (arXiv 2310.14423).
     """

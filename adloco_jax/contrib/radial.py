@@ -11,7 +11,7 @@ from jaxtyping import Float, PyTree
 from adloco_jax.core.aggregate import AGGREGATORS, labels_of, mean
 from adloco_jax.core.types import norms
 
-CANCELLED = 1e-6  # of a mean of unit vectors: shorter, it is rounding error and has no direction
+CANCELLED = 1e-6  # of a mean of unit vectors; a shorter mean is rounding error without a direction
 
 
 def radial_directional(
@@ -22,22 +22,23 @@ def radial_directional(
 ) -> PyTree:
     """The workers' mean direction at their mean length, tensor by tensor.
 
-    Differences of several workers are nearly orthogonal, and their mean is shorter than each of
-    them by the root of their number; this keeps the length. Where directions cancel, the mean.
+    Differences of several workers are nearly orthogonal, so their mean is shorter than each of them
+    by the square root of their number. This rule keeps the length. If directions cancel, it returns
+    the mean.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
       share_W: Weights that sum to 1.
-      label_params: Labels of the parameters, as `Architecture.label_params` gives them; for another
-        model, `functools.partial(radial_directional, label_params=...)` is the rule. An "embedding"
-        is averaged, as in the source. With the prefix "stacked_" each layer is a tensor. None:
-        each leaf is a tensor.
+      label_params: Function that labels the parameters, see `Architecture.label_params`. For
+        another model use `functools.partial(radial_directional, label_params=...)`. Leaves labelled
+        "embedding" are averaged, as in the source. If a label has the prefix "stacked_", each layer
+        is a tensor. None: each leaf is a tensor.
 
     Returns:
       Leaves [...], of norm sum(share * |difference|).
 
     Source: Decoupled DiLoCo (arXiv 2604.21428), as its re-implementations describe it: the radial
-      term is the mean of norms. They also take the plain mean where directions cancel.
+      term is the mean of norms. They also return the plain mean if directions cancel.
     """
 
     def one_leaf(leaf_W, label):
@@ -55,7 +56,7 @@ def radial_directional(
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:
-    """L2 norm over the axes after the leading ones, which stay, with length 1."""
+    """L2 norm over all axes after the leading ones, keeping these axes with length 1."""
     lead = leaf.shape[:num_lead]
     norm_X = norms(leaf.reshape(math.prod(lead), -1))
     return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))

@@ -1,13 +1,13 @@
 """Streaming DiLoCo: a round that synchronises fragments of the parameters in turn.
 
-It replaces `core.outer.outer_update`: each worker keeps parameters of its own from round to round,
-and `fragment_steps` runs the inner steps up to and around the synchronisation of one fragment.
+It replaces `core.outer.outer_update`: each worker keeps its own parameters from round to round, and
+`fragment_steps` runs the inner steps that lead to the synchronisation of one fragment.
 
-A fragment knows no model: along the first axis of a leaf that is at least F long, its leading one
-aside, entry i belongs to fragment i % F. Of layers stacked for a scan these are strided groups of
-layers, as in the paper; of an embedding, every F-th row. A leaf without such an axis is small, and
-belongs to fragment 0. Which fragment is meant is data, so that one program serves all of them: each
-has the same shapes, padded with zeros.
+Fragments do not depend on the model. Take the first axis of a leaf, after the leading axis, that is
+at least F long: its entry i belongs to fragment i % F. For layers that are stacked for a scan these
+are strided groups of layers, as in the paper; for an embedding they are every F-th row. A leaf
+without such an axis is small and belongs to fragment 0. The index of a fragment is data, and all
+fragments have the same shapes, padded with zeros. So one program serves all fragments.
 
 F is the number of fragments here, and X a leaf's leading axis.
 
@@ -44,12 +44,12 @@ def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragmen
 
     Args:
       tree_X: Leaves [X, ...], such as trainers' or workers' parameters.
-      fragment: Its index, from 0 to F - 1.
+      fragment: Index of the fragment, from 0 to F - 1.
       num_fragments: F >= 1; with 1 the fragment is the whole.
 
     Returns:
-      Leaves [X, ...] whose one axis has become ceil(n / F) long, zero where there is no such entry;
-      a leaf that is too small is whole in fragment 0, and zero in all others.
+      Leaves [X, ...] with ceil(n / F) entries on the divided axis, padded with zeros. A leaf that
+      is too small is whole in fragment 0, and zero in all others.
     """
     if num_fragments == 1:
         return tree_X
@@ -72,12 +72,12 @@ def put_fragment(
 
     Args:
       tree_X: Leaves [X, ...].
-      part_X: The fragment's new entries, as `take_fragment` returned the old ones.
-      fragment: Its index, from 0 to F - 1.
+      part_X: The fragment's new entries, in the form of `take_fragment`'s result.
+      fragment: Index of the fragment, from 0 to F - 1.
       num_fragments: F >= 1.
 
     Returns:
-      `tree_X` with these entries replaced, all others bit for bit; padding is dropped.
+      `tree_X` with these entries replaced and all others unchanged. Padding is dropped.
     """
     if num_fragments == 1:
         return part_X
@@ -108,30 +108,31 @@ def outer_update_fragment(
     all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
     **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """The trainers' half of a fragment's synchronisation: `outer_update` on these entries alone.
+    """The trainers' half of a fragment's synchronisation: `outer_update` on its entries only.
 
-    Of parameters and outer state all other entries stay bit for bit, and so does all of the workers
-    (see `receive_fragment`). What workers do between the sending and the arrival is no input, so
-    that a compiler may let the two run at once.
+    All other entries of the parameters and the outer state do not change. The workers do not change
+    either (see `receive_fragment`). The workers' updates between sending and arrival are no input,
+    so a compiler can run both at once.
 
     Args:
-      ensemble: As it was when the fragment was last synchronised, in these entries.
-      sent_R: Of each worker's parameters what `take_fragment` takes, when it was sent.
-      fragment: Which one; the last ends the round.
+      ensemble: The ensemble, with these entries as they were last synchronised.
+      sent_R: The fragment of each worker's parameters, from `take_fragment`, when it was sent.
+      fragment: Index of the fragment; the last fragment ends the round.
       num_fragments: F >= 1, synchronised in turn.
       outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
         such as a count, is updated with every fragment.
-      precision: In which differences and updates travel: "float32", "bfloat16" or "int4".
-      keep: Applied to the fragment of the trainers' parameters as it is taken. Where they are
-        replicated over several devices, a sharding constraint that says so, or the partitioner
-        shards and gathers them again.
-      all_gather: Applied to the trainers' updates [M, ...], packed, or in float32 to the fragment's
-        new parameters.
+      precision: Precision of differences and updates in communication: "float32", "bfloat16" or
+        "int4".
+      keep: Applied to the fragment of the trainers' parameters when it is taken. If the parameters
+        are replicated over several devices, pass a sharding constraint for this; otherwise the
+        partitioner shards and all-gathers them again.
+      all_gather: Applied to the packed updates [M, ...] of the trainers, or in float32 to the
+        fragment's new parameters.
       **how: `weights_R`, `aggregate` and `reduce_scatter` of `outer_update`.
 
     Returns:
-      The ensemble with the trainers' part of the synchronisation done, and the L2 norm of each
-      trainer's pseudo-gradient in these entries, NaN for one left out.
+      The ensemble after the trainers' half of the synchronisation, and the L2 norm of each
+      trainer's pseudo-gradient in these entries; NaN if it is not used.
 
     Raises:
       ValueError: While tracing, as `outer_update` does.
@@ -188,15 +189,15 @@ def receive_fragment(
     """The workers' half of a fragment's synchronisation: they take their trainer's new entries.
 
     Args:
-      workers: When the fragment arrives.
+      workers: The workers when the fragment arrives.
       ensemble: From `outer_update_fragment`.
-      fragment: Its index, from 0 to F - 1.
+      fragment: Index of the fragment, from 0 to F - 1.
       num_fragments: F >= 1.
-      mixing: Share of a worker's own entries that stays, from 0 to 1; of a worker whose entries
-        are not finite none does.
+      mixing: Share of its own entries that a worker keeps, from 0 to 1. A worker whose entries are
+        not finite keeps none.
 
     Returns:
-      The workers, whose other entries and inner states are as they were.
+      The workers; their other entries and inner states do not change.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 2.3; its alpha is `mixing`.
     """
@@ -233,23 +234,23 @@ def fragment_steps(
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
     """Inner steps that end with the synchronisation of one fragment; F of them make a round.
 
-    The fragment is sent `delay` micro-batches before the end. What workers compute meanwhile is no
-    input of the synchronisation, so that a compiler may let the two run at once.
+    The fragment is sent `delay` micro-batches before the end. The updates after sending are no
+    input of the synchronisation, so a compiler can run both at once.
 
     Args:
-      ensemble: As it was when the fragment was last synchronised; it needs no workers' state.
-      workers: With parameters of their own.
-      inputs_T: What `steps` is called with beside the workers: a tuple of leaves [T, ...].
-      fragment: Which one.
+      ensemble: As it was when the fragment was last synchronised; the workers' state is not needed.
+      workers: Workers with their own parameters.
+      inputs_T: The arguments of `steps` after the workers: a tuple of leaves [T, ...].
+      fragment: Index of the fragment.
       steps: `inner_steps` with its loss and transformation bound.
       num_fragments: F >= 1, synchronised in turn.
-      delay: Micro-batches from the sending of the fragment to its arrival, from 0 to below T.
-      mixing: Share of a worker's own entries that stays when the fragment arrives, in [0, 1].
-      **how: Keyword arguments of `outer_update_fragment`, `outer_tx` among them.
+      delay: Micro-batches between sending and arrival of the fragment, from 0 to below T.
+      mixing: Share of its own entries that a worker keeps when the fragment arrives, in [0, 1].
+      **how: Keyword arguments of `outer_update_fragment`, including `outer_tx`.
 
     Returns:
-      The ensemble and workers, what `steps` measured for each micro-batch, and the norms of the
-      pseudo-gradients in these entries.
+      The ensemble and the workers, the metrics of `steps` for each micro-batch, and the norms of
+      the pseudo-gradients in these entries.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     """
@@ -273,13 +274,13 @@ def fragment_steps(
 
 
 def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
-    """Set every trainer, and its workers, to the mean of its workers' parameters.
+    """Set every trainer and its workers to the mean of the workers' parameters.
 
-    For the end of a run and before a merge, where fragments leave worker updates unsynchronised. It
-    is no outer step: momentum and the count of rounds stay.
+    Flushes unsynchronised worker updates before a merge and at the end of a run. It is no outer
+    step: momentum and the count of rounds do not change.
 
     Args:
-      ensemble: Its workers have parameters of their own.
+      ensemble: An ensemble whose workers have their own parameters.
       **how: `precision`, `reduce_scatter` and `all_gather` of `outer_update`.
 
     Returns:
@@ -292,15 +293,15 @@ def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
 
 
 def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree:
-    """Which arrays of an optimizer state have an entry for each parameter, and so have fragments.
+    """Mark the arrays of an optimizer state that have one entry for each parameter.
 
     Args:
       tx: The transformation; its `init` must take any pytree.
-      state: A state of it, or a stack of them; of its leaves nothing is read.
+      state: A state of `tx`, or a stack of states; only its structure is read.
 
     Returns:
-      A pytree of bools of the structure of `state`: True for momentum and the like, False for what
-      belongs to the whole, such as a count of updates.
+      A pytree of bools with the structure of `state`: True for arrays like momentum, False for
+      values of the whole, such as a count of updates.
     """
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False

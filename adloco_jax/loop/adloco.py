@@ -1,8 +1,8 @@
 """AdLoCo: the training loop (arXiv 2508.18182, algorithms 1 to 3) and the host's decisions in it.
 
 `adloco` is the method, one line for each step of the paper. It runs on an `Engine`, which owns the
-devices. Observers watch it: they write, print, evaluate and save. Everything that decides how a run
-goes on is in its `State`.
+devices. Observers are called after each round: they write, print, evaluate and save. `State` holds
+everything that determines how a run continues.
 """
 
 import copy
@@ -29,19 +29,19 @@ from adloco_jax.settings import Settings
 
 
 class State(NamedTuple):
-    """Everything that decides how a run goes on, between two rounds."""
+    """Everything that determines how a run continues, between two rounds."""
 
     ensemble: Ensemble
     control: Control
 
 
 class Boundary(NamedTuple):
-    """The end of a round, as observers see it beside the state."""
+    """The data of a round's end that observers receive beside the state."""
 
     metrics: Any  # the engine's
     decisions: list[Decision]  # by trainer, in the round's stack
-    # Ledger fields, `event` among them, of what has changed since the round, in order: quarantined
-    # trainers, flushes, the merge or its refusal, workers that have joined.
+    # Ledger fields, including `event`, of all changes since the round, in order: quarantined
+    # trainers, flushes, the merge or its refusal, workers that joined.
     changes: list[dict]
     # Whether all trainers have now made one round more; else some are further than before, each on
     # its own clock.
@@ -49,10 +49,10 @@ class Boundary(NamedTuple):
 
 
 class Diverged(Exception):
-    """No trainer is left whose updates are finite."""
+    """No trainer is left with finite updates."""
 
     def __init__(self, state: State, boundary: Boundary):
-        """Keeps what observers would have seen at the end of that round."""
+        """Keep the state and the boundary that observers would have received."""
         super().__init__(f"round {state.control.round}")
         self.state, self.boundary = state, boundary
 
@@ -61,9 +61,10 @@ Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """Where trainers run. A method returns once its work is dispatched, unless it says it waits.
+    """Runs the trainers.
 
-    Changes are ledger fields, `event` among them.
+    A method returns when its work is dispatched, unless its docstring says that it waits.
+    Changes are ledger fields, including `event`.
     """
 
     @property
@@ -83,10 +84,10 @@ class Engine(Protocol):
         """Gradient statistics at each trainer's parameters, on the round's first sequences."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """A round of these trainers, which `finish` waits for."""
+        """Dispatches a round of these trainers; `finish` waits for it."""
 
     def look_ahead(self, control: Control) -> None:
-        """Prepares the next round as if only `control` decided it; a change discards it."""
+        """Prepares the next round as `control` plans it; the loop may discard it."""
 
     def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
         """Waits for a round: the state without trainers that only skip updates, metrics, changes.
@@ -121,21 +122,21 @@ def adloco(
 ) -> State:
     """Train until the configured rounds, or tokens, are done: algorithms 1 to 3 of AdLoCo.
 
-    A round ends at its boundary: everything that happened in it is known there, and observers have
-    seen it before the next round begins. Before that the host waits for the gradient statistics
-    alone, which are ready before the round's own updates, and prepares the next round.
+    A round ends at its boundary: everything that happened in it is known there, and observers are
+    called before the next round begins. During a round the host waits only for the gradient
+    statistics, which are ready before the round's updates, and prepares the next round.
 
     Args:
-      state: Where to start, or to go on: a state that an observer has seen, for instance.
+      state: The state to start or continue from, for instance one that an observer received.
       settings: The run's settings.
-      engine: Where the trainers run.
-      observers: Called in order with the state after each round and what happened in it.
+      engine: Runs the trainers.
+      observers: Called in order after each round with the state and the boundary.
 
     Returns:
       The state after the last round.
 
     Raises:
-      Diverged: After a round that has left no trainer; observers have not seen its boundary.
+      Diverged: If no trainer is left after a round; observers have not been called for it.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
@@ -174,9 +175,9 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """The control before the first round: workers are spread as evenly as possible.
+    """The control before the first round: workers are divided as evenly as possible.
 
-    With `whole_pool` it includes the workers that join later, for which devices must have room.
+    With `whole_pool` it includes the workers that join later; devices need memory for them.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -221,7 +222,7 @@ def merge_trainers(
     Args:
       state: The stack.
       members: Positions, the representative first.
-      losses: Of all trainers, from the engine's guard.
+      losses: Guard losses of all trainers, from the engine.
       settings: The run's settings.
       engine: Measures the loss of the merged trainer, and moves the parameters.
 
@@ -272,11 +273,11 @@ def merge_trainers(
 def _join(
     state: State, members: Sequence[int], weights: Sequence[float], engine: Engine, *, refused: bool
 ) -> tuple[State, int, list[dict]]:
-    """Merge the members into one trainer; also the number of workers that move, and flushes."""
+    """Merge the members into one trainer; also return the number of moving workers, and flushes."""
     before = state.control
     changed = after_merge(before, members, refused=refused)
     owners = changed.owners
-    left = [  # by worker that moves, the trainer it leaves
+    left = [  # for each worker that moves, the trainer it leaves
         old
         for old, new in zip(before.owners, owners, strict=True)
         if changed.trainers[new].id != before.trainers[old].id
@@ -293,7 +294,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     Args:
       control: Before the merge.
       members: Positions, the representative first.
-      refused: The weaker members leave, and the representative stays as it is.
+      refused: Whether the merge was refused: the weaker members leave, the representative stays.
     """
     changed = copy.deepcopy(control)
     if not refused:
@@ -305,13 +306,13 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     changed.trainers = [t for m, t in enumerate(changed.trainers) if m not in members[1:]]
     sizes = allocate_workers([t.demand for t in changed.trainers], len(control.owners))
     for trainer, size in zip(changed.trainers, sizes, strict=True):
-        trainer.requested_workers = size  # the division answers every earlier request for workers
+        trainer.requested_workers = size  # the division cancels every earlier request for workers
     changed.owners = divide_workers(control.owners, members, sizes)
     return changed
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """Position and new number of workers of each trainer that workers join now."""
+    """Position and new number of workers of each trainer that gains workers now."""
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
@@ -356,15 +357,15 @@ def spawn_workers(
 
     Args:
       state: The stack.
-      trainer: Its position.
-      num_workers: Its workers afterwards.
+      trainer: Position of the trainer.
+      num_workers: Number of its workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
-      merged_now: Whether a merge or a refused attempt precedes it at this boundary: both are then
-        one communication, which the merge has counted.
+      merged_now: Whether a merge or a refused attempt precedes at this boundary. Both are then one
+        communication, which the merge has counted.
 
     Returns:
-      The new state, and the fields of its ledger line, `event` among them.
+      The new state, and the fields of the ledger line, including `event`.
     """
     before = state.control.owners.count(trainer)
     cost = merge_cost(engine.state_bytes, num_joining=num_workers - before)

@@ -1,4 +1,4 @@
-"""What the host knows of a run, and what rounds, synchronisations and merges cost it."""
+"""The host's data about a run, and the costs of rounds, synchronisations and merges."""
 
 import copy
 import dataclasses
@@ -16,13 +16,13 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sequences of all workers in as many updates as a round has base rounds."""
+        """Workers x round length (in base rounds) x batch."""
         return self.num_workers * self.round_length * self.batch_size
 
 
 @dataclass
 class Trainer:
-    """What the host knows of a living trainer; its parameters are in the ensemble's stack."""
+    """The host's data about a living trainer; its parameters are in the ensemble's stack."""
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
@@ -55,8 +55,8 @@ class Control:
     trainers: list[Trainer]
     owners: list[int]  # trainer position of each worker
     streams: list[int]  # the data stream each worker reads, which is its permanent id
-    max_batch_size: int  # in force: sequences per worker that a device holds at once
-    eval_batch_size: int  # as it was at the start: evaluation's figures stay comparable
+    max_batch_size: int  # present limit: sequences per worker that a device holds at once
+    eval_batch_size: int  # the limit at the start; it keeps evaluations comparable
     round: int = 0  # completed by all trainers: the slowest's count
     tokens_total: int = 0
     updates_total: int = 0
@@ -68,7 +68,7 @@ class Control:
 
     @property
     def demands(self) -> tuple[float, ...]:
-        """Each trainer's demand: its weight in the average of all."""
+        """Each trainer's demand, which is its weight in the average of all trainers."""
         return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def rounds_of(self, position: int) -> int:
@@ -80,18 +80,18 @@ class Control:
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """What a worker reads next: trainer's id, stream, and the sequence's number there."""
+        """The next sequence of a worker: trainer's id, stream, and number in the stream."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
     def size(self, position: int) -> Size:
-        """What the trainer at a position runs with."""
+        """The size of the trainer at a position."""
         trainer = self.trainers[position]
         return Size(self.owners.count(position), trainer.round_length, trainer.requested_batch_size)
 
 
 class RoundPlan(NamedTuple):
-    """What every worker of one trainer runs in a round."""
+    """The round of every worker of one trainer."""
 
     micro_batch_size: int  # B
     num_accum_steps: int  # A
@@ -112,8 +112,8 @@ class StateBytes(NamedTuple):
     """Bytes that trainers and workers send in a merge or a reallocation."""
 
     params: int  # of one trainer, in their own dtype
-    outer_state: int  # of one trainer, which a merge averages: momentum
-    inner_state: int  # given to a worker that joins a trainer: AdamW's moments
+    outer_state: int  # outer state of one trainer that a merge averages: momentum
+    inner_state: int  # inner state that a joining worker receives: AdamW's moments
 
 
 def count_round(
@@ -129,7 +129,7 @@ def count_round(
 
     Args:
       control: Before the round.
-      plans: What ran, by trainer position.
+      plans: The plans that ran, by trainer position.
       sequence_length: Tokens of a sequence.
       sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
       num_syncs: Synchronisations of a round, one for each fragment.
@@ -162,7 +162,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a synchronisation that no round includes, and return its ledger fields."""
+    """Count a synchronisation outside a round, and return its ledger fields."""
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -196,15 +196,15 @@ def merge_cost(
 ) -> dict[str, int]:
     """Communications and bytes of a merge or refusal, with the reallocation of workers.
 
-    Together they are one blocking communication. Each absorbed trainer sends its parameters and,
-    unless the merge is refused, its outer momentum. Each worker that joins a trainer receives the
-    parameters and an inner state (docs/algorithm.md, accounting).
+    The merge and the reallocation are one blocking communication. Each absorbed trainer sends its
+    parameters and, unless the merge is refused, its outer momentum. Each worker that joins a
+    trainer receives the parameters and an inner state (docs/algorithm.md, accounting).
 
     Args:
       state_bytes: Bytes of each part that is sent.
       num_absorbed: Trainers that send their parameters to the representative.
-      num_joining: Workers whose trainer changes, those of absorbed trainers included.
-      refused: Whether the parameters were sent for the merged loss alone.
+      num_joining: Workers whose trainer changes, including those of absorbed trainers.
+      refused: Whether the merge was refused; the parameters were sent only for the merged loss.
     """
     absorbed_bytes = state_bytes.params + (0 if refused else state_bytes.outer_state)
     joining_bytes = state_bytes.params + state_bytes.inner_state

@@ -15,8 +15,9 @@ from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
-"""For each class of trainers: the trainers' positions; each worker's trainer, as an index into
-these; how many examples each worker tested; the statistics, arrays [R] that may not be ready."""
+"""For each class of trainers: the positions of the trainers; the trainer of each worker, as an
+index into these; the number of examples that each worker tested; the statistics, arrays [R] that
+may not be ready."""
 
 
 class Decision(NamedTuple):
@@ -30,7 +31,7 @@ class Decision(NamedTuple):
 
 
 def measures_gradients(settings: Settings) -> bool:
-    """Whether the batch size follows the gradients rather than a declaration."""
+    """Whether the batch size depends on gradients, not on a schedule."""
     return BATCH_TESTS[settings.batching.test].needs != "nothing"
 
 
@@ -41,7 +42,7 @@ def with_batch_sizes(
 
     Args:
       control: After the round is counted.
-      stats: From the engine; a trainer that was not tested is not in it.
+      stats: From the engine, without the trainers that were not tested.
       settings: The run's settings.
       trainers: Positions of those that have made a round; None: all.
 
@@ -51,7 +52,7 @@ def with_batch_sizes(
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
     decisions, free = [], _workers_for_tests(control, settings)
-    with np.errstate(all="ignore"):  # a meaningless value is not finite, and keeps the batch
+    with np.errstate(all="ignore"):  # meaningless values are not finite and keep the batch
         tested = _by_trainer(stats)
         for position in sorted(range(len(control.trainers)) if trainers is None else trainers):
             trainer = control.trainers[position]
@@ -69,7 +70,7 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """The control if every trainer's test requested `growth` times what it has."""
+    """The control if every trainer's test requested `growth` times the present size."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
@@ -96,24 +97,25 @@ def _workers_for_tests(control: Control, settings: Settings) -> int:
 def grown(
     now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
 ) -> Size:
-    """The size that a request leads to: `batching.growth` in order, each up to its cap.
+    """The size after a request: it grows in the order of `batching.growth`, each up to its cap.
 
     Args:
-      now: What the trainer runs with.
-      request: Sequences per worker, for as many workers as now; if not finite, nothing changes.
+      now: The trainer's present size.
+      request: Sequences per worker, for the present number of workers. If it is not finite, nothing
+        changes.
       settings: The run's settings.
-      limit: Upper bound of the new `Size.total`, not below the present one.
-      free_workers: How many may join.
+      limit: Upper bound of the new `Size.total`, at least the present one.
+      free_workers: Number of workers that may join.
 
     Returns:
-      More workers (twice as many, or all), longer rounds, or a larger batch; none of them falls.
+      More workers (twice as many, or all), longer rounds, or a larger batch; nothing shrinks.
     """
     if not math.isfinite(request):
         return now
     batching, inner, size = settings.batching, settings.inner, now
     request = min(request, limit / now.num_workers)
     for name in batching.growth:
-        # Per worker, with the workers that have just joined.
+        # Per worker, including the workers that have just joined.
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
             each = size.round_length * size.batch_size
@@ -174,14 +176,14 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """The test's answer within its limits; the trainer's smoothed sums change in place."""
+    """The test's decision within its limits; changes the trainer's smoothed sums in place."""
     batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")
     noise, signal = float(stats.noise), float(stats.signal)
     if not (math.isfinite(noise) and math.isfinite(signal)) or noise <= 0:
         return Decision(now, "degenerate", noise, signal)
-    # In float64 sums need no scale, which would differ from test to test.
+    # In float64 sums need no scale. Scales would differ from test to test.
     sums = {name: float(value) for name, value in vars(stats.in_units_of(1.0)).items()}
     if batching.mode == "unbiased":
         decay = batching.smoothing

@@ -1,4 +1,4 @@
-"""A round's plan: how many updates of which batch each trainer's workers run, at what rate."""
+"""A round's plan: number of updates, batch and learning rate of each trainer's workers."""
 
 import math
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def is_over(control: Control, settings: Settings) -> bool:
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """What the trainers at these positions, or all, run in the next round (section 4.4)."""
+    """Plans of the next round for the trainers at these positions, or for all (section 4.4)."""
     chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
         m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
@@ -39,10 +39,10 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Updates of a trainer's next round: its rule's, times what its test has let rounds grow by.
+    """Updates of a trainer's next round: those of the rule, times the growth by the test.
 
-    A rule's updates are rounded down to whole base rounds, of which there is at least one, and no
-    more than reach the end of a run that tokens end.
+    The updates of a rule are rounded down to whole base rounds, at least one. If tokens end the
+    run, the updates do not pass its end.
     """
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
@@ -55,14 +55,14 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
     left = np.ceil(_base_rounds_left(control, settings))
-    # What rounding errors have taken away does not cost a base round.
+    # A rounding error does not cost a base round.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
 
 
 def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
-    """The micro-batch of a trainer's next round, and how many of them an update averages."""
+    """The micro-batch of a trainer's next round, and the number of micro-batches per update."""
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[position].requested_batch_size,
@@ -87,13 +87,14 @@ def learning_rate(
 ) -> np.ndarray:
     """The learning rate of inner updates; arguments that are arrays broadcast.
 
-    Depends on the trainer's own count of updates, so neither a reset of the inner state nor a merge
-    restarts a schedule. Where tokens end the run, a schedule depends on those of all trainers.
+    The rate depends on the trainer's own count of updates, so neither a reset of the inner state
+    nor a merge restarts a schedule. If tokens end the run, a schedule depends on the tokens of all
+    trainers.
 
     Args:
       settings: The run's settings.
-      updates: The trainer's inner updates before each.
-      tokens: Of all trainers together before each.
+      updates: The trainer's inner updates before each update.
+      tokens: Tokens of all trainers together before each update.
 
     Returns:
       Float64, of the shape to which the arguments broadcast.
@@ -112,9 +113,9 @@ def learning_rate(
 def learning_rates(
     control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
 ) -> np.ndarray:
-    """Float32 [T]: of a trainer, the learning rate of the update each micro-batch belongs to.
+    """Float32 [T]: for each micro-batch of a trainer the learning rate of its update.
 
-    `round_tokens` are those of all trainers in this round.
+    `round_tokens` are the tokens of all trainers in this round.
     """
     update_T = np.arange(plan.num_micro_batches) // plan.num_accum_steps
     rate_T = learning_rate(
@@ -133,7 +134,8 @@ def update_flags(plan: RoundPlan) -> np.ndarray:
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
     """A round's length in base rounds, as the learning rate measures it.
 
-    The sum of the rates of its updates, over that of `steps_per_round` updates at the full rate.
+    It is the sum of the rates of the round's updates, divided by the sum of `steps_per_round`
+    updates at the full rate.
     """
     inner = settings.inner
     sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)
@@ -141,13 +143,13 @@ def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
 
 
 def least_test_sequences(settings: Settings) -> int:
-    """Sequences per worker without which the batch-size test has no meaning."""
+    """Smallest number of sequences per worker for the batch-size test."""
     needs = BATCH_TESTS[settings.batching.test].needs
     return MIN_EXAMPLES_INNER_PRODUCT if needs == "inner_products" else MIN_EXAMPLES
 
 
 def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
-    """How many of the round's first sequences each worker of a trainer tests; 0: no test."""
+    """Number of the round's first sequences that each worker tests; 0: no test."""
     if BATCH_TESTS[settings.batching.test].needs == "nothing":
         return 0
     least, total = least_test_sequences(settings), settings.batching.test_batch_size
@@ -159,7 +161,7 @@ def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
 
 
 def planned(control: Control, position: int, plan: RoundPlan, rate_T: np.ndarray) -> dict:
-    """A trainer's fields of the ledger, as far as the plan decides them."""
+    """The fields of a trainer's ledger line that the plan determines."""
     trainer = control.trainers[position]
     return {
         "round": control.rounds_of(position) + 1,
