@@ -1,4 +1,4 @@
-"""What `fit` is given, checked before it compiles or creates anything: faults name arguments."""
+"""Checks the arguments of `fit` before anything is compiled or created; faults name them."""
 
 import math
 import os

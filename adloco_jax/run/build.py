@@ -41,7 +41,7 @@ def load_data(settings: Settings, commit: str = "") -> Corpus:
 
     Args:
       settings: The run's.
-      commit: Of a data set on the hub, in place of the one that `data.revision` is at.
+      commit: Commit of a data set on the hub, in place of that of `data.revision`.
 
     Raises:
       ConfigError, DataError: See `load_corpus`.
@@ -62,13 +62,13 @@ def row_length(settings: Settings) -> int:
 
 
 def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
-    """How the configured model attends: "cudnn" where all that it needs is there, else "xla".
+    """The attention of the configured model: "cudnn" where its conditions hold, else "xla".
 
     cuDNN's limits are those that `jax.nn.dot_product_attention` states, the smallest of all GPUs'.
     """
     model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
-    # Of other makers' GPUs it is no pair of numbers.
+    # Other makers' GPUs report no pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     is_served = (
         takes(ARCHITECTURES[model.arch].build, "attention")
@@ -88,8 +88,7 @@ def build_network(settings: Settings, machine: Machine | None = None) -> nn.Modu
 
     Args:
       settings: The run's.
-      machine: What it is to be compiled for; None for its shapes alone, or to see that it computes
-        the same.
+      machine: The machine that it is compiled for. None: for shapes alone, or to compare results.
     """
     how = {}
     if machine is not None:
@@ -111,8 +110,8 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
     """The weights that `model.init_from` names, for the configured model.
 
     Returns:
-      Parameters; and a line each on a head that the checkpoint lacks, which is random, and on
-      tensors of other heads, which are left out.
+      The parameters; and a line for a head that the checkpoint lacks, which is random, and a line
+      for tensors of other heads, which are left out.
 
     Raises:
       ConfigError: If the checkpoint is of another size, or its name leads nowhere.

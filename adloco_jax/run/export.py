@@ -1,4 +1,4 @@
-"""A run's consensus into its folder, and a model out of it: the consensus, or one trainer."""
+"""Writes the consensus of a run; reads a model out of a run: the consensus or one trainer."""
 
 import contextlib
 import dataclasses
@@ -93,9 +93,9 @@ def read_trained(
 
     Args:
       workdir: The run's folder.
-      round: Whose checkpoint; None is the newest.
-      trainer: A trainer's id; None is the consensus, for which the run's data are read where more
-        than one trainer is left: held-out text chooses between the best and the average.
+      round: Round of the checkpoint; None: the newest.
+      trainer: A trainer's id; None: the consensus. Where more than one trainer is left, the run's
+        data are read for it: held-out text chooses between the best trainer and the average.
 
     Returns:
       The model.

@@ -93,7 +93,7 @@ class Ledger(contextlib.AbstractContextManager):
         self._on_write(line)
 
     def position(self) -> dict:
-        """Size and hash of the file, synced to disk: what `cut` needs to return to this place."""
+        """Size and hash of the file, synced to disk; `cut` returns to this position."""
         with self._lock, write_errors(self._path):
             os.fsync(self._file.fileno())
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
@@ -163,15 +163,15 @@ def finish(events: Iterable[dict]) -> dict | None:
 def cut(path: str | os.PathLike[str], position: dict) -> None:
     """Truncates a ledger to what it held when a checkpoint was written.
 
-    What came after will be run, and recorded, again; lines that will not (starts, compile events,
-    checkpoints, ends) are kept. The file is replaced as a whole.
+    Later rounds run again and are recorded again. Lines that are not written again (starts, compile
+    events, checkpoints, ends) are kept. The file is replaced as a whole.
 
     Args:
       path: The ledger's file.
       position: From `Ledger.position`; zero bytes for a run without a checkpoint.
 
     Raises:
-      CheckpointError: If the ledger does not begin with what it held then.
+      CheckpointError: If the ledger does not begin with what it held at that position.
     """
     content, end = _content(Path(path)), position["bytes"]
     if _position(content[:end]) != position:
@@ -190,7 +190,7 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
 
 class _Line(NamedTuple):
     text: bytes  # with its newline, if it has one
-    event: dict | None  # None if the text is none
+    event: dict | None  # None if the text holds no event
     end: int  # in bytes from the beginning of the file
 
 

@@ -94,7 +94,7 @@ class Recorder:
         self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
-        """What a checkpoint holds of the record so far."""
+        """The recorder's part of a checkpoint."""
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
@@ -102,7 +102,7 @@ class Recorder:
         }
 
     def wall_s(self) -> float:
-        """Seconds of the run so far, those of resumed processes added up."""
+        """Seconds of the run so far, those of earlier processes included."""
         return round(time.perf_counter() - self.start_s, 3)
 
     def write_memory(self, control: Control) -> None:
@@ -175,7 +175,7 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """What a function of `evaluate` takes to report on a model."""
+        """The arguments with which functions of `evaluate` report on a model."""
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 
@@ -194,7 +194,7 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the boundary's own state when that is due or at a signal, which then stops the run."""
+    """Saves the state of a boundary when a save is due or at a signal, which then stops the run."""
 
     recorder: Recorder
     saver: Saver

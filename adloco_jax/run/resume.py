@@ -42,7 +42,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def require_utf8(option: str, path: Path) -> None:
-    """Refuses a name that is not UTF-8: libraries that write there know no other.
+    """Refuses a name that is not UTF-8, because libraries that write there accept no other.
 
     Raises:
       ConfigError: Names the option.
@@ -82,11 +82,11 @@ def check_workdir(workdir: str | Path) -> None:
 def exclusive(workdir: Path) -> Iterator[None]:
     """Makes a run's folder and locks it; the lock of a dead process does not count.
 
-    Process 0 does so for all processes of a run, all of which must see the folder.
+    Process 0 does this for all processes of a run, which must all see the folder.
 
     Raises:
       ConfigError: If another process is at work there, or the folder cannot be written, or is not
-        the same one for all.
+        the same folder for all processes.
       ResourceError: If the disk is full.
     """
     lock = FileLock(workdir / ".lock", timeout=0)
@@ -188,7 +188,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 
 def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
-    """A line for each key in which settings differ from those that a run's folder records."""
+    """A line for each key whose value differs from the one that a run's folder records."""
     before, now = _read(workdir / "config.json"), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
@@ -273,9 +273,9 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the remaining rounds or tokens, as a rule for the length
-    # of rounds may be; and if rounds leave worker updates unsynchronised, the run's last round has
-    # synchronised them.
+    # A decaying schedule is stretched over the remaining rounds or tokens; a rule for the length of
+    # rounds may be, too. Where rounds leave worker updates unsynchronised, the last round of the
+    # run has synchronised them.
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised

@@ -29,7 +29,7 @@ class Cluster:
     bandwidth: float = 10e9 / 8  # of a link, bytes/s
     latency_s: float = 0.03
     flops: float = 0.4 * 312e12  # of a device, as reached: 40 % of an A100's peak in bfloat16
-    # The model that is timed with the run's schedule; None: the run's own.
+    # The model that is timed with the run's schedule. None: the run's own model.
     num_params: int | None = None
     sequence_length: int | None = None  # tokens
 
@@ -51,7 +51,7 @@ def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
 
     Args:
       events: A ledger's lines, also of a resumed or unfinished run.
-      cluster: Where the run is timed.
+      cluster: The cluster for which the run is timed.
     """
     start = last(events, "start")
     model, outer = start["num_params"], start["config"]["outer"]

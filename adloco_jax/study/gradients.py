@@ -34,10 +34,10 @@ from adloco_jax.study.gradients_figure import figure
 from adloco_jax.study.page import write_files
 
 MAX_COORDINATES = 100_000
-MAX_DEVIATIONS = 10_000_000  # of all draws of one batch size: 40 MB, and four times that in float64
+MAX_DEVIATIONS = 10_000_000  # over all draws of a batch size: 40 MB, and 160 MB in float64
 BIN_EDGES = np.linspace(-6.0, 6.0, 61)  # of the histograms, in root mean squares
 
-# Purposes of a seed, so that no two uses share their random numbers.
+# Uses of a seed: no two of them share random numbers.
 _SEQUENCES, _COORDINATES, _BATCHES = range(3)
 
 
