@@ -27,7 +27,7 @@ class HeldOut:
     batch_size: int  # rows per call of the program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """How many rows a run reports on, and how many others decide; of labelled ones by class."""
+        """The numbers of reported rows and of guard rows; for labelled rows also by class."""
         parts, counts = (self.report_EL, self.guard_EL), ["", ""]
         if num_classes is not None:
             of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
@@ -48,8 +48,8 @@ def split_heldout(
 ) -> HeldOut:
     """Draws the guard's rows and the reported rows from held-out rows.
 
-    The draw does not depend on the run's seed: runs with other seeds report on the same rows, so
-    that the spread of their losses is that of training. Of labelled rows both parts have the
+    The draw does not depend on the run's seed. Runs with other seeds report on the same rows, so
+    the spread of their losses comes only from training. For labelled rows, both parts have the
     classes in the proportions of all held-out rows.
 
     Args:
@@ -57,7 +57,7 @@ def split_heldout(
       num_sequences: Largest number of reported rows.
       batch_size: Rows per call of the evaluation program.
       num_classes: Classes of labelled rows; None for rows of text.
-      num_trainers: Trainers of the run; if several, guard rows choose among them.
+      num_trainers: Number of trainers. If there are several, guard rows choose among them.
 
     Raises:
       DataError: If there are too few rows to report on, or to choose among several trainers.
@@ -88,12 +88,12 @@ def class_report(
 ) -> dict:
     """Evaluates one model's predictions of the classes of labelled rows.
 
-    A row's loss under each label in turn is the negative log-probability of that class, so that the
-    program of the held-out loss also predicts.
+    The loss of a row with a given label is the negative log-probability of that class. So the
+    program of the held-out loss, called with each label, also predicts.
 
     Returns:
-      `accuracy`, the share of rows whose likeliest class is the right one, and `classes`: for each
-      class `precision`, `recall`, `f1` (None where undefined) and `support` in rows.
+      `accuracy`, the share of rows whose most likely class is correct, and `classes`: for each
+      class `precision`, `recall`, `f1` (None if undefined) and `support` in rows.
     """
 
     def losses_under(label: int) -> np.ndarray:
@@ -137,18 +137,19 @@ def trainer_params(ensemble: Ensemble, position: int) -> PyTree:
 
 
 def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[float, ...]):
-    """Parameters that `merge` would give the representative; the ensemble stays as it is."""
+    """The parameters that `merge` would give the representative, without changing the ensemble."""
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Chooses the one model to use now.
+    """Choose the consensus.
 
     Returns:
-      Parameters, and `only`, `best` (the best trainer) or `average` (of all, weighted by requested
-      batch), whichever has the lower loss on the guard's rows.
+      Parameters, and the kind of model. `only`: the only trainer. Otherwise the model with the
+      lower loss on the guard's rows: `best` (the best trainer), or `average` (of all trainers,
+      weighted by requested batch).
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

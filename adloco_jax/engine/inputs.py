@@ -38,7 +38,7 @@ _COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them
 
 
 class Rows(Protocol):
-    """What `fit` needs of a corpus; `ArrayRows` and `Corpus` of `adloco_jax.data` implement it."""
+    """The interface of a corpus for `fit`, as `ArrayRows` and `Corpus` of `adloco_jax.data`."""
 
     @property
     def heldout_rows(self) -> np.ndarray:
@@ -46,11 +46,11 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content that decides the rows."""
+        """Hash of the content that determines the rows."""
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A JSON record of each part that was read, which names a changed part; may be empty."""
+        """A JSON record of each part that was read, to name parts that change; may be empty."""
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -89,7 +89,7 @@ class Test(NamedTuple):
 
 
 EXTRAS = {"interval": interval}
-"""By the keyword of an outer optimizer's update: a trainer's value, of its rates and plan."""
+"""For each keyword of an outer optimizer's update: a trainer's value, from its rates and plan."""
 
 
 class Call(NamedTuple):
@@ -113,13 +113,14 @@ class Batch(NamedTuple):
     extra_M: dict[str, np.ndarray]
     tests: list[Test]
     lines: list[dict]
-    """The round's ledger fields by trainer, as far as the plan decides them."""
+    """The round's ledger fields by trainer that the plan determines."""
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
     """Classes of trainers with equally many workers, each on separate devices if there are enough.
 
-    With several processes all trainers share all devices, as a process takes part in every program.
+    With several processes all trainers share all devices, because every process has to take part
+    in every program.
     """
     chosen = sorted(trainers)
     if not chosen:
@@ -201,7 +202,7 @@ def round_keys(
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
     """The programs of the next round, and of the one after it with unchanged and fastest growth.
 
-    Both include a merge that may come before them, chosen as if all guard losses were equal.
+    Both include a merge that may precede them, chosen as if all guard losses were equal.
     """
     keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -233,7 +234,7 @@ def _members(control: Control, settings: Settings) -> tuple[int, ...]:
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """What decides the inputs of a round: equal reads mean equal inputs."""
+    """The data that determine the inputs of a round: equal reads give equal inputs."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -321,7 +322,7 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), read)
-        # Few different rows may coincide by chance; rows of another process are all zero.
+        # A few rows may be equal by chance. Rows of another process are all zero.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
@@ -352,7 +353,7 @@ def _sequences(
 ) -> np.ndarray:
     """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
 
-    A process fills in only the workers that its devices train or test.
+    A process fills in only the rows of workers that its devices train or test.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)

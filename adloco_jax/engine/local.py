@@ -1,8 +1,8 @@
 """The local engine: every trainer on this program's own devices.
 
-It implements `adloco.Engine`. Trainers that run the same plan share one program. Where there are
-several devices and trainers have unequal numbers of workers, each such class of trainers has
-devices of its own, so that what a synchronisation moves is what is accounted.
+It implements `adloco.Engine`. Trainers that run the same plan share one program. If there are
+several devices and trainers have unequal numbers of workers, each class of trainers has separate
+devices, so that a synchronisation moves exactly the accounted bytes.
 """
 
 import copy
@@ -51,11 +51,11 @@ class Outcome(NamedTuple):
 
     loss_SR: np.ndarray  # of each update of each of its workers; NaN where it was skipped
     skipped_SR: np.ndarray  # bool
-    pseudo_grad_norm: float  # NaN if there was no finite one
+    pseudo_grad_norm: float  # NaN if none is finite
 
     @property
     def mean_loss(self) -> float:
-        """Over the updates that were made; NaN if there were none."""
+        """Mean over the updates that were made; NaN if there are none."""
         made = self.loss_SR[np.isfinite(self.loss_SR)]
         return float(np.mean(made)) if made.size else math.nan
 
@@ -85,21 +85,21 @@ class LocalEngine:
     def __init__(
         self, settings: Settings, spec: Spec, programs: Programs, rows: Rows, heldout: HeldOut
     ):
-        """Starts with no round under way.
+        """Starts without a round.
 
         Args:
           settings: The run's settings.
-          spec: What its programs share.
-          programs: Compiled, or to be compiled when first called.
-          rows: What to train on.
-          heldout: Its guard rows judge merges.
+          spec: The data that all programs share.
+          programs: The programs; each is compiled before its first call.
+          rows: The rows to train on.
+          heldout: Held-out rows; the guard rows judge merges.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
         self.underway: Control  # before the round under way; for the handler of its failure
         self._ahead: tuple[tuple, Batch | Exception] | None = None  # next round's reads, inputs
         self._start_s = self._stalled_s = 0.0  # clock and waits when the round under way began
-        self._flushed: set[int] = set()  # trainers, by id, with nothing left unsynchronised
+        self._flushed: set[int] = set()  # ids of trainers without unsynchronised worker updates
 
     @property
     def state_bytes(self) -> StateBytes:
@@ -108,7 +108,7 @@ class LocalEngine:
 
     def ready(self, state: State) -> list[int]:
         """All trainers: their devices take one round after the other."""
-        self.underway = state.control  # reading sequences may fail, too
+        self.underway = state.control  # reading sequences may fail too
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
@@ -130,7 +130,7 @@ class LocalEngine:
             batch: Batch | Exception = make_batch(
                 control, plans, self.settings, self.spec, self.rows
             )
-        except Exception as error:  # deliberately broad, because `batch` raises it in its round
+        except Exception as error:  # deliberately broad, because `batch` raises it later
             batch = error
         self._ahead = reads(control, plans), batch
 
@@ -275,9 +275,10 @@ class LocalEngine:
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Synchronises all that the trainers' workers have not synchronised yet.
+        """Flushes the unsynchronised worker updates of trainers.
 
-        Only Streaming DiLoCo leaves anything: otherwise a round's end synchronises all parameters.
+        Only Streaming DiLoCo has such updates; otherwise the end of a round synchronises all
+        parameters.
         """
         ensemble, control = state
         owed = [m for m in sorted(trainers) if control.trainers[m].id not in self._flushed]
@@ -312,7 +313,7 @@ def count_skips(
 ) -> tuple[Control, list[int]]:
     """Counts the skipped updates of a round.
 
-    A trainer is broken once every one of its workers has skipped its last updates.
+    A trainer is broken if each of its workers has skipped its last updates.
 
     Args:
       control: At the round's boundary, with the round's trainers and workers.
@@ -358,7 +359,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """The control without some trainers, whose workers retire with them; who remains."""
+    """The control without some trainers and their workers, and the remaining positions."""
     control = copy.deepcopy(control)
     survivors = [m for m in range(len(control.trainers)) if m not in broken]
     workers = [w for w, owner in enumerate(control.owners) if owner not in broken]

@@ -1,4 +1,4 @@
-"""Device memory: what programs need, how much there is, which micro-batch and sharding fit."""
+"""Device memory: the needs of programs, and the micro-batch and sharding that fit."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from adloco_jax.engine.programs import (
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec
 from adloco_jax.errors import ResourceError
 
-# Parts of the ensemble that a program takes as arguments; the rest stays on the device.
+# Parts of the ensemble that are arguments of a program; the rest stays on the device.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -41,16 +41,16 @@ def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> 
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """How many devices must share a worker's parameters for what a round keeps to fit.
+    """Number of devices that must share a worker's parameters so that the arrays of a round fit.
 
     Args:
-      spec: What programs share; its `model_shards` is ignored.
+      spec: The data that all programs share; `model_shards` is ignored.
       owners: Trainer position of each worker at the start; merges only need less.
       memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
 
     Returns:
       The smallest divisor of the number of devices with which the ensemble, the workers' parameters
-      and their gradients fit, activations not counted; all devices if none is enough.
+      and their gradients fit, without activations; all devices if no divisor is enough.
     """
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     key = ProgramKey("steps", owners, accumulates=True)
@@ -68,7 +68,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 def least_bytes(spec: Spec, owners: tuple[int, ...]) -> int:
     """Bytes that a device needs at least: the ensemble, its workers and one gradient.
 
-    A closed form, for which nothing is compiled; activations are not counted.
+    This is a closed form without compilation; activations are not counted.
     """
     key = ProgramKey("steps", owners)
     at = placement(spec, key)
@@ -90,7 +90,7 @@ def _bytes_here(shapes: PyTree) -> int:
 def measured_peaks() -> dict[str, int | list[int | None]]:
     """Peak memory of this process so far, in bytes: of the host and of each device.
 
-    A device's peak is null if its backend does not count, as on a CPU.
+    A device's peak is null if its backend does not count memory, as on a CPU.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return {
@@ -109,24 +109,24 @@ def find_max_batch(
     sizes: Sequence[int],
     memory_frac: float | None,
 ) -> int:
-    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
+    """The largest micro-batch whose programs fit a device, found by compilation.
 
-    At most three are compiled. Memory grows with the micro-batch by at most what the smallest one
-    needs besides the state, so a second one is known to fit. It grows linearly, so these two
-    predict the largest.
+    At most three micro-batches are compiled. Memory grows with the micro-batch by at most the need
+    of the smallest one without the state, so a second micro-batch is known to fit. Memory grows
+    linearly, so these two predict the largest.
 
     Args:
-      programs: Those compiled here are kept for the run.
+      programs: Keeps the programs that are compiled here for the run.
       owners: Trainer position of each worker at the start; merges only need less.
-      keys_of: The programs that a run with a micro-batch of some size needs.
-      sizes: To choose from, ascending; the first is the initial batch.
+      keys_of: Gives the keys of the programs that a run with a given micro-batch needs.
+      sizes: Candidates, ascending; the first is the initial batch.
       memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
 
     Returns:
       One of the sizes.
 
     Raises:
-      ResourceError: If not even the smallest size fits; says how much it needs.
+      ResourceError: If the smallest size does not fit; the message says how much it needs.
     """
     spec = programs.spec
     budget, first = spec.machine.budget(memory_frac), sizes[0]

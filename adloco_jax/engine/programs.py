@@ -1,4 +1,4 @@
-"""The compiled programs of a run: which there are, and where their arrays live.
+"""The compiled programs of a run, and the devices of their arrays.
 
 A program is `jax.jit` of public functions of the core. It is compiled before its first call, and
 kept by its key (`engine/spec.py`). A round calls `start`, then `steps`, several times if gradients
@@ -36,8 +36,9 @@ from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
-# XLA's CPU client admits 32 programs to a device. The next one waits on a thread that one of those
-# may need, so several devices deadlock. A call is up to four programs, as arrays move too.
+# XLA's CPU client admits 32 programs to a device. The next program blocks a thread that one of
+# these may need, so several devices deadlock. A call is up to four programs, because arrays are
+# resharded.
 _MAX_IN_FLIGHT = 8
 _POOL = ("trainer", "worker")  # the mesh axes that workers are spread over
 
@@ -49,11 +50,11 @@ class Compiled(NamedTuple):
     seconds: float
     hit: bool  # it came from the persistent cache
     background: bool
-    needed_bytes: int | None  # on a device while it runs; None where the compiler does not say
+    needed_bytes: int | None  # on a device while it runs; None if the compiler does not say
 
 
 class Programs:
-    """Compiles each program once, in the background if it was foreseen, and keeps it."""
+    """Compiles each program once, in the background if it is predicted, and keeps it."""
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
         """Starts with no program; `on_compile` is called with each, on the compiling thread."""
@@ -75,7 +76,7 @@ class Programs:
         self._in_flight.append(jax.tree.leaves(results)[-1])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
-            if not oldest.is_deleted():  # deleted is donated: a later call stands for it
+            if not oldest.is_deleted():  # deleted means donated: a later call covers it
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # its reader reports it
                     oldest.block_until_ready()
         return results
@@ -84,7 +85,7 @@ class Programs:
         """The program for a key; waits for it, or compiles it now."""
         start_s = time.perf_counter()
         begun = self._programs.get(key)
-        if begun is None or begun.cancel():  # cancelled: it was still in the queue
+        if begun is None or begun.cancel():  # cancelled while it was still in the queue
             begun = self._programs[key] = Future()
             try:
                 begun.set_result(self._compile(key, background=False))
@@ -96,13 +97,13 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Queues programs for compilation in the background, in order, unless they are known."""
+        """Queues unknown programs for compilation in the background, in order."""
         for key in keys:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
 
     def close(self) -> None:
-        """Cancels what is still in the queue, and waits for what is being compiled."""
+        """Cancels the queue, and waits for compilations that have begun."""
         self._background.shutdown(cancel_futures=True)
 
     def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
@@ -129,7 +130,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """Where the arrays of a key's program live."""
+    """The devices and shardings of a key's program."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -161,7 +162,7 @@ def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
 def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
     """Workers of a device that make their round's calls of `steps` one after another; 1: all."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
-    in_turn = spec.in_turn and not spec.outer.own_params  # whose fragments workers await in a round
+    in_turn = spec.in_turn and not spec.outer.own_params  # fragments need all workers
     return len(key.owners) // num_groups if in_turn else 1
 
 
@@ -279,7 +280,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
-    # A pass is padded, so it is no larger than the least that a worker has to test.
+    # A pass is padded, so it is at most the smallest number of sequences that a worker tests.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
     chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
@@ -369,7 +370,7 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
             update_T=update_T,
             key_TRB=key_TRB,
             worker_parallelism=at_once,
-            # Where devices share a batch, gradients would be exchanged in every pass.
+            # If devices share a batch, every pass would exchange gradients.
             examples_per_pass=None if is_shared else spec.examples_per_pass,
         )
 
@@ -400,7 +401,7 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """The steps of all workers; each device takes its own ones, one after another or at once."""
+    """The steps of all workers; each device runs its workers one after another or at once."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
     # On several devices one batch of all workers, which the partitioner divides.
@@ -436,7 +437,7 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Tokens, learning rates, update flags where gradients are accumulated, streams for keys."""
+    """Tokens, learning rates, update flags if gradients are accumulated, streams for keys."""
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))

@@ -1,7 +1,8 @@
-"""Merges, and workers that join or leave: a stack is replaced by another, in parts.
+"""Merges, and workers that join or leave: a new stack replaces the old one in parts.
 
-Both stacks at once may not fit a device, whose memory is mostly the workers' inner states. So these
-are replaced some leaves at a time, and what is replaced is deleted before the next ones are made.
+Two stacks may not fit a device, because the workers' inner states fill most of its memory. So some
+leaves of the inner states are replaced at a time, and the old leaves are deleted before the next
+ones are made.
 """
 
 import functools
@@ -15,7 +16,7 @@ from adloco_jax.core.merge import merge, reassign, spawn
 from adloco_jax.core.types import Ensemble, take
 from adloco_jax.engine.spec import num_bytes
 
-PART_BYTES = 2**30  # of inner states that are replaced at a time, or a single leaf
+PART_BYTES = 2**30  # of inner states that are replaced at a time; at least one leaf
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -39,7 +40,7 @@ def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Leaves in their order, as many together as `PART_BYTES` allow."""
+    """Leaves in order, in parts of at most `PART_BYTES`, or of one leaf."""
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:

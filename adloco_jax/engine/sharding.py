@@ -41,7 +41,7 @@ class Placement:
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """Shards each dimension over its axes; replicates it where they are None or missing."""
+        """Shards each dimension over its axes; replicates dimensions without axes."""
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -64,11 +64,11 @@ class Placement:
         return self.named(None, _POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
-        """[B, L + 1], where there is one worker."""
+        """[B, L + 1], for one worker."""
         return self.named(self._batch_axes(batch_size))
 
     def params(self, shapes: PyTree) -> PyTree:
-        """One model's parameters, wherever it is used: over `model`."""
+        """One model's parameters: over `model`."""
         return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
@@ -86,11 +86,11 @@ class Placement:
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
         """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
 
-        It takes two steps, since the partitioner would replicate in one: first the devices that
-        share a worker keep a part each, then the parts are redistributed as `sharded` says. A
-        floating-point leaf of which no dimension divides over the workers skips the second step:
-        its mean is an all-reduce, which moves as much as both halves. A copy on every device would
-        be R / 2 times that.
+        There are two steps, because in one step the partitioner would replicate. First each of the
+        devices that share a worker keeps one part; then the parts are resharded as by `sharded`.
+        A floating-point leaf without a dimension that divides over the workers skips the second
+        step: its mean is an all-reduce, which moves as many bytes as both halves. A copy on every
+        device would move R / 2 times as many.
         """
         in_parts = self._stacked(tree_R, _POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
@@ -107,7 +107,7 @@ class Placement:
     def all_gather(self, tree_M: PyTree) -> PyTree:
         """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
 
-        It takes two steps, or the partitioner would gather before it quantises.
+        There are two steps, because in one step the partitioner would gather before it quantises.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
@@ -124,16 +124,16 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a synchronisation moves between devices of different workers, in total.
 
-        With a device for each worker it equals the accounted bytes (docs/algorithm.md, accounting).
-        Workers that share a device move less. If a device has some workers of several trainers,
-        every device is sent all trainers. Below float32 a leaf of
-        which no dimension divides over the workers is replicated to each of them, which is more.
+        With one device for each worker it equals the accounted bytes (docs/algorithm.md,
+        accounting). Workers that share a device move less. If a device has workers of several
+        trainers, every device receives all trainers. Below float32, a leaf without a dimension
+        that divides over the workers is replicated to each worker, which is more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """How workers, batches and parameters are spread over devices; which devices are idle."""
+        """Describes the placement of workers, batches and parameters, and the idle devices."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -148,7 +148,7 @@ class Placement:
         return "; ".join(parts)
 
     def draw(self, workers: Sequence[str]) -> list[str]:
-        """A line for each set of devices that share workers: which, and the workers' names."""
+        """A line for each set of devices that share workers, with the workers' names."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)
@@ -171,7 +171,7 @@ class Placement:
         return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """The largest dimension that divides evenly over `over`, or over as many as it can."""
+        """Shards the largest dimension that divides over `over`, or over most of its axes."""
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):
@@ -208,8 +208,8 @@ def arrange(
       model_shards: Devices that share one worker's parameters; divides the number of devices.
 
     Returns:
-      Workers over the largest number of devices that divides them; what is left shares each
-      worker's batch, as far as that divides.
+      Workers over the largest number of devices that divides them. The remaining factor of devices
+      shares each worker's batch, as far as the batch divides.
     """
     chosen = np.array(devices)
     free = len(chosen) // model_shards
@@ -220,7 +220,7 @@ def arrange(
         trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
-    # In the devices' order: a program and the source of its arguments must agree on it.
+    # In the devices' order, on which a program and the source of its arguments must agree.
     grid = chosen.reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
@@ -229,12 +229,12 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     """Reshards arrays, in any number of processes.
 
     Args:
-      tree: JAX arrays, which move between devices, and host arrays; of a host array every process
-        must hold the parts that its devices get.
+      tree: JAX arrays, which move between devices, and host arrays. Every process must hold those
+        parts of a host array that its devices receive.
       shardings: A tree of the same structure; None leaves an unused array where it is.
 
     Returns:
-      JAX arrays of those shardings; an array that has the right sharding is not copied.
+      JAX arrays with these shardings; an array that already has its sharding is not copied.
     """
     leaves, structure = jax.tree.flatten(tree)
     at = structure.flatten_up_to(shardings)
@@ -248,7 +248,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _put(leaf: Any, to: NamedSharding | None) -> Any:
-    """A leaf at its sharding; None if that takes a program of all processes."""
+    """A leaf at its sharding; None if this needs a program of all processes."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
     if to.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""What programs are compiled for: what they all share in a run, and the key of each."""
+"""The inputs of compilation: data that all programs of a run share, and the key of each."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
 class ProgramKey(NamedTuple):
-    """What a program is compiled for."""
+    """The key of a program."""
 
     kind: Kind
     owners: tuple[int, ...] = (0,)  # trainer position of each worker; 0 if trainers do not matter
@@ -44,7 +44,7 @@ class ProgramKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a run is planned, placed and compiled for; they need not be there."""
+    """The devices for planning, placement and compilation; they need not exist."""
 
     devices: tuple[jax.Device, ...]  # of all processes
     device_bytes: int  # memory of one device; of a CPU its share of the RAM
@@ -65,21 +65,21 @@ class Machine:
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device that a plan may use; None: 0.92 of an accelerator's, 0.8 of RAM."""
+        """Bytes of a device that a plan may use; by default 0.92 of an accelerator, 0.8 of RAM."""
         default = 0.8 if self.platform == "cpu" else 0.92
         return int((default if memory_frac is None else memory_frac) * self.device_bytes)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What every program of one run shares."""
+    """Data that every program of a run shares."""
 
     machine: Machine
     loss_fn: LossFn
     params: PyTree  # one model's shapes and dtypes
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
-    outer: Outer  # how often, how late and in which numbers synchronisations take place
+    outer: Outer  # schedule, delay and precision of synchronisations
     num_micro_batches: int  # per dispatch: S, or with fragments S / F
     row_length: int  # integers of a row: L + 1, or 2 + L where class and length come first
     sequence_length: int  # L
@@ -96,7 +96,7 @@ class Spec:
 
     @property
     def by_position(self) -> bool:
-        """Whether workers run one by one in the whole stack, whatever their trainers' plans."""
+        """Whether workers run one by one in the whole stack, for all plans of trainers."""
         is_one = len(self.machine.devices) == self.model_shards
         return self.in_turn and is_one and not self.outer.own_params
 
@@ -139,7 +139,7 @@ def num_bytes(tree: PyTree) -> int:
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
     """Bytes of an optimizer's floating-point state that differs between trainers or workers.
 
-    Updates return a constant as it is. Counts are whole numbers, which the host knows.
+    Updates do not change constants. Counts are whole numbers, which the host knows.
     """
     params = trainable(params)
     state = jax.eval_shape(tx.init, params)
