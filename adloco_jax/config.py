@@ -87,13 +87,13 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
       config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
 
     Returns:
-      The settings; `batching.buckets` is resolved to every size in use, ascending, and sizes of the
-      model that are unset to those of the checkpoint that `model.init_from` names.
+      The settings. `batching.buckets` is resolved to every size in use, ascending. Unset sizes of
+      the model are those of the checkpoint that `model.init_from` names.
 
     Raises:
-      ConfigError: If anything is unknown, missing, of a wrong type, out of range or contradictory:
-        all faults at once, one line each. Or if sizes of the model are unset and the checkpoint of
-        `model.init_from` cannot be reached.
+      ConfigError: If anything is unknown, missing, of a wrong type, out of range or contradictory.
+        The message has all faults at once, one line each. Also raised if sizes of the model are
+        unset and the checkpoint cannot be reached.
       DataError: If that checkpoint cannot be used.
     """
     given, faults = _flatten(config)
@@ -128,7 +128,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
 
 
 def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
-    """Keys of the model's sizes that a checkpoint decides, if there is one to start from."""
+    """Keys of the model's sizes that the checkpoint of `model.init_from` decides."""
     if not values.get("model.init_from") or "model.arch" not in values:
         return set()
     names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
@@ -136,7 +136,7 @@ def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """A line for each rule that values which are allowed by themselves break together."""
+    """A line for each rule that allowed values break together."""
     rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
     if arch := values.get("model.arch"):
         for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
@@ -336,7 +336,7 @@ def _unset(knob: Knob) -> str:
 
 
 def find_config(name: str | None) -> Path:
-    """Looks for a config file from here, then among those that ship as a path or a bare name.
+    """Finds a config file: a path from here, or the path or bare name of one that ships.
 
     Raises:
       ConfigError: If there is none; lists those that ship.
@@ -370,13 +370,13 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Runs a config file, where one is named, for the entries that it adds to the tables."""
+    """Runs a config file, if one is named, for the entries that it adds to the tables."""
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Runs a file, and the first of these functions that it has; returns what that returns."""
+    """Runs a file and the first of these functions that it has; returns the function's result."""
     root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
     sys.path.insert(0, root)
     try:

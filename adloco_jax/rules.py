@@ -59,10 +59,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "ensemble.initial_workers ensemble.num_trainers ensemble.num_workers",
         lambda initial, trainers, pool: initial is None or trainers <= initial <= pool,
     ),
-    (
-        "nothing would let the other workers join; choose a test that measures gradients and name"
-        " 'workers' in batching.growth, set ensemble.spawn_frac, or leave initial_workers unset"
-    ): (
+    "the others never join; set ensemble.spawn_frac, or a test that measures and growth of workers": (
         "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth",
         lambda initial, spawn_frac, test, growth: (
             initial is None
@@ -86,10 +83,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "inner.warmup_updates num_rounds inner.steps_per_round",
         lambda warmup, rounds, steps: warmup < rounds * steps,
     ),
-    (
-        "rounds that grow make a number of updates that is not known in advance; end the run and"
-        " its schedule by num_tokens, or set inner.schedule=constant"
-    ): (
+    "rounds that grow have no planned number of updates; set num_tokens or schedule='constant'": (
         "inner.schedule num_tokens inner.max_steps_per_round inner.round_length",
         lambda schedule, tokens, longest, length: (
             schedule == "constant" or tokens or (longest, length) == (None, "fixed")
@@ -165,10 +159,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "batching.test batching.ramp",
         lambda test, ramp: (test == "ramp") == (ramp != ()),
     ),
-    (
-        "a ramp begins with (0, initial_batch_size), its rounds increase, and its batches neither"
-        " fall nor exceed the cap; correct the pairs"
-    ): (
+    "a ramp starts at (0, first batch); its rounds increase, its batches never fall, to the cap": (
         "batching.ramp batching.initial_batch_size batching.batch_cap",
         lambda ramp, first, cap: (
             ramp[:1] in ((), ((0, first),))
