@@ -59,7 +59,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "ensemble.initial_workers ensemble.num_trainers ensemble.num_workers",
         lambda initial, trainers, pool: initial is None or trainers <= initial <= pool,
     ),
-    "the others never join; set ensemble.spawn_frac, or a test that measures and growth of workers": (
+    "the others never join; set ensemble.spawn_frac, or a measuring test and growth of workers": (
         "ensemble.initial_workers ensemble.spawn_frac batching.test batching.growth",
         lambda initial, spawn_frac, test, growth: (
             initial is None
