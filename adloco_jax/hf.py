@@ -1,8 +1,8 @@
 """Read and write the Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-JSON and safetensors are read, and of pickles only a `pytorch_model.bin` that has no safetensors
-beside it, by PyTorch's reader of tensors alone. Every tensor is named, and its shape and type are
-checked. The names are those of `models.weight_maps`.
+JSON and safetensors are read. The only pickle that is read is a `pytorch_model.bin` without
+safetensors beside it, by PyTorch's reader that loads only tensors. The name, shape and type of
+every tensor are checked. The names are those of `models.weight_maps`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ MAX_JSON_BYTES = 2**26  # of config.json, of an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
-# Buffers that old versions saved, and what our model computes in their place.
+# Buffers that old versions saved, and the values that our model computes instead.
 _BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
     r".*\.rotary_emb\.inv_freq": lambda network: rotary_frequencies(
         network.width // network.num_heads, network.rope_theta
@@ -54,10 +54,10 @@ class Loaded(NamedTuple):
     """A model with its weights.
 
     Attributes:
-      network: Computes in float32; `network.clone(dtype=...)` for another type.
+      network: The model, in float32 arithmetic; `network.clone(dtype=...)` changes it.
       params: Float32 parameter tree of NumPy arrays.
-      stored_as: Types the weights were stored in, such as `("bfloat16",)`.
-      left_out: Stored tensors of other heads, which the model does not have.
+      stored_as: Types of the stored weights, such as `("bfloat16",)`.
+      left_out: Stored tensors of heads that the model does not have.
     """
 
     network: nn.Module
@@ -67,11 +67,11 @@ class Loaded(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A checkpoint, described without its numbers.
+    """A checkpoint without its numbers.
 
     Attributes:
       network: As in `Loaded`.
-      has_head: Whether the head is stored, or tied to what is.
+      has_head: Whether the head is stored, or tied to a stored tensor.
       has_tensors: Whether names, shapes and types of its tensors were checked.
     """
 
@@ -86,11 +86,11 @@ def weight_map(network: nn.Module) -> WeightMap | None:
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and where it stands in our parameters.
+    """A tensor of a checkpoint, and its position in our parameters.
 
     Attributes:
-      name: Its own name.
-      path: Of our leaf.
+      name: Name of the tensor.
+      path: Path of our leaf.
       layer: The layer's index in the leaf; `...` for the whole leaf.
       transposed: Whether the tensor is the transpose of ours.
     """
@@ -120,24 +120,24 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
     """Reads a model of an architecture that has a weight map: Llama, or BERT for classification.
 
     Args:
-      path_or_name: A folder in Hugging Face layout with `config.json` and `model.safetensors`, or
-        an index and its shards, or else `pytorch_model.bin`, which PyTorch reads; else a hub name,
-        which is not downloaded if it is in the cache.
+      path_or_name: A folder in Hugging Face layout, or a hub name. A folder has `config.json` and
+        `model.safetensors`, or an index and its shards, or else `pytorch_model.bin`, which PyTorch
+        reads. A repository in the cache is not downloaded.
       head: Whether the matrix to the vocabulary, or to the classes, must be stored. Otherwise a
-        missing one is left out of the parameters, and a head of another kind may be stored.
-      key: Key or option that the name was given by, for messages.
+        missing head is left out of the parameters, and a head of another kind may be stored.
+      key: Key or option that gave the name, for messages.
 
     Returns:
-      Model, float32 weights, and the types they were stored in. A tied head becomes a separate
-      matrix: the stored one, else equal to the embedding at first. A tied embedding that is not
-      stored equals the head.
+      Model, float32 weights, and the types of the stored weights. A tied head becomes a separate
+      matrix: the stored head, or else a copy of the embedding. A tied embedding that is not stored
+      is a copy of the head.
 
     Raises:
       ConfigError: If the hub has no such name, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
-      DataError: If the folder has another architecture, no such weights, or tensors that are
+      DataError: If the folder has another architecture, no such weights, tensors that are
         missing, unexpected, stored twice, misshapen, not of a float type or not finite, or buffers
-        with other values than our model computes: all of them, by name.
+        with other values than our model computes. The message names all of them.
     """
     name = str(path_or_name)
     folder = _local(name)
@@ -163,17 +163,17 @@ def inspect(path_or_name: str | Path) -> Description:
       path_or_name: A folder or hub name; of a hub name only `config.json` is fetched.
 
     Returns:
-      The model, and what is known of its tensors.
+      The model, and the results of the checks.
 
     Raises:
       ConfigError: If the hub has no such name, or cannot be reached.
-      DataError: For all that `load` refuses except numbers that are not finite.
+      DataError: As `load`, except for numbers that are not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
         network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
-        # Without a list of classes, the weights are taken to be of ours.
+        # Without a list of classes, the weights are assumed to be of our class.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
     network, stored, _ = _checked(folder, needs_head=False)
@@ -191,14 +191,14 @@ def save(
     network: nn.Module,
     dtype: str = "float32",
 ) -> None:
-    """Writes a folder that `transformers` loads without a missing or unexpected key.
+    """Write a folder that `transformers` loads without a missing or unexpected key.
 
     Args:
       params: One model's parameters.
-      folder: Replaced as a whole once everything is written, if it exists.
+      folder: The folder. If it exists, it is replaced as a whole after everything is written.
       tokenizer: Written beside the weights, with the same ids.
-      network: What the parameters belong to.
-      dtype: "float32", which loses nothing, or "bfloat16".
+      network: The model of the parameters.
+      dtype: "float32", which is lossless, or "bfloat16".
 
     Raises:
       ConfigError: If no architecture has a weight map for this model.
@@ -217,7 +217,7 @@ def save(
         config["eos_token_id"] = tokenizer.eot_id
     leaves = _leaves(jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params))
     arrays = {
-        # Contiguous, as the file would lose a view's strides.
+        # Contiguous, because the file would lose a view's strides.
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
@@ -230,7 +230,7 @@ def save(
 
 @contextlib.contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which takes the place of `folder` once everything is written."""
+    """A folder to write in, which replaces `folder` after everything is written."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -250,7 +250,7 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """The local folder of that name; None if the name may be a hub's."""
+    """The local folder of that name; None if it may be a hub name."""
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -332,7 +332,7 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
 
 
 class _Stored(NamedTuple):
-    """A stored tensor: its file, its name there, shape, type, and how to read it."""
+    """A stored tensor: file, name in the file, shape, type, and a function that reads it."""
 
     file: Path
     name: str
@@ -388,7 +388,7 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 
 
 def _open(file: Path) -> dict[str, _Stored]:
-    """A file's tensors; opening it checks that its header describes all of its bytes once."""
+    """The tensors of a file; opening it checks that the header describes each byte once."""
     try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
         for name in opened.keys():
@@ -407,7 +407,7 @@ def _has_torch() -> bool:
 def _unpickled(file: Path) -> dict[str, _Stored]:
     """The tensors of a `pytorch_model.bin`: the one pickle that is opened, and nothing in it runs.
 
-    `weights_only` refuses whatever is no tensor; before PyTorch 2.6 it could be tricked.
+    `weights_only` refuses everything except tensors. Before PyTorch 2.6 it was not safe.
     """
     if not _has_torch():
         raise ConfigError(f"{file}: {_TORCH}")
@@ -443,7 +443,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """A mapping of pairs; DataError where two tensors have one name."""
+    """A mapping of pairs; DataError if two tensors have the same name."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -467,8 +467,8 @@ def _checked(
         raise DataError(
             f"{folder / 'config.json'}: {network.num_layers} layers, have {len(stored)} tensors"
         )
-    # Of two tied tensors either may be absent. If both are stored, both are used: training the
-    # head alone, or merging a LoRA into it, unties them. transformers 5 does the same.
+    # Either of two tied tensors may be absent. If both are stored, both are used, because training
+    # only the head, or merging a LoRA into it, unties them. transformers 5 does the same.
     ties = {**names.ties, **{second: first for first, second in names.ties.items()}}
     ties = ties if config.get("tie_word_embeddings") is True else {}
     wanted = {

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: commits, files downloaded whole, and faults told apart."""
+"""The Hugging Face hub: commits, downloads of whole files, and messages for each fault."""
 
 import contextlib
 import fnmatch
@@ -27,10 +27,10 @@ class Unreachable(ResourceError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """The commit that a revision of a data set is at, at the hub's first answer within 10 s.
+    """The commit of a data set's revision, if the hub answers within 10 s.
 
     Args:
-      name: Of the data set.
+      name: Name of the data set.
       revision: Branch, tag or commit.
       where: Keys and values of the config, for messages.
 
@@ -50,13 +50,12 @@ def download(
 ) -> Path:
     """Download files of a model's repository, unless the cache has them.
 
-    A connection that is lost is taken up again for 60 s. Every file is compared with the hash by
-    which the hub names it.
+    A lost connection is retried for 60 s. Every file is compared with the hash that the hub states.
 
     Args:
-      name: Of the repository.
-      wanted: Patterns of file names, which need not be there.
-      one_of: Patterns, best first; files of the first one that the repository has are fetched.
+      name: Name of the repository.
+      wanted: Patterns of file names; the files need not exist.
+      one_of: Patterns, best first. Files of the first pattern with a match are fetched.
       where: Key and value of the config, for messages.
       hint: What to do if the repository has none of them.
 
@@ -66,7 +65,7 @@ def download(
     Raises:
       Unreachable: If the hub does not answer.
       ConfigError: If the hub has no such repository or none of the files, or no access to it.
-      DataError: If a file is not what the hub says that it is.
+      DataError: If a file has another hash than the hub states.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -79,7 +78,7 @@ def download(
 
     def cached() -> Path | None:
         for pattern in one_of:
-            with contextlib.suppress(OSError, ValueError):  # not there, or not all of it
+            with contextlib.suppress(OSError, ValueError):  # missing, or incomplete
                 if any((folder := get(pattern, offline=True)).glob(pattern)):
                     return folder
         return None
@@ -105,7 +104,7 @@ def download(
 
 
 def _check_content(file: Path, where: str) -> None:
-    """Compare a file of the hub's cache with the hash that is its name there."""
+    """Compare a file of the hub's cache with the hash in its name."""
     blob = file.resolve()
     if not file.is_symlink() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return
@@ -126,7 +125,7 @@ def _check_content(file: Path, where: str) -> None:
 
 
 class _Patience(logging.Handler):
-    """Words the waiting of the libraries, a line each, and ends it after 60 s without an answer."""
+    """Prints a line for each wait of the libraries, and ends after 60 s without an answer."""
 
     def __init__(self, where: str):
         super().__init__(logging.WARNING)

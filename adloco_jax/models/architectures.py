@@ -1,4 +1,4 @@
-"""The table of model architectures, and what the rest of the package needs of each."""
+"""The table of model architectures, and their interface."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,19 +19,21 @@ class Architecture:
 
     Attributes:
       build: `build(settings.model)` gives a Flax module; `module.init(key, tokens_BL)["params"]`
-        must give the parameters, an array for each leaf. Of these keywords it is given those that
-        it has parameters for: `attention`, "xla" or "cudnn" (chosen where the model and the device
-        allow it); `scan_layers`, whether the compiled program should hold one scanned layer.
+        must give the parameters, with an array for each leaf. It receives those of these keywords
+        that its signature names: `attention`, "xla" or "cudnn" (if the model and the device allow
+        it); `scan_layers`, whether the compiled program should hold one scanned layer.
       loss: `loss(module, settings.model)` gives `loss_fn(params, rows)`, the mean loss over int32
-        rows; where it also takes the keyword `tap_B` (`models.layers`), batch-size tests measure
-        gradients by taps.
+        rows. If the function also takes the keyword `tap_B` (`models.layers`), batch-size tests
+        measure gradients by taps.
       data: "text": rows are L + 1 tokens, the loss is in nats per token. "labelled": rows are
         [label, number of tokens n, L tokens], the loss is in nats per example.
-      rules: What the `model` group must satisfy, checked with the config.
-      weight_map: Hugging Face names; without it there is no export and no `model.init_from`.
-      label_params: Gives a tree of the parameters' structure for rules that treat leaves apart:
-        "matrix" for a hidden layer's [in, out], "embedding", "head", "other", each with the prefix
-        "stacked_" where the first axis is that of the layers. None: rules go by a leaf's own shape.
+      rules: Conditions on the group `model`, checked with the config.
+      weight_map: Hugging Face names. Without it there is no Hugging Face export and no
+        `model.init_from`.
+      label_params: Returns a tree of labels with the parameters' structure, for rules that depend
+        on labels: "matrix" for a hidden layer's [in, out], "embedding", "head" or "other". A label
+        has the prefix "stacked_" if the first axis is the layers' axis. None: rules use the shape
+        of a leaf.
     """
 
     build: Callable[[Any], Any]
@@ -43,7 +45,7 @@ class Architecture:
 
 
 def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
-    """The config keys named like the module's attributes."""
+    """The config keys that have the names of the module's attributes."""
     names = {field.name for field in dataclasses.fields(module)}
     return {name: value for name, value in vars(model).items() if name in names}
 

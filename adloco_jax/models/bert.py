@@ -1,14 +1,14 @@
 """BERT for sequence classification on a plain parameter tree, and its loss.
 
-Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`, so its weights
-fit once the matrices are transposed and the layers stacked. Departures:
+Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`. Its weights fit
+after the matrices are transposed and the layers stacked. Departures:
 
-  - There is no dropout. Per-example gradient statistics and bit-exact resuming need a loss that
-    depends on parameters and data alone.
+  - There is no dropout, because per-example gradient statistics and bit-exact resuming need a loss
+    that depends only on parameters and data.
   - Every token is of type 0, the default of Hugging Face: a row has one segment. The vectors of
     other types are kept for the published weights, without a gradient.
-  - PyTorch gives the vector of the padding token (id 0) no gradient. Here padded positions have
-    none, whatever their ids; id 0 among the real tokens is an ordinary token.
+  - In PyTorch the vector of the padding token (id 0) has no gradient. Here padded positions have no
+    gradient, for any id, and id 0 among the real tokens is an ordinary token.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,8 @@ class _Attention(nn.Module):
 
         q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
         scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
-        # Hugging Face adds the least finite float instead; the weights are equal, and exactly zero.
+        # Hugging Face adds the smallest finite float instead; the weights are the same: exactly
+        # zero.
         scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
         y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
@@ -101,7 +102,7 @@ class Bert(nn.Module):
 
     Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
     layer. Faulty sizes raise ValueError while tracing. Lengths and ids are not checked: a length
-    outside 1..L, and a real token's id past the vocabulary, give NaN. Ids at padded positions have
+    outside 1..L, or a real token's id past the vocabulary, gives NaN. Ids at padded positions have
     no effect. `tap_B` taps the gradient of every parameter, see
     `models.layers`.
 
@@ -142,7 +143,7 @@ class Bert(nn.Module):
     def setup(self) -> None:
         """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
         check_sizes(self, RULES)
-        # Keeping everything was slower for the Llama (docs/LOG.md, 2026-11-21).
+        # Keeping all activations was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         block = nn.remat(_Block, prevent_cse=False, policy=policy)
         self.embed = Embed(self.vocab_size, self.width, jnp.float32)
@@ -184,9 +185,9 @@ def class_logits(model: Bert) -> Callable[..., Array]:
       model: Gives the logits.
 
     Returns:
-      `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label,
-      0..C-1, which is not read here; the number n of real tokens, 1..L; then the tokens, of which
-      the first n are real and the rest may be anything. `tap_B` is the gradient tap of
+      `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label
+      0..C-1, which this function ignores; the number n of real tokens, 1..L; then L tokens, of
+      which the first n are real and the others may be anything. `tap_B` is the gradient tap of
       `models.layers`.
 
     Raises:
@@ -230,7 +231,7 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 def classification_loss(model: Bert) -> Callable[..., Array]:
     """The training loss: the mean over examples of `classification_losses`.
 
-    Every example weighs the same, however many tokens it has.
+    Every example has the same weight, for any number of tokens.
 
     Args:
       model: Gives the logits.

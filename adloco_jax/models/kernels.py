@@ -1,7 +1,7 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-Each docstring has the plain definition, each comment the measurement that justifies the kernel.
-Dates refer to docs/LOG.md.
+Docstrings give the plain definition of a kernel, comments the measurement that justifies it. Dates
+refer to docs/LOG.md.
 """
 
 import functools
@@ -18,14 +18,15 @@ from jax.experimental import compute_on
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-# docs/LOG.md, 2026-11-21: what the backward pass keeps chosen by name, not every product with a
-# weight, took a training step from 3694 to 3519 ms; everything kept took 1.2 times as long.
+# docs/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. Keeping
+# every product with a weight took 3694 ms per training step, the chosen ones 3519 ms, all 1.2 times
+# that.
 _KEPT = "kept"
 kept = functools.partial(checkpoint_name, name=_KEPT)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
-# docs/LOG.md, 2026-11-21 and 22: attention in four blocks of queries took a training step from 633
-# to 572 ms, by skipping keys that no query of a block sees; two and eight blocks gained less.
+# docs/LOG.md, 2026-11-21 and 22: four blocks of queries skip the keys that no query of a block
+# sees. They reduced a training step from 633 to 572 ms; two and eight blocks gained less.
 _NUM_BLOCKS = 4
 _MIN_BLOCK = 32  # queries
 
@@ -38,7 +39,7 @@ def attend(
     k_BGLK: Float[Array, "B G L K"],
     v_BGLK: Float[Array, "B G L K"],
 ) -> Float[Array, "B L D"]:
-    """Causal grouped-query attention: softmax(q k^T, masked) v, heads side by side.
+    """Causal grouped-query attention: softmax(q k^T, masked) v, with heads concatenated.
 
     Args:
       q_BHLK: Queries, already scaled; H/G consecutive heads (axis r) share a key and value head.
@@ -93,7 +94,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     scores = jnp.where(_visible(q, k, num_shared).T, scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
-    # The change of each weight before normalisation; the sum's own change moves y towards itself.
+    # The derivative of each weight before normalisation; that of the sum contributes through y.
     dweights = weights * dscores
     dy = (
         jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(y.dtype), v)
@@ -104,7 +105,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
-    """Which keys each query sees, [q, s]: those up to its own position."""
+    """The keys that each query sees, [q, s]: those up to its own position."""
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
     return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
 
@@ -119,7 +120,7 @@ def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
-        # XLA cannot partition the kernel's call where some axes are manual and others are not.
+        # XLA cannot partition the kernel's call if only some axes are manual.
         num_shares = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
         batch = P() if q_BHLK.shape[0] % num_shares else P(mesh.auto_axes)
         axes = set(mesh.auto_axes)
@@ -140,7 +141,7 @@ def multiply_float32(
 ) -> Float[Array, "..."]:
     """`einsum(subscripts, x, y)` with float32 sums and results; derivatives in the factors' dtype.
 
-    By JAX's own derivative the float32 cotangent would be multiplied in float32.
+    JAX's own derivative would multiply the float32 cotangent in float32.
     """
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
@@ -153,8 +154,8 @@ def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> t
     return product, change.astype(jnp.float32)
 
 
-# docs/LOG.md, 2026-11-21: with its own derivative, computed from both factors in one pass each,
-# 0.94 of PyTorch's speed became 1.05 where memory is busy: JAX's writes parts of it to memory.
+# docs/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's writes intermediate
+# values to memory. On a machine with busy memory 0.94 of PyTorch's speed became 1.05.
 @jax.custom_jvp
 def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
     """`silu(gate) * up`."""
@@ -172,7 +173,8 @@ def _swiglu_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., nn.Module]:
     """Scan a layer's class over `num_layers` layers; parameters get a leading axis N.
 
-    The layer takes the activations and what all layers share, and returns the activations and None.
+    The layer takes the activations and the arguments that all layers share, and returns the
+    activations and None.
     """
     return nn.scan(
         block,
@@ -183,9 +185,9 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
     )
 
 
-# docs/LOG.md, 2026-11-22: on a CPU, layers as functions are 1.03 to 1.08 times as fast as a scan,
-# which copies what the backward pass needs into stacks and out of them again. Merely unrolled they
-# are 0.77 to 1.04 times as fast, in twice the memory, as XLA then interleaves the layers.
+# docs/LOG.md, 2026-11-22: on a CPU, layers as functions are 1.03 to 1.08 times as fast as a scan. A
+# scan copies the activations for the backward pass into stacks and back. Unrolled layers without
+# functions are 0.77 to 1.04 times as fast and need twice the memory, because XLA interleaves them.
 def run_layers(
     layers: nn.Module,
     layer: nn.Module,
@@ -193,15 +195,15 @@ def run_layers(
     *shared: Array | None,
     scan: bool,
 ) -> Float[Array, "B L D"]:
-    """Applies a stack of layers: `layers(x_BLD, *shared)[0]`.
+    """Apply a stack of layers: `layers(x_BLD, *shared)[0]`.
 
     Args:
-      layers: Of a class made by `stacked`, bound: it has the parameters.
-      layer: The same layer, neither bound nor stacked.
+      layers: Bound module of a class from `stacked`, with the parameters.
+      layer: The same layer, not bound and not stacked.
       x_BLD: Input of the first layer.
-      *shared: What every layer is given besides.
-      scan: Whether the compiled program holds one scanned layer. Otherwise each is a function of
-        the program: faster on a CPU, longer to compile.
+      *shared: Further arguments of every layer.
+      scan: Whether the compiled program holds one scanned layer. Otherwise each layer is a function
+        of the program, which is faster on a CPU and takes longer to compile.
 
     Returns:
       The output of the last layer.
@@ -214,7 +216,7 @@ def run_layers(
 
     call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
     leaves_N, structure = jax.tree.flatten(layers.variables["params"])
-    # Split at once, so that the gradients are concatenated at once, too.
+    # One split of all layers, so that the gradients are concatenated in one step too.
     parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
     for leaves in zip(*parts, strict=True):
         x_BLD = call(structure.unflatten(leaves), x_BLD)

@@ -1,21 +1,21 @@
 """Layers with weights: the only places where a parameter meets an activation.
 
 Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
-`look_up`), one weight each, so that a statistic of the weight gradients can be taken there,
-whatever the model. Parameters are float32; `dtype` is the dtype of the arithmetic.
+`look_up`) with one weight each. Statistics of the weight gradients are measured there, for any
+model. Parameters are float32; `dtype` is the dtype of the arithmetic.
 
 Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
-zero. It changes no result; its cotangent is each example's squared norm of the layer's weight
-gradient, computed within the backward pass. One vector shared by all layers thus accumulates the
-squared norm of the example's whole gradient. Of a mean loss this is the norm of the example's
-share; multiply by B^2 for its own.
+zero. It changes no result. The cotangent of `tap_B` is, for each example, the squared norm of the
+layer's weight gradient, computed within the backward pass. If all layers share one vector, it
+accumulates the squared norm of each example's whole gradient. For a mean loss this is the norm of
+the example's share of the gradient; multiply by B^2 for the example's own gradient.
 
-  - A negative entry (-1) excludes its example from every weight gradient, and its norm is 0. This
-    is a selection, so that NaN does not spread. The loss and the cotangents of activations are
+  - A negative entry (-1) excludes its example from every weight gradient, and the norm is 0. The
+    exclusion is a selection, so NaN does not spread. The loss and the cotangents of activations are
     unchanged.
-  - Every weight must be used by one tapped layer once per pass: for tied weights the norm of a sum
-    is not the sum of the norms, and the cross term would be missing.
-  - Taps are reverse-mode only (`custom_vjp`). Without `tap_B` the operations are plain ones.
+  - Every weight must be used by one tapped layer, once per pass. For tied weights the norm of a sum
+    is not the sum of the norms: the cross term would be missing.
+  - Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the operations are plain.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ from adloco_jax.models.kernels import multiply_float32
 
 DTYPES = ("float32", "bfloat16")  # of the arithmetic
 
-# The Hugging Face default (`initializer_range`), for embeddings and matrices alike.
+# The Hugging Face default (`initializer_range`) for embeddings and matrices.
 _INIT = nn.initializers.normal(stddev=0.02)
 
 Tap: TypeAlias = Float[Array, " B"] | None
 """A gradient tap, see above, or None for plain operations."""
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
-"""A condition on a model's attributes: their names, a predicate, what is needed instead."""
+"""A condition on a model's attributes: names, predicate, and the remedy."""
 
 HEADS_DIVIDE_WIDTH: Rule = (
     ("num_heads", "width"),
@@ -96,8 +96,8 @@ def project(
       w_DF: Weights, float32.
       tap_B: Gradient tap, see above.
       dtype: Dtype both factors are cast to.
-      to_float32: Whether sums and result are float32, whatever `dtype` is; derivatives are formed
-        in `dtype` all the same.
+      to_float32: Whether sums and result are float32, for any `dtype`; derivatives are still
+        computed in `dtype`.
 
     Returns:
       The products, float32 or of `dtype`.
@@ -118,7 +118,7 @@ def add_bias(
     bias: Float[Array, " D"] | Float[Array, "L D"],
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Adds one vector at every position, or each position's own.
+    """Adds one vector at every position, or one vector per position.
 
     The sum is taken in float32; the result has the dtype of `x_BLD`.
     """
@@ -140,9 +140,9 @@ def _use(
     tap_B: Tap,
 ) -> Array:
     """`layer(x_B, weight)`, with a tap if one is given."""
-    # Under `nn.logical_axis_rules` alone: a weight that devices share is all-gathered where it is
-    # used, and its gradient reduce-scattered. Left to itself, XLA moves the activations, of which
-    # a batch of long sequences has more.
+    # Has an effect only under `nn.logical_axis_rules`: a weight that devices share is all-gathered
+    # where it is used, and its gradient is reduce-scattered. Without it XLA moves the activations,
+    # which are larger for a batch of long sequences.
     weight = nn.with_logical_constraint(weight, (None,) * weight.ndim)
     if tap_B is None:
         return layer(x_B, weight)
@@ -164,7 +164,7 @@ def _scale(x_BLD: Array, gain_D: Array) -> Array:
 
 
 def _shift(x_BLD: Array, bias: Array) -> Array:
-    # Float32, for the sake of the bias's gradient: a sum over all positions.
+    # Float32, because the bias's gradient is a sum over all positions.
     bias_BLD = lax.expand_dims(bias, range(x_BLD.ndim - bias.ndim))
     return (x_BLD.astype(jnp.float32) + bias_BLD).astype(x_BLD.dtype)
 
@@ -174,13 +174,13 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Norms from all examples' gradients at once; none is larger than the activations."""
+    """Norms from all examples' gradients at once, which are no larger than the activations."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Norms of a table's gradient: a row's is the sum over all positions of its token."""
+    """Norms of a table's gradient; the gradient of a row sums over all positions of its token."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -194,7 +194,7 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Array:
-    """`layer(x_B, weight)`; the tap's norms by `norms_fn`, or from one example at a time."""
+    """`layer(x_B, weight)`, with the tap's norms by `norms_fn`, or from one example at a time."""
     return layer(x_B, weight)
 
 
@@ -214,10 +214,10 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         x_B, dy_B = select(tap_B, x_B), select(tap_B, dy_B)
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
-    # The FLOPs of all examples at once, and the memory of one gradient more, which a CPU's cache
-    # keeps between its uses: a batched product, reduced over [B], made the step 1.75 times as long,
-    # this 1.1 to 1.2 (width 256, 4 layers, 128 tokens). The Gram form (norms from [L, L] products)
-    # would save that one gradient and add L (1/D + 1/F) times its FLOPs.
+    # This needs the FLOPs of a batched product, and the memory of one more gradient, which stays in
+    # a CPU's cache. A batched product that is reduced over [B] makes the step 1.75 times as long,
+    # this form 1.1 to 1.2 times (width 256, 4 layers, 128 tokens). The Gram form (norms from [L, L]
+    # products) would save the one gradient and add L (1/D + 1/F) times its FLOPs.
     def add_example(grad_sum, example):
         x, dy, tap = example
         grad = jnp.where(tap < 0, 0.0, weight_grad(x[None], dy[None]))
@@ -231,7 +231,7 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 class Linear(nn.Module):
-    """One matrix at every position, and a bias if asked for."""
+    """One matrix at every position, with an optional bias."""
 
     features: int
     dtype: DTypeLike
@@ -297,7 +297,7 @@ class Embed(nn.Module):
 
 
 class Offset(nn.Module):
-    """A table of learned vectors, of which some are added to the activations."""
+    """A table of learned vectors; some of its rows are added to the activations."""
 
     num_rows: int
 

@@ -1,7 +1,7 @@
 """Llama on a plain parameter tree, its next-token loss, and text from it.
 
-Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases, so
-its weights fit once the matrices are transposed and the layers stacked.
+Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases. Its
+weights fit after the matrices are transposed and the layers stacked.
 """
 
 import functools
@@ -80,7 +80,7 @@ class _Attention(nn.Module):
             y = Linear(num_heads * K, self.dtype, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
-        # The queries are rotated and scaled by one product.
+        # One product rotates and scales the queries.
         scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
         q_BHLK = kept(_rotate(heads("query", self.num_heads), *scaled))
         k_BGLK = kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
@@ -129,8 +129,8 @@ class Llama(nn.Module):
     """Decoder-only transformer: `model.apply({"params": params}, tokens_BL)` gives logits.
 
     Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
-    layer. Faulty sizes raise ValueError while tracing. Token ids are not checked: one past the
-    vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see `models.layers`.
+    layer. Faulty sizes raise ValueError while tracing. Token ids are not checked: an id past
+    the vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see `models.layers`.
 
     Attributes:
       vocab_size: V.
@@ -139,15 +139,15 @@ class Llama(nn.Module):
       num_heads: H, query heads.
       num_kv_heads: G, key and value heads, a divisor of `num_heads`.
       mlp_width: F.
-      max_length: Longest input in tokens; no parameter depends on it.
+      max_length: Longest input in tokens; parameters do not depend on it.
       norm_eps: Added to the mean square in every norm.
       rope_theta: Base of the rotary wavelengths.
       dtype: Dtype of the arithmetic, "float32" or "bfloat16"; norms, rotation, softmax and logits
         stay float32.
       remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
         Otherwise it keeps attention's inputs and outputs and the MLP's two inner products, and
-        recomputes what lies between, attention scores included. Neither changes parameters or
-        results.
+        recomputes the other activations, including attention scores. Parameters and results do not
+        depend on it.
       attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
         reverse mode only.
       scan_layers: Whether the layers are one scanned layer of the compiled program, see
@@ -189,7 +189,7 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens_BL, tap_B), tap_B)
 
     def hidden(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalised output of the last layer, in the compute dtype: what the head reads."""
+        """Normalised output of the last layer, in the compute dtype: the input of the head."""
         length = tokens_BL.shape[1]
         check_length(length, self.max_length)
         tables = _rotary_tables(length, self.width // self.num_heads, self.rope_theta)
@@ -205,18 +205,18 @@ class Llama(nn.Module):
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
     """A function that gives each sequence's mean next-token loss.
 
-    Every token counts: rows are packed, there is no padding.
+    Every token counts, because rows are packed without padding.
 
     Args:
       model: Gives the logits.
-      sequences_per_chunk: Sequences whose logits exist at one time, forward and backward; 0 for
-        all. A chunk holds whole sequences, so their gradients stay apart. Results agree to
-        rounding.
+      sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
+        0 for all. A chunk holds whole sequences, so gradients of sequences stay separate. Results
+        agree up to rounding.
 
     Returns:
-      `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]: the model reads all
-      but the last and is scored on all but the first. Its result is float32 [B], in nats per token.
-      `tap_B` is the gradient tap of `models.layers`.
+      `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]. The model reads all
+      tokens but the last, and the loss is of all tokens but the first. Its result is float32 [B],
+      in nats per token. `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
       ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
@@ -234,7 +234,7 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens has shape {tokens.shape}, expected [B, L+1] with L >= 1.")
         hidden_BLD = hidden({"params": params}, tokens[:, :-1], tap_B)
-        # The one shift: position t is scored on token t + 1.
+        # The only shift: the loss at position t is of token t + 1.
         head_inputs_B = (hidden_BLD, tokens[:, 1:], tap_B)
         batch, chunk = tokens.shape[0], sequences_per_chunk
         if not 0 < chunk < batch:
@@ -256,8 +256,8 @@ def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
     Args:
       model: Gives the logits.
-      sequences_per_chunk: Sequences whose logits exist at one time, forward and backward; 0 for
-        all.
+      sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
+        0 for all.
 
     Returns:
       `loss_fn(params, tokens, tap_B=None)`, float32 and scalar, in nats per token; tokens is int32
@@ -286,13 +286,13 @@ def generate(
 ) -> Int[Array, "B L"]:
     """Continues prompts, token by token.
 
-    Every token costs a pass over the whole text: there is no key/value cache. This is for
-    inspecting a trained model, not for serving it.
+    Every token costs a pass over the whole text, because there is no key/value cache. Use it to
+    inspect a trained model, not to serve it.
 
     Args:
       model: Gives the logits; prompt and new tokens must fit into its `max_length`.
       params: Its parameters.
-      prompt_BL: Token ids, at least one each.
+      prompt_BL: Token ids, at least one per prompt.
       num_tokens: New tokens.
       temperature: Divides the logits; 0 is greedy decoding.
       key: For the draws.
@@ -308,7 +308,7 @@ def generate(
         hidden_BLD = hidden({"params": params}, text_BL)
         last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
         logits_BV = logits({"params": params}, last_B1D)[:, 0]
-        # The Gumbel trick: the largest is a draw from softmax(logits / temperature).
+        # The Gumbel trick: the index of the largest is a draw from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
         next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
         return text_BL.at[:, position].set(next_B.astype(text_BL.dtype))

@@ -12,7 +12,7 @@ from adloco_jax.models.bert import Bert
 from adloco_jax.models.llama import Llama
 
 Fault = Callable[[str, object, object], None]
-"""`fault(key, have, need)` records that a value of config.json is not usable."""
+"""`fault(key, have, need)` records an unusable value of config.json."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +26,15 @@ class WeightMap:
       modules: Path of a module in our parameter tree -> its path in the published one, with `{}`
         for the layer's number. Our `kernel` is the published `weight` transposed, `scale` and
         `embedding` are `weight`, `bias` is `bias`.
-      head: Our module that is random where a checkpoint lacks it.
-      sizes: Key of config.json -> our attribute; and its default where the key may be absent.
-      fixed: Keys whose other values mean a model that ours does not compute.
-      normalise: `normalise(content, fault) -> content` brings other spellings of config.json into
+      head: Our module that is random if a checkpoint lacks it.
+      sizes: Key of config.json -> our attribute, and its default if the key may be absent.
+      fixed: Required values of keys; with other values the model is not ours.
+      normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
         the keys of `sizes` and `fixed`.
-      extra: `extra(model)` gives what config.json holds besides.
-      ties: Tensor that may be absent -> the one it equals, if config.json has
+      extra: `extra(model)` gives the other entries of config.json.
+      ties: Tensor that may be absent -> the tensor that it equals, if config.json has
         `tie_word_embeddings`.
-      free: Attributes that may differ from the checkpoint's: no weight depends on them.
+      free: Attributes that may differ from the checkpoint's, because no weight depends on them.
     """
 
     model: type[nn.Module]
@@ -50,7 +50,7 @@ class WeightMap:
     free: frozenset[str] = frozenset()
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Labels of the parameters, see `Architecture`; leaves that are not ours go by shape."""
+        """Labels of the parameters, see `Architecture`; for unknown leaves the shape decides."""
 
         def label(path: tuple, leaf: Any) -> str:
             *names, kind = (str(getattr(key, "key", key)) for key in path)
@@ -77,7 +77,7 @@ _SIZES = {
 
 def _normalised_llama(content: dict, fault: Fault) -> dict:
     rope: Mapping = {}
-    for key in ("rope_parameters", "rope_scaling"):  # of both, transformers takes the second
+    for key in ("rope_parameters", "rope_scaling"):  # transformers prefers the second
         found = content.get(key) or {}
         if not isinstance(found, Mapping):
             fault(key, found, "an object or null")
