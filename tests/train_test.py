@@ -181,10 +181,10 @@ class Net(nnx.Module):
 GRAPH, _, REST = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
 W, KEY, NOTHING = jnp.zeros((6, 6)), jax.random.key(0), jnp.zeros((0, 3))
 TREES = {
-    "dict": ({"w": W, "more": {}}, lambda p: p["w"]),
-    "odd names": ({"a/b c.\u00e9": W}, lambda p: p["a/b c.\u00e9"]),
-    "list": ([W, jnp.zeros(3)], lambda p: p[0]),
-    "NamedTuple": ({"a": [Pair(W, None)]}, lambda p: p["a"][0].w),
+    "nested, odd names": (
+        {"a/b c.\u00e9": [Pair(W, None), jnp.zeros(3)], "more": {}},
+        lambda p: p["a/b c.\u00e9"][0].w,
+    ),
     "one array": (W, lambda p: p),
     "nnx": (nnx.state(Net(nnx.Rngs(0)), nnx.Param), lambda p: nnx.merge(GRAPH, p, REST).w[...]),
     "module": (Module(W), lambda p: p.w),
