@@ -52,7 +52,7 @@ from adloco_jax.run.plan import max_batch_size, require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
 from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import Trackers, check_installed
-from adloco_jax.settings import KNOBS, Settings
+from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
 
@@ -197,9 +197,8 @@ def fit(
       The consensus, its loss and the whole final state.
 
     Raises:
-      ValueError: If an optimizer is given here and also named in the settings.
-      ConfigError: If an argument is not what its name says, a line each; if the folder cannot be
-        used.
+      ConfigError: If an argument is not what its name says, or an optimizer is given here and also
+        named in the settings, a line each; if the folder cannot be used.
       DataError: If there are too few held-out rows: one, or two with several trainers (of each
         class, where there are classes); if `corpus.batch` gives two workers the same rows.
       UserError: Otherwise see `train`; no text is read here.
@@ -211,12 +210,6 @@ def fit(
         corpus = corpus.ordered(settings, num_classes=num_classes)
     workdir = Path(workdir)
     check_installed(settings.log)
-    for key, given in (("inner.tx", inner_tx), ("outer.tx", outer_tx)):
-        group, name = getattr(settings, key[:5]), KNOBS[key].default
-        if given is not None and group.tx != name:
-            raise ValueError(
-                f"{key[:5]}_tx: given beside {key}={group.tx!r}; leave {key} at {name!r}"
-            )
 
     def check() -> evaluate.HeldOut:
         check_config(workdir, settings, accept=accept_config_change)

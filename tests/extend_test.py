@@ -21,6 +21,7 @@ from adloco_jax import (
     ROUND_LENGTHS,
 )
 from adloco_jax.config import load_config, validate
+from adloco_jax.errors import ConfigError
 from adloco_jax.run.ledger import read
 from adloco_jax.training import fit
 
@@ -86,7 +87,7 @@ def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
 
 
 def test_an_optimizer_given_and_named_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="inner_tx: given beside inner.tx='sgd'; leave inner.tx"):
+    with pytest.raises(ConfigError, match="inner_tx: given beside inner.tx='sgd'; leave inner.tx"):
         sgd = settings_of(inner={"tx": "sgd", "weight_decay": 0.0})
         run(tmp_path / "r", sgd, inner_tx=optax.lion(1.0))
     assert list(tmp_path.iterdir()) == []

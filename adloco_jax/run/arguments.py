@@ -16,7 +16,7 @@ from adloco_jax.engine.inputs import Rows
 from adloco_jax.errors import ConfigError, reason
 from adloco_jax.run.build import inner_transform
 from adloco_jax.run.checkpoint import shapes
-from adloco_jax.settings import Settings
+from adloco_jax.settings import KNOBS, Settings
 
 _OF_ROWS = ("heldout_rows", "fingerprint", "shards", "tokens_per_byte", "batch")
 
@@ -61,10 +61,13 @@ def check_arguments(
     faults = faults or _of_params(init_fn, params)
     if not faults:
         drawn = jax.eval_shape(init_fn, jax.random.key(0))
-        # One that the config names may be an entry of the user's own.
-        inner_tx = inner_transform(settings) if inner_tx is None else inner_tx
-        for name, tx in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
-            faults += [] if tx is None else _of_transform(name, tx, drawn)
+        for name, given in (("inner_tx", inner_tx), ("outer_tx", outer_tx)):
+            key, named = f"{name[:5]}.tx", getattr(settings, name[:5]).tx
+            if given is not None and named != (default := KNOBS[key].default):
+                faults.append(f"{name}: given beside {key}={named!r}; leave {key} at {default!r}")
+            faults += [] if given is None else _of_transform(name, given, drawn)
+        if inner_tx is None:  # the config may name an entry of the user's own
+            faults += _of_transform("inner_tx", inner_transform(settings), drawn)
     if faults:
         raise ConfigError("\n".join(faults))
 
