@@ -94,7 +94,7 @@ def download(
             while folder is None:
                 try:
                     folder = get(best)
-                except OSError as error:
+                except Exception as error:  # deliberately broad, as in `faults`
                     if not isinstance(_fault(error, where, name), Unreachable):
                         raise
                     time.sleep(patience.wait(2.0))

@@ -20,6 +20,7 @@ assert (hub.FIRST_ANSWER_S, hub.PATIENCE_S) == (10, 60)
 hub.FIRST_ANSWER_S = 2.0  # spares a wait
 for name, faults, changes, keeps_cache in json.loads(sys.argv[1]):
     pathlib.Path(os.environ["FAULTS"]).write_text(json.dumps(faults))
+    hub.PATIENCE_S = 3.0 if name == "cut" else 60.0  # spares another
     if not keeps_cache:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     keys = dict(source="hf", path="allenai/c4", name="en", heldout_split="validation")
@@ -51,6 +52,10 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
     "column": ({}, {"text_column": "body"}, 3, "no field 'body'"),
     "missing": ({"missing": "c4-train.00000"}, {}, 2, "lacks a file that it should have"),
     "altered": ({"alter": "c4-validation.00000"}, {}, 3, "damaged .CRC check failed"),
+    "cut": (
+        *({"cut_after": 100_000}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
+        *(5, "data.tokenizer=.*does not answer, tried for . s; once it does"),
+    ),
     "tokenizer": (
         *({"alter": "tokenizer.json"}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
         *(3, "tokenizer.json is not what the hub says that it is"),
