@@ -276,7 +276,7 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 def define_flags(options: flags.FlagValues) -> None:
     """Defines an option `--config.KEY` for every knob; its value stays text."""
     for key, knob in KNOBS.items():
-        parser, is_bool = flags.ArgumentParser(), knob.type is bool
+        parser, is_bool = flags.ArgumentParser(), knob.kind is bool
         flag = flags.Flag(parser, None, f"config.{key}", None, knob.doc, boolean=is_bool)
         flags.DEFINE_flag(flag, options)
 

@@ -101,7 +101,9 @@ class Model:
     rope_theta: Annotated[float, "[1, 1e9]"] = _size(1e4, "Base of rotary wavelengths; llama only.")
     num_classes: Several = _size(2, "C, classes of texts; bert only.")
     dtype: Literal["float32", "bfloat16"] = _live("float32", "Type of the computations alone.")
-    remat: bool = _live(False, "Recompute layers in the backward pass: less memory, more time.")
+    remat: bool | None = _live(
+        "auto", "Recompute layers in the backward pass: less memory, more time; auto: if it must."
+    )
     loss_chunk: Number = _live(0, "Sequences per chunk of the cross-entropy; 0: all at once.")
     init_from: str = _knob(
         "",

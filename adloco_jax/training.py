@@ -10,6 +10,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +45,12 @@ from adloco_jax.run.build import (
     program_spec,
 )
 from adloco_jax.run.checkpoint import Saver, list_rounds
+from adloco_jax.run.choose import Choice, Mode, choose, modes
 from adloco_jax.run.export import write_consensus
 from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.machines import here, use_compilation_cache
-from adloco_jax.run.plan import max_batch_size, require_memory, run_header
+from adloco_jax.run.plan import require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
 from adloco_jax.run.terminal import Progress
 from adloco_jax.run.trackers import Trackers, check_installed
@@ -133,7 +135,8 @@ def train(
 
     with processes.only_first_prints():
         params, lines, corpus = processes.run_on_all(load)
-    init_fn, loss_fn = build_model(settings, here())
+    machine = here()
+    init_fn, loss_fn = build_model(settings, machine)
     with processes.only_first_prints():
         print(*lines, corpus.describe(), sep="\n")
         return fit(
@@ -141,6 +144,7 @@ def train(
             corpus=corpus,
             init_fn=init_fn,
             loss_fn=loss_fn,
+            loss_of=lambda mode: build_model(settings, machine, mode)[1],
             params=params,
             num_classes=class_count(settings),
             workdir=workdir,
@@ -162,6 +166,7 @@ def fit(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
     loss_unit: str | None = None,
+    loss_of: Callable[[Mode], LossFn] | None = None,
     command: str = "",
     accept_config_change: bool = False,
     accept_data_change: bool = False,
@@ -189,6 +194,8 @@ def fit(
       loss_unit: What the loss is in: "nats/token", for which perplexity is reported too,
         "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
         corpus knows its tokens per byte of text, else a plain number.
+      loss_of: Of a model whose layers can be rematerialised, `loss_fn` in each mode of
+        `run.choose`; None: `loss_fn` in all, without rematerialisation. `train` gives it.
       command: Recorded in the ledger.
       accept_config_change: Whether a resumed run may continue with other settings that change it.
       accept_data_change: Whether it may continue with other data than it began with.
@@ -229,8 +236,24 @@ def fit(
     if loss_unit is None:
         is_text = num_classes is None and corpus.tokens_per_byte is not None
         loss_unit = "nats/token" if is_text else "nats/example" * (num_classes is not None)
-    own = {"init_fn": init_fn, "params": params, "num_classes": num_classes, "unit": loss_unit}
-    run = Run(settings, spec, corpus, heldout, workdir, command, accept_data_change, **own)
+    allowed = modes(settings, spec.machine.platform)
+    if loss_of is None:
+        allowed = list(dict.fromkeys(mode._replace(remat=False) for mode in allowed))
+    run = Run(
+        settings=settings,
+        spec=spec,
+        corpus=corpus,
+        heldout=heldout,
+        workdir=workdir,
+        command=command,
+        accept_data_change=accept_data_change,
+        init_fn=init_fn,
+        params=params,
+        num_classes=num_classes,
+        unit=loss_unit,
+        loss_of=loss_of or (lambda mode: loss_fn),
+        modes=tuple(allowed),
+    )
     resume.require_equal_processes(run)
     result = _until_done(run)
     exported = fetch(result.params)
@@ -303,11 +326,9 @@ def begin(
     begins_again = restored is None and not failures.faults
     begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
     ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
-    programs = Programs(
-        spec, lambda compiled: ledger.write("compile", **observers.compile_fields(compiled))
-    )
+    control, programs = _control(run, restored, ledger, failures.max_batch_size)
     stack.callback(programs.close)
-    control = _control(run, restored, programs, failures.max_batch_size)
+    spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
     engine = _engine(run, stack, programs, heldout)
     engine.underway = control
@@ -321,6 +342,8 @@ def begin(
     notes = [f"damaged, and set aside: {line}" for line in damage]
     notes += [f"resuming after round {control.round}"] if control.round else []
     notes += ["stopped before its first save: the run begins again"] if begins_again else []
+    if spec.machine.platform != "cpu":
+        notes.append(f"chosen by what compiles: {Mode(spec.in_turn, spec.remat)}")
     notes.append(run.heldout.describe(run.num_classes))
     for line in [*notes, *run_header(settings, spec, control.max_batch_size)]:
         progress.note(line)
@@ -359,7 +382,7 @@ def execute(run: Run, attempt: Attempt) -> State:
             faulthandler.dump_traceback_later(settings.checkpoint.watchdog_s, exit=True)
             observe.insert(0, observers.watchdog(settings.checkpoint.watchdog_s))
         is_local = settings.engine.kind == "local"  # learners compile the programs of rounds
-        ahead = programs_ahead(state.control, settings, run.spec) if is_local else []
+        ahead = programs_ahead(state.control, settings, engine.programs.spec) if is_local else []
         engine.programs.prefetch([*ahead, evaluate.loss_key(engine.heldout.batch_size)])
         try:
             state = adloco(state, settings=settings, engine=engine, observers=observe)
@@ -423,7 +446,7 @@ def _engine(
 ) -> observers.RunEngine:
     """The engine that the settings name."""
     if run.settings.engine.kind == "local":
-        return LocalEngine(run.settings, run.spec, programs, run.corpus, heldout)
+        return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
     engine = RayEngine(run, programs, heldout)
     stack.callback(engine.close)
     return engine
@@ -453,17 +476,40 @@ def _open_ledger(
 
 
 def _control(
-    run: Run, restored: resume.Restored | None, programs: Programs, max_batch: int | None
-) -> Control:
-    """The control to start or to resume with; `max_batch` replaces its `max_batch_size`."""
+    run: Run, restored: resume.Restored | None, ledger: Ledger, max_batch: int | None
+) -> tuple[Control, Programs]:
+    """The control to start or to resume with, and the programs of the mode that is chosen.
+
+    `max_batch` replaces the control's `max_batch_size`.
+    """
     settings = run.settings
-    if restored is None:
-        control = start(settings, min(processes.gather(max_batch_size(settings, programs))))
-    else:
-        control, given = restored.state.control, settings.batching.max_batch_size
-        if given is not None and given != restored.host["max_batch_size_given"]:
-            control = dataclasses.replace(control, max_batch_size=given)
-    return control if max_batch is None else dataclasses.replace(control, max_batch_size=max_batch)
+    size, control = settings.batching.max_batch_size, restored.state.control if restored else None
+    if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
+        size = control.max_batch_size
+    size = size if max_batch is None else max_batch
+
+    def chosen(allowed: Sequence[Mode]) -> Choice:
+        return choose(
+            settings,
+            run.spec,
+            run.loss_of,
+            size=size,
+            allowed=allowed,
+            on_compile=lambda compiled: ledger.write(
+                "compile", **observers.compile_fields(compiled)
+            ),
+        )
+
+    choice = chosen(run.modes)
+    mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
+    last = max(processes.gather(run.modes.index(mode)))  # of several processes that have chosen
+    if run.modes[last] != mode:
+        choice.programs.close()
+        choice = chosen(run.modes[last : last + 1])
+    size = min(processes.gather(choice.max_batch_size))
+    if control is None:
+        return start(settings, size), choice.programs
+    return dataclasses.replace(control, max_batch_size=size), choice.programs
 
 
 def _last_checkpoint(run: Run, attempt: Attempt) -> str:

@@ -43,8 +43,9 @@ from adloco_jax.engine.memory import measured_peaks
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import ConfigError, UserError
 from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.choose import max_batch_size
 from adloco_jax.run.machines import here
-from adloco_jax.run.plan import max_batch_size, plan
+from adloco_jax.run.plan import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450

@@ -76,11 +76,11 @@ def shared_programs(programs_given_back):
         optimized = not jax.config.values["jax_disable_most_optimizations"]
         return (*map(str, jax.devices()), jax.config.jax_enable_x64, optimized)
 
-    def one_model(settings, devices):
+    def one_model(settings, devices, mode=None):
         sizes = dataclasses.replace(settings.model, init_from="")
-        key = (sizes, settings.batching.test, machine())
+        key = (sizes, settings.batching.test, machine(), mode)
         if key not in models:
-            models[key] = build_model(settings, devices)
+            models[key] = build_model(settings, devices, mode)
         return models[key]
 
     def one_spec(settings, *functions, **more):
@@ -92,7 +92,7 @@ def shared_programs(programs_given_back):
 
     def compile_once(self, key, *, background):
         # Whatever a test has replaced in the module may have a part in its programs.
-        used = [self.spec, *vars(programs).values()]
+        used = [*vars(self.spec).values(), *vars(programs).values()]
         place = (key, *map(id, used))
         if place not in compiled:
             compiled[place] = compile_now(self, key, background=background), used

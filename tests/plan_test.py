@@ -18,6 +18,7 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.models import Llama
 from adloco_jax.run import plan as plan_module
 from adloco_jax.run.build import program_spec
+from adloco_jax.run.choose import max_batch_size
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import write_config
 from adloco_jax.training import train
@@ -65,7 +66,8 @@ def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, e
 
 def test_the_largest_micro_batch_is_found_from_memory():
     batching = {"max_batch_size": "auto", "buckets": (2, 8, 15), "batch_cap": 15}
-    settings = settings_of(batching=batching | {"test": "ramp", "ramp": ((0, 2),)})
+    batching |= {"test": "ramp", "ramp": ((0, 2),)}
+    settings = settings_of(batching=batching, merge={"policy": "none"})
     spec = program_spec(settings, init_fn, bigram_loss, row_length=9, machine=here())
     programs = Programs(spec)
     beside = 3 * 2 * 6 * 6 * 4 + 4  # trainers' parameters and momentum, and the count of rounds
@@ -77,9 +79,9 @@ def test_the_largest_micro_batch_is_found_from_memory():
     for size, need in needs.items():
         # One per cent to spare: padding of small arrays bends the line on which sizes are foreseen.
         device = int(1.01 * need / 0.8)
-        assert plan_module.max_batch_size(settings, Programs(of_bytes(spec, device))) == size
+        assert max_batch_size(settings, Programs(of_bytes(spec, device))) == size
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
-        plan_module.max_batch_size(settings, Programs(of_bytes(spec, needs[2])))
+        max_batch_size(settings, Programs(of_bytes(spec, needs[2])))
     assert error.value.exit_code == 5
 
 
@@ -93,9 +95,9 @@ def test_the_batch_size_test_must_fit_the_memory_too():
     need = needed_bytes(programs[ProgramKey("stats", owners)]) + state - 3 * 6 * 6 * 4
     assert need > peak_bytes(programs, ProgramKey("steps", (0,) * 4, 15, accumulates=True), owners)
     with pytest.raises(ResourceError, match="need [0-9]+ bytes"):
-        plan_module.max_batch_size(settings, Programs(of_bytes(spec, need)))
+        max_batch_size(settings, Programs(of_bytes(spec, need)))
     roomy = of_bytes(spec, int(need / 0.8) + 1)
-    assert plan_module.max_batch_size(settings, Programs(roomy)) == 15
+    assert max_batch_size(settings, Programs(roomy)) == 15
 
 
 @pytest.fixture(scope="module")

@@ -420,7 +420,7 @@ def test_of_several_processes_all_end_and_the_size_to_set_is_named(tmp_path, mon
             patch.setattr(processes, "end_others", told.append)
             return real(*failure)
 
-    Exhausted(monkeypatch, largest=2, from_call=3)
+    Exhausted(monkeypatch, largest=2, from_call=9)
     monkeypatch.setattr(train_module, "after_failure", as_one_of_two)
     wanted = "round 3: process 1 failed .*set batching.max_batch_size to 2 .*checkpoints/2"
     with pytest.raises(ResourceError, match=wanted) as failed:

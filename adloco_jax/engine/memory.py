@@ -4,9 +4,11 @@ import dataclasses
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from adloco_jax.engine.programs import (
@@ -16,8 +18,8 @@ from adloco_jax.engine.programs import (
     placement,
     workers_spec,
 )
-from adloco_jax.engine.spec import Kind, ProgramKey, Spec
-from adloco_jax.errors import ResourceError
+from adloco_jax.engine.replace import merged, parts_of, spawned
+from adloco_jax.engine.spec import Kind, ProgramKey, Spec, num_bytes
 
 # Parts of the ensemble that are arguments of a program; the rest stays on the device.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
@@ -55,7 +57,7 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     budget, count = spec.machine.budget(memory_frac), len(spec.machine.devices)
     key = ProgramKey("steps", owners, accumulates=True)
     for shards in (n for n in range(1, count + 1) if count % n == 0):
-        tried = dataclasses.replace(spec, model_shards=shards)
+        tried = dataclasses.replace(spec, model_shards=shards, in_turn=True)  # needs least
         at = placement(tried, key)
         workers = workers_spec(tried, key, at).replace(inner_state_R=None)
         if tried.outer.own_params:
@@ -65,18 +67,58 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
     return count
 
 
-def least_bytes(spec: Spec, owners: tuple[int, ...]) -> int:
+def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
     """Bytes that a device needs at least: the ensemble, its workers and one gradient.
 
-    This is a closed form without compilation; activations are not counted.
+    This is a closed form without compilation; activations are not counted. Workers that accumulate
+    have sums of gradients besides.
     """
-    key = ProgramKey("steps", owners)
+    key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
     workers = workers_spec(spec, key, at).replace(inner_state_R=None)
     if spec.outer.own_params:
         workers = workers.replace(params_R=None)
     ensemble = ensemble_spec(spec, owners, at)
     return _bytes_here((ensemble, workers)) + spec.param_bytes // spec.model_shards
+
+
+def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
+    """Bytes on a device of the ensemble, and unless said otherwise of its workers' parameters."""
+    key = ProgramKey("steps", owners)
+    at = placement(spec, key)
+    ensemble = ensemble_spec(spec, owners, at)
+    params_R = workers_spec(spec, key, at).params_R
+    return _bytes_here(ensemble.replace(params_R=params_R) if own_params else ensemble)
+
+
+def merge_bytes(
+    spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
+) -> int:
+    """Bytes of a device, at most, while trainers merge and workers are reassigned."""
+    weights_n = np.ones(len(members), np.float32)
+    return _replaced_bytes(spec, owners, merged, weights_n, members, after)
+
+
+def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> int:
+    """Bytes of a device, at most, while the pool's last worker joins its trainer."""
+    count = owners.count(owners[-1])
+    return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
+
+
+def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> int:
+    """Bytes of a device, at most, while `engine.replace.replace` changes a stack."""
+    at = placement(spec, ProgramKey("stats", owners))
+    ensemble = ensemble_spec(spec, owners, at)
+    leaves = jax.tree.leaves(ensemble.inner_state_R)
+    parts = list(parts_of(leaves))
+    if len(parts) <= 1:
+        return needed_bytes(change.lower(ensemble, *arguments).compile())
+    all_here, largest = _bytes_here(leaves), max(parts, key=num_bytes)
+    alone = ensemble.replace(params_R=None, inner_state_R=largest)
+    rest = ensemble.replace(inner_state_R=None)
+    peaks = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
+    beside = _bytes_here(ensemble.params_R)
+    return max(peaks[0] + all_here - _bytes_here(largest) + beside, peaks[1] + all_here)
 
 
 def _bytes_here(shapes: PyTree) -> int:
@@ -102,56 +144,36 @@ def measured_peaks() -> dict[str, int | list[int | None]]:
 
 
 def find_max_batch(
-    programs: Programs,
-    owners: tuple[int, ...],
-    *,
-    keys_of: Callable[[int], Iterable[ProgramKey]],
-    sizes: Sequence[int],
-    memory_frac: float | None,
-) -> int:
-    """The largest micro-batch whose programs fit a device, found by compilation.
+    peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int
+) -> int | None:
+    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
 
     At most three micro-batches are compiled. Memory grows with the micro-batch by at most the need
     of the smallest one without the state, so a second micro-batch is known to fit. Memory grows
     linearly, so these two predict the largest.
 
     Args:
-      programs: Keeps the programs that are compiled here for the run.
-      owners: Trainer position of each worker at the start; merges only need less.
-      keys_of: Gives the keys of the programs that a run with a given micro-batch needs.
-      sizes: Candidates, ascending; the first is the initial batch.
-      memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
+      peak: Bytes that a device needs for a size, by compiling.
+      sizes: To choose from, ascending; the first is the initial batch.
+      budget: Bytes that a device has.
+      resting: Bytes of the state, which every size needs.
 
     Returns:
-      One of the sizes.
-
-    Raises:
-      ResourceError: If the smallest size does not fit; the message says how much it needs.
+      One of the sizes; None if not even the smallest fits.
     """
-    spec = programs.spec
-    budget, first = spec.machine.budget(memory_frac), sizes[0]
-    peaks: dict[int, int] = {}
+    first = sizes[0]
+    peaks = {first: peak(first)}
+    if peaks[first] > budget:
+        return None
 
-    def peak(size):
-        if size not in peaks:
-            peaks[size] = max(peak_bytes(programs, key, owners) for key in keys_of(size))
-        return peaks[size]
-
-    def largest(per_sequence):
-        fits = [n for n in sizes if peak(first) + per_sequence * (n - first) <= budget]
+    def largest(per_sequence: float) -> int:
+        fits = [n for n in sizes if peaks[first] + per_sequence * (n - first) <= budget]
         return max(fits, default=first)
 
-    if peak(first) > budget:
-        raise ResourceError(
-            f"batching.initial_batch_size={first}: {len(owners)} workers of {max(owners) + 1}"
-            f" trainers need {peak(first)} bytes on a device, have {budget} of"
-            f" {spec.machine.device_bytes}; use fewer workers, a smaller batch or model, or"
-            " model.remat"
-        )
-    at = placement(spec, ProgramKey("steps", owners))
-    params_R = workers_spec(spec, ProgramKey("steps", owners), at).params_R
-    resting = _bytes_here((ensemble_spec(spec, owners, at).replace(params_R=None), params_R))
-    second = max(largest((peak(first) - resting) / first), *sizes[:2])
+    second = max(largest((peaks[first] - resting) / first), *sizes[:2])
     if second > first:
-        peak(largest((peak(second) - peak(first)) / (second - first)))
+        peaks[second] = peak(second)
+        third = largest((peaks[second] - peaks[first]) / (second - first))
+        if third not in peaks:
+            peaks[third] = peak(third)
     return max(size for size, need in peaks.items() if need <= budget)

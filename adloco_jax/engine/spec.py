@@ -91,6 +91,7 @@ class Spec:
     aggregate: Aggregator = mean  # of a trainer's workers' differences
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
     key_seed: int | None = None  # of a loss that takes `key`
+    remat: bool = False  # layers are recomputed in the backward pass
     in_turn: bool = False  # a device's workers run their round one after another, not at once
     examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
 

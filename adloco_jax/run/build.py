@@ -30,6 +30,7 @@ from adloco_jax.errors import ConfigError
 from adloco_jax.loop.adloco import Control, start
 from adloco_jax.loop.plans import AUTO_TEST_MAX
 from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.run.choose import Mode
 from adloco_jax.settings import Settings
 
 InitFn = Callable[[Array], PyTree]
@@ -83,22 +84,31 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
     return "cudnn" if is_served else "xla"
 
 
-def build_network(settings: Settings, machine: Machine | None = None) -> nn.Module:
+def build_network(
+    settings: Settings, machine: Machine | None = None, mode: Mode | None = None
+) -> nn.Module:
     """The configured model, as its architecture builds it.
 
     Args:
       settings: The run's.
       machine: The machine that it is compiled for. None: for shapes alone, or to compare results.
+      mode: How a device's workers run; None: one after another, rematerialised if `model.remat` is
+        set. At once, XLA would hold the state of a scanned layer twice: as it comes, and by layer.
     """
-    how = {}
+    mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
+    how: dict[str, Any] = {}
     if machine is not None:
-        how = {"attention": attention(settings, machine), "scan_layers": machine.platform != "cpu"}
-    return with_knobs(ARCHITECTURES[settings.model.arch].build, how)(settings.model)
+        how = {"attention": attention(settings, machine)}
+        how["scan_layers"] = machine.platform != "cpu" and mode.in_turn
+    model = dataclasses.replace(settings.model, remat=mode.remat)
+    return with_knobs(ARCHITECTURES[model.arch].build, how)(model)
 
 
-def build_model(settings: Settings, machine: Machine | None = None) -> tuple[InitFn, LossFn]:
-    """The configured model as two plain functions; `machine` is that of `build_network`."""
-    network = build_network(settings, machine)
+def build_model(
+    settings: Settings, machine: Machine | None = None, mode: Mode | None = None
+) -> tuple[InitFn, LossFn]:
+    """The configured model as two plain functions; arguments are those of `build_network`."""
+    network = build_network(settings, machine, mode)
 
     def init_fn(key):
         return network.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -282,6 +292,8 @@ class Run:
     params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
     num_classes: int | None  # of labelled rows
     unit: str  # of the loss; empty for a plain number
+    loss_of: Callable[[Mode], LossFn]  # in each of the modes
+    modes: tuple[Mode, ...]  # to choose from
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:

@@ -11,13 +11,13 @@ from adloco_jax.config import validate
 from adloco_jax.core.batching import BATCH_TESTS
 from adloco_jax.data import check_corpus
 from adloco_jax.engine.evaluate import loss_key
-from adloco_jax.engine.inputs import Group, classes, round_keys
-from adloco_jax.engine.memory import find_max_batch, least_bytes, peak_bytes
-from adloco_jax.engine.programs import Programs, ensemble_spec, placement
+from adloco_jax.engine.inputs import classes
+from adloco_jax.engine.memory import least_bytes, peak_bytes
+from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import start
-from adloco_jax.loop.control import RoundPlan, merge_cost, sync_cost
+from adloco_jax.loop.control import merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run import processes
@@ -30,6 +30,7 @@ from adloco_jax.run.build import (
     row_length,
 )
 from adloco_jax.run.checkpoint import list_rounds
+from adloco_jax.run.choose import Mode, accumulates, choose, first_keys
 from adloco_jax.run.machines import here
 from adloco_jax.run.resume import check_config
 from adloco_jax.run.trackers import check_installed
@@ -193,43 +194,6 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def max_batch_size(settings: Settings, programs: Programs) -> int:
-    """The configured largest micro-batch, or the one that the devices' memory allows.
-
-    Raises:
-      ResourceError: If not even the initial batch fits.
-    """
-    batching = settings.batching
-    if batching.max_batch_size is not None:
-        return batching.max_batch_size
-    sizes = [size for size in batching.buckets if size >= batching.initial_batch_size]
-
-    accumulates = _accumulates(settings)
-    return find_max_batch(
-        programs,
-        tuple(start(settings, sizes[0], whole_pool=True).owners),
-        keys_of=lambda size: [
-            *_first_keys(settings, programs.spec, size, accumulates=accumulates),
-            loss_key(size),
-        ],
-        sizes=sizes,
-        memory_frac=batching.memory_frac,
-    )
-
-
-def _first_keys(
-    settings: Settings, spec: Spec, size: int, *, accumulates: bool
-) -> list[ProgramKey]:
-    """The programs of a round of the whole pool in which all trainers run this micro-batch."""
-    control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
-    keys = []
-    for count in (1, 2) if accumulates else (1,):
-        plan = RoundPlan(size, count, steps)
-        plans = dict.fromkeys(range(len(control.trainers)), plan)
-        keys += round_keys(control, plans, settings, spec)
-    return keys
-
-
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
     """What is known without compiling: states, communications, tokens."""
     ensemble, batching = settings.ensemble, settings.batching
@@ -278,17 +242,23 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     """What the compiler says of the programs of the first rounds."""
-    batching, programs = settings.batching, Programs(spec)
-    max_batch = max_batch_size(settings, programs)
+    batching = settings.batching
+    choice = choose(
+        settings,
+        spec,
+        lambda mode: build_model(settings, spec.machine, mode)[1],
+        size=batching.max_batch_size,
+    )
+    programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
-    groups = classes(control, range(settings.ensemble.num_trainers), spec)
-    keys = _planned_keys(settings, spec, max_batch, groups)
+    keys = reachable_keys(settings, programs.spec, max_batch)
     peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
         f"max_batch_size: {max_batch}"
         f" ({'found' if batching.max_batch_size is None else 'given'}),"
-        f" of {_human(spec.machine.device_bytes)} per device; micro-batches of {sizes}",
+        f" of {_human(spec.machine.device_bytes)} per device; micro-batches of {sizes};"
+        f" {Mode(programs.spec.in_turn, programs.spec.remat)}",
         "memory per device while a program runs, by the compiler's analysis:",
         *(f"  {key!s:32} {_human(peak)}" for key, peak in peaks.items()),
         f"peak: {max(peaks.values())} bytes ({_human(max(peaks.values()))})",
@@ -297,21 +267,17 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def _planned_keys(
-    settings: Settings, spec: Spec, max_batch: int, groups: list[Group]
-) -> list[ProgramKey]:
+def reachable_keys(settings: Settings, spec: Spec, max_batch: int) -> list[ProgramKey]:
     """The programs of the rounds before the first merge, and of evaluation."""
     batching, keys = settings.batching, []
     for size in (size for size in batching.buckets if size <= max_batch):
-        accumulates = size == max_batch < batching.batch_cap and _accumulates(settings)
-        keys += _first_keys(settings, spec, size, accumulates=accumulates)
+        sums = size == max_batch < batching.batch_cap and accumulates(settings)
+        keys += first_keys(settings, spec, size, accumulates=sums)
     if settings.outer.leaves_unsynchronised:
+        control = start(settings, max_batch, whole_pool=True)
+        groups = classes(control, range(len(control.trainers)), spec)
         keys += [group.key("flush") for group in groups]
     return list(dict.fromkeys([*keys, loss_key(max_batch)]))
-
-
-def _accumulates(settings: Settings) -> bool:
-    return settings.switch.mode != "clip" and settings.batching.test != "constant"
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:

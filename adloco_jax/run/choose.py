@@ -1,0 +1,243 @@
+"""How a run uses a device's memory: its mode and largest micro-batch, decided by what compiles.
+
+docs/guides/devices.md has the table of modes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from adloco_jax.core.types import LossFn
+from adloco_jax.engine.evaluate import loss_key
+from adloco_jax.engine.inputs import classes, group_trainers, round_keys
+from adloco_jax.engine.memory import (
+    find_max_batch,
+    least_bytes,
+    merge_bytes,
+    peak_bytes,
+    resting_bytes,
+    spawn_bytes,
+)
+from adloco_jax.engine.programs import Compiled, Programs, placement
+from adloco_jax.engine.spec import ProgramKey, Spec
+from adloco_jax.errors import ResourceError
+from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
+from adloco_jax.loop.control import RoundPlan
+from adloco_jax.settings import Settings
+
+STEP_TOKENS = 16_384  # that keep a device busy
+
+
+class Mode(NamedTuple):
+    """How a device's workers run, and what the backward pass keeps."""
+
+    in_turn: bool  # one worker after another, not all at once
+    remat: bool  # layers are recomputed in the backward pass
+
+    def __str__(self):
+        order = "one after another" if self.in_turn else "at once"
+        return f"workers {order}" + (", rematerialised" if self.remat else "")
+
+
+MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, True))
+
+
+class Tried(NamedTuple):
+    """A mode with its largest micro-batch, or why it has none."""
+
+    mode: Mode
+    max_batch_size: int | None  # None: none fits
+    peaks: dict[str, int]  # bytes of a device while each program runs; of the smallest if none fits
+    fault: str = ""
+
+
+class NothingFits(ResourceError):
+    """No mode fits the device."""
+
+    def __init__(self, tried: list[Tried]):
+        super().__init__(tried[-1].fault)
+        self.tried = tried
+
+
+class Choice(NamedTuple):
+    """What a run compiles, and how it was chosen."""
+
+    programs: Programs
+    max_batch_size: int
+    tried: list[Tried]
+
+
+def modes(settings: Settings, platform: str) -> list[Mode]:
+    """The modes that a run may choose from, in order."""
+    remat = settings.model.remat
+    return [
+        mode
+        for mode in MODES
+        if (mode.in_turn or platform != "cpu") and remat in (None, mode.remat)
+    ]
+
+
+def choose(
+    settings: Settings,
+    spec: Spec,
+    loss_of: Callable[[Mode], LossFn],
+    *,
+    size: int | None = None,
+    allowed: Sequence[Mode] | None = None,
+    on_compile: Callable[[Compiled], None] = lambda compiled: None,
+) -> Choice:
+    """The first mode whose step keeps a device busy, with the micro-batch that it compiles for.
+
+    A mode's micro-batch is the set one, or else the largest bucket with which all programs of the
+    run fit the memory. The first mode wins whose step holds `STEP_TOKENS` tokens, or whose
+    micro-batch is the set one or the largest bucket; if none does, the one with the most tokens. On
+    a CPU the first that fits wins, and with a set micro-batch the first: nothing is compiled.
+
+    Args:
+      settings: The run's.
+      spec: What its programs share, but for the mode.
+      loss_of: The model's loss in a mode.
+      size: The micro-batch that is set, or that a resumed run has recorded.
+      allowed: Modes to choose from; None: `modes`.
+      on_compile: See `Programs`.
+
+    Raises:
+      NothingFits: If no mode does.
+    """
+    batching, platform = settings.batching, spec.machine.platform
+    allowed = modes(settings, platform) if allowed is None else allowed
+    sizes = [n for n in batching.buckets if n >= batching.initial_batch_size]
+    sizes = sizes if size is None else [size]
+    control = start(settings, sizes[0], whole_pool=True)
+    tried: list[Tried] = []
+    found: dict[Mode, Programs] = {}
+    tokens: dict[Mode, int] = {}
+    won = None
+    for mode in allowed:
+        loss_fn = loss_of(mode)
+        chosen = dataclasses.replace(spec, loss_fn=loss_fn, in_turn=mode.in_turn, remat=mode.remat)
+        programs = found[mode] = Programs(chosen, on_compile)
+        if platform == "cpu" and size is not None:
+            return Choice(programs, size, [Tried(mode, size, {})])
+        tried.append(_try(settings, programs, sizes, mode))
+        largest = tried[-1].max_batch_size
+        if largest is None:
+            continue
+        key = ProgramKey("steps", tuple(control.owners), largest)
+        mesh = placement(chosen, key).mesh.shape
+        at_once = len(key.owners) // (mesh["trainer"] * mesh["worker"])
+        rows = largest * (1 if mode.in_turn else at_once)
+        tokens[mode] = rows * spec.sequence_length
+        if tokens[mode] >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu":
+            won = mode
+            break
+    if not tokens:
+        raise NothingFits(tried)
+    best = won or max(tokens, key=lambda mode: tokens[mode])
+    for mode, programs in found.items():
+        if mode != best:
+            programs.close()
+    largest = next(t.max_batch_size for t in tried if t.mode == best)
+    assert largest is not None
+    return Choice(found[best], largest, tried)
+
+
+def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
+    """The largest micro-batch of a mode, of at most three that are compiled."""
+    spec, batching = programs.spec, settings.batching
+    machine, first = spec.machine, sizes[0]
+    budget = machine.budget(batching.memory_frac)
+    owners = tuple(start(settings, first, whole_pool=True).owners)
+    needs: dict[int, dict[str, int]] = {}
+
+    def peak(size: int) -> int:
+        needs[size] = program_peaks(settings, programs, size)
+        return max(needs[size].values())
+
+    least = least_bytes(spec, owners, accumulates=accumulates(settings))
+    largest = None
+    if least <= budget:
+        resting = resting_bytes(spec, owners)
+        largest = find_max_batch(peak, sizes=sizes, budget=budget, resting=resting)
+    if largest is not None:
+        return Tried(mode, largest, needs[largest])
+    needed = max([least, *needs.get(first, {}).values()])
+    return Tried(
+        mode,
+        None,
+        needs.get(first, {}),
+        f"batching.initial_batch_size={first}: {len(owners)} workers of {max(owners) + 1} trainers"
+        f" need {needed} bytes on a device, have {budget} of {machine.device_bytes}; use fewer"
+        " workers, a smaller batch or model"
+        + ("" if mode.remat or settings.model.remat is None else ", or model.remat"),
+    )
+
+
+def max_batch_size(settings: Settings, programs: Programs) -> int:
+    """The set micro-batch, or the largest bucket with which all programs fit.
+
+    Raises:
+      ResourceError: If not even the initial batch fits.
+    """
+    batching, spec = settings.batching, programs.spec
+    if batching.max_batch_size is not None:
+        return batching.max_batch_size
+    sizes = [size for size in batching.buckets if size >= batching.initial_batch_size]
+    tried = _try(settings, programs, sizes, Mode(spec.in_turn, spec.remat))
+    if tried.max_batch_size is None:
+        raise ResourceError(tried.fault)
+    return tried.max_batch_size
+
+
+def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, int]:
+    """Bytes of a device while each program of the run runs, one of each kind at its largest."""
+    spec, control = programs.spec, start(settings, size, whole_pool=True)
+    owners, trainers = tuple(control.owners), range(len(control.trainers))
+    keys = [*first_keys(settings, spec, size, accumulates=accumulates(settings)), loss_key(size)]
+    if settings.outer.leaves_unsynchronised:
+        keys += [group.key("flush") for group in classes(control, trainers, spec)]
+    peaks = {str(key): peak_bytes(programs, key, owners) for key in dict.fromkeys(keys)}
+    if len(trainers) > 1 and accumulates(settings) and not spec.by_position:
+        peaks |= _unequal_peaks(settings, programs, control)
+    if settings.merge.policy != "none" and len(trainers) > 1:
+        members = choose_members(control, [0.0] * len(trainers), settings)
+        after = tuple(after_merge(control, members).owners)
+        label = f"merge M={len(trainers)} R={len(owners)}"
+        peaks[label] = merge_bytes(spec, owners, members, after)
+    if settings.ensemble.initial_workers is not None and len(owners) > len(trainers):
+        label = f"growth M={len(trainers)} R={len(owners)}"
+        peaks[label] = spawn_bytes(spec, owners)
+    return peaks
+
+
+def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, int]:
+    """Of a round in which the last trainer runs another plan: the others are taken out."""
+    spec, size = programs.spec, control.max_batch_size
+    plans = dict.fromkeys(
+        range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
+    )
+    plans[len(plans) - 1] = plans[0]._replace(num_accum_steps=2)
+    group = max(group_trainers(control, plans, spec), key=lambda group: len(group.workers))
+    kept = resting_bytes(spec, tuple(control.owners), own_params=False)
+    keys = [group.key("start"), group.steps_key(), group.key("outer")]
+    if spec.outer.own_params:
+        keys = [group.steps_key()._replace(kind="fragment", owners=group.owners)]
+    return {
+        f"{key} of unequal trainers": kept + peak_bytes(programs, key, group.owners) for key in keys
+    }
+
+
+def first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) -> list[ProgramKey]:
+    """The programs of a round of the whole pool in which all trainers run this micro-batch."""
+    control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
+    keys = []
+    for count in (1, 2) if accumulates else (1,):
+        plan = RoundPlan(size, count, steps)
+        plans = dict.fromkeys(range(len(control.trainers)), plan)
+        keys += round_keys(control, plans, settings, spec)
+    return keys
+
+
+def accumulates(settings: Settings) -> bool:
+    """Whether a trainer may come to accumulate gradients."""
+    return settings.switch.mode != "clip" and settings.batching.test != "constant"

@@ -1,0 +1,148 @@
+"""Which mode and micro-batch `auto` chooses, by what compiles."""
+
+import dataclasses
+import types
+
+import pytest
+from toy import settings_of
+
+from adloco_jax.config import default_config, validate
+from adloco_jax.engine.memory import find_max_batch
+from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.spec import Machine
+from adloco_jax.run import choose as choose_module
+from adloco_jax.run.build import build_model, program_spec, row_length
+from adloco_jax.run.choose import MODES, Mode, NothingFits, Tried, choose, modes, program_peaks
+from adloco_jax.run.machines import here
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+AT_ONCE, IN_TURN, AT_ONCE_REMAT, IN_TURN_REMAT = MODES
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def tiny(**model):
+    config = default_config()
+    config.model.update({"width": 32, "num_layers": 4, "mlp_width": 128} | model)
+    config.data.sequence_length = 64
+    config.inner.steps_per_round = 2
+    config.ensemble.num_trainers = config.ensemble.num_workers = 2
+    config.batching.test, config.merge.policy = "constant", "none"
+    config.batching.initial_batch_size, config.batching.batch_cap = 4, 8
+    config.batching.buckets, config.batching.max_batch_size = (4, 8), "auto"
+    return validate(config)
+
+
+def spec_of(settings, device_bytes=None, platform=None):
+    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
+    devices = spec.machine.devices
+    if platform is not None:
+        devices = (types.SimpleNamespace(platform=platform, process_index=0, id=0),)
+    machine = Machine(devices, device_bytes or spec.machine.device_bytes)
+    return dataclasses.replace(spec, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        # Largest micro-batches by mode; 8 workers of 512 tokens, buckets up to 32.
+        ([4], AT_ONCE),  # 4 x 8 x 512 = 16,384 tokens
+        ([3, 32], IN_TURN),  # the largest bucket
+        ([3, 24, 4], AT_ONCE_REMAT),
+        ([3, 24, 3, 24], AT_ONCE),  # 12,288 tokens in all: the earliest
+        ([None, 16, 2, 24], IN_TURN_REMAT),  # the most tokens
+        ([None, None, None, 1], IN_TURN_REMAT),
+    ],
+)
+def test_the_first_mode_wins_whose_step_keeps_a_device_busy(monkeypatch, found, expected):
+    settings = tiny()
+    settings = dataclasses.replace(
+        settings,
+        batching=dataclasses.replace(settings.batching, buckets=SIZES, initial_batch_size=1),
+        ensemble=dataclasses.replace(settings.ensemble, num_workers=8),
+    )
+    spec = dataclasses.replace(spec_of(settings, platform="gpu"), sequence_length=512)
+    mesh = types.SimpleNamespace(shape={"trainer": 1, "worker": 1})
+    monkeypatch.setattr(choose_module, "placement", lambda *_: types.SimpleNamespace(mesh=mesh))
+    left = list(found)
+    monkeypatch.setattr(
+        choose_module, "_try", lambda settings, programs, sizes, mode: Tried(mode, left.pop(0), {})
+    )
+    choice = choose(settings, spec, lambda mode: spec.loss_fn)
+    chosen = choice.programs.spec
+    assert Mode(chosen.in_turn, chosen.remat) == expected and left == []
+    assert choice.max_batch_size == found[MODES.index(expected)]
+
+
+def test_modes_are_fewer_on_a_cpu_and_where_rematerialising_is_set():
+    assert modes(tiny(), "gpu") == list(MODES)
+    assert modes(tiny(remat=False), "tpu") == [AT_ONCE, IN_TURN]
+    assert modes(tiny(remat=True), "gpu") == [AT_ONCE_REMAT, IN_TURN_REMAT]
+    assert modes(tiny(), "cpu") == [IN_TURN, IN_TURN_REMAT]
+
+
+def test_a_cpu_rematerialises_only_if_it_must():
+    settings = tiny()
+    peaks = {}
+    for mode in (IN_TURN, IN_TURN_REMAT):
+        loss_fn = build_model(settings, here(), mode)[1]
+        spec = dataclasses.replace(spec_of(settings), loss_fn=loss_fn)
+        peaks[mode] = max(program_peaks(settings, Programs(spec), 4).values())
+    assert peaks[IN_TURN_REMAT] < peaks[IN_TURN]
+    for budget, expected in (
+        (peaks[IN_TURN], IN_TURN),
+        (peaks[IN_TURN] - 1, IN_TURN_REMAT),
+        (peaks[IN_TURN_REMAT] - 1, None),
+    ):
+        spec = spec_of(settings, int(budget / 0.8) + 1)
+
+        def chosen(size=None, spec=spec):
+            loss_of = lambda mode: build_model(settings, here(), mode)[1]  # noqa: E731
+            return choose(settings, spec, loss_of, size=size).programs.spec
+
+        if expected is None:
+            with pytest.raises(NothingFits, match=f"need {peaks[IN_TURN_REMAT]} bytes") as error:
+                chosen()
+            assert [t.mode for t in error.value.tried] == [IN_TURN, IN_TURN_REMAT]
+        else:
+            assert chosen().remat == expected.remat
+        assert not chosen(size=4).remat  # nothing is compiled
+
+
+@pytest.mark.parametrize("fixed", [0, 7])
+@pytest.mark.parametrize("budget", [99, 100, 101, 104, 130, 163, 164, 259, 260, 420, 999])
+def test_the_largest_micro_batch_is_found_in_three_compilations(fixed, budget):
+    tried = []
+
+    def peak(size):
+        tried.append(size)
+        return 90 + fixed + 10 * size
+
+    found = find_max_batch(peak, sizes=SIZES, budget=budget, resting=90)
+    assert found == max((n for n in SIZES if 90 + fixed + 10 * n <= budget), default=None)
+    assert len(tried) <= 3 and len(set(tried)) == len(tried)
+
+
+def test_the_table_of_modes_in_the_docs_is_the_one_here():
+    from pathlib import Path
+
+    page = Path(__file__).parents[1] / "docs" / "guides" / "devices.md"
+    text = page.read_text("utf-8")
+    places = [text.index(f"| {mode} |") for mode in MODES]
+    assert places == sorted(places) and f"{choose_module.STEP_TOKENS:,}" in text
+
+
+def test_a_set_micro_batch_is_every_modes(monkeypatch):
+    settings = settings_of()
+    spec = spec_of(tiny(), platform="gpu")
+    seen = []
+
+    def attempt(settings, programs, sizes, mode):
+        seen.append(list(sizes))
+        return Tried(mode, sizes[0] if mode.remat else None, {}, "does not fit")
+
+    mesh = types.SimpleNamespace(shape={"trainer": 1, "worker": 1})
+    monkeypatch.setattr(choose_module, "placement", lambda *_: types.SimpleNamespace(mesh=mesh))
+    monkeypatch.setattr(choose_module, "_try", attempt)
+    choice = choose(settings, spec, lambda mode: spec.loss_fn, size=3)
+    assert seen == [[3]] * 3 and choice.programs.spec.remat and choice.max_batch_size == 3
