@@ -1,8 +1,8 @@
 """AdLoCo in JAX: several trainers side by side, adaptive batches, few communications.
 
-Of the names below most are pure functions on arrays, which know no model, config, clock or file;
-`train` runs a whole experiment. Each is imported on first use, so that a command that needs no
-arrays does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
+Most of the names below are pure functions on arrays that know no model, config, clock or file.
+`train` runs a whole experiment. Each name is imported on first use, so a command without arrays
+does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
 """
 
 import ast

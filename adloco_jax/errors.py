@@ -1,8 +1,8 @@
-"""Mistakes a user can mend, each with the process's exit code (docs: README, "Exit codes")."""
+"""Errors that a user can correct, each with its exit code (docs/folder.md, "Exit codes")."""
 
 import re
 
-# What an address or a library's text may hold that no file and no screen shall show.
+# Secrets in addresses and in messages of libraries, which no file and no screen may show.
 _SECRETS = {
     r"(\w://)[^\s/@]+@": r"\1",  # user and password
     r"(\w://[^\s?'\"]*)\?[^\s'\")]*": r"\1",  # a signature in a query
@@ -43,30 +43,30 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Text, tokens or a tokenizer that is missing, damaged, or too little (exit 3)."""
+    """Text, tokens or a tokenizer is missing, damaged or too small (exit 3)."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """Checkpoints of which none can be used, or a damaged record of the run (exit 3)."""
+    """No checkpoint can be used, or a record of the run is damaged (exit 3)."""
 
     exit_code = 3
 
 
 class ResourceError(UserError):
-    """Not enough memory, even one sequence at a time, or a disk that takes no more (exit 5)."""
+    """A resource is missing: memory for the smallest batch, disk space, the hub (exit 5)."""
 
     exit_code = 5
 
 
 class DivergedError(UserError):
-    """Every trainer's loss has stopped being a number (exit 4)."""
+    """No trainer has a finite loss (exit 4)."""
 
     exit_code = 4
 
 
 class Preempted(UserError):
-    """Stopped by a signal with everything saved; the same command goes on (exit 75)."""
+    """Stopped by a signal with everything saved; the same command continues (exit 75)."""
 
     exit_code = 75

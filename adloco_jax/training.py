@@ -1,6 +1,6 @@
-"""One run, from its config to its report: what it needs is put together here, then `adloco` runs.
+"""One run from its config to its report: builds the parts of a run, then calls `adloco`.
 
-`train` is the run that a config describes; `fit` is the same for the caller's own model and data.
+`train` runs what a config describes; `fit` does the same for the caller's own model and data.
 """
 
 import contextlib
@@ -86,35 +86,35 @@ def train(
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
-    """Runs what a config describes, from text to a trained consensus, or resumes such a run.
+    """Run what a config describes, from text to a trained consensus, or resume such a run.
 
     At the end the closing table is printed, and the folder has the report in `report/` and the
     consensus in `export/` (`run.export.write_consensus`).
 
-    SIGTERM or SIGINT saves and raises `Preempted` after the round under way. A second
-    signal ends the process. (Signals are handled only if this is called on the main thread.)
+    SIGTERM or SIGINT saves and raises `Preempted` after the current round. A second signal ends the
+    process. Signals are handled only on the main thread.
 
     Args:
       config: From a file in `configs/`, or `default_config()` with changes.
       workdir: The run's folder, created if missing; one that holds a run is resumed. None creates
         `runs/train-<date>-<time>`.
       command: Recorded in the ledger, for the report's caption.
-      accept_config_change: Whether a resumed run may continue with another learning rate and the
-        like.
-      accept_data_change: Whether it may continue with other data than it began with.
+      accept_config_change: Whether a resumed run may continue with changed settings, such as
+        another learning rate.
+      accept_data_change: Whether a resumed run may continue with other data.
 
     Returns:
       The consensus, its loss and the whole final state.
 
     Raises:
       ConfigError: If the config or the folder cannot be used; nothing is compiled or created then.
-      DataError: If the text or tokens cannot be used, or are not those the run began with; nothing
-        is compiled or created then.
+      DataError: If the text or tokens cannot be used, or differ from those that the run began with;
+        nothing is compiled or created then.
       CheckpointError: If the folder holds a run that cannot be read, or its checkpoints are deleted
         while one is written.
       DivergedError: If the loss of every trainer is not finite.
-      ResourceError: If memory or disk do not suffice; what was saved stays.
-      Preempted: After a signal, once everything is saved.
+      ResourceError: If memory or disk space is missing; saved files stay.
+      Preempted: After a signal, when everything is saved.
     """
     settings = validate(config)
     check_installed(settings.log)
@@ -171,44 +171,46 @@ def fit(
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
-    """Runs AdLoCo on any model and rows of tokens, or resumes such a run.
+    """Run AdLoCo on any model and rows of tokens, or resume such a run.
 
-    It ends as `train` does: with the closing table, `report/` and `export/`.
+    Like `train`, it ends with the closing table, `report/` and `export/`.
 
     Args:
-      settings: From `validate`; its `model` and `data` groups are only recorded, except as
-        `ArrayRows.ordered` says.
+      settings: From `validate`. The groups `model` and `data` are only recorded;
+        `ArrayRows.ordered` lists the exceptions.
       corpus: Rows to train on and to hold out: `ArrayRows`, or an object with the methods of
         `engine.inputs.Rows`.
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
-      params: What all trainers start from, of `init_fn`'s structure; None draws them.
-      num_classes: Where rows begin with a class and a length (`data.labelled`): how many classes,
-        whose prediction is then evaluated too. None for rows of text.
-      inner_tx: The workers' optimizer in place of the one that `inner.tx` names, built with
-        learning rate 1, or a schedule times 1: the config's rate, warm-up and schedule multiply its
-        updates. A resumed run needs the same one.
-      outer_tx: The trainers' optimizer in place of the one that `outer.tx` names, built in
-        the same way.
-      loss_unit: What the loss is in: "nats/token", for which perplexity is reported too,
+      params: Initial parameters of all trainers, with the structure of `init_fn`'s; None draws
+        them.
+      num_classes: Number of classes, if rows begin with a class and a length (`data.labelled`).
+        The prediction of classes is then evaluated too. None for rows of text.
+      inner_tx: The workers' optimizer, instead of the one that `inner.tx` names, with learning rate
+        1: the config's rate, warm-up and schedule multiply its updates. A resumed run needs the
+        same optimizer.
+      outer_tx: The trainers' optimizer, instead of the one that `outer.tx` names, with learning
+        rate 1.
+      loss_unit: Unit of the loss: "nats/token", for which perplexity is reported too,
         "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
         corpus knows its tokens per byte of text, else a plain number.
       loss_of: Of a model whose layers can be rematerialised, `loss_fn` in each mode of
         `run.choose`; None: `loss_fn` in all, without rematerialisation. `train` gives it.
       command: Recorded in the ledger.
-      accept_config_change: Whether a resumed run may continue with other settings that change it.
-      accept_data_change: Whether it may continue with other data than it began with.
+      accept_config_change: Whether a resumed run may continue with changed settings.
+      accept_data_change: Whether a resumed run may continue with other data.
 
     Returns:
       The consensus, its loss and the whole final state.
 
     Raises:
-      ConfigError: If an argument is not what its name says, or an optimizer is given here and also
-        named in the settings, a line each; if the folder cannot be used.
-      DataError: If there are too few held-out rows: one, or two with several trainers (of each
-        class, where there are classes); if `corpus.batch` gives two workers the same rows.
-      UserError: Otherwise see `train`; no text is read here.
+      ConfigError: If arguments are unusable, or an optimizer is given here and also named in the
+        settings, with one line for each; if the folder cannot be used.
+      DataError: If there are too few held-out rows. At least one is needed, with several trainers
+        two; with classes, of each class. Also raised if `corpus.batch` gives two workers the same
+        rows.
+      UserError: As `train`, except for errors of reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
     if settings.engine.kind == "ray":
@@ -266,11 +268,11 @@ def fit(
 
 
 def _until_done(run: Run) -> Result:
-    """Runs the rounds that are left, again from the newest checkpoint after a failure."""
+    """Runs the remaining rounds; after a failure runs again from the newest checkpoint."""
     failures = Failures()
     with exclusive(run.workdir), stop_requests() as stop, processes.ending_together():
         while True:
-            # Everything that a failed round has changed is restored from the newest checkpoint.
+            # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:
                 attempt = begin(run, stack, stop, failures)
                 try:
@@ -283,7 +285,7 @@ def _until_done(run: Run) -> Result:
 
 @dataclass(frozen=True)
 class Failures:
-    """Faults of the attempts so far, and what the next one does differently."""
+    """Faults of the attempts so far, and the changes for the next attempt."""
 
     faults: tuple[dict, ...] = ()  # to record
     max_batch_size: int | None = None  # after memory ran out
@@ -363,11 +365,11 @@ def begin(
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Runs all remaining rounds; the attempt's observers then have the consensus and its loss.
+    """Runs all remaining rounds; the observers then hold the consensus and its loss.
 
     Raises:
       DivergedError: If every trainer's loss is not finite.
-      Exception: Whatever a round raises; `after_failure` says if another attempt may succeed.
+      Exception: Any error of a round; `after_failure` decides whether another attempt may succeed.
     """
     settings, engine, state = run.settings, attempt.recorder.engine, attempt.state
     if is_over(state.control, settings):
@@ -400,7 +402,7 @@ def execute(run: Run, attempt: Attempt) -> State:
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Decides what the next attempt records and changes.
+    """Decides the records and changes of the next attempt.
 
     Raises:
       ResourceError: If memory is exhausted at a micro-batch of one sequence, or this process is one

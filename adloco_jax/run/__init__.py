@@ -1,1 +1,1 @@
-"""The host loop and what it needs: config, controller, programs, evaluation, ledger."""
+"""Everything around the rounds of a run: observers, ledger, checkpoints, resume, plan, export."""

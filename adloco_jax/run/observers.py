@@ -121,7 +121,7 @@ class Recorder:
 def _decided(decision: Decision, settings: Settings) -> dict:
     """A decision's fields of the ledger.
 
-    Where a rule for the length of rounds decides when a round begins, the next one's is None.
+    If a rule sets the length of a round at its start, the next length is None.
     """
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
@@ -147,7 +147,7 @@ class Evaluator:
     params: PyTree | None = None  # the last consensus
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Evaluates this boundary's state, if that is due, and shows the round."""
+        """Evaluates the state of this boundary if an evaluation is due, and shows the round."""
         if not boundary.advanced:
             return
         recorder, control = self.recorder, state.control
@@ -203,7 +203,7 @@ class Checkpoints:
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Saves, if that is due, and ends the run at a signal.
+        """Saves if a save is due, and ends the run at a signal.
 
         Raises:
           Preempted: After a signal, once everything is saved.

@@ -1,4 +1,4 @@
-"""What a run is and will need, as text: the header of a run, and `--plan`."""
+"""A description of a run and its needs as text: the header of a run, and `adloco plan`."""
 
 import inspect
 from pathlib import Path
@@ -87,7 +87,7 @@ def check_inputs(
       accept_config_change: Whether a run there may resume with other settings that change it.
 
     Returns:
-      What a run would check besides, a line each.
+      One line for each check that only a run makes.
 
     Raises:
       ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
@@ -164,7 +164,7 @@ _THRESHOLDS = ("eta", "vartheta", "nu")
 
 
 def _growth(settings: Settings) -> str:
-    """What changes the batch size, in words."""
+    """Describes what changes the batch size."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -195,7 +195,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
-    """What is known without compiling: states, communications, tokens."""
+    """Lines that need no compilation: states, communications, tokens."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
@@ -241,7 +241,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
-    """What the compiler says of the programs of the first rounds."""
+    """The compiler's analysis of the programs of the first rounds."""
     batching = settings.batching
     choice = choose(
         settings,

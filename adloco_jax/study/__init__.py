@@ -1,1 +1,1 @@
-"""What one learns from finished and running runs; reads their ledgers, never their programs."""
+"""Analysis of finished and running runs, from their ledgers."""

@@ -1,7 +1,7 @@
 """Comparisons: a declared set of variants and seeds, their runs, and the tables of the results.
 
-Every number is read from the runs' ledgers, at the points where a consensus was evaluated, with
-communications and bytes as the report counts them (`curves.heldout_points`).
+All numbers come from the runs' ledgers, at the evaluations of the consensus. Communications and
+bytes are counted as in the report (`curves.heldout_points`).
 """
 
 import copy
@@ -35,8 +35,8 @@ MEASURES = {
     "time_s": "simulated seconds",
     "rounds": "rounds",
 }
-# Measures that grow while devices compute: between two evaluations, loss is interpolated over them.
-# The other measures jump: the loss of an evaluation holds until the next one.
+# Measures that grow while devices compute; the loss is interpolated over them between evaluations.
+# The other measures jump; the loss of an evaluation holds until the next evaluation.
 STEADY = ("tokens", "updates", "time_s")
 CHARGED = (
     "Communications are blocking and summed over trainers: synchronisations of workers, merges and"
@@ -141,22 +141,22 @@ def tabulate(
 ) -> dict:
     """Compute the comparison's table from the runs' ledgers.
 
-    The budget of a measure is the least that a run has spent at its end (of communications and
-    bytes: a run that communicates). "At equal" is the lowest loss that a run reached within that
-    budget; over tokens, updates and time, loss is interpolated between evaluations. "To reach" a
-    loss is the cost at the first evaluation that had it.
+    The budget of a measure is the smallest final cost of any run; for communications and bytes only
+    runs that communicate count. "At equal" is the lowest loss that a run reached within the budget;
+    over tokens, updates and time the loss is interpolated between evaluations. "To reach" a loss is
+    the cost at the first evaluation with that loss.
 
     Args:
       comparison: The comparison.
       folder: The folder of its runs, all of which have finished.
-      results_file: File in which finished runs may have a line in place of a folder.
+      results_file: File with lines of finished runs whose folders are deleted.
 
     Returns:
-      Plain JSON: `name`, `ran` (in words: what, when, on what), `budgets` by measure,
-      `target_losses`, in words `simulated` (where time is) and `charged` (what communications are),
-      and `rows` by variant: `final`, `at_equal`, `to_target` (a list, by target), `to_baseline`
-      (each seed's own), by measure a `median`, `low`, `high` over the seeds and how many
-      `reached`, of how many `seeds`.
+      Plain JSON: `name`; `ran`, a sentence on runs, date and devices; `budgets` by measure;
+      `target_losses`; `simulated` and `charged`, sentences on simulated time and on the counting of
+      communications; and `rows` by variant. A row has `final`, `at_equal`, `to_target` (a list, by
+      target) and `to_baseline` (each seed against the same seed of the baseline). These have, by
+      measure, `median`, `low` and `high` over the seeds, and `reached` of `seeds`.
 
     Raises:
       DataError: If a run is missing or not finished.
