@@ -1,6 +1,6 @@
 """The command `adloco`: its first word says what to do. `train` and `plan` are here.
 
-Each other command is a module of `adloco_jax.cli`, imported when it is named.
+Each other command is a function in `adloco_jax.cli`, imported when it is named.
 """
 
 import contextlib
@@ -144,7 +144,9 @@ def _run(argv: Sequence[str]) -> int:
     if first in ("compare", "export", "generate", "gradients"):
         _require_devices()
     line = without_secrets(shlex.join(["adloco", first, *words]))
-    return importlib.import_module(f"adloco_jax.cli.{first}").run(options, line)
+    module = first if first in ("compare", "prepare") else "commands"
+    run = getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)
+    return run(options, line) or 0
 
 
 def _require_devices() -> None:

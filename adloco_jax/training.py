@@ -47,7 +47,6 @@ from adloco_jax.run.build import (
 from adloco_jax.run.checkpoint import Saver, list_rounds
 from adloco_jax.run.choose import Choice, Mode, choose, modes
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.interrupts import stop_requests
 from adloco_jax.run.ledger import START, Ledger, cut, read
 from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.plan import require_memory, run_header
@@ -270,7 +269,7 @@ def fit(
 def _until_done(run: Run) -> Result:
     """Runs the remaining rounds; after a failure runs again from the newest checkpoint."""
     failures = Failures()
-    with exclusive(run.workdir), stop_requests() as stop, processes.ending_together():
+    with exclusive(run.workdir), processes.stop_requests() as stop, processes.ending_together():
         while True:
             # The newest checkpoint restores everything that a failed round has changed.
             with contextlib.ExitStack() as stack:

@@ -20,8 +20,7 @@ from adloco_jax.errors import CheckpointError, ConfigError, DataError
 from adloco_jax.run.ledger import Ledger
 from adloco_jax.study import chart, compare, curves, results, summary
 from adloco_jax.study.cluster import Cluster, run_seconds
-from adloco_jax.study.compare import Comparison, curve, markdown, runs_of
-from adloco_jax.study.compare_figure import figure, front
+from adloco_jax.study.compare import Comparison, curve, figure, front, markdown, runs_of
 from studies import tables
 
 ROOT = Path(__file__).parents[1]

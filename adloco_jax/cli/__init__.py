@@ -1,1 +1,1 @@
-"""What the words after `adloco` do: a module each, with `run(words) -> exit code`."""
+"""The commands after `adloco`: functions `command(options, line) -> exit code or None`."""

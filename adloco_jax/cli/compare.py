@@ -16,21 +16,21 @@ from filelock import FileLock
 from adloco_jax.config import find_config, load_config
 from adloco_jax.errors import UserError
 from adloco_jax.run.resume import check_workdir, finished
-from adloco_jax.study import compare, report, results
-from adloco_jax.study.compare_figure import figure
+from adloco_jax.study import compare as comparisons
+from adloco_jax.study import report, results
 from adloco_jax.study.curves import read_run
 from adloco_jax.study.page import write_files
 from adloco_jax.study.results import Trial
 from adloco_jax.training import train
 
 
-def run(options: argparse.Namespace, command: str) -> int:
+def compare(options: argparse.Namespace, command: str) -> int:
     """Makes the runs that are left, then the tables and figures."""
     path = find_config(options.config)
-    comparison = load_config(path, "get_comparison", compare.Comparison)
+    comparison = load_config(path, "get_comparison", comparisons.Comparison)
     folder = options.workdir or Path("runs") / path.stem
     check_workdir(folder)
-    runs = compare.runs_of(comparison, folder)
+    runs = comparisons.runs_of(comparison, folder)
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
 
@@ -55,19 +55,19 @@ def run(options: argparse.Namespace, command: str) -> int:
     if not (is_whole or make_runs()):  # another process may have ended since, or stopped
         print("the other runs are in another process's hands")
         return max(codes, default=0)
-    table = compare.write(comparison, folder, results_file=options.results)
-    print(compare.markdown(table))
+    table = comparisons.write(comparison, folder, results_file=options.results)
+    print(comparisons.markdown(table))
     if options.results is None:
         labels = [run.variant for run in runs]
         page = report.write([run.workdir for run in runs], folder / "report", labels=labels)
         print(f"report: {page}")
-    write_files(folder, {"front.svg": figure(table, command=command)})
+    write_files(folder, {"front.svg": comparisons.figure(table, command=command)})
     print(f"front: {folder / 'front.svg'}")
     return 0
 
 
 def execute(
-    comparison: compare.Comparison,
+    comparison: comparisons.Comparison,
     folder: str | Path,
     *,
     on_end: Callable[[Trial, bool], None],
@@ -109,13 +109,13 @@ def execute(
         with FileLock(Path(folder) / "results.lock"):
             if not has_line(run):
                 events = read_run(run.workdir).events
-                points = compare.curve(events, comparison.simulated)
+                points = comparisons.curve(events, comparison.simulated)
                 changes = comparison.variants[run.variant]
                 results.append(results_file, run, changes=changes, curve=points, events=events)
             if run.workdir.exists():
                 shutil.rmtree(run.workdir)
 
-    for run in compare.runs_of(comparison, folder):
+    for run in comparisons.runs_of(comparison, folder):
         if has_line(run):
             on_end(run, False)
             continue

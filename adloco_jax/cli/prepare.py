@@ -59,7 +59,7 @@ def _ending(name: str) -> str:
     return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
-def run(options: argparse.Namespace, command: str) -> int:
+def prepare(options: argparse.Namespace, command: str) -> None:
     """Makes a folder of rows; says what is in it, and how to train on it."""
     data = dict(vars(options))
     path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
@@ -89,4 +89,3 @@ def run(options: argparse.Namespace, command: str) -> int:
     }
     words = [f"--config.{key}={value}" for key, value in keys.items()]
     print(f"train with: {shlex.join(['adloco', 'train', 'quickstart', *words])}")
-    return 0

@@ -1,4 +1,4 @@
-"""The processes of one run: how they connect, and what they agree on before they act.
+"""The processes of one run: how they connect, what they agree on, and how signals stop them.
 
 Every process runs the same program on the same host state; only process 0 prints and writes.
 Some things only one process can know: a clock, a signal, a full disk. The processes exchange them
@@ -9,6 +9,7 @@ process waits for its devices.
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from adloco_jax import errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.run.ledger import write_errors
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # the slowest load or save; heartbeats notice a dead process
 _END_MS = 10 * 1000  # for which a process that ends waits for the others to do so
 
@@ -301,3 +303,51 @@ def require_shared(folder: Path) -> None:
     finally:
         if is_first():
             mark.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """Yields an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+
+    Python runs signal handlers between two bytecodes of the main thread, which may be compiling for
+    minutes. The interpreter also writes the number of each signal to a pipe at once, and a thread
+    reads that pipe.
+
+    If the caller is not on the main thread, no handler can be set, and signals keep their effect.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch():
+        while data := os.read(reader, 1):
+            if data[0] not in _SIGNALS:
+                if fd_before >= 0:  # set by an event loop, as in a notebook
+                    os.write(fd_before, data)
+                continue
+            if stop.is_set():
+                os._exit(128 + data[0])
+            stop.set()
+            name = signal.Signals(data[0]).name
+            print(
+                f"{name}: finishing and saving the round under way; send it again to stop at once",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(writer)  # ends the thread
+        watcher.join()
+        os.close(reader)

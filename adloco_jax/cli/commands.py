@@ -1,0 +1,122 @@
+"""The small commands on configs, runs and models; each imports what it needs when it is called."""
+
+import argparse
+import ast
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from adloco_jax.cli.parser import is_run
+from adloco_jax.config import SHIPPED, add_entries
+from adloco_jax.errors import ConfigError
+
+
+def configs(options: argparse.Namespace, command: str) -> None:
+    """Lists the shipped configs, those of runs first, with the first line of each card."""
+    cards = {
+        path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
+        for path in sorted(SHIPPED.glob("[!_]*.py"))
+    }
+    for verb, is_comparison in (("train", False), ("compare", True)):
+        print(f"adloco {verb} NAME")
+        for name, card in cards.items():
+            if name.startswith("compare_") == is_comparison:
+                print(f"  {name:20} {card}")
+    print(f"the files: {SHIPPED}")
+
+
+def report(options: argparse.Namespace, command: str) -> None:
+    """Writes the report's page and prints its path; with --watch again until the runs end."""
+    from adloco_jax.study.report import watch, write
+
+    if options.out is None and len(options.run) > 1:
+        raise ConfigError(f"{len(options.run)} runs: give --out FOLDER for their report")
+    folder = options.out or Path(options.run[0]) / "report"
+    if not options.watch:
+        print(f"report: {write(options.run, folder, labels=options.labels)}")
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watch(options.run, folder, labels=options.labels)
+
+
+def export(options: argparse.Namespace, command: str) -> None:
+    """Turns a checkpoint of a run into a folder that `transformers` loads."""
+    from adloco_jax import hf
+    from adloco_jax.run.build import build_network
+    from adloco_jax.run.export import read_trained
+    from adloco_jax.run.resume import require_utf8
+
+    add_entries(options.config)
+    out = options.out or Path(options.run) / "export"
+    require_utf8("--out", out)
+    trained = read_trained(options.run, round=options.round, trainer=options.trainer)
+    network = build_network(trained.settings)
+    hf.save(trained.params, out, trained.tokenizer, network=network, dtype=options.dtype)
+    print(f"{out}: round {trained.round}, {trained.source}, {options.dtype}")
+
+
+def gradients(options: argparse.Namespace, command: str) -> None:
+    """Measures the gradients at a checkpoint of a run, and prints the numbers."""
+    from adloco_jax.study.gradients import analyse_run
+    from adloco_jax.study.gradients_figure import describe
+
+    how = dict(vars(options))
+    add_entries(how.pop("config"))
+    run = Path(how.pop("run"))
+    result = analyse_run(run, **how, command=command)
+    print("\n".join(describe(result)))
+    print(f"report: {(options.out or run / 'report') / 'gradient_analysis.svg'}")
+
+
+def generate(options: argparse.Namespace, command: str) -> None:
+    """Writes text with a Llama in Hugging Face layout, such as a run's export."""
+    import jax
+    import numpy as np
+
+    from adloco_jax import hf
+    from adloco_jax.data.tokenizers import load_tokenizer
+    from adloco_jax.models import llama
+
+    add_entries(options.config)
+    model = options.model
+    if is_run(model):
+        model = str(Path(model) / "export")
+        if not os.path.exists(model):
+            raise ConfigError(f"{model}: not there yet; write: adloco export {options.model}")
+    network, params, *_ = hf.load(model, key="model")
+    if not isinstance(network, llama.Llama):
+        raise ConfigError(f"{model}: a {type(network).__name__} writes no text")
+    tokenizer = load_tokenizer(model)
+    text = os.fsencode(options.prompt).decode(errors="replace")  # bytes of argv may be no UTF-8
+    (ids,) = tokenizer.encode_batch([text])
+    prompt = np.concatenate([[tokenizer.eot_id], ids]).astype(np.int32)
+    room = network.max_length - len(prompt)
+    if min(options.tokens, options.samples) < 1 or options.temperature < 0:
+        raise ConfigError("--tokens and --samples must be at least 1, --temperature 0 or more")
+    if room < 1:
+        raise ConfigError(
+            f"--prompt: {len(prompt)} tokens, the model reads {network.max_length}; shorten it"
+        )
+    if max(prompt.max(), tokenizer.vocab_size - 1) >= network.vocab_size:
+        raise ConfigError(
+            f"{model}: the tokenizer has {tokenizer.vocab_size} ids, the model {network.vocab_size}"
+        )
+    if options.tokens > room:
+        print(
+            f"--tokens {options.tokens}: the model reads {network.max_length} tokens and the"
+            f" prompt has {len(prompt)}; writing {room}",
+            file=sys.stderr,
+        )
+    tokens_BL = llama.generate(
+        network,
+        params,
+        np.tile(prompt, (options.samples, 1)),
+        num_tokens=min(options.tokens, room),
+        temperature=options.temperature,
+        key=jax.random.key(options.seed),
+    )
+    for tokens in np.asarray(tokens_BL):
+        ends = np.flatnonzero(tokens[1:] == tokenizer.eot_id) + 1
+        print("-" * 72)
+        print(tokenizer.decode(tokens[1 : ends[0] if ends.size else None]))
