@@ -116,7 +116,7 @@ def _check_content(file: Path, where: str) -> None:
             digest.update(part)
     if digest.hexdigest() != blob.name:
         raise DataError(
-            f"{where}: {file.name} is not what the hub says that it is (its hash is another);"
+            f"{where}: {file.name} does not have the hash that the hub states;"
             f" delete {blob} and run the same command again"
         )
 
@@ -147,8 +147,8 @@ class _Patience(logging.Handler):
         if now + seconds - self._since > PATIENCE_S:
             raise Unreachable(
                 f"{self._where}: the Hugging Face hub does not answer, tried for"
-                f" {now - self._since:.0f} s; once it does, run the same command again, which goes"
-                " on from here"
+                f" {now - self._since:.0f} s; once it does, the same command continues"
+                " from here"
             )
         left = PATIENCE_S - (now - self._since)
         tqdm.write(
@@ -208,7 +208,7 @@ def _fault(error: BaseException, where: str, repo: str) -> UserError:
         if isinstance(cause, errors.RepositoryNotFoundError):
             return ConfigError(
                 f"{where}: no public repository of that name on the Hugging Face hub, and no file"
-                " or folder here; correct the name, or log in where it is private (hf auth login,"
+                " or folder here; correct the name, or log in if it is private (hf auth login,"
                 " or HF_TOKEN)"
             )
         if isinstance(cause, errors.RemoteEntryNotFoundError):

@@ -188,7 +188,7 @@ def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
         (bits_loss, {"has_aux": True}, "takes `key` if and only if .* pass key=jax.random.key"),
         (of_dict, {"key": jax.random.key(0)}, "give the loss a parameter `key`"),
         (lambda p, b: b["y"][:, 0], {}, r"returned shape \(4,\), expected one number, .* jnp.mean"),
-        (lambda p, b: (of_dict(p, b), {}), {}, r"returned shape \(\(\), \{\}\).* say has_aux=True"),
+        (lambda p, b: (of_dict(p, b), {}), {}, r"returned shape \(\(\), \{\}\).* set has_aux=True"),
         (of_dict, {"has_aux": True}, r"returned shape \(\), expected a pair \(loss, aux\)"),
         (lambda p, b: (b["y"], {}), {"has_aux": True}, r"returned shape \(4, 2\), expected a pair"),
     ],

@@ -511,13 +511,13 @@ def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
     assert_equal(at(after.outer_state_M, 1), at(start.outer_state_M, 1))
 
 
-KEEPS = "{} holds parameters of its own"
+KEEPS = "its state has a {}, which holds parameters"
 TO_REFUSE = [
-    ("inner_tx", optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round gives"),
+    ("inner_tx", optax.lbfgs(), "'value', 'grad', and 'value_fn'; a round passes only"),
     (
         "outer_tx",
         optax.chain(SGD, optax.contrib.reduce_on_plateau()),
-        "argument: 'value'; a round gives",
+        "argument: 'value'; a round passes only",
     ),
     ("inner_tx", optax.contrib.schedule_free_sgd(0.1), KEEPS.format("ScheduleFreeState")),
     ("inner_tx", optax.chain(optax.contrib.sam(SGD, SGD), SGD), KEEPS.format("SAMState")),

@@ -44,7 +44,7 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
         2,
         "request access at http://127.*/datasets/allenai/c4",
     ),
-    "private": ({"private": "allenai/c4"}, {}, 2, "log in where it is private"),
+    "private": ({"private": "allenai/c4"}, {}, 2, "log in if it is private"),
     "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.*no public repository of that name"),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*has no such revision"),
     "configuration": ({}, {"name": "nope"}, 2, "data.name=nope.*Available: .'en'"),
@@ -58,7 +58,7 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
     ),
     "tokenizer": (
         *({"alter": "tokenizer.json"}, {"tokenizer": TOKENIZER, "vocab_size": 32_000}),
-        *(3, "tokenizer.json is not what the hub says that it is"),
+        *(3, "tokenizer.json does not have the hash that the hub states"),
     ),
     "slow": ({"latency_s": 3}, {}, 5, "does not answer"),
 }

@@ -230,8 +230,8 @@ NOISE = optax.chain(optax.sgd(1.0), optax.add_noise(0.1, 0.1, 0))
 @pytest.mark.parametrize(
     ("tx", "fault"),
     [
-        (optax.contrib.sophia(1.0), "obj_fn must be provided .* use one that needs no more"),
-        (optax.lbfgs(1.0), "missing 3 required .* use one that needs no more"),
+        (optax.contrib.sophia(1.0), "obj_fn must be provided .* use one that needs no other"),
+        (optax.lbfgs(1.0), "missing 3 required .* use one that needs no other"),
         (NOISE, "rng_key: a PRNG key, which cannot be trained or saved"),
         (
             optax.scale(1.0)._replace(init=lambda params: NOTHING),

@@ -31,7 +31,7 @@ def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) ->
             expected = "a pair (loss, aux) whose loss is one number" if has_aux else "one number"
             raise ValueError(
                 f"loss_fn: returned shape {shape}, expected {expected}, the mean over the batch;"
-                " take jnp.mean of a loss per example, and say has_aux=True if it returns more"
+                " return jnp.mean of the losses, and set has_aux=True for an auxiliary output"
             )
         return loss, jax.tree.map(
             lambda leaf: jnp.asarray(leaf, at_least_float32(jnp.result_type(leaf))), aux
@@ -122,8 +122,8 @@ def checked_update(
     for node in jax.tree.leaves(state, is_leaf=keeps_params):
         if keeps_params(node):
             raise ValueError(
-                f"{name}: its {type(node).__name__} holds parameters of its own, or expects a pair"
-                " of them, which the outer update would not move; build it without"
+                f"{name}: its state has a {type(node).__name__}, which holds parameters or expects"
+                " a pair of them; the outer update cannot move these, so use another transformation"
             )
 
     def update(grads, state, params, **extra):
@@ -133,8 +133,8 @@ def checked_update(
             if "required keyword-only argument" not in str(error):
                 raise
             raise ValueError(
-                f"{name}: {error}; a round gives a transformation gradients, state and parameters"
-                " alone: use one that needs no more"
+                f"{name}: {error}; a round passes only gradients, state and parameters to a"
+                " transformation: use one that needs no other arguments"
             ) from error
 
     return update

@@ -158,7 +158,7 @@ def trainable(params: PyTree) -> PyTree:
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
         raise ValueError(
             "params: expected a pytree with at least one floating-point array, got"
-            f" {', '.join(dtypes) or 'no array'}; convert what is to be trained to float32"
+            f" {', '.join(dtypes) or 'no array'}; convert the trainable arrays to float32"
         )
     return values
 

@@ -67,10 +67,10 @@ def split_heldout(
         order = order[interleave(rows_EL[order, 0])]
     fewest = 1 if num_trainers == 1 else 2
     if len(order) < fewest:
-        use = "to report on" if num_trainers == 1 else "half of them to choose among trainers by"
+        use = "to report on" if num_trainers == 1 else "half of them to choose among trainers"
         raise DataError(
-            f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, as by"
-            " data.heldout_frac"
+            f"corpus.heldout_rows: have {len(order)}, need {fewest}, {use}; hold out more, for"
+            " instance by data.heldout_frac"
         )
     num_guard = min(MAX_GUARD_ROWS, len(order) // 2)
     chosen = order[num_guard : num_guard + num_sequences]

@@ -130,8 +130,9 @@ def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -
     # What third-party code raises where it lacks an argument.
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         return [
-            f"{name}: {' '.join(str(error).split())[:300]}; a round gives a transformation"
-            " gradients, state and parameters alone: use one that needs no more"
+            f"{name}: {' '.join(str(error).split())[:300]}; a round passes only"
+            " gradients, state and parameters to a transformation: use one that needs no other"
+            " arguments"
         ]
     is_same = jax.tree.structure(before) == jax.tree.structure(after)
     if is_same and shapes(before) == shapes(after):
