@@ -28,7 +28,7 @@ LENGTH = 15
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Tokens are kept, and reading stops, after every few documents."""
-    monkeypatch.setattr(rows, "_CHUNK_CHARS", 2000)
+    monkeypatch.setattr(rows, "_CHUNK_CHARS", 6000)
 
 
 @pytest.fixture
