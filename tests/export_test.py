@@ -25,6 +25,8 @@ from adloco_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
+SIZES = [key.removeprefix("model.") for key, knob in KNOBS.items() if knob.size is not None]
+
 
 def tiny(**model):
     """A config of one short round of two trainers; `model` overrides its sizes."""
@@ -130,7 +132,8 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     far = jax.tree.map(lambda x: 10 * np.asarray(x), trained.params)
     hf.save(far, tmp_path / "far", network=hf.load(trained.workdir / "export").network)
     config = tiny(init_from=str(tmp_path / "far"))
-    config.model.update(vars(validate(config).model))  # every size
+    found = vars(validate(config).model)
+    config.model.update({name: found[name] for name in SIZES})
     params_M = train(config, tmp_path / "r").ensemble.params_M
     for position in (0, 1):  # after two steps of at most 0.01 and an outer update
         assert_close(trainer_of(params_M, position), far, rtol=0, atol=0.1)
@@ -154,17 +157,16 @@ def test_a_head_that_the_checkpoint_lacks_is_random(trained, tmp_path):
 
 def test_sizes_that_are_unset_are_the_checkpoints(trained):
     config = tiny(init_from=str(trained.workdir / "export"))
-    sizes = [key for key, knob in KNOBS.items() if knob.size is not None]
-    for key in sizes:
-        config.model[key.removeprefix("model.")] = None
+    for name in SIZES:
+        config.model[name] = None
     found = validate(config).model
     config.model.init_from = ""
     alone = validate(config).model
     network = hf.load(trained.workdir / "export").network
-    for key in sizes:
-        name = key.removeprefix("model.")
-        assert getattr(found, name) == getattr(network, name, KNOBS[key].size)
-        assert getattr(alone, name) == KNOBS[key].size
+    for name in SIZES:
+        size = KNOBS[f"model.{name}"].size
+        assert getattr(found, name) == getattr(network, name, size)
+        assert getattr(alone, name) == size
     assert found.width != alone.width
 
 
