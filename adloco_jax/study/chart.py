@@ -1,7 +1,7 @@
 """Charts as SVG, in a page or as files: one engine for reports, comparisons and documentation.
 
-A chart is a box whose positions are percentages, so that it stretches while letters and lines keep
-their size. Colours and dashes are classes of `chart.css`, which a dark page gives other values.
+Positions within a chart's box are percentages, so the box stretches while letters and lines keep
+their size. Colours and dashes are classes of `chart.css`; they have other values on a dark page.
 """
 
 import math
@@ -23,28 +23,28 @@ _LIGHT, _DARK, _RULES = re.split(
 STYLE = f"{_LIGHT}\n@media (prefers-color-scheme: dark) {{ {_DARK} }}\n{_RULES}"
 _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_UNITS = 4000  # of a curve's coordinates, across and up the box
+_UNITS = 4000  # range of a curve's coordinates, in both directions
 _MAX_BINS = 4000  # of all curves of a chart, each with up to four points
-_HUGE = 1e290  # what is drawn is smaller; ten times as much has no room in a float
-_MAX_TICKS = 5  # what a phone's width holds of numbers with a prefix and a unit
+_HUGE = 1e290  # drawn values are smaller; ten times this is beyond a float
+_MAX_TICKS = 5  # numbers with prefix and unit that fit a phone's width
 _MAX_LABEL = 22  # characters beside a curve
 _LABEL_PX = 14  # from one line of text to the next
 
-NUM_COLORS, NUM_DASHES = 7, 6  # no common factor: 42 looks before one comes back
+NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
 
 
 def look(index: int) -> str:
-    """Classes of the curve with this number, the same in every chart."""
+    """Classes of a curve by its number, the same in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
 def escaped(text: str) -> str:
-    """Text for HTML and SVG; a character that these do not allow becomes a question mark."""
+    """Text for HTML and SVG; characters that they do not allow become question marks."""
     return escape(_NO_TEXT.sub("?", text))
 
 
 class Axis(NamedTuple):
-    """A range of values, across or up the box."""
+    """A range of values, horizontal or vertical."""
 
     label: str
     low: float
@@ -54,7 +54,7 @@ class Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Position of a value from `low`, 0, to `high`, 1; a value outside is at the edge."""
+        """Position of a value between 0 (`low`) and 1 (`high`), clipped to the edges."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.is_log:
@@ -76,12 +76,12 @@ def axis(
 
     Args:
       label: The quantity, with its unit unless `unit` gives it.
-      values: The values that are drawn; those that are not finite are left out.
-      base: Base of a logarithmic axis, on which only positive values count; 0: a linear axis.
+      values: The values to draw; values that are not finite are ignored.
+      base: Base of a logarithmic axis, which uses only positive values; 0: a linear axis.
       whole: Whether all ticks are whole numbers.
-      unit: Unit behind the number of each tick.
-      margin: Room beyond the values on both sides, a fraction of the axis.
-      max_ticks: Most ticks that have room.
+      unit: Unit after the number of each tick.
+      margin: Margin on both sides, as a fraction of the axis.
+      max_ticks: Largest number of ticks.
     """
     shown = [v for v in values if abs(v) < _HUGE and (v > 0 or not base)] or [1.0]
     low, high = min(shown), max(shown)
@@ -108,7 +108,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Powers of the base, every n-th of many; of few also what lies between."""
+    """Powers of the base: every n-th if there are many, with values between them if few."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
     if base == 10:
@@ -134,13 +134,13 @@ class Curve(NamedTuple):
 def points(
     x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
 ) -> list[Curve]:
-    """Dots with bars over their ranges, the last with a label.
+    """Dots with bars over their ranges; the last dot has a label.
 
     Args:
-      x: Of each dot its lowest, middle and highest value across; the dot is at the middle one.
-      y: The same upwards.
+      x: For each dot the lowest, middle and highest horizontal value; the dot is at the middle.
+      y: The same for vertical values.
       color: A class of `chart.css`.
-      label: Beside the last dot.
+      label: Label of the last dot.
     """
     curves = []
     for across, up in zip(x, y, strict=True):
@@ -153,7 +153,7 @@ def points(
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of a value that is constant within each round; NaN between rounds that are apart."""
+    """Points of a value that is constant within each round; NaN between non-adjacent rounds."""
     x, y = [], []
     for number, value in zip(rounds, values, strict=True):
         if x and x[-1] < number - 1:
@@ -163,7 +163,7 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
 
 
 def shortened(label: str) -> str:
-    """A label that has room beside a curve: its beginning and its end."""
+    """A label shortened to fit beside a curve: its beginning and its end."""
     half = _MAX_LABEL // 2
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
@@ -203,15 +203,15 @@ def chart(
     height: int = 190,
     label_px: int = _LABEL_PX,
 ) -> Panel:
-    """Curves over two axes, each with its label beside its end, apart from the others'.
+    """Curves over two axes, with labels at their ends that do not overlap.
 
     Args:
-      x: Across.
-      y: Up.
+      x: Horizontal axis.
+      y: Vertical axis.
       curves: From back to front.
-      title: What it shows.
-      height: Of the box, in pixels.
-      label_px: From one label to the next, in pixels.
+      title: Title of the chart.
+      height: Height of the box, in pixels.
+      label_px: Distance between labels, in pixels.
     """
     num_bins = max(50, min(_UNITS // 4, _MAX_BINS // max(1, len(curves))))
     drawn = [_path(curve, x, y, num_bins) for curve in curves]
@@ -239,16 +239,16 @@ def frame(
     y_label: str,
     classes: str = "",
 ) -> Panel:
-    """The box around what is drawn: grid, ticks and the axes' names.
+    """A box with grid, ticks and axis labels around a drawing.
 
     Args:
-      x: Across.
-      body: SVG elements, whose positions are percentages of the box.
-      title: What it shows.
-      height: Of the box, in pixels.
-      left: Texts beside the box, each with its distance from the top, 0 to 1.
-      y_label: What they are.
-      classes: Of the whole chart.
+      x: Horizontal axis.
+      body: SVG elements; their positions are percentages of the box.
+      title: Title of the chart.
+      height: Height of the box, in pixels.
+      left: Texts left of the box, each with its distance from the top, 0 to 1.
+      y_label: Label of these texts.
+      classes: Classes of the whole chart.
     """
     across = [(f"{100 * x.at(tick):.2f}%", short(tick, x.unit)) for tick in x.ticks]
     up = [(f"{100 * row:.2f}%", text) for row, text in left]
@@ -263,7 +263,7 @@ def frame(
 
 
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
-    """Positions between 0 and `high`, `gap` apart, in the order of the wanted ones and near."""
+    """Positions between 0 and `high`, at least `gap` apart, in order and near the wanted ones."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     blocks: list[tuple[list[int], float]] = []  # members, and where the first of them stands
     for index in order:

@@ -370,13 +370,13 @@ _loss = "{:.3f}".format
 
 
 def figure(table: dict, *, command: str) -> Figure:
-    """Draw what each variant spent to reach a target loss, a panel for each question.
+    """Draw the costs of each variant to a target loss, with a panel for each question.
 
-    The loss is the one that most variants reached, of several the lowest.
+    The loss is the one that most variants reached; among several the lowest.
 
     Args:
       table: From `compare.tabulate`. If no variant reached a loss, there are no panels.
-      command: What made the comparison, for the caption.
+      command: Command of the comparison, for the caption.
 
     Returns:
       An SVG file.
@@ -423,7 +423,7 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front: points that no other one beats in both coordinates, sorted by the first."""
+    """The Pareto front, sorted by the first coordinate: points that no other beats in both."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -432,7 +432,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
-    """From zero, as ratios are what counts; logarithmic where the values span decades."""
+    """An axis from zero, because ratios matter; logarithmic if the values span decades."""
     values = [value for spread in spreads for value in _range(spread)]
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and max(positive) > _DECADES * min(positive)
@@ -450,6 +450,6 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """Lowest, middle and highest; the middle for the highest where a seed never got there."""
+    """Lowest, middle and highest value; the middle replaces a highest that a seed never reached."""
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

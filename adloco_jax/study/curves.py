@@ -1,4 +1,4 @@
-"""Ledgers as numbers: runs read, checked and grouped into variants; curves over costs; bands."""
+"""Numbers from ledgers: reading and grouping runs, curves over costs, bands."""
 
 import json
 import math
@@ -54,7 +54,7 @@ class Variant:
 
 
 class Band(NamedTuple):
-    """Several curves on one grid: their median and spread, NaN where a curve is not finite."""
+    """Several curves on one grid: median and spread; NaN where a curve is not finite."""
 
     x: np.ndarray
     low: np.ndarray
@@ -66,7 +66,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
     """Read a run's ledger.
 
     Args:
-      folder: The run's folder, of a finished run or of one that still goes on.
+      folder: The folder of a finished or running run.
 
     Raises:
       DataError: If the folder holds no ledger, a damaged one, or one without a start line.
@@ -83,8 +83,8 @@ def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) 
 
     Args:
       runs: From `read_run`, each with a start line.
-      labels: One per run; a variant takes its first run's. By default the run's folder, below the
-        deepest folder that holds all runs.
+      labels: One per run; a variant takes the label of its first run. By default the path of the
+        run's folder below the deepest common folder.
 
     Raises:
       ConfigError: If there are no runs, one is named twice, the number of labels is not the number
@@ -133,7 +133,7 @@ def by_round(events: Sequence[dict]) -> dict[int, list[dict]]:
 
 
 def is_ended(run: RunRecord) -> bool:
-    """Whether the run has ended, and has not been started again since."""
+    """Whether the run has ended and was not started again."""
     return lines(run.events, "start", "end")[-1]["event"] == "end"
 
 
@@ -155,9 +155,9 @@ def is_classifier(run: RunRecord) -> bool:
 def heldout_points(
     events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
 ) -> list[dict]:
-    """The evaluations of one trainer: round, value (NaN if not finite), and the costs by then.
+    """The evaluations of one trainer: round, value (NaN if not finite), and costs so far.
 
-    Where the consensus is an average of trainers, the cost of averaging them (`gathering`) is
+    If the consensus is an average of trainers, the cost of averaging them (`gathering`) is
     included.
 
     Args:
@@ -197,7 +197,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """Training loss by round, of a trainer or averaged over all, and the costs by then."""
+    """Training loss by round, of one trainer or averaged over all, and costs so far."""
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
@@ -213,14 +213,14 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
     """Put curves on one grid, and take the median and the spread over them.
 
-    The grid has every point of every curve, within the interval that all of them cover. Between
-    its points a curve is a straight line; where it moves straight up or down, its last value
-    counts. The spread is from minimum to maximum; with five curves or more it is from the first
-    to the third quartile.
+    The grid has all points of all curves, within the interval that all curves cover. Between its
+    points a curve is a straight line. If it has several values at one x, the last value counts. The
+    spread is from minimum to maximum; with five curves or more it is from the first to the third
+    quartile.
 
     Args:
-      curves: x and y of each. Where x decreases (`gathering`), points are sorted by x. y may be
-        NaN, and then so is the band around it.
+      curves: x and y of each curve. If x decreases (`gathering`), points are sorted by x. Where y
+        is NaN, the band is NaN too.
     """
     settled = [dict(sorted(dict(zip(x, y, strict=True)).items())) for x, y in curves]
     first, end = max(map(min, settled)), min(map(max, settled))
@@ -235,5 +235,5 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """Seconds of each round: in all, and of these waiting for compilation."""
+    """Seconds of each round in total, and seconds of these spent waiting for compilation."""
     return {e["round"]: (e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}

@@ -1,4 +1,4 @@
-"""Loss (or accuracy) of runs against what it cost: a chart for each cost."""
+"""Loss (or accuracy) of runs over each cost."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """Classes of each trainer's curves, and a label for those that took part in the last round."""
+    """Classes of the trainers' curves, with a label for trainers of the last round."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     return {
@@ -36,7 +36,7 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """A chart for each cost that was spent, by the cost's name.
+    """A chart for each cost, by the name of the cost.
 
     Args:
       variants: A single run is drawn by trainer, with its consensus. Several runs are drawn as a
@@ -47,7 +47,7 @@ def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Pan
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """Evaluations of a run or a trainer, with the simulated time by then."""
+        """Evaluations of a run or a trainer, with the simulated time of each."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             found = curves.heldout_points(run.events, trainer=who, field=field)
@@ -108,7 +108,7 @@ def _curve(
 
 
 def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Curves without a steep start that would take most of the height, y's label, and its limit."""
+    """Curves without a steep start, which would fill the height; the label of y; its limit."""
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]
@@ -129,7 +129,7 @@ def _quantity(runs: Sequence[RunRecord], field: str, heldout: bool) -> str:
 
 
 def caption(variants: Sequence[Variant], field: str = "loss") -> str:
-    """What the charts show, in words."""
+    """Caption of the charts."""
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
     shown = f"Held-out {field}" if heldout else "Training loss (no evaluation is on record)"

@@ -1,7 +1,7 @@
-"""A self-contained web page: charts and styles are part of it, and nothing is fetched or run.
+"""A self-contained web page: it includes charts and styles, and fetches or runs nothing.
 
-Texts may come from a ledger or a path: every function escapes what it is given, except where an
-argument is called `html`.
+Texts may come from a ledger or a path, so every function escapes its arguments, except those whose
+name ends in `html`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from adloco_jax.study import chart
 from adloco_jax.study.chart import Panel, escaped
 
 Cell = str | tuple[str, str]
-"""Text of a table's cell; the second of two is smaller and below, such as a range."""
+"""Text of a table's cell; a second text, such as a range, is smaller and below."""
 
 _TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
@@ -30,10 +30,10 @@ def page(
 
     Args:
       title: Its heading.
-      lead: The result, in a sentence.
+      lead: One sentence with the result.
       screen_html: The first screen.
       details_html: The folded parts below.
-      num_curves: Number of curves; each stands out while the pointer is on its row of the table.
+      num_curves: Number of curves; a curve is highlighted while the pointer is on its table row.
       refresh_s: Seconds after which a browser reads the page again; None for never.
     """
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
@@ -55,7 +55,7 @@ def page(
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files by name into a folder, which is created; each replaces an older one in one move.
 
-    Characters that are no text, such as those of a strange file name, become question marks.
+    Characters that cannot be encoded, for instance in a file name, become question marks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -75,13 +75,13 @@ def verbatim(text: str) -> str:
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
-    """A part that opens on a click, and is open on paper."""
+    """A folded part that opens on a click, and is open in print."""
     opened = " open" if is_open else ""
     return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
 
 def figure(html: str, caption: str) -> str:
-    """Charts with what they show in words."""
+    """Charts with a caption."""
     return f"<figure>\n{html}\n<figcaption>{escaped(caption)}</figcaption>\n</figure>"
 
 
@@ -108,11 +108,11 @@ def table(
     """A table whose first columns hold text, and the others numbers.
 
     Args:
-      caption: What it shows, in words.
-      rows: Cells by heading (with its unit), the same headings in each row, and one row at least.
-        The first cell is the row's own heading.
-      texts: Columns of text, from the left.
-      is_legend: Whether each row is a curve of a chart, and shows its number and how it looks.
+      caption: Caption of the table.
+      rows: Cells by heading (with unit), with the same headings in each row; at least one row. The
+        first cell is the heading of the row.
+      texts: Number of text columns, from the left.
+      is_legend: Whether each row is the legend of a curve, with its number and a piece of its line.
     """
     classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
@@ -127,7 +127,7 @@ def table(
         named = _in_legend(number, first) if is_legend else first
         heading = f'<th{classes[0]} scope="row">{named}</th>'
         body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
-    # A caption within the table would be as wide, and scroll away with it.
+    # A caption within the table would scroll away with it.
     return (
         f'<p class="caption">{escaped(caption)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"

@@ -1,4 +1,4 @@
-"""The report on one run or many: a self-contained page, and the runs' totals."""
+"""The report on one run or several: a self-contained page, and the runs' totals."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def write(
 
     Args:
       runs: The runs' folders, also of unfinished runs.
-      folder: Where to write; created if it does not exist. Each file is replaced as a whole.
+      folder: Output folder, created if it does not exist. Each file is replaced as a whole.
       labels: One per run; a variant takes the label of its first run. Default: folders' names.
       refresh_s: Seconds after which a browser reads the page again; None for never.
 
@@ -117,7 +117,7 @@ def watch(
 def conclude(workdir: str | os.PathLike[str]) -> None:
     """Prints the closing table of a run that has ended, and writes its report to `report/`.
 
-    A report that cannot be written is a line on stderr: the run itself is finished and saved.
+    If the report cannot be written, a line on stderr says so; the run is finished and saved.
 
     Args:
       workdir: The run's folder.
@@ -181,7 +181,7 @@ def _page(
 
 
 def _lead(variants: Sequence[Variant]) -> str:
-    """The result, in a sentence."""
+    """One sentence with the result."""
     runs = [run for variant in variants for run in variant.runs]
     if len(runs) == 1:
         found = summary.totals(runs[0].events)

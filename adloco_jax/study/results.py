@@ -1,6 +1,7 @@
-"""A comparison's finished runs, one JSON line each: a file that can be committed and continued.
+"""A file with one JSON line for each finished run of a comparison.
 
-A line has what tables and figures need of a run, so that its folder may be deleted.
+A line has all data of a run that tables and figures need, so the folder of the run can be deleted.
+The file can be committed, and a comparison continues it.
 """
 
 import contextlib
@@ -55,9 +56,9 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Hash of what a config changes from the defaults, paths aside: it tells whose line it is.
+    """Hash of a config's differences from the defaults, without paths; it identifies a line.
 
-    New knobs and other folders do not change it.
+    New knobs and other folders do not change the hash.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
@@ -106,7 +107,7 @@ def append(
     Args:
       path: The results file, created with its folder if need be.
       run: The run.
-      changes: The keys in which its variant differs from the comparison's base.
+      changes: The keys in which the variant differs from the comparison's base.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.
       events: The ledger's lines.
     """

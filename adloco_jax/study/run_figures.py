@@ -24,7 +24,7 @@ _MARKS = {
 
 
 def life(run: RunRecord) -> str:
-    """Each trainer from its first round to its last: its batch, and what happened to it.
+    """Each trainer from its first round to its last, with its batch and events.
 
     Args:
       run: With at least one finished round.
@@ -43,7 +43,7 @@ def life(run: RunRecord) -> str:
         for t, lines in by_trainer.items()
     ]
     body += [_event(event, x, lanes) for event in happened]
-    every = math.ceil(13 / lane_px)  # ids that would stand in one another are left out
+    every = math.ceil(13 / lane_px)  # ids that would overlap are left out
     drawn = chart.frame(
         x,
         "".join(body),
@@ -83,7 +83,7 @@ def _batch(e: dict) -> int:
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
     """An order in which no vertical line of a merge crosses a trainer that is still alive."""
     order = list(trainers)
-    for event in reversed(merged):  # earlier merges are moved later, and stand closer
+    for event in reversed(merged):  # earlier merges are moved later, and are closer
         for member in reversed(event["members"]):
             if member != event["into"]:
                 order.remove(member)
@@ -162,7 +162,7 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def batches(run: RunRecord) -> str:
-    """Batches and accumulation by trainer and round, and what the batch-size test measured."""
+    """Batches, accumulation and the measurements of the batch-size test, by trainer and round."""
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
         lines = []
@@ -230,7 +230,7 @@ def theory_beside(run: RunRecord) -> str:
     """Measured signal, batch growth and communications beside the paper's bounds.
 
     Args:
-      run: Its rounds are drawn, with bounds if it determines their constants.
+      run: The run; bounds are drawn if its ledger determines their constants.
     """
     found = theory.measured(run.events)
     num_steps, text = found["num_steps"], _THEORY_CAPTION

@@ -17,8 +17,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
     """Closing table of a run: a line per trainer, then the totals.
 
     Args:
-      workdir: The run's folder. An interrupted or running run gives the table of what it has done
-        so far.
+      workdir: The run's folder. For an interrupted or running run the table shows its state so far.
 
     Returns:
       Plain text of several lines, at most 80 columns for the usual magnitudes.
@@ -83,7 +82,7 @@ def totals(events: Sequence[dict]) -> dict:
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "compile_s": sum(e["seconds"] for e in programs),
-        # The most that was held, of a device the fullest one's, and the largest program's.
+        # Peak memory of the host, of the fullest device, and of the largest program.
         "host_peak_bytes": max((e["host_peak_bytes"] for e in memory), default=None),
         "device_peak_bytes": max(device, default=None),
         "program_bytes": max((e.get("needed_bytes") or 0 for e in programs), default=0) or None,
@@ -162,7 +161,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(text: str) -> str:
-    """Text on one line in which nothing is Markdown's, HTML's or mathematics."""
+    """Text on one line, escaped for Markdown, HTML and mathematics."""
     return re.sub(r"([\\`*_{}\[\]<>|$#~&])", r"\\\1", " ".join(text.split()))
 
 
@@ -178,7 +177,7 @@ def number(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in seconds; from a minute on in hours, minutes and seconds."""
+    """A duration: in seconds below a minute, else in hours, minutes and seconds."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))

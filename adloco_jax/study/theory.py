@@ -5,8 +5,8 @@ The bounds are those of SGD on an L-smooth F with the exact norm test and step s
 Lemma 2: Theorem 1 by Jensen's inequality for 1/x, and the direct bound on communications since
 1 / b_k is |G_k|^2 times a constant. L and Delta0 enter as their product only.
 
-L is fitted such that Lemma 2 holds on the measured signal. A measured curve can therefore cross its
-bound only where the run departs from the theory's assumptions, which docs/algorithm.md, 5 lists.
+L is fitted such that Lemma 2 holds on the measured signal. So a measured curve crosses its bound
+only if the run departs from the theory's assumptions, see docs/algorithm.md, 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from adloco_jax.study import curves
 
 
 class Constants(NamedTuple):
-    """Constants of the bounds, all above 0; L and Delta0 enter as their product only."""
+    """Constants of the bounds, all above 0; only the product of L and Delta0 matters."""
 
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
@@ -33,8 +33,8 @@ def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray
     Args:
       constants: L, Delta0, sigma^2 and eta.
       num_steps: N >= 1.
-      *shape: S, local steps between synchronisations, and Mi, workers of the trainer; 1 and 1
-        unless given.
+      *shape: S, local steps between synchronisations, and Mi, workers of the trainer; 1 and 1 by
+        default.
 
     Returns:
       2 L (S Mi + eta^2) Delta0 / (Mi N). With several workers or steps the rate is known up to a
@@ -69,7 +69,7 @@ def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray)
 def bounds(
     found: Mapping[str, np.ndarray], constants: Constants, max_batch_size: int
 ) -> dict[str, np.ndarray]:
-    """The bounds of what was measured in a run, after each round.
+    """The bounds of a run's measured values, after each round.
 
     Args:
       found: From `measured`.
@@ -97,15 +97,15 @@ def bounds(
 def fit_constants(events: Sequence[dict]) -> Constants:
     """Fit the bounds' constants to a run.
 
-    - eta: the config's; of an augmented inner-product test nu, to which that test reduces in high
-      dimension.
+    - eta: from the config. For the augmented inner-product test it is nu, because this test reduces
+      to a norm test with nu in high dimension.
     - sigma^2: the mean of the measured noise, over all tests.
     - Delta0: from the first finite training loss, averaged over the trainers of its round, to the
       lowest loss of all evaluations and of all training losses, averaged in the same way.
     - L: the smallest for which Lemma 2 holds after every round: the largest sum of measured |G|^2
-      over the first N steps, divided by 2 (1 + eta^2) Delta0. A round's measured value stands for
-      all its steps. Negative measured values are included, or noise would add up to signal; rounds
-      without a measurement are left out of the mean.
+      over the first N steps, divided by 2 (1 + eta^2) Delta0. A round's measured value is
+      used for all its steps. Negative values are included, because otherwise noise would add up to
+      signal. Rounds without a measurement are left out of the mean.
 
     Args:
       events: A ledger's lines.
