@@ -1,1 +1,1 @@
-"""What runs a round on the devices of this program."""
+"""The execution of rounds on the devices of this program."""

@@ -93,7 +93,7 @@ EXTRAS = {"interval": interval}
 
 
 class Call(NamedTuple):
-    """What one call of the inner steps is given besides the workers; R are those that it steps."""
+    """Arguments of a call of the inner steps after the workers; R are the workers that step."""
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates

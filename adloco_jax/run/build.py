@@ -91,7 +91,7 @@ def build_network(
 
     Args:
       settings: The run's.
-      machine: The machine that it is compiled for. None: for shapes alone, or to compare results.
+      machine: The machine to compile for. None: only for shapes, or to compare results.
       mode: How a device's workers run; None: one after another, rematerialised if `model.remat` is
         set. At once, XLA would hold the state of a scanned layer twice: as it comes, and by layer.
     """
@@ -216,8 +216,9 @@ def outer_transform(
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
     """How many rows of a micro-batch a device takes forward and backward together; None: all.
 
-    A CPU is faster where its cache keeps what a layer passes on: passes of so many rows took 0.8 of
-    the time of 16 whole ones, of 131,072 numbers each, and up to 1.12 where they need not be cut.
+    A CPU is faster if its cache keeps the activations between layers. Cutting a batch of 16 rows
+    with 131,072 numbers each took 0.8 of the time. Cutting a batch that fits the cache took up to
+    1.12 times the time.
     """
     if machine.platform != "cpu":
         return None
@@ -238,7 +239,7 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
-    """What every program of the run shares, from the settings and the model's functions."""
+    """The data that all programs share, from the settings and the model's functions."""
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
@@ -279,7 +280,7 @@ def program_spec(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What all attempts at a run share."""
+    """Data that all attempts of a run share."""
 
     settings: Settings
     spec: Spec

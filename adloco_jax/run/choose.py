@@ -1,4 +1,4 @@
-"""How a run uses a device's memory: its mode and largest micro-batch, decided by what compiles.
+"""The choice of a run's mode and largest micro-batch, by compilation against a device's memory.
 
 docs/guides/devices.md has the table of modes.
 """
@@ -29,7 +29,7 @@ STEP_TOKENS = 16_384  # that keep a device busy
 
 
 class Mode(NamedTuple):
-    """How a device's workers run, and what the backward pass keeps."""
+    """How a device's workers run, and whether layers are recomputed."""
 
     in_turn: bool  # one worker after another, not all at once
     remat: bool  # layers are recomputed in the backward pass
@@ -43,7 +43,7 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 
 
 class Tried(NamedTuple):
-    """A mode with its largest micro-batch, or why it has none."""
+    """A mode with its largest micro-batch, or the reason why it has none."""
 
     mode: Mode
     max_batch_size: int | None  # None: none fits
@@ -60,7 +60,7 @@ class NothingFits(ResourceError):
 
 
 class Choice(NamedTuple):
-    """What a run compiles, and how it was chosen."""
+    """The chosen programs of a run, and the record of the choice."""
 
     programs: Programs
     max_batch_size: int
@@ -90,19 +90,20 @@ def choose(
 
     A mode's micro-batch is the set one, or else the largest bucket with which all programs of the
     run fit the memory. The first mode wins whose step holds `STEP_TOKENS` tokens, or whose
-    micro-batch is the set one or the largest bucket; if none does, the one with the most tokens. On
-    a CPU the first that fits wins, and with a set micro-batch the first: nothing is compiled.
+    micro-batch is the set one or the largest bucket. If there is no such mode, the mode with the
+    most tokens wins. On a CPU the first mode that fits wins. With a set micro-batch it is the first
+    mode, without compilation.
 
     Args:
       settings: The run's.
-      spec: What its programs share, but for the mode.
-      loss_of: The model's loss in a mode.
-      size: The micro-batch that is set, or that a resumed run has recorded.
+      spec: The data that all programs share, except the mode.
+      loss_of: Gives the model's loss for a mode.
+      size: The set micro-batch, or the recorded one of a resumed run.
       allowed: Modes to choose from; None: `modes`.
       on_compile: See `Programs`.
 
     Raises:
-      NothingFits: If no mode does.
+      NothingFits: If no mode fits.
     """
     batching, platform = settings.batching, spec.machine.platform
     allowed = modes(settings, platform) if allowed is None else allowed
@@ -143,7 +144,7 @@ def choose(
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """The largest micro-batch of a mode, of at most three that are compiled."""
+    """The largest micro-batch of a mode that fits; compiles at most three."""
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
@@ -177,7 +178,7 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     """The set micro-batch, or the largest bucket with which all programs fit.
 
     Raises:
-      ResourceError: If not even the initial batch fits.
+      ResourceError: If the initial batch does not fit.
     """
     batching, spec = settings.batching, programs.spec
     if batching.max_batch_size is not None:
@@ -211,7 +212,7 @@ def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, int]:
-    """Of a round in which the last trainer runs another plan: the others are taken out."""
+    """Bytes of a round in which the last trainer runs another plan, apart from the others."""
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -239,5 +240,5 @@ def first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) 
 
 
 def accumulates(settings: Settings) -> bool:
-    """Whether a trainer may come to accumulate gradients."""
+    """Whether a trainer may accumulate gradients later."""
     return settings.switch.mode != "clip" and settings.batching.test != "constant"
