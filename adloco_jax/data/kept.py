@@ -1,14 +1,13 @@
 """Tokens that an unfinished preparation has saved, so that it can continue after a kill."""
 
 import contextlib
-import io
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Kept:
         path = partial / "request.json"
         if path.exists():
             require_same(partial, json.loads(path.read_bytes()), request)
-        self._write(path, json.dumps(request).encode())
+        self._write(path, lambda file: file.write(json.dumps(request).encode()))
         while (path := self._path(len(self._counts))).exists():
             with self._opened(path) as content:
                 self._note(content["about"], **json.loads(str(content["progress"])))
@@ -56,10 +55,9 @@ class Kept:
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
         """Saves a piece: documents, records of files that ended in it, and the next position."""
-        piece = io.BytesIO()
         progress = np.array(json.dumps({"files": files} | position))
-        np.savez(piece, tokens=tokens, about=about, progress=progress)
-        self._write(self._path(len(self._counts)), piece.getbuffer())
+        arrays = {"tokens": tokens, "about": about, "progress": progress}
+        self._write(self._path(len(self._counts)), lambda file: np.savez(file, **arrays))
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
@@ -74,14 +72,16 @@ class Kept:
         self._about.append(about)
         self._counts.append(len(about))
         self.num_tokens += int(about["length"].sum())
-        self.files, self.part, self.documents = self.files + files, part, documents
+        self.files += files
+        self.part, self.documents = part, documents
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.npz"
 
-    def _write(self, path: Path, content: bytes | memoryview) -> None:
+    def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
         new = self._folder / ".new"
-        new.write_bytes(content)
+        with open(new, "wb") as file:
+            write(file)
         sync(new)
         os.replace(new, path)
 

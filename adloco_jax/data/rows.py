@@ -8,7 +8,7 @@ one character are not copies.
 The folder `<folder>.partial` holds the work. Tokens are saved there a million characters at a time,
 so that a preparation that was killed continues at the next document. When all documents are known,
 the held-out ones and their copies are chosen, the rows are written, and the folder gets its name.
-Memory holds 40 bytes per document.
+Memory holds the tokens of one such piece, or of a longer document, and 40 bytes per document.
 """
 
 import contextlib
