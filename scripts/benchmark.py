@@ -3,8 +3,8 @@
     python scripts/benchmark.py statistics | round | compile | trainers | owners | prepare | pytorch
                                 [--repeats N] [--shapes S ...] [--batches B ...] [--trainers M ...]
 
-Alternatives are timed in turn within one process, after their compilation and a first call, and
-each call is waited for; figures are medians with quartiles, ratios are of medians.
+Alternatives are timed alternately within one process, after compilation and a first call. Each call
+is waited for. Figures are medians with quartiles; ratios are ratios of medians.
 docs/BENCHMARKS.md keeps the figures with machine and date.
 """
 
@@ -66,7 +66,7 @@ WAYS: dict[str, dict] = {
 def statistics_times(
     shape: Shape, batch: int, names: list[str], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of the plain gradient and of some WAYS; the memory they need beyond it, MiB."""
+    """Seconds of the plain gradient and of some WAYS, and their additional memory in MiB."""
     init_fn, loss_fn = build_model(settings_of(shape), here())
     params, rows = jax.jit(init_fn)(jax.random.key(0)), random_tokens(shape, batch, 1)[0, 0]
     ways = {"plain": jax.value_and_grad(loss_fn)}
@@ -91,7 +91,7 @@ def round_overhead(options: argparse.Namespace) -> dict:
 
 
 def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[str, list[float]]:
-    """Seconds of whole rounds and of bare inner steps, so many of each in turn, block by block."""
+    """Seconds of whole rounds and of bare inner steps, in alternating blocks."""
     overrides = {"num_rounds": rounds + 2, "eval.every_rounds": rounds + 2}
     overrides |= {"inner.steps_per_round": shape.num_steps, "batching.buckets": (batch,)}
     sizes = ("initial_batch_size", "max_batch_size", "batch_cap")
@@ -105,7 +105,8 @@ def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[s
         for block in range(blocks):
             events = fit_random(settings, f"{folder}/{block}")
             lines = [e for e in events if e["event"] == "round"]
-            # Not the first, which waits for compilation, nor the last, which prepares nothing.
+            # Without the first round, which waits for compilation, and the last, which prepares
+            # nothing.
             times["round"] += [line["step_s"] for line in lines[1:-1]]
             times["bare inner steps"] += interleave({"bare": bare}, rounds)["bare"]
     return times
@@ -157,7 +158,7 @@ GROWING_RUN = {
 
 def compilation(options: argparse.Namespace) -> dict:
     """Compilation, cold and warm, of a run that grows from 1 to 64 and into accumulation."""
-    del options  # one run each: compilation is what is timed
+    del options  # one run each, because compilation is timed
     result: dict = {"case": "compile"}
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"XDG_CACHE_HOME": f"{folder}/cache"}
@@ -193,8 +194,8 @@ def compilation(options: argparse.Namespace) -> dict:
 def trainers(options: argparse.Namespace) -> dict:
     """Inner steps of 1, 2, 4 and 8 trainers of one worker each, at equal work in all.
 
-    Workers one after the other, as a CPU's default is, and all at once. Memory is the compiler's,
-    over as many times that of one trainer.
+    Workers run one after another, as by default on a CPU, and all at once. Memory is the compiler's
+    figure, divided by the number of trainers times one trainer's.
     """
     runs = {}
     for count in (1, 2, 4, 8):
@@ -250,10 +251,10 @@ def owners(options: argparse.Namespace) -> dict:
 
 
 def preparation(options: argparse.Namespace) -> dict:
-    """Text to a prepared folder, against the bare tokenizer from memory.
+    """The preparation of a folder, against the bare tokenizer on text in memory.
 
-    The text is the standard library's, thrice and each time under another first line, as gzipped
-    JSON lines in shards; the tokenizer is a byte-level BPE trained on a part of it.
+    The text is three copies of the standard library with different first lines, as gzipped JSON
+    lines in shards. The tokenizer is a byte-level BPE that is trained on a part of the text.
     """
     settings = validate(default_config())
     library = list(stdlib_documents(None, settings.data))

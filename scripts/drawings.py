@@ -2,9 +2,9 @@
 
 python scripts/drawings.py
 
-`method` is the algorithm over time, `architecture` the library's parts, `front` the study of
-docs/RESULTS.md: communications against serial updates at equal loss, `barrier` what merging costs.
-Letters have at least 11 pixels on a phone.
+`method` shows the algorithm over time, and `architecture` the parts of the library. `front` shows
+the study of docs/RESULTS.md: communications against serial updates at equal loss. `barrier` shows
+the cost of merging. Letters have at least 11 pixels on a phone.
 """
 
 import re
@@ -40,7 +40,7 @@ SHOWN = {
 
 
 def front(theme: str) -> str:
-    """Communications, logarithmic, against serial updates to the same loss, a panel per study."""
+    """Communications (logarithmic) against serial updates to the same loss, a panel per study."""
     panels = []
     x = chart.axis("serial updates", [0, 9_500], max_ticks=4)
     y = chart.axis("communications", [0.9, 5_000], base=10)
@@ -62,7 +62,7 @@ def front(theme: str) -> str:
 
 
 def barrier(theme: str) -> str:
-    """What averaging four trainers costs, by how long they were apart and where they began."""
+    """The cost of averaging four trainers, by updates apart and starting point."""
     apart_of = re.compile(r"(.+), (\d+) updates apart")
     found: dict[str, dict[int, list[float]]] = {"random weights": {}, "a trunk": {}}
     for run in results.read(STUDIES / "barrier.jsonl").values():
@@ -90,7 +90,7 @@ def document(panels: Sequence[chart.Panel], title: str, theme: str) -> str:
 
 
 def line(points: Sequence[tuple[float, float]], classes: str, *, arrow: bool = False) -> str:
-    """A line through points, with an arrow's head at its end if wanted."""
+    """A line through points, with an optional arrow head at its end."""
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     head = ' marker-end="url(#head)"' if arrow else ""
     return f'<g class="{classes}"><polyline points="{path}" class="line"{head}/></g>'
@@ -178,7 +178,7 @@ ARROWS = (
 
 
 def architecture(theme: str) -> str:
-    """What runs the loop, what the loop asks for, and the line between host and pure functions."""
+    """Callers of the loop, its engine, and the line between the host and pure functions."""
     parts = []
 
     def at(column: float, row: float) -> tuple[float, float]:

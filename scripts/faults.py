@@ -1,11 +1,11 @@
-"""Kills, starves and corrupts real runs, and checks that nothing was lost: docs/RELIABILITY.md.
+"""Kills, starves and corrupts real runs, and checks that nothing is lost: docs/RELIABILITY.md.
 
-python scripts/faults.py --scale long     hours; stopped and started again, it goes on
+python scripts/faults.py --scale long     takes hours; the same command continues a stopped test
 python scripts/faults.py --rows K1,K6     some rows only
 
-Every trial is a line of `<folder>/results.jsonl`. A run passes if its deterministic ledger lines,
-every array of its last checkpoint and its control equal the uninterrupted run's, bit for bit. A
-trial that fails keeps its folder.
+Every trial is a line of `<folder>/results.jsonl`. A trial passes if the deterministic ledger lines,
+every array of the last checkpoint and the control equal those of the uninterrupted run, bit for
+bit. A trial that fails keeps its folder.
 """
 
 import argparse
@@ -46,9 +46,9 @@ _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # On a CPU every process but the first compiles again at each start: most of a trial.
+    # On a CPU every process except the first compiles at each start, which takes most of a trial.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    # Spares jax 0.10's compiler for CPUs a third of its time; later ones pass over what they lack.
+    # Saves a third of the compile time of jax 0.10 on CPUs; later versions ignore unknown flags.
     "XLA_FLAGS": os.environ.get(
         "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     ),
@@ -58,7 +58,7 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass
 class Bench:
-    """Where trials run, and the run they are compared with."""
+    """The folder of trials, and the uninterrupted run."""
 
     folder: Path
     random: random.Random
@@ -92,14 +92,14 @@ class Bench:
         )
 
     def run(self, workdir: Path, *overrides: str, **others) -> tuple[int, str]:
-        """Exit code and standard error of a run that is left alone."""
+        """Exit code and standard error of an undisturbed run."""
         process = self.start(workdir, *overrides, **others)
         _, err = process.communicate(timeout=600)
         return process.returncode, err
 
     @functools.cached_property
     def reference(self) -> tuple[dict, float]:
-        """How the uninterrupted run ends, and its seconds with warm programs."""
+        """The end of the uninterrupted run, and its seconds with warm programs."""
         for _ in range(2):
             workdir, start_s = self.fresh(), time.perf_counter()
             code, err = self.run(workdir)
@@ -109,7 +109,7 @@ class Bench:
 
     @functools.cached_property
     def reference_of_two(self) -> dict:
-        """How the uninterrupted run of two processes ends."""
+        """The end of the uninterrupted run of two processes."""
         workdir = self.fresh()
         codes, text = self.ends_together(workdir)
         if codes != [0, 0]:
@@ -117,13 +117,13 @@ class Bench:
         return state_of(workdir)
 
     def ends_together(self, workdir: Path, **others) -> tuple[list[int], str]:
-        """Exit codes and standard error of two processes that are left alone."""
+        """Exit codes and standard error of two undisturbed processes."""
         with self.together(workdir, **others) as group:
             said = [process.communicate(timeout=600)[1] for process in group]
         return [process.returncode for process in group], "\n".join(said)
 
     def ends_alike(self, workdir: Path) -> str:
-        """Resumes the run to its end; what differs from the uninterrupted one, or nothing."""
+        """Resumes the run to its end; returns the differences from the uninterrupted run."""
         code, err = self.run(workdir)
         if code or "Traceback" in err:
             return f"ended with {code}: {err.strip()[-300:]}"
@@ -156,7 +156,7 @@ class Bench:
 
 
 def state_of(workdir: Path) -> dict:
-    """What must be equal at the end of two runs."""
+    """The data that must be equal at the end of two runs."""
     newest = workdir / "checkpoints" / str(checkpoint.list_rounds(workdir / "checkpoints")[0])
     path, here = newest.absolute() / "arrays", SingleDeviceSharding(jax.devices()[0])
     reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
@@ -187,7 +187,7 @@ def points() -> list[str]:
 
 
 def differences(found: dict, expected: dict) -> str:
-    """Names of what differs between the ends of two runs; empty if nothing does."""
+    """Names of the differences between the ends of two runs; empty if there are none."""
     return ", ".join(name for name in expected if found[name] != expected[name])
 
 
@@ -260,7 +260,7 @@ def k3(bench: Bench, _: int) -> Iterator[Trial]:
 
 
 def k4(bench: Bench, _: int) -> Iterator[Trial]:
-    """SIGTERM or SIGINT while it runs, once or twice within a second."""
+    """SIGTERM or SIGINT during a run, once or twice within a second."""
     workdir = bench.fresh()
     process = bench.start(workdir)
     _await_starts(process, workdir, 1)
@@ -278,7 +278,7 @@ def k4(bench: Bench, _: int) -> Iterator[Trial]:
 
 
 def _unexpected(code: int, err: str, allowed: Sequence[int]) -> str:
-    """What is wrong with an exit code and what was printed, or nothing."""
+    """The fault of an exit code and its output; empty if there is none."""
     wrong = code not in allowed or "Traceback" in err
     return f" ended with {code}: {err.strip()[-300:]}" if wrong else ""
 
@@ -318,7 +318,7 @@ def k6(bench: Bench, number: int) -> Iterator[Trial]:
 
 
 def k6_command(bench: Bench, file: str) -> Iterator[Trial]:
-    """As K6, by command line: the run falls back, names the file, and ends as the other."""
+    """K6 by command line: the run falls back, names the file, and ends as the uninterrupted run."""
     workdir = bench.half_way()
     newest = checkpoint.list_rounds(workdir / "checkpoints")[0]
     damage(workdir / "checkpoints" / str(newest) / file, "flip", bench.random)
@@ -345,7 +345,7 @@ def k7(bench: Bench, what: str) -> Iterator[Trial]:
 
 
 def k9(bench: Bench, what: str) -> Iterator[Trial]:
-    """Folders that cannot be a run's, two runs in one, and the lock of a dead process."""
+    """Folders that cannot hold a run, two runs in one folder, and the lock of a dead process."""
     if what == "a file in the folder's place":
         workdir = bench.fresh()
         workdir.write_text("")
@@ -372,7 +372,7 @@ def k9(bench: Bench, what: str) -> Iterator[Trial]:
 
 
 def k10(bench: Bench, how: str) -> Iterator[Trial]:
-    """A run copied, or packed and unpacked, to another place goes on there."""
+    """A run that is copied, or packed and unpacked, continues in its new folder."""
     workdir = bench.half_way()
     if how == "packed":
         packed, moved = bench.folder / "run.tar", bench.fresh()
@@ -427,7 +427,7 @@ def p1(bench: Bench, number: int) -> Iterator[Trial]:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Two processes started by hand, and what is expected of them."""
+    """Two processes started by hand, and the expected result."""
 
     what: str
     codes: tuple[int, ...]
@@ -464,7 +464,7 @@ def _meetings(bench: Bench) -> list[Meeting]:
 
 
 def p2(bench: Bench, meeting: Meeting) -> Iterator[Trial]:
-    """A process comes late or never, its port is taken, or it is given something else."""
+    """A process comes late or never, its port is taken, or its arguments differ."""
     workdir, start_s = bench.fresh(), time.monotonic()
     there = bench.folder / "there"
     there.mkdir(exist_ok=True)
@@ -486,7 +486,7 @@ def p2(bench: Bench, meeting: Meeting) -> Iterator[Trial]:
             time.sleep(meeting.late_s)
         said = [process.communicate(timeout=300)[1] for process in group]
     ended = tuple(process.returncode for process in group)
-    # Where they never meet, jax alone decides how the second process ends.
+    # If they never meet, jax decides how the second process ends.
     judged = len(meeting.codes)
     passed = ended[:judged] == meeting.codes and all(meeting.word in text for text in said)
     passed &= "Traceback" not in "".join(said[:judged])
@@ -530,7 +530,7 @@ class Row(NamedTuple):
     """Trials of one kind."""
 
     trial: Callable[..., Iterator[Trial]]  # of the bench and a case
-    cases: Callable[[Bench], Iterable]  # in any order: the short scale has others every time
+    cases: Callable[[Bench], Iterable]  # in random order
     short: int  # trials
     long: int
 

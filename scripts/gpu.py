@@ -66,7 +66,7 @@ PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is measured: a model, its batch in sequences, and how often."""
+    """The measured model, its batch in sequences, and the numbers of repeats."""
 
     shape: Shape
     batch: int
@@ -94,7 +94,7 @@ SIZES = {
 
 
 def speed(size: Size) -> dict:
-    """The inner steps beside PyTorch's, compiled and with fused AdamW, in turns."""
+    """The inner steps and PyTorch's (compiled, with fused AdamW), timed alternately."""
     lacks = torch_lacks()
     figures = measure(size.shape, size.batch, 1, size.repeats, with_torch=not lacks)
     ours, compiled = figures["adloco_jax"], figures.get("compile")
@@ -111,7 +111,7 @@ def speed(size: Size) -> dict:
 
 
 def statistics(size: Size) -> dict:
-    """Per-example gradient statistics over the loss and gradient of the same batch."""
+    """The time of per-example gradient statistics over that of the same batch's gradient."""
     times, extra_mib = statistics_times(size.shape, size.batch, ["taps"], size.repeats)
     report("statistics", times)
     figures = {"time": ratio(times, "taps", "plain"), "extra_mib": extra_mib["taps"]}
@@ -119,7 +119,7 @@ def statistics(size: Size) -> dict:
 
 
 def whole_round(size: Size) -> dict:
-    """A round with its batch-size test and host work, over its bare inner steps."""
+    """The time of a round with batch-size test and host work over that of its inner steps."""
     shape = dataclasses.replace(size.shape, num_steps=size.round_steps)
     times = round_times(shape, size.batch, rounds=size.repeats, blocks=1)
     report("round", times)
@@ -127,7 +127,7 @@ def whole_round(size: Size) -> dict:
 
 
 def trainers(size: Size) -> dict:
-    """Four trainers, stacked as a run would, over one that does as many updates."""
+    """The time of four stacked trainers over that of one trainer with as many updates."""
     runs = {}
     for name, count in (("four", 4), ("one", 1)):
         shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // count)
@@ -139,7 +139,7 @@ def trainers(size: Size) -> dict:
 
 
 def memory(size: Size) -> dict:
-    """The largest micro-batch that is planned, its peak, and the largest that really runs."""
+    """The largest planned micro-batch, its peak memory, and the largest that runs."""
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     free = clip | {"batching.max_batch_size": "auto", "batching.batch_cap": size.batch_cap}
     settings = settings_of(size.shape, **free)
@@ -177,7 +177,7 @@ def memory(size: Size) -> dict:
 
 
 def resume(size: Size) -> dict:
-    """A run that is stopped and resumed in another process, against one that is not."""
+    """A run that is stopped and resumed in another process, against an uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
 
@@ -236,7 +236,7 @@ ROWS = (
 
 
 def finished(lines: list[dict]) -> dict[str, dict]:
-    """The last line of each part; one without PyTorch, or with an error, is still to be done."""
+    """The last line of each part; a line without PyTorch or with an error is measured again."""
     last = {line["part"]: line for line in lines}
     return {
         part: line
@@ -252,7 +252,7 @@ def peak_of(kind: str, given: float | None) -> float | None:
 
 
 def table(lines: list[dict], peak: float | None) -> str:
-    """The lines of results as a table in Markdown, a reason where there is no figure."""
+    """The lines of results as a table in Markdown, with a reason instead of a missing figure."""
     last = {line["part"]: line for line in lines}
     rows = ["| | |", "|---|---|"]
     for name, part, key, form in ROWS:
@@ -296,7 +296,7 @@ def measure_part(part: str, options: argparse.Namespace) -> None:
 
 
 def run_part(part: str, options: argparse.Namespace, limit_s: float) -> str:
-    """Has a process measure a part; returns what went wrong, in a line, or nothing."""
+    """Measures a part in a process; returns one line with the fault, or nothing."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(part, {})
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
     if options.size == "toy":

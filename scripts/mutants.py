@@ -44,7 +44,7 @@ PRELOADED = ["jax.numpy", "flax.struct", "optax", "orbax.checkpoint", "hypothesi
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake, and the tests meant to notice it."""
+    """One mistake, and the tests that should notice it."""
 
     name: str
     area: str
@@ -103,7 +103,7 @@ def definitions(folder: Path) -> dict[str, tuple[Path, int, int]]:
 
 
 def pattern(code: str) -> str:
-    """A regular expression for code, however it is broken into lines."""
+    """A regular expression for code with any line breaks."""
     words = [re.escape(word) for word in re.findall(r"\w+|[^\w\s]", code)]
     words = [rf"(?:,\s*)?{word}" if word in (r"\)", r"\]", r"\}") else word for word in words]
     before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (code[0], code[-1]))
@@ -116,10 +116,10 @@ def read_table() -> list[Mutant]:
 
 
 class Results:
-    """Verdicts by name and the hash of what they depend on; each is kept as a line of a file."""
+    """Verdicts by name and hash of their inputs; each is a line of a file."""
 
     def __init__(self, path: Path):
-        """Reads what is there already; a last line that was cut short is left out."""
+        """Reads existing lines; an incomplete last line is left out."""
         self._path, self._known = path, {}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -129,7 +129,7 @@ class Results:
             self._known[line["name"], line["key"]] = line
 
     def once(self, name: str, inputs: list[str], run: Callable[[], dict]) -> dict:
-        """The verdict on these inputs: the one that is known, or else that of running now."""
+        """The verdict on these inputs: the recorded one, or else the result of a new run."""
         key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
         if (name, key) not in self._known:
             line = self._known[name, key] = {"name": name, "key": key, **run()}
@@ -168,7 +168,7 @@ def run_tests(tests: str, folder: Path, limit_s: float) -> dict:
 
 
 def _pytest(tests: str, folder: Path, log: Path) -> None:
-    """The process of one run of tests: here, with what it prints in a file."""
+    """Starts a process that runs tests, with its output in a file."""
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -183,7 +183,7 @@ def _pytest(tests: str, folder: Path, log: Path) -> None:
 
 
 def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dict:
-    """The verdict on one mutant; the copy is as before afterwards."""
+    """The verdict on one mutant; restores the copy afterwards."""
     try:
         path, mutated = mutant.apply(folder)
         contents = [(folder / name).read_text() for name in mutant.test_files]

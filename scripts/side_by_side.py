@@ -1,4 +1,4 @@
-"""The inner loop beside PyTorch's: the same Llama, batch, length and optimizer, in one process.
+"""The inner loop and PyTorch's: the same Llama, batch, length and optimizer, in one process.
 
 A case of scripts/benchmark.py, for the `parity` extra. PyTorch trains `transformers`'
 LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; adloco_jax runs the
@@ -40,7 +40,7 @@ from adloco_jax.run.machines import here
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model, and how much of its training one timed call does."""
+    """A model, and the updates of one timed call."""
 
     model: dict
     sequence_length: int
@@ -62,7 +62,7 @@ SHAPES = {
 
 
 class InnerSteps:
-    """Compiled inner steps of trainers with one worker each; a call goes on from the last."""
+    """Compiled inner steps of trainers with one worker each; a call continues the last one."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def side_by_side(shapes: list[str], batches: list[int], trainers: list[int], rep
 
 
 def _is_matrix(path: tuple, leaf: np.ndarray) -> bool:
-    """Whether a leaf is multiplied with; an embedding is looked up."""
+    """Whether a leaf is a factor of matrix products; an embedding is not."""
     return leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path)
 
 
@@ -178,7 +178,7 @@ def measure(
 def _torch_calls(
     settings: Settings, tokens_SRBL: np.ndarray, folder: str, ours: Callable
 ) -> dict[str, Callable]:
-    """PyTorch's steps, eager and compiled, whose losses are those of ours."""
+    """PyTorch's steps, eager and compiled, after a check that their losses equal ours."""
     eager = torch_steps(settings, tokens_SRBL, folder)
     compiled = torch_steps(settings, tokens_SRBL, folder, compiled=True)
     tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
@@ -194,7 +194,7 @@ def _torch_calls(
 
 
 def torch_lacks() -> str:
-    """Why PyTorch cannot be measured on the devices that JAX has; empty if it can."""
+    """The reason why PyTorch cannot be measured on JAX's devices; empty if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -227,7 +227,7 @@ def random_tokens(shape: Shape, batch: int, num_trainers: int) -> np.ndarray:
 
 
 def save_weights(settings: Settings, folder: str) -> PyTree:
-    """Writes the weights that all libraries start from; returns their shapes."""
+    """Writes the initial weights of all libraries; returns their shapes."""
     network = build_network(settings)
     params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     hf.save(params, folder, network=network)
@@ -237,7 +237,7 @@ def save_weights(settings: Settings, folder: str) -> PyTree:
 def torch_steps(
     settings: Settings, tokens_SRBL: np.ndarray, folder: str, *, compiled: bool = False
 ) -> Callable[[], list[float]]:
-    """The same steps in PyTorch, from the weights in `folder`; a call goes on from the last."""
+    """The same steps in PyTorch, from the weights in `folder`; a call continues the last one."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
