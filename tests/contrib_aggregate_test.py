@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from ensembles import PLAIN, draw, ensemble_of
+from ensembles import draw, ensemble_of, pseudo_gradients
 from toy import LENGTH, settings_of
 from trees import assert_close, at
 
-from adloco_jax import AGGREGATORS, ARCHITECTURES, outer_update, start_round
+from adloco_jax import AGGREGATORS, ARCHITECTURES, start_round
 from adloco_jax.core.arguments import with_knobs
 from adloco_jax.core.compress import pack, unpack
 from adloco_jax.engine.programs import lower
@@ -43,17 +43,8 @@ def rule_of(name):
 @functools.cache
 def update_of(rule, precision="float32"):
     """The pseudo-gradients [M] of workers that have moved by given differences [R]."""
-
-    def update(difference_R, weights_R, owners):
-        zeros = jax.tree.map(np.zeros_like, PARAMS)
-        ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
-        workers = start_round(ensemble)
-        workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
-        how = {"aggregate": rule_of(rule), "precision": precision}
-        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, weights_R=weights_R, **how)
-        return jax.tree.map(jnp.negative, after.params_M), norm_M
-
-    return jax.jit(update, static_argnums=2)
+    how = {"aggregate": rule_of(rule), "precision": precision}
+    return jax.jit(functools.partial(pseudo_gradients, **how), static_argnums=2)
 
 
 def by_tensor(rule, tensor_W, weights, *, plain=False):
@@ -81,9 +72,9 @@ def test_every_rule_agrees_with_the_oracle(rule):
     difference_R = draw(SHAPES, 6)
     difference_R["head"][3, 0, 0] = np.nan
     actual_M, norm_M = update_of(rule)(difference_R, weights, owners)
-    for m, mine in enumerate(([0, 1], [2, 5])):
-        own = jax.tree.map(lambda leaf, mine=mine: leaf[mine], difference_R)
-        expected = by_hand(rule, own, weights[mine])
+    for m, members in enumerate(([0, 1], [2, 5])):
+        own = jax.tree.map(lambda leaf, members=members: leaf[members], difference_R)
+        expected = by_hand(rule, own, weights[members])
         assert_close(at(actual_M, m), expected, rtol=2e-5, atol=2e-6)
         squares = [np.sum(np.square(leaf)) for leaf in jax.tree.leaves(expected)]
         np.testing.assert_allclose(norm_M[m], np.sqrt(sum(squares)), rtol=1e-5)

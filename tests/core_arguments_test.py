@@ -118,8 +118,8 @@ def test_each_micro_batch_has_a_key_of_its_own_and_auxiliary_output_is_its_updat
     assert aux["size"].tolist() == [[size] * 3] * 2 and aux["bits"].dtype == jnp.float32
     for s in range(2):
         for worker, trainer in enumerate((0, 0, 1)):
-            places = [4 * s + size * a for a in range(num_accum_steps)]
-            keys = [folded(key, trainer, worker, place) for place in places]
+            positions = [4 * s + size * a for a in range(num_accum_steps)]
+            keys = [folded(key, trainer, worker, position) for position in positions]
             mean = np.mean([int(jax.random.key_data(one)[1]) % 2**20 for one in keys])
             assert aux["bits"][s, worker] == mean
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ensembles import ADAMW, NESTEROV, PLAIN, draw, ensemble_of
+from ensembles import ADAMW, NESTEROV, PLAIN, draw, ensemble_of, pseudo_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from trees import assert_close
@@ -55,17 +55,8 @@ DIFFERENCE_R, WEIGHTS_R = draw(SHAPES, 5), np.float32([0.3, 0.5, 0.1, 0.4, 0.8])
 @functools.cache
 def update_of(rule):
     """Pseudo-gradients and their norms, by the differences of workers and their weights."""
-
-    def update(difference_R, weights_R):
-        zeros = jax.tree.map(lambda leaf: np.zeros_like(leaf[0]), DIFFERENCE_R)
-        ensemble = ensemble_of((0, 0, 1, 0, 1), zeros, inner_tx=PLAIN, outer_tx=PLAIN)
-        workers = start_round(ensemble)
-        workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
-        how = {"aggregate": AGGREGATORS[rule], "weights_R": weights_R}
-        after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, **how)
-        return jax.tree.map(jnp.negative, after.params_M), norm_M
-
-    return jax.jit(update)
+    how = {"owners": (0, 0, 1, 0, 1), "aggregate": AGGREGATORS[rule]}
+    return jax.jit(functools.partial(pseudo_gradients, **how))
 
 
 @pytest.mark.parametrize("rule", AGGREGATORS)

@@ -112,8 +112,8 @@ def test_a_damaged_file_is_refused_also_behind_the_limit(
 def test_a_hundred_flipped_bits_are_all_refused_by_file(tmp_path):
     rng, path = random.Random(0), tmp_path / "a.json.gz"
     for _ in range(100):
-        content, place = bytearray(WHOLE), rng.randrange(10, len(WHOLE))
-        content[place] ^= 1 << rng.randrange(8)
+        content, position = bytearray(WHOLE), rng.randrange(10, len(WHOLE))
+        content[position] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.json\.gz"):
             jsonl(path)

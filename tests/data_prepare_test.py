@@ -275,11 +275,11 @@ def finished(tmp_path, prepared_once):
 
 def test_a_prepared_folder_gives_the_rows_of_its_text(finished, prepared_once):
     ours = load(finished, source="tokens")
-    theirs = load(prepared_once.parent / "source")
-    np.testing.assert_array_equal(ours.rows, theirs.rows)
-    np.testing.assert_array_equal(ours.heldout_rows, theirs.heldout_rows)
-    assert ours.fingerprint == theirs.fingerprint and ours.shards == theirs.shards
-    assert ours.tokens_per_byte == theirs.tokens_per_byte
+    of_text = load(prepared_once.parent / "source")
+    np.testing.assert_array_equal(ours.rows, of_text.rows)
+    np.testing.assert_array_equal(ours.heldout_rows, of_text.heldout_rows)
+    assert ours.fingerprint == of_text.fingerprint and ours.shards == of_text.shards
+    assert ours.tokens_per_byte == of_text.tokens_per_byte
     fewer = load(finished, source="tokens", num_sequences=100)
     assert len(fewer.rows) == 100 and fewer.fingerprint != ours.fingerprint
 

@@ -99,8 +99,8 @@ def test_permute_keeps_its_golden_values():
     # no library enters, so a change here changes the data order of every run.
     image = permute(np.arange(10), num_items=10, key=key(2025))
     assert image.tolist() == [3, 7, 4, 5, 8, 0, 9, 6, 1, 2]
-    place = dict(trainer=2, stream=1, start=5, count=8)
-    rows = rows_of(17, **place, num_rows=1000, num_streams=4, subset_frac=0.5)
+    stream = dict(trainer=2, stream=1, start=5, count=8)
+    rows = rows_of(17, **stream, num_rows=1000, num_streams=4, subset_frac=0.5)
     assert rows.tolist() == [584, 247, 862, 607, 609, 562, 246, 364]
     assert rows.dtype == np.int64
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adloco_jax import init
+from adloco_jax import init, outer_update, start_round
 
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
 SGD = optax.sgd(0.1)
@@ -48,6 +48,16 @@ def ensemble_of(owner_R, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_
         owner_R=owner_R,
         own_params=own_params,
     )
+
+
+def pseudo_gradients(difference_R, weights_R, owners, **how):
+    """Pseudo-gradients [M] and their norms, of workers that moved by these differences."""
+    zeros = jax.tree.map(lambda leaf_R: jnp.zeros(leaf_R.shape[1:]), difference_R)
+    ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
+    workers = start_round(ensemble)
+    workers = workers.replace(params_R=jax.tree.map(jnp.negative, difference_R))
+    after, norm_M = outer_update(ensemble, workers, outer_tx=PLAIN, weights_R=weights_R, **how)
+    return jax.tree.map(jnp.negative, after.params_M), norm_M
 
 
 def filled(ensemble, seed=0):

@@ -46,11 +46,11 @@ def oracle_logits(model, params, tokens):
         )
         heads = [[] for _ in xs]
         for h in range(model.num_heads):
-            mine = slice(h * size, (h + 1) * size)
+            part = slice(h * size, (h + 1) * size)
             for t, query in enumerate(queries):
-                weights = np.exp([query[mine] @ key[mine] / np.sqrt(size) for key in keys])
+                weights = np.exp([query[part] @ key[part] / np.sqrt(size) for key in keys])
                 weights /= weights.sum()
-                heads[t].append(sum(w * v[mine] for w, v in zip(weights, values, strict=True)))
+                heads[t].append(sum(w * v[part] for w, v in zip(weights, values, strict=True)))
         for t, x in enumerate(xs):
             mixed = linear(np.concatenate(heads[t]), layer["attention"]["out"])
             x = norm(x + mixed, layer["attention_norm"])

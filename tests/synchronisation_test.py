@@ -108,11 +108,11 @@ def test_both_halves_are_rounded_and_the_mean_is_not(owners):
     ensemble, workers = drifted(*owners)
     after, norm_M = update_of("int4")(ensemble, workers)
     rounded = functools.partial(oracle.in_blocks, largest_code=7, most=128)
-    for m, mine in enumerate(np.flatnonzero(np.array(owners) == m) for m in range(2)):
+    for m, members in enumerate(np.flatnonzero(np.array(owners) == m) for m in range(2)):
         square = 0.0
         for name in SHAPES:
             start = np.asarray(ensemble.params_M[name][m])
-            ends = [np.asarray(workers.params_R[name][r]) for r in mine]
+            ends = [np.asarray(workers.params_R[name][r]) for r in members]
             mean = np.mean([rounded(start - end)[0] for end in ends], axis=0)
             square += np.sum(np.square(mean))
             # The outer optimizer sees the mean itself, but for ties: under one entry in a thousand.

@@ -36,10 +36,10 @@ def corpus() -> Table:
     chain = rng.dirichlet(np.full(VOCAB, 0.7), size=VOCAB)
     rows = np.zeros((NUM_ROWS, LENGTH + 1), np.int32)
     rows[:, 0] = rng.integers(0, VOCAB, NUM_ROWS)
-    for place in range(LENGTH):
+    for position in range(LENGTH):
         draw = rng.random(NUM_ROWS)[:, None]
-        rows[:, place + 1] = (
-            (chain[rows[:, place]].cumsum(axis=1) < draw).sum(axis=1).clip(max=VOCAB - 1)
+        rows[:, position + 1] = (
+            (chain[rows[:, position]].cumsum(axis=1) < draw).sum(axis=1).clip(max=VOCAB - 1)
         )
     return Table(rows)
 
