@@ -189,7 +189,7 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
     """What an error of a library means; the reasons that it carries are looked through."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     chain = [error]
     while len(chain) < 20 and (cause := chain[-1].__cause__ or chain[-1].__context__):
@@ -206,10 +206,12 @@ def _fault(error: BaseException, where: str, repo: str) -> UserError:
         if isinstance(cause, errors.RevisionNotFoundError):
             return ConfigError(f"{where}: {repo} has no such revision")
         if isinstance(cause, errors.RepositoryNotFoundError):
+            access = "log in if it is private (hf auth login, or HF_TOKEN)"
+            if get_token() is not None:
+                access = "ask for access if it is private: the token in use has none"
             return ConfigError(
                 f"{where}: no public repository of that name on the Hugging Face hub, and no file"
-                " or folder here; correct the name, or log in if it is private (hf auth login,"
-                " or HF_TOKEN)"
+                f" or folder here; correct the name, or {access}"
             )
         if isinstance(cause, errors.RemoteEntryNotFoundError):
             return ConfigError(

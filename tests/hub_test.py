@@ -44,6 +44,12 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
         2,
         "request access at http://127.*/datasets/allenai/c4",
     ),
+    "private, with a token": (
+        {"private": "allenai/c4"},
+        {"token": "hf_SecretOfMine"},
+        2,
+        "data.path=allenai/c4.*the token in use has none",
+    ),
     "private": ({"private": "allenai/c4"}, {}, 2, "log in if it is private"),
     "name": ({}, {"path": "no/such"}, 2, "data.path=no/such.*no public repository of that name"),
     "revision": ({}, {"revision": "nope"}, 2, "data.revision=nope.*has no such revision"),
