@@ -6,13 +6,14 @@ Each other command is a function in `adloco_jax.cli`, imported when it is named.
 import contextlib
 import difflib
 import importlib
+import json
 import os
 import re
 import resource
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ COMMANDS = {
 _TRAIN = """Trains as a config describes, prints the plan, or resumes a run that was stopped.
 
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
-adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory]
+adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
 
 CONFIG is a file, or a name that `adloco configs` lists. The same command with the same --workdir
 resumes a run that was stopped. Every key of the config is an option, of which the last value
@@ -53,6 +54,8 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
     (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
     (flags.DEFINE_bool, "memory", False, "of plan: compile, and say what each program needs"),
+    (flags.DEFINE_string, "device", None, "of plan: devices to compile for that are not here"),
+    (flags.DEFINE_string, "save", None, "of plan with --device: also write it to a JSON file"),
     (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
     (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
     (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
@@ -74,6 +77,7 @@ def command() -> NoReturn:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         code = main()
     except Exception:  # deliberately broad: reported as Python does, but JAX may block its exit
@@ -136,6 +140,9 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     if first.startswith("-"):
         first, words = "train", list(argv)
+    if first == "plan" and any(word.partition("=")[0] == "--device" for word in words):
+        with _without_native_messages():
+            return _train(words, is_plan=True)
     if first in ("train", "plan"):
         return _train(words, is_plan=first == "plan")
     if first not in COMMANDS:
@@ -147,6 +154,23 @@ def _run(argv: Sequence[str]) -> int:
     module = first if first in ("compare", "prepare") else "commands"
     run = getattr(importlib.import_module(f"adloco_jax.cli.{module}"), first)
     return run(options, line) or 0
+
+
+@contextlib.contextmanager
+def _without_native_messages() -> Iterator[None]:
+    """Keeps what JAX and XLA say of devices that are missing or full off the terminal."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for others
+    sys.stderr.flush()
+    python, native = sys.stderr, os.dup(2)
+    with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
+        os.dup2(nowhere.fileno(), 2)
+        sys.stderr = real
+        try:
+            yield
+        finally:
+            sys.stderr = python
+            os.dup2(native, 2)
+            os.close(native)
 
 
 def _require_devices() -> None:
@@ -194,6 +218,11 @@ def _overview() -> str:
 
 def _train(argv: Sequence[str], *, is_plan: bool) -> int:
     """Trains, resumes, or prints the plan or the options."""
+    if is_plan and argv and argv[-1] == "--device":
+        from adloco_jax.run.machines import kinds
+
+        print(*kinds(), sep="\n")
+        return 0
     options, words = _parse(argv)
     if options.help:
         own = [f"  --{name.replace('_', '-'):22} {text}" for _, name, _, text, *_ in _FLAGS]
@@ -295,6 +324,9 @@ def _execute(
             raise ConfigError("--workdir: several processes need the name of one folder")
     _require_devices()
     accept = {"accept_config_change": options.accept_config_change}
+    if is_plan and options.device is not None:
+        _plan_device(made, options.device, options.save)
+        return
     if is_plan:
         with processes.only_first_prints():
             print(plan(made, options.workdir, memory=options.memory, **accept))
@@ -313,6 +345,18 @@ def _execute(
             print(f"damaged: {line}", file=sys.stderr)
         report.conclude(folder)
     processes.barrier("the report is written")
+
+
+def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
+    """Prints and saves what a run would hold on a described device."""
+    from adloco_jax.run.device_plan import device_plan
+
+    lines, record = device_plan(made, device)
+    print(*lines, sep="\n")
+    if save is not None:
+        Path(save).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if not record["fits"]:
+        raise ResourceError(f"--device {device}: {record['change']}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import re
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,13 +34,37 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 }
 
 
+class Peak(NamedTuple):
+    """Bytes of a device while a program runs."""
+
+    program: int  # with its arguments
+    beside: int  # the rest of the state
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.program + self.beside
+
+
 def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> int:
+    """Bytes that a device holds while a program runs: the program's, and the ensemble's rest."""
+    return peak(programs, key, owners).total
+
+
+def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
     """Bytes a device holds while a program runs: the program's, and the rest of the ensemble's."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
     taken = dict.fromkeys(_TAKES[key.kind])
-    return needed_bytes(programs[key]) + _bytes_here(state.replace(**taken))
+    try:
+        needed = needed_bytes(programs[key])
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
+        stated = re.search(r"Used ([\d.]+)([MG]) of", str(error))
+        if stated is None:
+            raise
+        needed = int(float(stated[1]) * 2 ** {"M": 20, "G": 30}[stated[2]])
+    return Peak(needed, _bytes_here(state.replace(**taken)))
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
@@ -93,32 +118,32 @@ def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = Tru
 
 def merge_bytes(
     spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
-) -> int:
+) -> Peak:
     """Bytes of a device, at most, while trainers merge and workers are reassigned."""
     weights_n = np.ones(len(members), np.float32)
     return _replaced_bytes(spec, owners, merged, weights_n, members, after)
 
 
-def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> int:
+def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
     """Bytes of a device, at most, while the pool's last worker joins its trainer."""
     count = owners.count(owners[-1])
     return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
 
-def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> int:
+def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
     """Bytes of a device, at most, while `engine.replace.replace` changes a stack."""
     at = placement(spec, ProgramKey("stats", owners))
     ensemble = ensemble_spec(spec, owners, at)
     leaves = jax.tree.leaves(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:
-        return needed_bytes(change.lower(ensemble, *arguments).compile())
+        return Peak(needed_bytes(change.lower(ensemble, *arguments).compile()), 0)
     all_here, largest = _bytes_here(leaves), max(parts, key=num_bytes)
     alone = ensemble.replace(params_R=None, inner_state_R=largest)
     rest = ensemble.replace(inner_state_R=None)
-    peaks = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
-    beside = _bytes_here(ensemble.params_R)
-    return max(peaks[0] + all_here - _bytes_here(largest) + beside, peaks[1] + all_here)
+    needs = [needed_bytes(change.lower(part, *arguments).compile()) for part in (alone, rest)]
+    others = all_here - _bytes_here(largest) + _bytes_here(ensemble.params_R)
+    return max(Peak(needs[0], others), Peak(needs[1], all_here), key=lambda peak: peak.total)
 
 
 def _bytes_here(shapes: PyTree) -> int:

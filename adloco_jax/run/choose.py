@@ -11,10 +11,11 @@ from adloco_jax.core.types import LossFn
 from adloco_jax.engine.evaluate import loss_key
 from adloco_jax.engine.inputs import classes, group_trainers, round_keys
 from adloco_jax.engine.memory import (
+    Peak,
     find_max_batch,
     least_bytes,
     merge_bytes,
-    peak_bytes,
+    peak,
     resting_bytes,
     spawn_bytes,
 )
@@ -47,7 +48,7 @@ class Tried(NamedTuple):
 
     mode: Mode
     max_batch_size: int | None  # None: none fits
-    peaks: dict[str, int]  # bytes of a device while each program runs; of the smallest if none fits
+    peaks: dict[str, Peak]  # by program; of the smallest micro-batch if none fits
     fault: str = ""
 
 
@@ -149,20 +150,20 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
     owners = tuple(start(settings, first, whole_pool=True).owners)
-    needs: dict[int, dict[str, int]] = {}
+    needs: dict[int, dict[str, Peak]] = {}
 
-    def peak(size: int) -> int:
+    def largest_peak(size: int) -> int:
         needs[size] = program_peaks(settings, programs, size)
-        return max(needs[size].values())
+        return max(peak.total for peak in needs[size].values())
 
-    least = least_bytes(spec, owners, accumulates=accumulates(settings))
+    least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
     largest = None
     if least <= budget:
         resting = resting_bytes(spec, owners)
-        largest = find_max_batch(peak, sizes=sizes, budget=budget, resting=resting)
+        largest = find_max_batch(largest_peak, sizes=sizes, budget=budget, resting=resting)
     if largest is not None:
         return Tried(mode, largest, needs[largest])
-    needed = max([least, *needs.get(first, {}).values()])
+    needed = max([least, *(peak.total for peak in needs.get(first, {}).values())])
     return Tried(
         mode,
         None,
@@ -190,15 +191,16 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     return tried.max_batch_size
 
 
-def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, int]:
+def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, Peak]:
     """Bytes of a device while each program of the run runs, one of each kind at its largest."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
-    keys = [*first_keys(settings, spec, size, accumulates=accumulates(settings)), loss_key(size)]
+    keys = first_keys(control, settings, spec, size, accumulates=accumulates(settings, size))
+    keys.append(loss_key(size))
     if settings.outer.leaves_unsynchronised:
         keys += [group.key("flush") for group in classes(control, trainers, spec)]
-    peaks = {str(key): peak_bytes(programs, key, owners) for key in dict.fromkeys(keys)}
-    if len(trainers) > 1 and accumulates(settings) and not spec.by_position:
+    peaks = {str(key): peak(programs, key, owners) for key in dict.fromkeys(keys)}
+    if len(trainers) > 1 and accumulates(settings, size) and not spec.by_position:
         peaks |= _unequal_peaks(settings, programs, control)
     if settings.merge.policy != "none" and len(trainers) > 1:
         members = choose_members(control, [0.0] * len(trainers), settings)
@@ -211,8 +213,8 @@ def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str
     return peaks
 
 
-def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, int]:
-    """Bytes of a round in which the last trainer runs another plan, apart from the others."""
+def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
+    """Of a round in which the last trainer runs another plan: the others are taken out."""
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -223,22 +225,27 @@ def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> 
     keys = [group.key("start"), group.steps_key(), group.key("outer")]
     if spec.outer.own_params:
         keys = [group.steps_key()._replace(kind="fragment", owners=group.owners)]
-    return {
-        f"{key} of unequal trainers": kept + peak_bytes(programs, key, group.owners) for key in keys
-    }
+    peaks = {}
+    for key in keys:
+        found = peak(programs, key, group.owners)
+        peaks[f"{key} of unequal trainers"] = found._replace(beside=found.beside + kept)
+    return peaks
 
 
-def first_keys(settings: Settings, spec: Spec, size: int, *, accumulates: bool) -> list[ProgramKey]:
-    """The programs of a round of the whole pool in which all trainers run this micro-batch."""
-    control, steps = start(settings, size, whole_pool=True), settings.inner.steps_per_round
+def first_keys(
+    control: Control, settings: Settings, spec: Spec, size: int, *, accumulates: bool
+) -> list[ProgramKey]:
+    """The programs of a round in which all trainers of a pool run this micro-batch."""
     keys = []
     for count in (1, 2) if accumulates else (1,):
-        plan = RoundPlan(size, count, steps)
+        plan = RoundPlan(size, count, settings.inner.steps_per_round)
         plans = dict.fromkeys(range(len(control.trainers)), plan)
         keys += round_keys(control, plans, settings, spec)
     return keys
 
 
-def accumulates(settings: Settings) -> bool:
-    """Whether a trainer may accumulate gradients later."""
-    return settings.switch.mode != "clip" and settings.batching.test != "constant"
+def accumulates(settings: Settings, size: int) -> bool:
+    """Whether a trainer may come to accumulate gradients of micro-batches of this size."""
+    batching = settings.batching
+    grows = batching.test != "constant" and size < batching.batch_cap
+    return grows and settings.switch.mode != "clip"

@@ -5,11 +5,13 @@ compiled, not run.
 """
 
 import os
+import re
 
 import jax
 
 from adloco_jax.data.files import cache_folder
 from adloco_jax.engine.spec import Machine
+from adloco_jax.errors import ConfigError
 
 
 def use_compilation_cache() -> None:
@@ -31,6 +33,8 @@ def here() -> Machine:
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    elif local[0].platform == "gpu":  # JAX takes a fraction of it for itself, by default 0.75
+        limit = int(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
     return Machine(tuple(jax.devices()), limit)
 
 
@@ -63,6 +67,7 @@ _GPUS = {
     "h200": (151397597184, "NVIDIA H200 141GB HBM3e", _HOPPER | {"bandwidth": 4800000000000}),
     "b200": (191514411008, "NVIDIA B200", _BLACKWELL | {"bandwidth": 7672320000000}),
 }
+_GPU_COUNTS = range(1, 9)  # of one host
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}  # chips of a slice by their number
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
 # Of each kind: bytes of memory that programs may use, and its slices.
@@ -73,24 +78,49 @@ _TPUS = {
 }
 
 
+def kinds() -> list[str]:
+    """A line for each kind of device that can be described: its memory and numbers of chips."""
+    gpus = [(name, memory, _GPU_COUNTS) for name, (memory, *_) in _GPUS.items()]
+    tpus = [(name, memory, slices) for name, (memory, slices) in _TPUS.items()]
+    return [
+        f"{name:8} {memory / 1e9:6.1f} GB, x {', '.join(map(str, counts))}"
+        for name, memory, counts in (*gpus, *tpus)
+    ]
+
+
 def described(name: str) -> Machine:
     """Devices that are not there, to compile for: `h100x8`, `v5px4`; without a number one chip.
+
+    JAX must have been imported with JAX_PLATFORMS=cpu.
 
     Raises:
       ConfigError: If there is no such kind or number of chips, or what compiles for it is missing.
     """
     from jax.experimental import topologies
 
-    kind, _, count = name.partition("x")
-    count = int(count or 1)
-    if kind in _GPUS:
-        memory, title, figures = _GPUS[kind]
-        text = _GPU.format(name=title, memory=memory, **figures)
-        found = topologies.get_topology_desc(
-            platform="cuda", target_config=text, topology=f"1x1x{count}"
-        )
-    else:
-        memory, slices = _TPUS[kind]
-        os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
-        found = topologies.get_topology_desc(f"{kind}:{slices[count]}", platform="tpu")
-    return Machine(tuple(found.devices), memory)
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    kind, count = (found[1], int(found[2] or 1)) if found else ("", 1)
+    memory, *_ = _GPUS.get(kind) or _TPUS.get(kind) or (0,)
+    if count not in (_GPU_COUNTS if kind in _GPUS else _TPUS.get(kind, (0, ()))[1]):
+        known = "\n".join(f"  {line}" for line in kinds())
+        raise ConfigError(f"--device {name}: no such kind and number of chips; there are\n{known}")
+    try:
+        if kind in _GPUS:
+            _, title, figures = _GPUS[kind]
+            text = _GPU.format(name=title, memory=memory, **figures)
+            topology = {"target_config": text, "topology": f"1x1x{count}"}
+            devices = topologies.get_topology_desc(platform="cuda", **topology).devices
+        else:
+            _, slices = _TPUS[kind]
+            os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+            one = {"chips_per_host_bounds": (1, 1, 1)} if count == 1 else {}
+            topology = f"{kind}:{slices[count]}"
+            devices = topologies.get_topology_desc(topology, platform="tpu", **one).devices
+    except (NotImplementedError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--device {name}: what compiles for it is missing ({reason}); install"
+            " 'adloco_jax[plan]'"
+        ) from error
+    jax.config.update("jax_enable_compilation_cache", False)  # which cannot be read without devices
+    return Machine(tuple(devices), memory)

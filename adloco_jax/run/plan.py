@@ -17,7 +17,7 @@ from adloco_jax.engine.programs import ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec, num_bytes
 from adloco_jax.errors import ResourceError
 from adloco_jax.loop.adloco import start
-from adloco_jax.loop.control import merge_cost, sync_cost
+from adloco_jax.loop.control import Control, merge_cost, sync_cost
 from adloco_jax.loop.growth import measures_gradients
 from adloco_jax.loop.plans import least_test_sequences
 from adloco_jax.run import processes
@@ -251,7 +251,7 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     )
     programs, max_batch = choice.programs, choice.max_batch_size
     control = start(settings, max_batch, whole_pool=True)
-    keys = reachable_keys(settings, programs.spec, max_batch)
+    keys = reachable_keys(settings, programs.spec, control)
     peaks = {key: peak_bytes(programs, key, tuple(control.owners)) for key in keys}
     sizes = ", ".join(str(size) for size in batching.buckets if size <= max_batch)
     return [
@@ -267,14 +267,13 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
     ]
 
 
-def reachable_keys(settings: Settings, spec: Spec, max_batch: int) -> list[ProgramKey]:
-    """The programs of the rounds before the first merge, and of evaluation."""
-    batching, keys = settings.batching, []
+def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
+    """The programs of this pool's rounds while its trainers are alike, and of evaluation."""
+    batching, max_batch, keys = settings.batching, control.max_batch_size, []
     for size in (size for size in batching.buckets if size <= max_batch):
-        sums = size == max_batch < batching.batch_cap and accumulates(settings)
-        keys += first_keys(settings, spec, size, accumulates=sums)
+        sums = size == max_batch and accumulates(settings, size)
+        keys += first_keys(control, settings, spec, size, accumulates=sums)
     if settings.outer.leaves_unsynchronised:
-        control = start(settings, max_batch, whole_pool=True)
         groups = classes(control, range(len(control.trainers)), spec)
         keys += [group.key("flush") for group in groups]
     return list(dict.fromkeys([*keys, loss_key(max_batch)]))
