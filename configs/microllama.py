@@ -4,7 +4,7 @@ Command:   python -m adloco_jax.main --config configs/microllama.py
            (model, tokenizer and text come from the Hugging Face hub; for your own files add
            --config.data.path='c4/en/*.json.gz' --config.data.tokenizer=FILE, see
            docs/guides/data.md)
-Hardware:  four 80 GB GPUs; on one, add --config.ensemble.num_workers=4
+Hardware:  one 80 GB GPU, no override; docs/guides/renting.md has its plan
 Model:     304.6 M parameters, from keeeeenw/MicroLlama
 Data:      200,000 rows of C4, prepared once in a few minutes; the paper's 3.6 M by
            --config.data.num_sequences=3600000
@@ -32,7 +32,6 @@ def get_config() -> ConfigDict:
     config.model.norm_eps = 1e-5
     config.model.rope_theta = 10_000.0
     config.model.dtype = "bfloat16"  # 6.1, mixed precision
-    config.model.remat = True  # our choice: frees memory for larger micro-batches
     config.model.loss_chunk = 4  # our choice, sequences: float32 logits take 65 MB each
 
     config.data.source = "hf"

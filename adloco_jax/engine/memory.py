@@ -169,19 +169,21 @@ def measured_peaks() -> dict[str, int | list[int | None]]:
 
 
 def find_max_batch(
-    peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int
+    peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
 ) -> int | None:
     """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
 
-    At most three micro-batches are compiled. Memory grows with the micro-batch by at most the need
-    of the smallest one without the state, so a second micro-batch is known to fit. Memory grows
-    linearly, so these two predict the largest.
+    At most three are compiled: the smallest, one that keeps the device busy, and the one that these
+    two predict. Memory is convex in the micro-batch, as a program's peak is the largest of its
+    phases': a line between two sizes lies above it. Beyond them memory may grow faster than from
+    one to the other, by as much as the larger one needs besides the state.
 
     Args:
       peak: Bytes that a device needs for a size, by compiling.
       sizes: To choose from, ascending; the first is the initial batch.
       budget: Bytes that a device has.
       resting: Bytes of the state, which every size needs.
+      busy: Sequences that keep the device busy.
 
     Returns:
       One of the sizes; None if not even the smallest fits.
@@ -190,15 +192,18 @@ def find_max_batch(
     peaks = {first: peak(first)}
     if peaks[first] > budget:
         return None
-
-    def largest(per_sequence: float) -> int:
-        fits = [n for n in sizes if peaks[first] + per_sequence * (n - first) <= budget]
-        return max(fits, default=first)
-
-    second = max(largest((peaks[first] - resting) / first), *sizes[:2])
+    second = next((n for n in sizes if n >= busy), sizes[-1])
     if second > first:
         peaks[second] = peak(second)
-        third = largest((peaks[second] - peaks[first]) / (second - first))
+        slope = (peaks[second] - peaks[first]) / (second - first)
+        most = (peaks[second] - resting) / second
+        room = budget
+        if peaks[second] > budget:
+            room = 1.01 * budget  # padding of small arrays bends the line, and it is tried
+        elif slope < most / 2:
+            slope = most
+        fits = [n for n in sizes if peaks[second] + slope * (n - second) <= room]
+        third = max(fits, default=first)
         if third not in peaks:
             peaks[third] = peak(third)
     return max(size for size, need in peaks.items() if need <= budget)

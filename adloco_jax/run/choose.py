@@ -125,11 +125,7 @@ def choose(
         largest = tried[-1].max_batch_size
         if largest is None:
             continue
-        key = ProgramKey("steps", tuple(control.owners), largest)
-        mesh = placement(chosen, key).mesh.shape
-        at_once = len(key.owners) // (mesh["trainer"] * mesh["worker"])
-        rows = largest * (1 if mode.in_turn else at_once)
-        tokens[mode] = rows * spec.sequence_length
+        tokens[mode] = largest * tokens_of_a_row(chosen, tuple(control.owners))
         if tokens[mode] >= STEP_TOKENS or largest == sizes[-1] or platform == "cpu":
             won = mode
             break
@@ -144,23 +140,33 @@ def choose(
     return Choice(found[best], largest, tried)
 
 
+def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
+    """Tokens that a device's step holds for each sequence of the micro-batch."""
+    mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
+    at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
+    return spec.sequence_length * (1 if spec.in_turn else at_once)
+
+
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
     """The largest micro-batch of a mode that fits; compiles at most three."""
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
     owners = tuple(start(settings, first, whole_pool=True).owners)
+    least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
     needs: dict[int, dict[str, Peak]] = {}
+    moves = _moves(settings, spec) if least <= budget else {}
 
     def largest_peak(size: int) -> int:
-        needs[size] = program_peaks(settings, programs, size)
+        needs[size] = program_peaks(settings, programs, size, moves)
         return max(peak.total for peak in needs[size].values())
 
-    least = least_bytes(spec, owners, accumulates=accumulates(settings, first))
     largest = None
     if least <= budget:
-        resting = resting_bytes(spec, owners)
-        largest = find_max_batch(largest_peak, sizes=sizes, budget=budget, resting=resting)
+        resting, busy = resting_bytes(spec, owners), STEP_TOKENS // tokens_of_a_row(spec, owners)
+        largest = find_max_batch(
+            largest_peak, sizes=sizes, budget=budget, resting=resting, busy=max(busy, 1)
+        )
     if largest is not None:
         return Tried(mode, largest, needs[largest])
     needed = max([least, *(peak.total for peak in needs.get(first, {}).values())])
@@ -191,7 +197,9 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
     return tried.max_batch_size
 
 
-def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str, Peak]:
+def program_peaks(
+    settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
+) -> dict[str, Peak]:
     """Bytes of a device while each program of the run runs, one of each kind at its largest."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
@@ -202,14 +210,20 @@ def program_peaks(settings: Settings, programs: Programs, size: int) -> dict[str
     peaks = {str(key): peak(programs, key, owners) for key in dict.fromkeys(keys)}
     if len(trainers) > 1 and accumulates(settings, size) and not spec.by_position:
         peaks |= _unequal_peaks(settings, programs, control)
-    if settings.merge.policy != "none" and len(trainers) > 1:
-        members = choose_members(control, [0.0] * len(trainers), settings)
+    return peaks | moves
+
+
+def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
+    """Of the first merge and the last growth, which no micro-batch changes."""
+    control, peaks = start(settings, 1, whole_pool=True), {}
+    owners, num_trainers = tuple(control.owners), len(control.trainers)
+    shape = f"M={num_trainers} R={len(owners)}"
+    if settings.merge.policy != "none" and num_trainers > 1:
+        members = choose_members(control, [0.0] * num_trainers, settings)
         after = tuple(after_merge(control, members).owners)
-        label = f"merge M={len(trainers)} R={len(owners)}"
-        peaks[label] = merge_bytes(spec, owners, members, after)
-    if settings.ensemble.initial_workers is not None and len(owners) > len(trainers):
-        label = f"growth M={len(trainers)} R={len(owners)}"
-        peaks[label] = spawn_bytes(spec, owners)
+        peaks[f"merge {shape}"] = merge_bytes(spec, owners, members, after)
+    if settings.ensemble.initial_workers is not None and len(owners) > num_trainers:
+        peaks[f"growth {shape}"] = spawn_bytes(spec, owners)
     return peaks
 
 

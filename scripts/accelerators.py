@@ -1,0 +1,217 @@
+"""Compiles the shipped configs for GPUs and TPUs that are not there, and checks the programs.
+
+    python scripts/accelerators.py            all of it; the same command goes on where it stopped
+    python scripts/accelerators.py --short    the inner steps and statistics of a small model
+
+Needs the extra `plan`. Nothing runs on a device: the table of docs/GPU.md is of compiled programs.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for other devices
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from hlo import collectives  # noqa: E402
+from ml_collections import ConfigDict  # noqa: E402
+
+from adloco_jax.config import load_config, validate  # noqa: E402
+from adloco_jax.engine.memory import resting_bytes  # noqa: E402
+from adloco_jax.engine.programs import lower, num_turns, placement  # noqa: E402
+from adloco_jax.engine.spec import ProgramKey, Spec  # noqa: E402
+from adloco_jax.errors import UserError  # noqa: E402
+from adloco_jax.run.build import attention, build_model, class_count, program_spec, row_length  # noqa: E402  # noqa: E402
+from adloco_jax.run.choose import Mode  # noqa: E402
+from adloco_jax.run.device_plan import device_plan  # noqa: E402
+from adloco_jax.run.machines import described  # noqa: E402
+
+TABLE = re.compile(r"(?<=<!-- compiled -->\n).*(?=<!-- end of what was compiled -->)", re.DOTALL)
+DEVICES = ("h100x1", "h100x2", "h100x8", "v5ex4", "v5px4")
+TEXT = {"data.path": "texts", "data.tokenizer": "bytes"}  # never read
+GROWN = {"ensemble.num_trainers": 2, "ensemble.initial_workers": 2, "merge.policy": "none"}
+CASES: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("quickstart", "quickstart", {}, DEVICES),
+    ("recommended", "recommended", TEXT, DEVICES),
+    ("streaming_diloco", "streaming_diloco", {}, DEVICES),
+    ("bert_imdb", "bert_imdb", {}, DEVICES),
+    ("microllama, 4 workers", "microllama", {"ensemble.num_workers": 4}, DEVICES),
+    ("microllama, 16 workers", "microllama", {}, DEVICES),
+    *(
+        (f"recommended, {name}", "recommended", TEXT | changes, ("h100x8", "v5ex4"))
+        for name, changes in (
+            ("model_shards 2", {"ensemble.model_shards": 2}),
+            ("two trainers, unequal, growing", GROWN | {"batching.batch_cap": 64}),
+            ("int4", {"outer.precision": "int4"}),
+        )
+    ),
+)
+# Bytes of temporaries of the short inner steps, for each worker at once, and for one that goes
+# alone: a tenth more than measured.
+MOST_TEMPORARIES = {False: 2.5e9, True: 2.9e9}
+
+
+def configured(name: str, changes: dict[str, Any]) -> ConfigDict:
+    """A shipped config with changes."""
+    config = load_config(ROOT / "configs" / f"{name}.py", "get_config", ConfigDict)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def float32_products(text: str) -> list[str]:
+    """Matrix products of an optimised program whose two factors are float32 matrices."""
+    types: dict[str, str] = {}
+    found = []
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and "{" in line:
+            types = {}
+        if defined := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+\[[\d,]*\])", line):
+            types[defined[1]] = defined[2]
+            factors = re.search(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", line)
+            if "__cublas$" in line:
+                factors = re.search(r"custom-call\(%([\w.\-]+), %([\w.\-]+)", line)
+            if factors and all(types.get(name, "").startswith("f32[") for name in factors.groups()):
+                found.append(line.strip()[:200])
+    return found
+
+
+def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> list[str]:
+    """What is wrong with a compiled program of inner steps or statistics."""
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    at, faults = placement(spec, key), []
+    names = ("fmhaSoftmax(", "fmhaSoftmaxBackward") if fused else ()
+    targets = set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', text))
+    for name in names:
+        if name.rstrip("(") not in targets:
+            faults.append(f"{key}: no {name.rstrip('(')} among {sorted(targets)}")
+    if key.kind != "steps":
+        return faults
+    is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
+    inside = [c for c in collectives(text) if c.in_loop]
+    if inside and not is_shared:
+        faults.append(f"{key}: in the loop: {inside[0].line[:150]}")
+    faults += [f"{key}: {line}" for line in float32_products(text)]
+    state = resting_bytes(spec, key.owners) - resting_bytes(spec, key.owners, own_params=False)
+    if memory.alias_size_in_bytes < state:
+        faults.append(f"{key}: {memory.alias_size_in_bytes} bytes are aliased, of {state}")
+    turns = num_turns(spec, key, at)
+    workers = len(key.owners) // (at.mesh.shape["trainer"] * at.mesh.shape["worker"]) // turns
+    most = workers * MOST_TEMPORARIES[spec.in_turn]
+    if memory.temp_size_in_bytes > most:
+        faults.append(f"{key}: {memory.temp_size_in_bytes:,} bytes of temporaries, {most:,.0f}")
+    return faults
+
+
+def short() -> list[str]:
+    """The faults of the steps, with accumulation and without, and statistics of a small model."""
+    faults = []
+    changes = TEXT | {"model.num_layers": 2, "model.remat": False}
+    settings = validate(configured("recommended", changes))
+    for device in ("h100x1", "h100x2"):
+        machine = described(device)
+        for mode in (Mode(False, False), Mode(True, False)):
+            functions = build_model(settings, machine, mode)
+            length, classes = row_length(settings), class_count(settings)
+            spec = program_spec(settings, *functions, length, classes, machine=machine)
+            spec = dataclasses.replace(spec, in_turn=mode.in_turn)
+            fused = attention(settings, machine) == "cudnn"
+            assert fused, "auto does not choose cuDNN"
+            pool = (0,) * settings.ensemble.num_workers
+            keys = [ProgramKey("steps", pool, 16, accumulates) for accumulates in (False, True)]
+            if not mode.in_turn:
+                keys.append(ProgramKey("stats", pool))
+            for key in keys:
+                start_s = time.perf_counter()
+                compiled = lower(spec, key).compile()
+                faults += faults_of(spec, key, compiled, fused=fused)
+                temporaries = compiled.memory_analysis().temp_size_in_bytes / 1e9
+                seconds = time.perf_counter() - start_s
+                print(f"{device}, {mode}, {key}: {temporaries:.2f} GB, {seconds:.0f} s", flush=True)
+    return faults
+
+
+def cases() -> Iterator[tuple[str, str, dict[str, Any], str]]:
+    """Every config with every kind of device."""
+    for title, name, changes, devices in CASES:
+        for device in devices:
+            yield title, name, changes, device
+
+
+def row(title: str, name: str, changes: dict[str, Any], device: str) -> dict:
+    """Compiles a config for a device."""
+    config = configured(name, changes)
+    settings = validate(config)
+    _, record = device_plan(config, device)
+    kernel = attention(settings, described(device))
+    return {"config": title, "device": device, "attention": kernel} | record
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as a table in Markdown; what has not been compiled is not there."""
+    lines = [
+        "| config | devices | mode | micro-batch | attention | largest, GB | share of memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for line in rows:
+        about = [line["config"], line["device"]]
+        if "error" in line:
+            about += [f"does not compile: {line['error']}", *[""] * 4]
+        elif not line["fits"]:
+            about += [f"does not fit: {line['change']}", "", line["attention"], "", ""]
+        else:
+            share = line["largest_bytes"] / line["device_bytes"]
+            about += [line["mode"], str(line["max_batch_size"]), line["attention"]]
+            about += [f"{line['largest_bytes'] / 1e9:.2f}", f"{share:.0%}"]
+        lines.append(f"| {' | '.join(about)} |")
+    left = len(list(cases())) - len(rows)
+    lines += ["", f"Not compiled yet: {left} of {len(list(cases()))}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Compiles what is missing, and writes the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--minutes", type=float, default=60.0, help="to begin cases in")
+    parser.add_argument("--results", type=Path, default=Path("runs/accelerators/results.jsonl"))
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "GPU.md")
+    options = parser.parse_args()
+    if options.short:
+        faults = short()
+        print(*faults, sep="\n", end="\n" * bool(faults))
+        return 1 if faults else 0
+    end_s = time.monotonic() + 60 * options.minutes
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    text = options.results.read_text("utf-8") if options.results.exists() else ""
+    done = {(line["config"], line["device"]): line for line in map(json.loads, text.splitlines())}
+    for case in cases():
+        title, *_, device = case
+        if (title, device) in done or time.monotonic() > end_s:
+            continue
+        try:
+            found = row(*case)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except RuntimeError as error:  # the compiler's, and a fault to show in the table
+            found = {"config": title, "device": device, "error": str(error).split("\n")[0][:150]}
+        done[title, device] = found
+        with open(options.results, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        print(title, device, found.get("mode", found.get("error", "does not fit")), flush=True)
+    rows = [done[title, device] for title, _, _, device in cases() if (title, device) in done]
+    page = TABLE.sub(lambda _: table(rows), options.page.read_text("utf-8"))
+    options.page.write_text(page, encoding="utf-8")
+    return 0 if len(rows) == len(list(cases())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
