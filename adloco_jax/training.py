@@ -7,10 +7,9 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from adloco_jax.engine.local import LocalEngine
 from adloco_jax.engine.programs import Programs
 from adloco_jax.engine.sharding import fetch
 from adloco_jax.errors import CheckpointError, ConfigError, DivergedError, ResourceError, reason
-from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco, start
+from adloco_jax.loop.adloco import Control, Diverged, Observer, State, adloco
 from adloco_jax.loop.plans import is_over, share_done
 from adloco_jax.run import checkpoint, observers, processes, resume
 from adloco_jax.run.arguments import check_arguments
@@ -45,14 +44,14 @@ from adloco_jax.run.build import (
     program_spec,
 )
 from adloco_jax.run.checkpoint import Saver, list_rounds
-from adloco_jax.run.choose import Choice, Mode, choose, modes
+from adloco_jax.run.choose import Mode, modes
 from adloco_jax.run.export import write_consensus
-from adloco_jax.run.ledger import START, Ledger, cut, read
+from adloco_jax.run.ledger import START
 from adloco_jax.run.machines import here, use_compilation_cache
 from adloco_jax.run.plan import require_memory, run_header
 from adloco_jax.run.resume import check_config, exclusive, recorded_commit
 from adloco_jax.run.terminal import Progress
-from adloco_jax.run.trackers import Trackers, check_installed
+from adloco_jax.run.trackers import check_installed, open_ledger
 from adloco_jax.settings import Settings
 from adloco_jax.study import report
 
@@ -326,8 +325,13 @@ def begin(
     stack.callback(progress.close)
     begins_again = restored is None and not failures.faults
     begins_again = begins_again and (run.workdir / "ledger.jsonl").exists()
-    ledger = processes.run_on_all(lambda: _open_ledger(run, stack, host["ledger"], progress))
-    control, programs = _control(run, restored, ledger, failures.max_batch_size)
+    ledger = processes.run_on_all(lambda: open_ledger(run, stack, host["ledger"], progress))
+    control, programs = resume.begin_control(
+        run,
+        restored,
+        failures.max_batch_size,
+        lambda compiled: ledger.write("compile", **observers.compile_fields(compiled)),
+    )
     stack.callback(programs.close)
     spec = programs.spec
     heldout = dataclasses.replace(run.heldout, batch_size=control.eval_batch_size)
@@ -451,66 +455,6 @@ def _engine(
     engine = RayEngine(run, programs, heldout)
     stack.callback(engine.close)
     return engine
-
-
-def _open_ledger(
-    run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
-) -> Ledger:
-    """The run's ledger, cut to the restored state, and its trackers."""
-    if not processes.is_first():
-        return stack.enter_context(Ledger(os.devnull))
-    path = run.workdir / "ledger.jsonl"
-    made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
-    made_with["data_commit"] = getattr(run.corpus, "commit", "")
-    resume.write_config(run.workdir, run.settings, **made_with)
-    cut(path, position)
-    kept = read(path) if path.exists() else []
-
-    def drop(name: str, at_round: int, cause: str) -> None:
-        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
-        progress.note(f"log.{name} is off from here on: {cause}")
-
-    trackers = Trackers(run.settings.log, run.workdir, kept, drop)
-    ledger = stack.enter_context(Ledger(path, trackers))
-    stack.callback(trackers.close)
-    return ledger
-
-
-def _control(
-    run: Run, restored: resume.Restored | None, ledger: Ledger, max_batch: int | None
-) -> tuple[Control, Programs]:
-    """The control to start or to resume with, and the programs of the mode that is chosen.
-
-    `max_batch` replaces the control's `max_batch_size`.
-    """
-    settings = run.settings
-    size, control = settings.batching.max_batch_size, restored.state.control if restored else None
-    if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
-        size = control.max_batch_size
-    size = size if max_batch is None else max_batch
-
-    def chosen(allowed: Sequence[Mode]) -> Choice:
-        return choose(
-            settings,
-            run.spec,
-            run.loss_of,
-            size=size,
-            allowed=allowed,
-            on_compile=lambda compiled: ledger.write(
-                "compile", **observers.compile_fields(compiled)
-            ),
-        )
-
-    choice = chosen(run.modes)
-    mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
-    last = max(processes.gather(run.modes.index(mode)))  # of several processes that have chosen
-    if run.modes[last] != mode:
-        choice.programs.close()
-        choice = chosen(run.modes[last : last + 1])
-    size = min(processes.gather(choice.max_batch_size))
-    if control is None:
-        return start(settings, size), choice.programs
-    return dataclasses.replace(control, max_batch_size=size), choice.programs
 
 
 def _last_checkpoint(run: Run, attempt: Attempt) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -26,15 +26,16 @@ from adloco_jax import __version__
 from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.files import shard_changes
-from adloco_jax.engine.programs import ensemble_spec, placement
+from adloco_jax.engine.programs import Compiled, Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
 from adloco_jax.hub import COMMIT
-from adloco_jax.loop.adloco import Control, State, Trainer
+from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.loop.plans import share_done
 from adloco_jax.run import checkpoint, processes, records
 from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
+from adloco_jax.run.choose import Choice, Mode, choose
 from adloco_jax.run.ledger import finish, read, write_errors
 from adloco_jax.settings import KNOBS, Change, Settings
 
@@ -371,6 +372,42 @@ def control_from_json(data: dict) -> Control:
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
     return Control(**fields | {"trainers": trainers})
+
+
+def begin_control(
+    run: Run,
+    restored: Restored | None,
+    max_batch: int | None,
+    on_compile: Callable[[Compiled], None],
+) -> tuple[Control, Programs]:
+    """The control to start or to resume with, and the programs of the mode that is chosen.
+
+    Args:
+      run: The run.
+      restored: The checkpoint to resume from; None: the run begins.
+      max_batch: Replaces the control's `max_batch_size`, after memory ran out.
+      on_compile: Called with each program that is compiled.
+    """
+    settings = run.settings
+    size, control = settings.batching.max_batch_size, restored.state.control if restored else None
+    if restored and control and (size is None or size == restored.host["max_batch_size_given"]):
+        size = control.max_batch_size
+    size = size if max_batch is None else max_batch
+
+    def chosen(allowed: Sequence[Mode]) -> Choice:
+        how = {"size": size, "allowed": allowed, "on_compile": on_compile}
+        return choose(settings, run.spec, run.loss_of, **how)
+
+    choice = chosen(run.modes)
+    mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
+    last = max(processes.gather(run.modes.index(mode)))  # of several processes that have chosen
+    if run.modes[last] != mode:
+        choice.programs.close()
+        choice = chosen(run.modes[last : last + 1])
+    size = min(processes.gather(choice.max_batch_size))
+    if control is None:
+        return start(settings, size), choice.programs
+    return dataclasses.replace(control, max_batch_size=size), choice.programs
 
 
 def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:

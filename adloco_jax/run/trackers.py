@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, fed with the ledger's lines; both are off by default.
+"""The ledger, and the trackers that it feeds: TensorBoard and Weights & Biases, off by default.
 
 A tracker is third-party code that uses disks and networks. It is called directly, between two
 rounds; one that raises is dropped with a `fault` line.
@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from adloco_jax.errors import ConfigError, reason
+from adloco_jax.run import processes, resume
+from adloco_jax.run.build import Run
+from adloco_jax.run.ledger import Ledger, cut, read
+from adloco_jax.run.terminal import Progress
 from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
@@ -184,3 +188,33 @@ class Trackers:
             with contextlib.suppress(Exception):
                 stack.close()
             self._on_fault(name, at_round, cause)
+
+
+def open_ledger(
+    run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
+) -> Ledger:
+    """Opens a run's ledger, cut to the restored state, and the trackers that it feeds.
+
+    Args:
+      run: The run; its config is recorded anew in process 0.
+      stack: Closes the ledger and the trackers.
+      position: Position of the restored checkpoint, see `Ledger.position`.
+      progress: Shows the name of a tracker that is dropped.
+    """
+    if not processes.is_first():
+        return stack.enter_context(Ledger(os.devnull))
+    path = run.workdir / "ledger.jsonl"
+    made_with = {"versions": resume.versions(), "data_fingerprint": run.corpus.fingerprint}
+    made_with["data_commit"] = getattr(run.corpus, "commit", "")
+    resume.write_config(run.workdir, run.settings, **made_with)
+    cut(path, position)
+    kept = read(path) if path.exists() else []
+
+    def drop(name: str, at_round: int, cause: str) -> None:
+        ledger.write("fault", kind="tracker", round=at_round, tracker=name, cause=cause)
+        progress.note(f"log.{name} is off from here on: {cause}")
+
+    trackers = Trackers(run.settings.log, run.workdir, kept, drop)
+    ledger = stack.enter_context(Ledger(path, trackers))
+    stack.callback(trackers.close)
+    return ledger
