@@ -1,9 +1,12 @@
 """Runs in learners on a Ray cluster: what a local run decides, and what deaths leave of it."""
 
 import dataclasses
-import json
+import importlib.util
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,9 +19,23 @@ import toy_runs
 from toy import Table, corpus, settings_of
 from toy_runs import events, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_device")]  # clusters start slowly
+from adloco_jax.elastic import cluster
+from adloco_jax.errors import ConfigError, ResourceError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+import chaos  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_device")
+slow = pytest.mark.slow  # a cluster takes its time to start
 
 RAY = {"kind": "ray", "heartbeat_s": 5.0, "restart_s": 60.0}
+ELASTIC = toy_runs.GROWING | {"engine": RAY}
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch, tmp_path):
+    """Processes that a test starts are known by it."""
+    monkeypatch.setenv("CHAOS", str(tmp_path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,40 +49,11 @@ class Slow(Table):
         return super().batch(trainer, stream, start, count)
 
 
-def learners_log(workdir):
-    """What the learners have written themselves: (number, life) and their lines."""
-    logs = {}
-    for path in Path(workdir).glob("learners/*/*.jsonl"):
-        number, life = map(int, path.stem.split("-"))
-        logs[number, life] = [json.loads(line) for line in path.read_text().splitlines()]
-    return logs
+class Other(Table):
+    """Rows that are others in a learner."""
 
-
-def assert_audit_is_clean(workdir, control):
-    """Each stream's counted ranges follow one another without a gap: by the learners' logs alone.
-
-    What a learner has read counts if the stream went on from its end, or the run ended there.
-    """
-    attempts = {}
-    for lines in learners_log(workdir).values():
-        for line in lines[1:]:
-            stream = (line["trainer"], line["stream"])
-            attempts.setdefault(stream, set()).add((line["start"], line["start"] + line["count"]))
-    for (trainer, stream), ranges in attempts.items():
-        living = [t for t in control.trainers if t.id == trainer]
-        starts = {start for start, _ in ranges}
-        place = 0
-        while True:
-            onward = {end for start, end in ranges if start == place}
-            following = sorted(onward & starts)
-            if not following:
-                break
-            assert len(following) == 1
-            place = following[0]
-        assert starts <= {0, *(end for _, end in ranges)}
-        for each in living:
-            if (end := each.cursors.get(str(stream))) is not None:
-                assert end == place or end in onward
+    def __getstate__(self):
+        return vars(self) | {"fingerprint": "others"}
 
 
 def when_it_has_read(workdir, number, rounds, act):
@@ -73,9 +61,9 @@ def when_it_has_read(workdir, number, rounds, act):
 
     def watch():
         for _ in range(1200):
-            lines = learners_log(workdir).get((number, 0), [])
-            if len(lines) > rounds:
-                act(lines[0]["pid"])
+            found = chaos.living(Path(workdir)).get(number)
+            if found and found["rounds"] >= rounds:
+                act(found["pid"])
                 return
             time.sleep(0.05)
 
@@ -84,63 +72,128 @@ def when_it_has_read(workdir, number, rounds, act):
     return thread
 
 
+@slow
 def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
-    local = run(tmp_path / "local")
-    groups = toy_runs.GROWING | {"engine": RAY}
-    elastic = run(tmp_path / "ray", settings_of(**groups))
+    local, elastic = run(tmp_path / "local"), run(tmp_path / "ray", settings_of(**ELASTIC))
+    apart = ("train_loss", "pseudo_grad_norm", "noise", "signal", "test_value", "step_s", "stall_s")
+    apart += ("workers_counted", "wire_bytes")
 
-    def of_rounds(workdir):
-        floats = ("train_loss", "pseudo_grad_norm", "noise", "signal", "test_value", "step_s")
-        lines = {(e["round"], e["trainer"]): e for e in events(workdir, "round")}
-        return lines, {
-            key: {n: v for n, v in e.items() if n not in (*floats, "stall_s", *NEW)}
-            for key, e in lines.items()
-        }
+    def decided(lines):
+        return {at: {n: v for n, v in line.items() if n not in apart} for at, line in lines.items()}
 
-    NEW = ("workers_counted", "wire_bytes")
-    (lines, decided), (expected_lines, expected) = map(of_rounds, (elastic.workdir, local.workdir))
-    assert decided == expected
-    for key, line in lines.items():
-        assert line["train_loss"] == pytest.approx(expected_lines[key]["train_loss"], abs=1e-5)
+    of_rounds = [
+        {(e["round"], e["trainer"]): e for e in events(w, "round")}
+        for w in (elastic.workdir, local.workdir)
+    ]
+    lines, expected = of_rounds
+    assert decided(lines) == decided(expected)
+    for at, line in lines.items():
+        assert line["train_loss"] == pytest.approx(expected[at]["train_loss"], abs=1e-5)
         assert line["workers_counted"] == line["workers"] and line["wire_bytes"] > 0
     merged = [[e["members"] for e in events(w, "merge")] for w in (elastic.workdir, local.workdir)]
     assert merged[0] == merged[1] != []
     assert elastic.loss == pytest.approx(local.loss, abs=1e-5)
     assert elastic.controller == local.controller
-    assert_audit_is_clean(elastic.workdir, elastic.controller)
-    assert left_running() == []
+    assert chaos.audit(elastic.workdir) == [] and chaos.left_running(tmp_path) == 0
 
 
-def left_running():
-    """Command lines of processes of a cluster that a run here has started."""
-    found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if b"RAY_AUTH_TOKEN_PATH=/tmp/adloco-" in environ:
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
-    return found
-
-
+@slow
 def test_learners_that_die_or_hang_are_replaced_and_every_sequence_is_read(tmp_path):
-    groups = toy_runs.GROWING | {"engine": RAY, "num_rounds": 12}
     threads = [
         when_it_has_read(tmp_path, 0, 1, lambda pid: os.kill(pid, signal.SIGKILL)),
         when_it_has_read(tmp_path, 2, 1, lambda pid: os.kill(pid, signal.SIGSTOP)),
     ]
-    slow = Slow(corpus().rows)
-    ended = run(tmp_path, settings_of(**groups), corpus=slow)
+    settings = settings_of(**ELASTIC | {"num_rounds": 12})
+    ended = run(tmp_path, settings, corpus=Slow(corpus().rows))
     for thread in threads:
         thread.join()
-    lost = {e["learner"]: e["why"] for e in events(tmp_path, "learner", what="lost")}
-    assert lost.keys() == {0, 2} and "no sign" in lost[2]
+    lost = {e["learner"]: e for e in events(tmp_path, "learner", what="lost")}
+    assert {number: line["trainer"] for number, line in lost.items()} == {0: 0, 2: 1}
+    assert lost[0]["why"] == "its process has ended" and "no sign" in lost[2]["why"]
     joined = [e["learner"] for e in events(tmp_path, "learner", what="joined")]
     assert {*joined} == {0, 1, 2, 3} and joined.count(2) == 2  # a trainer's only one: it waits
     assert ended.controller.round == 12
     counted = sum(e["tokens"] for e in events(tmp_path, "round"))
     assert counted == ended.controller.tokens_total
-    assert_audit_is_clean(tmp_path, ended.controller)
-    assert left_running() == []
     assert len(events(tmp_path, "end", reason="finished")) == 1
+    assert chaos.audit(tmp_path) == [] and chaos.left_running(tmp_path) == 0
+
+
+@slow
+def test_a_killed_driver_leaves_nothing_and_its_command_goes_on(tmp_path):
+    folder, short = tmp_path / "run", ["inner.steps_per_round=2", "checkpoint.every_rounds=2"]
+    with chaos.driver(folder, ["num_rounds=100000", *short]) as process:
+        saved = chaos.wait_for(lambda: chaos.events(folder, "checkpoint"), process, 300)
+        assert saved and chaos.left_running(folder) > 4
+        process.kill()
+        killed_s = time.time()
+        while chaos.left_running(folder) and time.time() < killed_s + 20:
+            time.sleep(0.05)
+    assert time.time() - killed_s < 20
+    last = chaos.events(folder, "checkpoint")[-1]["round"]
+    with chaos.driver(folder, [f"num_rounds={last + 2}", *short]) as process:
+        assert process.wait(400) == 0
+    assert f"resuming after round {last}" in (tmp_path / "run.log").read_text()
+    assert chaos.audit(folder) == [] and chaos.left_running(tmp_path) == 0
+
+
+@slow
+def test_what_listens_refuses_a_client_without_the_token(tmp_path):
+    """All that Ray opens beyond loopback is listed; none lets a client in without the token."""
+    with cluster.connected("", 1):
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        found = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True).stdout
+        ports = {int(line.split()[3].rpartition(":")[2]) for line in found.splitlines()}
+        assert int(address.rpartition(":")[2]) in ports and address.startswith("127.0.0.1:")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        code = f"import ray; ray.init(address={address!r}, log_to_driver=False); print('in')"
+        for mode in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+            outside = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environ | {"HOME": str(tmp_path)} | mode,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert outside.returncode != 0 and "in" not in outside.stdout.split()
+            assert "oken" in outside.stderr  # it says why
+    assert chaos.left_running(tmp_path) == 0
+
+
+def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"engine.kind = ray: .*adloco_jax\[ray\]"):
+        run(tmp_path / "r", settings_of(**ELASTIC))
+    assert not (tmp_path / "r").exists()
+
+
+@slow
+def test_a_cluster_that_is_not_there_is_named_in_one_line(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = settings_of(**ELASTIC | {"engine": RAY | {"address": address}})
+    with pytest.raises(ConfigError, match=f"engine.address = {address}: no Ray cluster") as error:
+        run(tmp_path / "r", settings)
+    assert "\n" not in str(error.value)
+
+
+@slow
+def test_learners_that_cannot_start_end_the_run_with_the_cause(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Broken(Table):
+        def __reduce__(self):
+            return int, ("not rows",)
+
+    with pytest.raises(ResourceError, match=r"0 of 4 learners .*learner \d: .*not rows"):
+        run(tmp_path / "r", settings_of(**ELASTIC), corpus=Broken(corpus().rows))
+    assert chaos.left_running(tmp_path) == 0
+
+
+@slow
+def test_learners_with_other_data_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"learner \d .*: has other data than the driver"):
+        run(tmp_path / "r", settings_of(**ELASTIC), corpus=Other(corpus().rows))
+    assert chaos.left_running(tmp_path) == 0

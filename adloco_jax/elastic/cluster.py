@@ -8,9 +8,11 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.errors import ConfigError, ResourceError, reason
 
 # Ends what a cluster has left once the driver has: reads until the pipe closes, however that ends.
 _REAPER = """
@@ -49,6 +51,13 @@ for _ in range(100):
     time.sleep(0.05)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
+
+
+# By words of Ray's, which take several lines.
+_DEATHS = {
+    "worker process has died": "its process has ended",
+    "its node has died": "its node ended",
+}
 
 
 class Outcome(NamedTuple):
@@ -90,6 +99,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with contextlib.ExitStack() as stack:
+        at_sigterm = signal.getsignal(signal.SIGTERM)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if address:
             import ray
@@ -97,13 +107,13 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             try:
                 ray.init(address=address, **quiet)
             except Exception as error:  # deliberately broad, because Ray raises many kinds
-                cause = " ".join(str(error).split())[:200]
+                cause = reason(error, 200)
                 raise ConfigError(
                     f"engine.address = {address}: no Ray cluster answers there ({cause}); see"
                     " docs/guides/elastic.md for addresses and tokens"
                 ) from error
             stack.callback(ray.shutdown)
-            _silence(ray)
+            _tame(ray, at_sigterm)
             yield
             return
         folder = tempfile.mkdtemp(prefix="adloco-", dir="/tmp")  # sockets need a short name
@@ -141,16 +151,18 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
                     **quiet,
                 )
         except Exception as error:  # deliberately broad, because Ray raises many kinds
-            cause = " ".join(str(error).split())[:200]
+            cause = reason(error, 200)
             raise ResourceError(f"engine.kind = ray: no cluster started here ({cause})") from error
         stack.callback(ray.shutdown)
-        _silence(ray)
+        _tame(ray, at_sigterm)
         yield
 
 
-def _silence(ray: Any) -> None:
-    """Keeps off the terminal what Ray prints on every death, whatever `log_to_driver` says."""
-    ray._private.worker.print_worker_logs = lambda *_: None
+def _tame(ray: Any, at_sigterm: Any) -> None:
+    """Gives SIGTERM back to the run, and keeps what Ray prints on every death off the terminal."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, at_sigterm)
+    ray._private.worker.print_worker_logs = lambda *_: None  # whatever `log_to_driver` says
 
 
 def _end(reaper: subprocess.Popen, folder: str) -> None:
@@ -235,7 +247,7 @@ def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
             ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
     except ray.exceptions.RayError as error:
         raise ResourceError(
-            f"the Ray cluster is gone ({' '.join(str(error).split())[:200]}); the same command goes"
+            f"the Ray cluster is gone ({reason(error, 200)}); the same command goes"
             " on from the newest checkpoint"
         ) from error
     return {call: _outcome(call) for call in ended}
@@ -249,8 +261,10 @@ def _outcome(call: Any) -> Outcome:
     except ray.exceptions.RayTaskError as error:
         return Outcome(None, f"{type(error.cause).__name__}: {error.cause}"[:300])
     except ray.exceptions.RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return Outcome(None, f"{type(error).__name__}: {' '.join(lines[-1:])}"[:300])
+        for words, cause in _DEATHS.items():
+            if words in str(error):
+                return Outcome(None, cause)
+        return Outcome(None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"[:300])
 
 
 def kill(handle: Any, process: tuple[str, int] | None) -> None:

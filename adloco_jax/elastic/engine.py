@@ -630,6 +630,10 @@ class RayEngine:
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
 
     def _note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
+        if trainer is None and (streams := self.learners[number].streams):
+            control = self.underway
+            owners = zip(control.streams, control.owners, strict=True)
+            trainer = next((control.trainers[m].id for s, m in owners if s in streams), None)
         line = {"event": "learner", "round": self.underway.round, "learner": number}
         self._changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
