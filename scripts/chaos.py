@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Two trainers with two workers each, on the quickstart's model and text; batches do not grow.
 RUN = """
-    quickstart engine.kind=ray engine.heartbeat_s=5 engine.restart_s=60 ensemble.num_trainers=2
+    quickstart engine.kind=ray engine.heartbeat_s=5 engine.restart_s=120 ensemble.num_trainers=2
     ensemble.num_workers=4 batching.test=constant merge.policy=none eval.every_rounds=10
     checkpoint.every_s=20 checkpoint.keep=1
 """.split()

@@ -95,7 +95,8 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     idle.sequence_s = 0.1
     assert deadline(idle, 100, 50.0, heartbeat_s=10.0) == pytest.approx(50 + 5 * 10)
     idle.due_s = deadline(idle, 1, 50.0, heartbeat_s=10.0)
-    assert idle.due_s == 60.0 and "speed" in idle.fault(60.1, **limits)
+    assert idle.due_s == 100.0 and idle.fault(100.0, **limits) == ""
+    assert "speed" in idle.fault(100.1, **limits)
 
 
 def test_updates_by_speed_are_dylus():

@@ -7,7 +7,9 @@ their permanent ids; learners by numbers, which a learner's next life keeps.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-SLOW = 5.0  # times its own measured seconds, after which a learner at work is overdue
+# Times its own measured seconds, after which a learner at work is overdue. One that is stopped
+# gives no sign of life, and is lost sooner.
+SLOW = 5.0
 
 
 @dataclass
@@ -42,7 +44,7 @@ def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: flo
     """When a learner must have computed so many sequences, by its own speed; None: not known."""
     if learner.sequence_s is None:
         return None
-    return now_s + max(heartbeat_s, SLOW * learner.sequence_s * sequences)
+    return now_s + SLOW * max(heartbeat_s, learner.sequence_s * sequences)
 
 
 def assign(

@@ -20,6 +20,7 @@ with warnings.catch_warnings():  # without ipywidgets a notebook gets the text b
 _MOST_LISTED = 4  # trainers whose batches are shown one by one
 # Of a change at a round's boundary.
 _CHANGES = {
+    "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
     "merge": "trainers {listed} merge into trainer {into}: held-out loss {losses} ->"
     " {loss_after:.4f}",
@@ -174,7 +175,8 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
 
 def describe_change(change: dict) -> str:
     """The line on a change at a round's boundary; empty if the terminal shows none."""
-    words = {"why": _WHY.get(change.get("action", change.get("reason", "")), "")}
+    reason = change.get("action", change.get("reason", ""))
+    words = {"why": change.get("why", _WHY.get(reason, ""))}
     words["listed"] = ", ".join(map(str, change.get("members", ())))
     words["losses"] = ", ".join(f"{loss:.4f}" for loss in change.get("loss_before", ()))
     shown = _CHANGES.get(change["event"], "").format(**change | words)
