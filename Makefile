@@ -6,6 +6,8 @@
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
 # make parity  compares with PyTorch, which it installs
 # make gpu    measures the engine on one GPU, with jax and torch for CUDA, which it installs
+# make accelerators  compiles the configs for GPUs and TPUs that are not there; goes on where it stopped
+# make accelerators-short  checks the programs of a small model, compiled for GPUs
 # make conformance  compares with published figures (docs/conformance.md)
 # make docs   builds the site in docs/_build/html and executes notebooks/
 # make faults  kills, starves and corrupts runs for hours, and prints the outcomes
@@ -28,7 +30,7 @@ PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
 
-.PHONY: demo test slow test-core notebooks parity gpu conformance docs check dist extras faults mutants clean
+.PHONY: demo test slow test-core notebooks parity gpu accelerators accelerators-short conformance docs check dist extras faults mutants clean
 
 demo: $(INSTALLED)
 	$(RUN) -m adloco_jax.main --config configs/quickstart.py
@@ -50,6 +52,12 @@ parity: $(WITH)-parity
 
 gpu: $(WITH)-gpu
 	$(RUN) scripts/gpu.py
+
+accelerators: $(WITH)-plan
+	$(RUN) scripts/accelerators.py
+
+accelerators-short: $(WITH)-plan
+	$(RUN) scripts/accelerators.py --short
 
 conformance: $(WITH)-conformance
 	$(RUN) -m pytest -q tests/conformance_test.py

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from benchmark import fit_random, round_times, statistics_times
 from faults import differences, state_of
 from side_by_side import (
@@ -40,12 +41,13 @@ from timing import interleave, machine, ratio, report
 
 from adloco_jax.config import validate
 from adloco_jax.engine.memory import measured_peaks
-from adloco_jax.engine.programs import Programs
+from adloco_jax.engine.programs import Programs, needed_bytes
 from adloco_jax.errors import ConfigError, UserError
+from adloco_jax.loop.adloco import start
 from adloco_jax.run.build import build_model, program_spec, row_length
 from adloco_jax.run.choose import max_batch_size
 from adloco_jax.run.machines import here
-from adloco_jax.run.plan import plan
+from adloco_jax.run.plan import plan, reachable_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_LIMIT_S = 450
@@ -81,6 +83,7 @@ class Size:
 # saved and compared grows with them.
 _SHORT_RUN = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
 _SHORT_RUN |= {"model.init_from": ""}
+_SHORT_RUN |= dict.fromkeys(("data.path", "data.name", "data.heldout_split", "model.init_from"), "")
 _SHORT_RUN |= {"data.tokenizer": "bytes", "data.num_sequences": 500, "eval.num_sequences": 8}
 _SHORT_RUN |= {f"ensemble.num_{name}": 2 for name in ("trainers", "workers")}
 _SHORT_RUN |= {"inner.steps_per_round": 4, "batching.initial_batch_size": 2}
@@ -176,6 +179,32 @@ def memory(size: Size) -> dict:
     }
 
 
+def programs(size: Size) -> dict:
+    """Each program's bytes by the compiler, and the device's peak once it has run on zeros."""
+    clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
+    settings = settings_of(size.shape, **clip | {"batching.max_batch_size": size.batch})
+    functions = build_model(settings, here())
+    spec = program_spec(settings, *functions, row_length(settings), machine=here())
+    compiled = Programs(spec)
+    keys = reachable_keys(settings, spec, start(settings, size.batch, whole_pool=True))
+    peaks = {}
+    # A device's peak never falls: from the smallest on, it is that of the program that has run.
+    for key in sorted(keys, key=lambda key: needed_bytes(compiled[key])):
+        arguments, _ = compiled[key].in_avals
+        zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), arguments)
+        jax.block_until_ready(compiled.call(key, *zeros))
+        del zeros
+        found = measured_peaks()
+        peak = found["device_peak_bytes"][0] or found["host_peak_bytes"]
+        peaks[str(key)] = {"planned": needed_bytes(compiled[key]), "measured": peak}
+        print(f"{key}: compiled {peaks[str(key)]['planned']}, measured {peak} bytes", flush=True)
+    gib = {
+        key: f"{key}: {peak['planned'] / 2**30:.2f}, {peak['measured'] / 2**30:.2f}"
+        for key, peak in peaks.items()
+    }
+    return {"programs": {"text": "; ".join(gib.values()), "bytes": peaks}}
+
+
 def resume(size: Size) -> dict:
     """A run that is stopped and resumed in another process, against an uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -201,6 +230,7 @@ PARTS: dict[str, Callable[[Size], dict]] = {
     "round": whole_round,
     "trainers": trainers,
     "memory": memory,
+    "programs": programs,
     "resume": resume,
 }
 # As runs have it; beside PyTorch, which takes memory from the same GPU, side_by_side.py says no.
@@ -226,6 +256,7 @@ ROWS = (
         "planned over measured peak memory",
         *("memory", "peak", "{ratio:.2f} ({planned:.2f} of {measured:.2f} GiB, batch {batch})"),
     ),
+    ("compiled and measured GiB of each program", "programs", "programs", "{text}"),
     (
         "four stacked trainers over four times one",
         *("trainers", "trainers", "{time:.2f} in time, {memory:.2f} in memory"),

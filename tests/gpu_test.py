@@ -30,6 +30,7 @@ FIGURES = {
         "peak": {"planned": 50.0, "measured": 40.0, "ratio": 1.25, "batch": 96},
         "batch": {"found": 96, "largest": 128},
     },
+    "programs": {"programs": {"text": "steps M=1 R=1 B=8: 1.00, 1.10"}},
     "resume": {"resume": {"verdict": "yes, every bit"}},
 }
 H200 = {"size": "microllama", "device": "NVIDIA H200", "platform": "gpu", "machine": "a GPU"}
@@ -130,6 +131,15 @@ def test_the_true_batch_is_searched_from_the_one_found(monkeypatch, limit, large
     figures = gpu.memory(toy)
     assert figures["batch"] == {"found": 3, "largest": largest}
     assert figures["peak"]["planned"] == 2048 / 2**30 and tried[0] == 3
+
+
+def test_each_programs_peak_stands_beside_the_compilers():
+    found = gpu.programs(gpu.SIZES["toy"])["programs"]
+    kinds = {name.split()[0] for name in found["bytes"]}
+    assert kinds == {"stats", "start", "steps", "outer", "loss"}
+    for peak in found["bytes"].values():
+        assert 0 < peak["planned"] < peak["measured"]  # of a CPU the whole process's
+    assert all(f"{name}: " in found["text"] for name in found["bytes"])
 
 
 @pytest.mark.parametrize("size", gpu.SIZES.values(), ids=gpu.SIZES)
