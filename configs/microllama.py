@@ -2,8 +2,8 @@
 
 Command:   python -m adloco_jax.main --config configs/microllama.py
            (model, tokenizer and text come from the Hugging Face hub; for your own files add
-           --config.data.path='c4/en/*.json.gz' --config.data.tokenizer=FILE, see
-           docs/guides/data.md)
+           --config.model.init_from=FOLDER --config.data.path='c4/en/*.json.gz'
+           --config.data.tokenizer=FILE, see docs/guides/data.md)
 Hardware:  one 80 GB GPU, no override; docs/guides/renting.md has its plan
 Model:     304.6 M parameters, from keeeeenw/MicroLlama
 Data:      200,000 rows of C4, prepared once in a few minutes; the paper's 3.6 M by

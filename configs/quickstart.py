@@ -5,8 +5,8 @@ Hardware:  two CPU cores; no download, no accelerator
 Model:     a Llama of 125,000 parameters that reads bytes
 Shows:     three trainers whose batches grow from 4 sequences, one merge that leaves a single
            trainer with all three workers, and further growth by accumulation
-Expected:  about a minute, half of it compilation; about 2.02 nats per byte on held-out text
-           (uniform is 5.55)
+Expected:  about a minute, half of it compilation; 2.02 nats per byte on held-out text
+           with Python 3.11, 2.21 with 3.13, whose library is another text (uniform is 5.55)
 """
 
 from ml_collections import ConfigDict

@@ -46,6 +46,7 @@ def export(options: argparse.Namespace, command: str) -> None:
     from adloco_jax.run.build import build_network
     from adloco_jax.run.export import read_trained
     from adloco_jax.run.resume import require_utf8
+    from adloco_jax.study.summary import SOURCES
 
     add_entries(options.config)
     out = options.out or Path(options.run) / "export"
@@ -53,7 +54,8 @@ def export(options: argparse.Namespace, command: str) -> None:
     trained = read_trained(options.run, round=options.round, trainer=options.trainer)
     network = build_network(trained.settings)
     hf.save(trained.params, out, trained.tokenizer, network=network, dtype=options.dtype)
-    print(f"{out}: round {trained.round}, {trained.source}, {options.dtype}")
+    source = SOURCES.get(trained.source, trained.source)
+    print(f"{out}: round {trained.round}, {source}, {options.dtype}")
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:
