@@ -27,24 +27,24 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError, reason, wit
 from adloco_jax.settings import KNOBS
 
 COMMANDS = {
-    "train": "train as a config describes, or resume a run that was stopped",
-    "plan": "print what such a run would hold and communicate, and stop",
+    "train": "train what a config describes, or resume a stopped run",
+    "plan": "print the memory and communication of such a run, and stop",
     "configs": "list the configs that come with the package",
     "prepare": "tokenise and pack text once, for runs to read as rows",
-    "compare": "run variants with several seeds, and say what each loss has cost",
+    "compare": "run variants with several seeds, and report what each loss costs",
     "report": "draw the report on one run or several",
     "export": "turn a checkpoint into a folder that transformers loads",
     "generate": "write text with an exported model",
     "gradients": "measure the gradient noise at a checkpoint",
 }
 
-_TRAIN = """Trains as a config describes, prints the plan, or resumes a run that was stopped.
+_TRAIN = """Trains what a config describes, prints the plan, or resumes a stopped run.
 
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
 adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
 
 CONFIG is a file, or a name that `adloco configs` lists. The same command with the same --workdir
-resumes a run that was stopped. Every key of the config is an option, of which the last value
+resumes a stopped run. Every key of the config is an option; if it is given twice, the last value
 counts. To run on several processes, start each with this command and --distributed (under Slurm,
 Open MPI, Kubernetes) or --coordinator, --num-processes and --process-id.
 """
@@ -53,10 +53,10 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
     (flags.DEFINE_string, "config", None, "as CONFIG", {"allow_overwrite": False}),
     (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
     (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
-    (flags.DEFINE_bool, "memory", False, "of plan: compile, and say what each program needs"),
-    (flags.DEFINE_string, "device", None, "of plan: devices to compile for that are not here"),
-    (flags.DEFINE_string, "save", None, "of plan with --device: also write it to a JSON file"),
-    (flags.DEFINE_bool, "accept_config_change", False, "resume with changed learning rates etc."),
+    (flags.DEFINE_bool, "memory", False, "with plan: compile, and print each program's memory"),
+    (flags.DEFINE_string, "device", None, "with plan: devices to compile for that are not here"),
+    (flags.DEFINE_string, "save", None, "with plan --device: also write it to a JSON file"),
+    (flags.DEFINE_bool, "accept_config_change", False, "resume with changed settings"),
     (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
     (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
     (flags.DEFINE_string, "coordinator", None, "HOST:PORT of process 0 of several"),
@@ -73,7 +73,7 @@ def command() -> NoReturn:
     """Runs `main` as a process of its own."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
-        # No text and no file name ends a command, whatever the encoding of the output.
+        # Text or file names that the output's encoding lacks must not end a command.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
@@ -211,7 +211,7 @@ def _overview() -> str:
             "adloco COMMAND [OPTIONS]\n",
             *lines,
             "\nTo begin: adloco train quickstart",
-            "adloco COMMAND --help lists the options, and of train every key of a config.",
+            "adloco COMMAND --help lists the options; adloco train --help every key of a config.",
         ]
     )
 

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         self.example, self.usage, self.description = example, f"{self.prog} {example}", card
 
     def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
-        """Adds what the command is about, such as RUN; options of these names mean the same."""
+        """Adds the subject of the command, such as RUN; options of these names mean the same."""
         self.subject = subject.lower()
         self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
         for name in names:
@@ -68,11 +68,11 @@ class Parser(argparse.ArgumentParser):
 
     def entries(self) -> None:
         """Adds --config: nothing in a folder is executed."""
-        text = "the run's config file, where that adds the entry of a table that the run uses"
+        text = "the run's config file, if it adds an entry of a table that the run uses"
         self.add_argument("--config", metavar="FILE", help=text)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Makes one value of the two ways to name the subject, and checks folders."""
+        """Merges the two ways to name the subject, and checks folders."""
         if self.subject:
             value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
             given = (value if isinstance(value, list) else [value] * (value is not None)) + (
@@ -152,8 +152,8 @@ def _prepare(parser: Parser) -> None:
         "SOURCE --out FOLDER [--tokenizer NAME] [--sequence-length L]",
         "Tokenises and packs text once, for runs to read as rows (data.source=tokens).\n\n"
         "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data"
-        " set on\nthe Hugging Face hub (allenai/c4 --name en), or stdlib. Stopped, the same command"
-        " goes on.",
+        " set on\nthe Hugging Face hub (allenai/c4 --name en), or stdlib. The same command"
+        " continues\na stopped preparation.",
     )
     parser.about("SOURCE", text="file, folder, glob, name of a data set, or stdlib")
     parser.add_argument(
@@ -172,29 +172,29 @@ def _prepare(parser: Parser) -> None:
 def _compare(parser: Parser) -> None:
     parser.describe(
         "CONFIG [--workdir FOLDER] [--processes 2]",
-        "Runs variants against each other and says what each loss has cost.\n\n"
-        "Stopped, the same command goes on with the same --workdir (by default runs/CONFIG).\n"
-        "Several processes share the runs among themselves; so do several such commands.",
+        "Runs variants with several seeds, and reports what each loss costs.\n\n"
+        "The same command with the same --workdir (by default runs/CONFIG) continues a stopped\n"
+        "comparison. Several processes, or several such commands, divide the runs.",
     )
     parser.about("CONFIG", "--config", text="a file with get_comparison(), or its name")
-    parser.add_argument("--workdir", type=Path, help="the folder; one that holds runs goes on")
-    parser.option("--processes", 1, "processes that share the runs")
-    text = "a JSON line for each finished run, whose folder is deleted"
+    parser.add_argument("--workdir", type=Path, help="the folder; a comparison in it is continued")
+    parser.option("--processes", 1, "processes that divide the runs")
+    text = "file with a JSON line for each finished run; the run's folder is deleted"
     parser.add_argument("--results", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--only-run", action="store_true", help="leave tables to another command")
+    parser.add_argument("--only-run", action="store_true", help="write no tables")
 
 
 def _report(parser: Parser) -> None:
     parser.describe(
         "RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]",
         "Draws the report on one run or several: a page that opens offline.\n\n"
-        "Runs that differ in their seed alone are drawn as one, with a band. With --watch the page"
-        " is\ndrawn again while the runs go on, and a browser that shows it follows.",
+        "Runs that differ only in the seed are drawn as one curve with a band. With --watch the"
+        " page\nis redrawn until the runs end, and refreshes itself in a browser.",
     )
     parser.about("RUN", "--workdir", text="a run's folder", nargs="*")
-    text = "a folder that is empty or does not exist; default, of one run: report in its folder"
+    text = "a folder that is empty or does not exist; default for one run: report in its folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--watch", action="store_true", help="draw the page again while runs go on")
+    parser.add_argument("--watch", action="store_true", help="redraw the page until the runs end")
     parser.add_argument("--labels", nargs="+", help="one per run; default: the folders' names")
 
 
@@ -204,9 +204,9 @@ def _export(parser: Parser) -> None:
         "Turns a checkpoint of a run into a folder that transformers loads.",
     )
     parser.checkpoint()
-    text = "a folder that is empty or does not exist; default: export in the run's"
+    text = "a folder that is empty or does not exist; default: export in the run's folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
-    kinds, text = ("float32", "bfloat16"), "of the weights in the folder; default: float32"
+    kinds, text = ("float32", "bfloat16"), "type of the written weights; default: float32"
     parser.add_argument("--dtype", choices=kinds, default="float32", help=text)
 
 
@@ -217,10 +217,10 @@ def _generate(parser: Parser) -> None:
     )
     text = "a run's folder, a folder in Hugging Face layout, or a hub name"
     parser.about("MODEL", "--model", "--workdir", text=text)
-    parser.option("--prompt", "", "what the text begins with")
+    parser.option("--prompt", "", "beginning of the text")
     parser.option("--tokens", 100, "tokens to write, at most what the model can read")
     parser.option("--samples", 3, "texts to write")
-    parser.option("--temperature", 0.8, "of the next token's distribution, 0: the likeliest")
+    parser.option("--temperature", 0.8, "temperature of sampling; 0: the most likely token")
     parser.option("--seed", 0, "seed of the draws")
     parser.entries()
 
@@ -228,16 +228,16 @@ def _generate(parser: Parser) -> None:
 def _gradients(parser: Parser) -> None:
     parser.describe(
         "RUN [--round 12] [--trainer 3]",
-        "Measures the gradients at a checkpoint: noise, its law, and the run's own estimates.",
+        "Measures the gradients at a checkpoint, and compares the noise with the run's estimates.",
     )
     parser.checkpoint()
-    parser.option("--num-sequences", 512, "sequences of the training data")
-    text = "sequences, separated by commas; default: 4,16,64"
+    parser.option("--num-sequences", 512, "number of training sequences")
+    text = "batch sizes in sequences, separated by commas; default: 4,16,64"
     parser.add_argument("--batch-sizes", type=_integers, default="4,16,64", help=text)
     parser.option("--draws", 200, "random batches of each size")
     parser.option("--seed", 0, "seed of the draws")
-    parser.add_argument("--pass-size", type=int, help="sequences on the device; default: the run's")
-    text = "a folder that is empty or does not exist; default: report in the run's"
+    parser.add_argument("--pass-size", type=int, help="sequences per pass; default: as the run")
+    text = "a folder that is empty or does not exist; default: report in the run's folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
 
 
