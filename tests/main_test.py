@@ -261,6 +261,27 @@ def test_a_bad_command_is_refused(capsys):
     assert len(lines) == 2 and lines[1].startswith("inner.txx: no such key; did you mean inner.tx?")
 
 
+def test_text_of_the_command_line_replaces_the_configs_data_set(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        cli, "_execute", lambda options, path, config, *_, **more: made.append(config)
+    )
+    for words in (
+        ["--config.data.path=c4/*.json.gz"],
+        ["--config.data.source=stdlib", "--config.data.heldout_split="],
+        ["--config.data.path=other/set", "--config.data.split=all"],
+        ["--config.data.num_sequences=9"],
+    ):
+        assert cli.main(["train", "microllama", *words]) == 0
+    keys = ("source", "path", "name", "split", "heldout_split")
+    assert [tuple(config.data[key] for key in keys) for config in made] == [
+        ("hf", "c4/*.json.gz", "", "train", ""),
+        ("stdlib", "", "", "train", ""),
+        ("hf", "other/set", "", "all", ""),
+        ("hf", "allenai/c4", "en", "train", "validation"),
+    ]
+
+
 def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):
     address = "https://me:Hunter2@hub.example/c4?X-Amz-Signature=Hunter2&b=1"
     library = f"401 for {address} with Bearer Hunter2.x, token hf_Hunter2"

@@ -156,3 +156,22 @@ def test_a_plan_says_line_by_line_what_it_did_not_check(monkeypatch):
     monkeypatch.setattr(hf, "inspect", lambda name: hf.Description(network, True, False))
     line, _ = plan_module.check_inputs(validate(config))
     assert line.startswith("model.init_from = some/model: its weights")
+
+
+def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path):
+    config = tiny_config()
+    config.data.source, config.data.path = "text", str(tmp_path / "nowhere.txt")
+    config.ensemble.num_trainers, config.ensemble.num_workers = 2, 3
+    config.outer.tx, config.inner.tx, config.inner.weight_decay = "sgd", "adamw", 0.0
+    num_params = 257 * 16 * 2 + 16 * 2 + 16 + 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 16
+    # Two trainers; of three workers each two moments and parameters; one gradient.
+    needed = 4 * num_params * (2 + 3 * 3 + 1)
+    total = here().device_bytes
+    for share, error, words in (
+        (0.99 * needed / total, ResourceError, "2 trainers with 3 workers of"),
+        (1.05 * needed / total, UserError, "nowhere.txt: no such file"),
+    ):
+        config.batching.memory_frac = share
+        with pytest.raises(error, match=words):
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -98,7 +98,7 @@ class Corpus:
         copies = f"; {manifest.copies} copies of held-out ones left out" if manifest.copies else ""
         files = f"{sum('bytes' in record for record in manifest.files)} files"
         return (
-            f"data: {files if files[0] != '0' else self.manifest.files[0]['name']};"
+            f"data: {files if files[0] != '0' else manifest.files[-1]['name']};"
             f" {manifest.documents[0]} documents to train on, {manifest.documents[1]} held out"
             f"{copies}\n"
             f"rows: {sides[0]} of {num_tokens} tokens to train on, {sides[1]} held out{cut}; a"
