@@ -105,14 +105,18 @@ def _is_there(pid: int) -> bool:
         return False
 
 
+def is_of(pid: int, run: Path) -> bool:
+    """Whether a process is of a cluster that the driver of a run has started."""
+    marks = (f"CHAOS={run}\0".encode(), b"RAY_AUTH_TOKEN_PATH=/tmp/adloco-")
+    with contextlib.suppress(OSError):
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        return all(mark in environ for mark in marks)
+    return False
+
+
 def left_running(run: Path) -> int:
     """How many processes there are of clusters that the driver of a run has started."""
-    marks, count = (f"CHAOS={run}\0".encode(), b"RAY_AUTH_TOKEN_PATH=/tmp/adloco-"), 0
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-            count += all(mark in environ for mark in marks)
-    return count
+    return sum(is_of(int(pid), run) for pid in os.listdir("/proc") if pid.isdecimal())
 
 
 # -- Runs ------------------------------------------------------------------------------------

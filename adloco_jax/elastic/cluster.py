@@ -139,6 +139,9 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             native: Any = ray._raylet
             native.Config.initialize("")
             native.AuthenticationTokenLoader.instance().reset_cache()
+            constants: Any = ray._private.ray_constants
+            stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
+            constants.ENABLE_RAY_CLUSTER = False
         try:
             with warnings.catch_warnings():  # of forks, after which its processes are others
                 warnings.simplefilter("ignore", RuntimeWarning)
