@@ -349,8 +349,12 @@ def find_config(name: str | None) -> Path:
     for path in (Path(name), SHIPPED.parent / name, SHIPPED / f"{name}.py"):
         if os.path.isfile(path):
             return path
-    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("[!_]*.py")))
-    raise ConfigError(f"--config {name}: no such file; those that come with adloco_jax: {known}")
+    known = sorted(file.stem for file in SHIPPED.glob("[!_]*.py"))
+    nearest = difflib.get_close_matches(Path(name).stem, known, n=1)
+    meant = "".join(f"did you mean {near}? " for near in nearest)
+    raise ConfigError(
+        f"--config {name}: no such file; {meant}those that come with adloco_jax: {', '.join(known)}"
+    )
 
 
 def load_config(path: Path, function: str, kind: type[T]) -> T:

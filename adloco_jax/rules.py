@@ -47,7 +47,7 @@ RULES: dict[str, tuple[str, Callable[..., bool]]] = {
         "data.source data.path",
         lambda source, path: "path" not in _needs(source) or path != "",
     ),
-    "this source reads no files; leave both paths empty or change data.source": (
+    "this source reads no files; set data.source=text, jsonl, parquet or hf, or no path": (
         "data.source data.path data.heldout_path",
         lambda source, path, heldout: "path" in _needs(source) or path == heldout == "",
     ),

@@ -249,7 +249,9 @@ def test_all_bad_overrides_are_listed_at_once(capsys):
 def test_a_bad_command_is_refused(capsys):
     for argv, start in (
         (["--config=quickstart", "--config.seed"], "Missing value for flag --config.seed"),
-        (["--config", "nowhere.py"], "--config nowhere.py: no such file"),
+        (["--config", "nowhere.py"], "--config nowhere.py: no such file; those that come"),
+        (["train", "qickstart"], "--config qickstart: no such file; did you mean quickstart?"),
+        (["train", "quickstart", "--config.data.path=my.txt"], "data.source = 'stdlib', data.path"),
         (["--config=a.py", "--config", "b.py"], "flag --config=b.py: already defined as a.py"),
         (["--config=quickstart", "--config.seed=none"], "seed = 'none': must be a whole number"),
         (["--config", "x" * 5000], "--config xxx"),
