@@ -94,8 +94,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 # Installs for all of these targets at once, so that no target installs while another runs.
 extras: $(INSTALLED)
-	$(INSTALL) -e '.[check,parity,conformance,dist,docs]'
-	touch $(foreach extra,check parity conformance dist docs,$(WITH)-$(extra))
+	$(INSTALL) -e '.[check,parity,conformance,dist,docs,ray]'
+	touch $(foreach extra,check parity conformance dist docs ray,$(WITH)-$(extra))
 
 $(WITH)-%: $(INSTALLED)
 	$(INSTALL) -e '.[$*]'

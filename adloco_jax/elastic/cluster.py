@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -105,6 +106,9 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             import ray
 
             try:
+                host, _, port = address.rpartition(":")
+                with socket.create_connection((host, int(port)), timeout=10):
+                    pass  # Ray itself would try for minutes
                 ray.init(address=address, **quiet)
             except Exception as error:  # deliberately broad, because Ray raises many kinds
                 cause = reason(error, 200)
