@@ -49,6 +49,23 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
     assert max(map(len, lines)) <= 80
 
 
+def test_the_table_says_what_was_lost_with_learners(tmp_path):
+    write_run(tmp_path)
+    path, lines = tmp_path / "ledger.jsonl", []
+    for text in (tmp_path / "ledger.jsonl").read_text().splitlines():
+        event = json.loads(text)
+        if event["event"] == "round":
+            event["workers_counted"] = event["workers"] - (event["round"] == 2)
+        lines.append(event)
+    missed = sum(e["event"] == "round" and e["round"] == 2 for e in lines)
+    share = 1 - missed / sum(e["workers"] for e in lines if e["event"] == "round")
+    gone = {"event": "learner", "round": 2, "learner": 1, "trainer": 0, "why": "its process"}
+    lines[-1:-1] = [gone | {"what": "lost"}, gone | {"what": "joined"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = summary.closing_table(tmp_path)
+    assert f"learners        1 lost; {share:.1%} of workers' rounds counted\n" in table
+
+
 def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
     broken = summary.closing_table(write_run(tmp_path / "broken", no_loss=(6,)))
     assert broken.splitlines()[2].endswith("not finite")

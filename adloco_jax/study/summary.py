@@ -66,6 +66,8 @@ def totals(events: Sequence[dict]) -> dict:
         guesses = len(classes)
     memory = lines(events, "memory")
     device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
+    in_learners = [e for e in rounds if "workers_counted" in e]
+    counted = sum(e["workers_counted"] for e in in_learners)
     accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
@@ -79,6 +81,9 @@ def totals(events: Sequence[dict]) -> dict:
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
         "first_accumulating_round": min(accumulating, default=None),
+        "learners_lost": sum(e["what"] == "lost" for e in lines(events, "learner")),
+        # Of the workers' rounds, the share that counted; None without learners.
+        "participation": counted / sum(e["workers"] for e in in_learners) if in_learners else None,
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "compile_s": sum(e["seconds"] for e in programs),
@@ -126,6 +131,8 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "wall time": "{wall}",
         "speed": "{tokens_per_s:,.0f} tokens/s",
     }
+    if t["participation"] is not None:
+        facts["learners"] = "{learners_lost} lost; {participation:.1%} of workers' rounds counted"
     if not t["consensus_syncs"]:
         del facts[""]
     if t["tokens_per_s"] is None:
