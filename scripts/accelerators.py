@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for other devices
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for others
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 

@@ -1,0 +1,91 @@
+"""What scripts/accelerators.py says of compiled programs, tried without what compiles for GPUs."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import accelerators  # noqa: E402
+
+from adloco_jax.config import validate  # noqa: E402
+from adloco_jax.engine.programs import lower  # noqa: E402
+from adloco_jax.engine.spec import ProgramKey  # noqa: E402
+from adloco_jax.run.build import build_model, program_spec, row_length  # noqa: E402
+from adloco_jax.run.machines import here  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def test_products_of_float32_matrices_are_found():
+    x = jnp.zeros((64, 64), jnp.float32)
+    product = jax.jit(lambda x, y: (x + 1) @ (y + 1))
+    text = product.lower(x, x).compile().as_text()
+    assert len(accelerators.float32_products(text)) == 1
+    line = '  %c = (f32[8,8], s8[4]) custom-call(%a, %b), custom_call_target="__cublas$gemm"'
+    factors = "  %a = f32[8,8]{1,0} parameter(0)\n  %b = f32[8,8]{1,0} parameter(1)\n"
+    assert accelerators.float32_products(f"ENTRY %m {{\n{factors}{line}\n}}") != []
+    halves = factors.replace("f32", "bf16")
+    assert accelerators.float32_products(f"ENTRY %m {{\n{halves}{line}\n}}") == []
+
+
+def test_what_is_wrong_with_a_program_is_named(monkeypatch):
+    config = accelerators.configured("recommended", accelerators.TEXT | {"model.num_layers": 1})
+    config.model.width, config.model.vocab_size, config.model.mlp_width = 48, 257, 64
+    config.data.sequence_length, config.inner.steps_per_round = 16, 2
+    settings = validate(config)
+    spec = program_spec(settings, *build_model(settings), row_length(settings), machine=here())
+    key = ProgramKey("steps", (0,) * 8, 16)
+    program = lower(dataclasses.replace(spec, in_turn=True), key).compile()
+    monkeypatch.setattr(accelerators, "float32_products", lambda text: [])
+    assert accelerators.faults_of(spec, key, program, fused=False) == []
+    (forward, backward) = accelerators.faults_of(spec, key, program, fused=True)
+    assert "no fmhaSoftmax among" in forward and "no fmhaSoftmaxBackward among" in backward
+    monkeypatch.setattr(accelerators, "MOST_TEMPORARIES", {True: 1, False: 1})
+    (fault,) = accelerators.faults_of(spec, key, program, fused=False)
+    assert "bytes of temporaries" in fault
+
+
+def test_the_table_has_only_what_was_compiled(monkeypatch, tmp_path):
+    record = {"fits": True, "mode": "workers at once", "max_batch_size": 16, "programs": 3}
+    record |= {"largest_bytes": 4.2e9, "device_bytes": 84e9, "tried": [], "attention": "cudnn"}
+    started = []
+
+    def row(title, name, changes, device):
+        started.append((title, device))
+        if device == "v5ex4":
+            raise RuntimeError("does not compile\nand more")
+        return {"config": title, "device": device} | record
+
+    results, page = tmp_path / "r.jsonl", tmp_path / "GPU.md"
+    page.write_text("a\n<!-- compiled -->\nold\n<!-- end of what was compiled -->\nb\n")
+    monkeypatch.setattr(accelerators, "row", row)
+    words = ["accelerators.py", "--results", str(results), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", [*words, "--minutes=-1"])
+    assert accelerators.main() == 1 and started == []
+    total = len(list(accelerators.cases()))
+    assert f"Not compiled yet: {total} of {total}." in page.read_text()
+    monkeypatch.setattr(sys, "argv", words)
+    results.write_text(json.dumps({"config": "quickstart", "device": "h100x1"} | record) + "\n")
+    assert accelerators.main() == 0
+    assert len(started) == total - 1 and ("quickstart", "h100x1") not in started
+    text = page.read_text()
+    expected = "| quickstart | h100x1 | workers at once | 16 | cudnn | 4.20 | 5% |"
+    assert expected in text and "old" not in text and "Not compiled yet: 0 of" in text
+    assert "| quickstart | v5ex4 | does not compile: does not compile |" in text
+
+
+def test_the_cases_are_valid_and_the_page_counts_those_that_are_left():
+    for _, name, changes, _ in accelerators.CASES:
+        validate(accelerators.configured(name, changes))
+    page = (ROOT / "docs" / "GPU.md").read_text(encoding="utf-8")
+    table = accelerators.TABLE.search(page)[0]
+    left = int(re.search(r"Not compiled yet: (\d+) of", table)[1])
+    rows = table.count("\n| ")
+    assert rows + left == len(list(accelerators.cases()))
