@@ -58,6 +58,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 _DEATHS = {
     "worker process has died": "its process has ended",
     "its node has died": "its node ended",
+    "temporarily unavailable": "its process or its node cannot be reached",
 }
 
 
