@@ -107,11 +107,29 @@ def _is_there(pid: int) -> bool:
 
 def is_of(pid: int, run: Path) -> bool:
     """Whether a process is of a cluster that the driver of a run has started."""
-    marks = (f"CHAOS={run}\0".encode(), b"RAY_AUTH_TOKEN_PATH=/tmp/adloco-")
+    return cluster_folder(pid, run) is not None
+
+
+def cluster_folder(pid: int, run: Path) -> str | None:
+    """The folder of a run's cluster, if a process is of one."""
     with contextlib.suppress(OSError):
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-        return all(mark in environ for mark in marks)
-    return False
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"CHAOS={run}".encode() in environ:
+            mark = b"RAY_AUTH_TOKEN_PATH="
+            paths = [entry.removeprefix(mark).decode() for entry in environ if mark in entry]
+            return next((str(Path(p).parent) for p in paths if p.startswith("/tmp/adloco-")), None)
+    return None
+
+
+def with_open_files(folder: str) -> list[int]:
+    """The processes that have files of a folder open, whatever their environment says."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            files = os.listdir(f"/proc/{pid}/fd")
+            if any(os.readlink(f"/proc/{pid}/fd/{file}").startswith(folder) for file in files):
+                found.append(int(pid))
+    return found
 
 
 def left_running(run: Path) -> int:

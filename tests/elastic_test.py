@@ -126,9 +126,16 @@ def test_a_killed_driver_leaves_nothing_and_its_command_goes_on(tmp_path):
     with chaos.driver(folder, ["num_rounds=100000", *short]) as process:
         saved = chaos.wait_for(lambda: chaos.events(folder, "checkpoint"), process, 300)
         assert saved and chaos.left_running(folder) > 4
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+        (cluster,) = {chaos.cluster_folder(pid, folder) for pid in pids} - {None}
+        assert len(chaos.with_open_files(cluster)) > 6  # agents, too
         process.kill()
         killed_s = time.time()
-        while chaos.left_running(folder) and time.time() < killed_s + 20:
+
+        def left():
+            return chaos.left_running(folder) or chaos.with_open_files(cluster)
+
+        while left() and time.time() < killed_s + 20:
             time.sleep(0.05)
     assert time.time() - killed_s < 20
     last = chaos.events(folder, "checkpoint")[-1]["round"]

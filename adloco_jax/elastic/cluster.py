@@ -27,17 +27,22 @@ from adloco_jax.errors import ConfigError, ResourceError, reason
 # Ends what a cluster has left once the driver has: reads until the pipe closes, however that ends.
 _REAPER = """
 import os, shutil, signal, sys, time
-mark = sys.argv[1].encode()
+folder, spared = sys.argv[1], (os.getpid(), os.getppid())
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.setsid()
 sys.stdin.buffer.read()
+def of_cluster(pid):  # by its environment; agents overwrite theirs, but have logs open
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        if folder.encode() in file.read():
+            return True
+    files = os.listdir(f"/proc/{pid}/fd")
+    return any(os.readlink(f"/proc/{pid}/fd/{file}").startswith(folder) for file in files)
 def left():
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if mark in file.read() and int(pid) != os.getpid():
-                    yield int(pid)
+            if pid not in spared and of_cluster(pid):
+                yield pid
         except OSError:
             pass
 for _ in range(100):
