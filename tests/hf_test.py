@@ -1,6 +1,7 @@
 """Weights in and out of the Hugging Face layout, and files that are not what they claim to be."""
 
 import hashlib
+import importlib.util
 import json
 import pickle
 import resource
@@ -321,9 +322,12 @@ class Payload:
 def test_nothing_in_a_pickle_runs(folder, tmp_path, name):
     canary = tmp_path / "canary"
     (folder / "model.safetensors").unlink()
+    # Without PyTorch, whose reader of tensors refuses the others, no pickle is opened at all.
+    has_torch = importlib.util.find_spec("torch") is not None
+    error = DataError if has_torch or name != "pytorch_model.bin" else ConfigError
     for content in (Payload(canary), np.ones(3), {GAIN: Payload(canary)}, [1, 2]):
         (folder / name).write_bytes(pickle.dumps(content))
-        assert name in refused(folder)
+        assert name in refused(folder, error)
         assert name in refused(folder / name)
     assert not canary.exists()
     pickle.loads(pickle.dumps(Payload(canary)))
