@@ -158,7 +158,7 @@ def _run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Keeps what JAX and XLA say of devices that are missing or full off the terminal."""
+    """Hides the messages of JAX and XLA about missing devices and about full ones."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for others
     sys.stderr.flush()
     python, native = sys.stderr, os.dup(2)

@@ -236,7 +236,7 @@ class Outer:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How the requested batch per worker grows, in sequences (docs/algorithm.md, 2 and 3)."""
+    """How a worker's requested batch, counted in sequences, grows (docs/algorithm.md, 2 and 3)."""
 
     test: str = _knob(
         "norm",

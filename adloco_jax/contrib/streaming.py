@@ -301,7 +301,7 @@ def of_params(tx: optax.GradientTransformation, state: optax.OptState) -> PyTree
 
     Returns:
       A pytree of bools with the structure of `state`: True for arrays like momentum, False for
-      values of the whole, such as a count of updates.
+      global values, such as a count of updates.
     """
     return optax.tree_utils.tree_map_params(
         tx.init, lambda _: True, state, transform_non_params=lambda _: False

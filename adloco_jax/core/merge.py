@@ -109,8 +109,8 @@ def merge(
 
     Parameters and the floating-point outer state (momentum) become the weighted mean of the
     members, computed in float32 (in float64 for float64). Values that are equal in all members do
-    not change. A member is left out by selection if it has a non-finite value that is not equal in
-    all members, or if its weight is not positive and finite. If no weight is usable, the finite
+    not change. A member is masked out, not weighted by zero, if it has a non-finite value where
+    members differ, or if its weight is not positive and finite. If no weight is usable, the finite
     members count equally.
 
     The absorbed trainers' workers join the representative; `reassign` can then move them. The

@@ -439,7 +439,7 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Typed keys [T, R, B]: of the trainer, the worker, and the example's position in its round."""
+    """Keys [T, R, B], one per example: trainer, worker and index in the round are folded in."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(

@@ -551,7 +551,7 @@ class RayEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """Takes the workers of learners that have been asked to end, which then do."""
+        """Fetches the workers of learners that were asked to stop, and lets those learners exit."""
         for number, learner in [*self.learners.items()]:
             if not (learner.leaving and learner.joined) or number in busy:
                 continue

@@ -62,7 +62,7 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
 
 
 def _micro_batches(control: Control, position: int, settings: Settings) -> tuple[int, int]:
-    """The micro-batch of a trainer's next round, and the number of micro-batches per update."""
+    """The micro-batch size of a trainer's next round, and how many micro-batches make an update."""
     largest = control.max_batch_size
     size, accum = switch_mode(
         control.trainers[position].requested_batch_size,

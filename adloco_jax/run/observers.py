@@ -194,7 +194,7 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the state of a boundary when a save is due or at a signal, which then stops the run."""
+    """Saves the state at a round's boundary when a save is due; after a signal saves and stops."""
 
     recorder: Recorder
     saver: Saver

@@ -119,7 +119,7 @@ def last(events: Sequence[dict], name: str) -> dict:
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Lines by the trainer's id, ids ascending; lines on the consensus are left out."""
+    """Group ledger lines by trainer id, in ascending order; the consensus's lines are left out."""
     trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
     return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
