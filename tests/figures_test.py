@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from ledgers import ROUNDS, write_run
 
-from adloco_jax.study import chart, cluster, curves, loss, run_figures, theory
+from adloco_jax.study import chart, cluster, curves, loss, report, run_figures, theory
 from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
 from adloco_jax.study.summary import short
@@ -249,6 +249,29 @@ def test_noise_has_gaps_where_nothing_positive_was_measured(tmp_path, drawn):
         "batch per worker (sequences)",
         "accumulated micro-batches",
     ]
+
+
+def test_learners_are_shown_while_they_are_present_with_what_happened(tmp_path, drawn):
+    run = read(tmp_path, merge=False)
+    for event in rounds_of(run):
+        event["workers_counted"] = event["workers"] - (event["round"] == 2)
+    line = {"event": "learner", "trainer": None, "why": "a <cause>"}
+    changes = [(0, 0, "joined"), (0, 1, "joined"), (2, 1, "lost"), (3, 1, "joined"), (5, 0, "late")]
+    run.events.extend([line | {"round": r, "learner": n, "what": w} for r, n, w in changes])
+    root = ET.fromstring(run_figures.learners(run))
+    titles = [e.find("title").text for e in root.iter("rect")]
+    assert titles == [
+        "learner 0, rounds 0 to 6",
+        "learner 1, rounds 0 to 2",
+        "learner 1, rounds 3 to 6",
+    ]
+    events = [e.find("title").text for e in root.iter("g") if e.get("class") == "event"]
+    assert events == ["round 5: learner 0 late: a <cause>", "round 2: learner 1 lost: a <cause>"]
+    share = drawn["share of workers counted", "round"]["counted"].y[::2]
+    workers = [sum(e["workers"] for e in rounds_of(run, round=n)) for n in range(1, 7)]
+    trainers = len(rounds_of(run, round=2))
+    assert share == pytest.approx([1, 1 - trainers / workers[1], 1, 1, 1, 1])
+    assert "Learners" in report._parts_of(run)
 
 
 def test_time_has_each_round_once_and_its_stall_within(tmp_path, drawn):

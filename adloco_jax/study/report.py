@@ -298,6 +298,8 @@ def _parts_of(run: RunRecord) -> dict[str, str]:
     if merges:
         caption = "Merges, in order. Losses (nats) are on a fixed held-out batch of the guard."
         parts["Merges"] = page.table(caption, merges)
+    if curves.lines(run.events, "learner"):
+        parts["Learners"] = run_figures.learners(run)
     parts["Time"] = run_figures.times(run)
     parts["Theory"] = run_figures.theory_beside(run)
     facts = summary.described(summary.totals(run.events))

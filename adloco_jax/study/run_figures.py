@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -205,6 +205,86 @@ def times(run: RunRecord) -> str:
     )
     panel = chart.chart(across, up, drawn, title="Seconds of each round")
     return figure(panel.html(), text)
+
+
+_SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # of what happened to a learner
+
+
+def learners(run: RunRecord) -> str:
+    """Each learner while it was present, what happened to it, and how many workers counted.
+
+    Args:
+      run: Of `engine.kind=ray`, with at least one finished round.
+    """
+    rounds = curves.lines(run.events, "round")
+    found = {e["learner"]: [] for e in curves.lines(run.events, "learner")}
+    for event in curves.lines(run.events, "learner"):
+        found[event["learner"]].append(event)
+    order, last = sorted(found), max(e["round"] for e in rounds)
+    x = _across(e["round"] - past for e in rounds for past in (0, 1))
+    lanes = {learner: (lane + 0.5) / len(order) for lane, learner in enumerate(order)}
+    body = []
+    for index, learner in enumerate(order):
+        top, height = f"{lanes[learner] - 0.2 / len(order):.2%}", f"{0.4 / len(order):.2%}"
+        bars = "".join(
+            f'<rect x="{x.at(joined):.2%}" y="{top}" width="{x.at(until) - x.at(joined):.2%}"'
+            f' height="{height}"><title>learner {learner}, rounds {joined} to {until}</title>'
+            "</rect>"
+            for joined, until in _present(found[learner], last)
+        )
+        body.append(f'<g class="{chart.look(index)}">{bars}</g>')
+        body += [
+            _mark(event, f"{x.at(event['round']):.2%}", f"{lanes[learner]:.2%}")
+            for event in found[learner]
+            if event["what"] in _SIGNS
+        ]
+    present = chart.frame(
+        x,
+        "".join(body),
+        title="The learners, round by round",
+        height=24 * len(order),
+        left=[(lanes[learner], str(learner)) for learner in order],
+        y_label="learner",
+        classes=" life",
+    )
+    shares = {}
+    for number, group in itertools.groupby(sorted(rounds, key=_round), key=_round):
+        counted, expected = zip(*((e["workers_counted"], e["workers"]) for e in group), strict=True)
+        shares[number] = sum(counted) / sum(expected)
+    share = Curve(*steps([*shares], [*shares.values()]), "c0", "counted")
+    up = chart.axis("share of workers counted", [0.0, *shares.values()])
+    panel = chart.chart(_across(share.x), up, [share], title="Workers whose round counted")
+    text = (
+        "Learners while they were present. Marks: ✕, lost; !, too late for its round; ?, an update"
+        " that was rejected. Below, the share of the trainers' workers whose round counted."
+    )
+    return figure(present.html() + panel.html(), text)
+
+
+def _round(event: dict) -> int:
+    return event["round"]
+
+
+def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
+    """The rounds from which and until which a learner was present."""
+    joined = None
+    for event in events:
+        if event["what"] == "joined":
+            joined = event["round"]
+        elif event["what"] in ("lost", "left") and joined is not None:
+            yield joined, event["round"]
+            joined = None
+    if joined is not None:
+        yield joined, last
+
+
+def _mark(event: dict, across: str, row: str) -> str:
+    """The sign of something that happened to a learner."""
+    title = f"round {event['round']}: learner {event['learner']} {event['what']}: {event['why']}"
+    return (
+        f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'
+        f'<text x="{across}" y="{row}">{_SIGNS[event["what"]]}</text></g>'
+    )
 
 
 # The panels of theory: its label, and by quantity a label, a key and classes.
