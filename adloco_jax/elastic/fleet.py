@@ -1,0 +1,215 @@
+"""The learners of a run together: their lives and calls, and what the ledger says of them."""
+
+import contextlib
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+from adloco_jax.data import Corpus
+from adloco_jax.data.sources import DATA_SOURCES
+from adloco_jax.elastic import cluster, members
+from adloco_jax.elastic.learner import Given, Learner
+from adloco_jax.errors import ConfigError, ResourceError
+from adloco_jax.loop.control import Control
+from adloco_jax.models.architectures import ARCHITECTURES
+from adloco_jax.run.build import Run
+from adloco_jax.run.resume import versions
+
+_POLL_S = 0.2  # between two looks at who is there
+
+
+class Call(NamedTuple):
+    """Something that a learner's present life has been asked for."""
+
+    learner: int
+    what: str  # "hello", "ping", "states" or "play"
+    about: Any  # of "play" the trainer's id; of "states" the workers
+
+
+class Event(NamedTuple):
+    """An answer of a learner, or its loss."""
+
+    what: str  # "play", "states" or "lost"
+    learner: members.Learner  # in the life that has answered or ended
+    about: Any  # as of the call
+    value: Any  # the answer; of a loss its cause
+
+
+class Fleet:
+    """Starts learners, asks them, and starts those again that are lost."""
+
+    def __init__(self, run: Run):
+        """Connects to no cluster and starts no learner yet: `start_all` does."""
+        self._run, self._settings = run, run.settings
+        self.learners: dict[int, members.Learner] = {}
+        self.control: Control  # at the newest boundary, which notes are of
+        self.changes: list[dict] = []  # ledger lines until the next boundary
+        self._handles: dict[int, Any] = {}
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._calls: dict[Any, Call] = {}
+        self._causes: dict[int, str] = {}  # of the last loss, by learner
+        self._cluster = contextlib.ExitStack()
+        self._given: Any = None
+        self._count = 0  # of learners that there are to be
+        self._has_started = False
+
+    def start_all(self, num_workers: int) -> None:
+        """Starts the learners, and waits for as many as there can be."""
+        rule = self._settings.engine
+        self._count = count = rule.max_learners or num_workers
+        self._cluster.enter_context(cluster.connected(rule.address, count))
+        corpus = self._run.corpus
+        own = isinstance(corpus, Corpus)
+        data, arch = self._settings.data.source, self._settings.model.arch
+        entries = {
+            "ARCHITECTURES": {arch: ARCHITECTURES[arch]},
+            "DATA_SOURCES": {data: DATA_SOURCES[data]},
+        }
+        log = self._run.workdir.resolve() / "learners" / str(int(time.time() * 1000))
+        log.mkdir(parents=True)
+        nowhere = dataclasses.replace(self._run.spec.machine, devices=())
+        spec = dataclasses.replace(self._run.spec, machine=nowhere)
+        given = Given(
+            self._settings,
+            spec,
+            None if own else corpus,
+            getattr(corpus, "commit", ""),
+            entries,
+            str(log),
+        )
+        self._given = cluster.put(given)
+        for number in range(count):
+            self._start(number, 0)
+        deadline_s = time.monotonic() + rule.restart_s
+        while time.monotonic() < deadline_s and self._absent():
+            self.poll()
+            if len(self._causes) == count:
+                break
+        there, least = count - len(self._absent()), max(rule.quorum or 1, 1)
+        if there < min(least, count) or there == 0:
+            cause = "".join(f"; learner {n}: {why}" for n, why in [*self._causes.items()][:1])
+            raise ResourceError(
+                f"engine.quorum = {rule.quorum}: {there} of {count} learners have started within"
+                f" {rule.restart_s:g} s{cause}; start more nodes, or lower engine.quorum"
+            )
+        self._has_started = True
+
+    def poll(self) -> list[Event]:
+        """What learners have answered, and which are lost; those are started again.
+
+        Raises:
+          ConfigError: If a learner of the start has other data or versions than the driver.
+          ResourceError: If the cluster is gone.
+        """
+        rule, events = self._settings.engine, []
+        for call, outcome in cluster.poll([*self._calls], _POLL_S).items():
+            asked = self._calls.pop(call, None)
+            if asked is None:
+                continue  # of a life that has ended since
+            learner = self.learners[asked.learner]
+            if outcome.error:
+                events.append(self._lose(learner, outcome.error))
+            elif asked.what == "hello":
+                events += self._greet(learner, outcome.value)
+            elif asked.what == "ping":
+                self._hear(learner, outcome.value)
+            else:
+                events.append(Event(asked.what, learner, asked.about, outcome.value))
+        now_s = time.monotonic()
+        for number, learner in [*self.learners.items()]:
+            how = {"heartbeat_s": rule.heartbeat_s, "restart_s": rule.restart_s}
+            if cause := learner.fault(now_s, **how):
+                events.append(self._lose(learner, cause))
+            elif learner.joined and learner.asked_s is None and now_s > learner.next_s:
+                self.ask(number, "ping", about=None)
+                learner.asked_s, learner.next_s = now_s, now_s + rule.heartbeat_s / 4
+        return events
+
+    def _absent(self) -> list[int]:
+        return [n for n, learner in self.learners.items() if not learner.joined]
+
+    def _start(self, number: int, life: int) -> None:
+        """Starts a learner's next life, which its workers wait for."""
+        before, now_s = self.learners.get(number), time.monotonic()
+        learner = self.learners[number] = members.Learner(number, life, now_s)
+        if before is not None:
+            learner.streams, learner.lost_s = before.streams, before.lost_s or now_s
+        self._handles[number] = cluster.start(Learner, self._count, number, life, self._given)
+        self.ask(number, "hello", about=None)
+
+    def asked(self, what: str) -> set[int]:
+        """The learners that have not answered to this yet."""
+        return {call.learner for call in self._calls.values() if call.what == what}
+
+    def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
+        """Calls a learner; `poll` has the answer."""
+        aside = what in ("ping", "states")
+        call = cluster.submit(self._handles[number], what, *arguments, aside=aside)
+        self._calls[call] = Call(number, what, about)
+
+    def host(self, stream: int) -> int | None:
+        """The learner that has a worker and is there."""
+        for number, learner in self.learners.items():
+            if stream in learner.streams:
+                return number if learner.joined else None
+        return None
+
+    def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
+        """Adds a line for the ledger."""
+        if trainer is None and (streams := self.learners[number].streams):
+            owners = zip(self.control.streams, self.control.owners, strict=True)
+            owner = next((m for stream, m in owners if stream in streams), None)
+            trainer = None if owner is None else self.control.trainers[owner].id
+        line = {"event": "learner", "round": self.control.round, "learner": number}
+        self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
+
+    def _greet(self, learner: members.Learner, found: dict) -> list[Event]:
+        """Takes a learner in, unless it differs from the driver: then it is lost."""
+        number = learner.number
+        self._processes[number] = tuple(found["process"])
+        here = {"fingerprint": self._run.corpus.fingerprint, "versions": versions()}
+        names = {"fingerprint": "other data", "versions": "other versions of packages"}
+        if differing := [names[name] for name in here if found[name] != here[name]]:
+            fault = f"has {' and '.join(differing)} than the driver"
+            if self._has_started:
+                return [self._lose(learner, fault)]
+            raise ConfigError(
+                f"learner {number} ({found['devices']}): {fault}; install the same, and give it the"
+                " same files"
+            )
+        learner.joined, learner.lost_s = True, None
+        self._causes.pop(number, None)
+        self.note(number, "joined", found["devices"])
+        return []
+
+    def _hear(self, learner: members.Learner, found: dict) -> None:
+        """Notes a sign of life."""
+        learner.asked_s = None
+        learner.leaving |= found["leaving"]
+        if found["compiling"] and learner.due_s is not None:
+            learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
+
+    def _lose(self, learner: members.Learner, cause: str) -> Event:
+        """Ends a learner that is lost, and starts its next life."""
+        number = learner.number
+        if learner.joined or self._causes.get(number) != cause:
+            self.note(number, "lost", cause)
+        self._causes[number] = cause
+        self.start_again(number)
+        return Event("lost", learner, None, cause)
+
+    def start_again(self, number: int) -> None:
+        """Ends a learner's life, and starts the next one."""
+        life = self.learners[number].life
+        self._kill(number)
+        self._start(number, life + 1)
+
+    def close(self) -> None:
+        """Ends all learners, and a cluster of our own."""
+        for number in [*self._handles]:
+            self._kill(number)
+        self._cluster.close()
+
+    def _kill(self, number: int) -> None:
+        self._calls = {call: c for call, c in self._calls.items() if c.learner != number}
+        cluster.kill(self._handles.pop(number), self._processes.pop(number, None))

@@ -1,0 +1,66 @@
+"""A trainer's round in learners: who has answered, which answers count, and when it ends."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from adloco_jax.elastic import members
+from adloco_jax.elastic.learner import Answer, Order
+from adloco_jax.engine.local import Outcome
+from adloco_jax.loop.control import RoundPlan
+from adloco_jax.settings import Engine
+
+
+@dataclass
+class Round:
+    """A trainer's round under way."""
+
+    plan: RoundPlan
+    order: Order  # without work
+    rate_T: np.ndarray
+    start_s: float
+    wire_bytes: int
+    awaited: set[int] = field(default_factory=set)  # learners that have not answered
+    reported: set[int] = field(default_factory=set)
+    answers: dict[int, Answer] = field(default_factory=dict)  # by stream
+    quorum_s: float | None = None  # when there were answers enough
+
+    def take(self, learner: int, answers: Sequence[Answer]) -> None:
+        """Takes a learner's answers, unless the round goes on without it."""
+        if learner not in self.awaited:
+            return
+        self.awaited.discard(learner)
+        self.reported.add(learner)
+        for answer in answers:
+            self.answers[answer.stream] = answer
+            self.wire_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(answer.differences))
+
+    def is_over(self, rule: Engine) -> bool:
+        """Whether the round ends now, with or without some answers."""
+        now_s, reported, awaited = time.monotonic(), len(self.reported), len(self.awaited)
+        if self.quorum_s is None and members.has_quorum(reported, awaited, rule.quorum):
+            self.quorum_s = now_s
+        since_s = None if self.quorum_s is None else now_s - self.quorum_s
+        how = {"quorum": rule.quorum, "since_quorum_s": since_s, "grace_s": rule.grace_s}
+        return members.is_over(reported, awaited, **how)
+
+    def counted(self, rule: Engine) -> dict[int, Answer]:
+        """The answers that count, by stream; all of them if none is usable."""
+        norms = {stream: answer.norm for stream, answer in self.answers.items()}
+        out = members.rejected(norms, rule.max_norm_ratio)
+        kept = {stream: a for stream, a in self.answers.items() if stream not in out}
+        return kept or self.answers
+
+
+def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -> Outcome:
+    """Losses and skipped updates of a trainer's workers; of those not counted NaN, not skipped."""
+    shape = (plan.num_updates, len(answers))
+    loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
+    for column, answer in enumerate(answers):
+        if answer is not None:  # its updates are the last ones
+            loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
+            skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
+    return Outcome(loss_SR, skipped_SR, norm)

@@ -1,0 +1,106 @@
+"""Workers' inner states, which learners hold: to send them, to fetch them, to replace lost ones."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from adloco_jax.core.types import Ensemble
+from adloco_jax.elastic.fleet import Event, Fleet
+from adloco_jax.engine.spec import Spec
+from adloco_jax.loop.adloco import State
+from adloco_jax.loop.control import Control
+
+
+class InnerStates:
+    """Where each worker's inner state is: here, to be sent; with its learner; or lost."""
+
+    def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
+        """The states of a fleet's workers; `poll` takes what learners have answered."""
+        self._spec, self._fleet, self._poll = spec, fleet, poll
+        self.seeds: dict[int, PyTree] = {}  # to send, by stream
+        self.lost: set[int] = set()  # streams whose inner state went with its learner
+        self._found: dict[tuple[int, int, int], PyTree | None] = {}  # answers of `states`
+
+    def take(self, event: Event) -> None:
+        """Takes a learner's answer to `states`."""
+        self._found |= dict(zip(event.about, event.value, strict=True))
+
+    def adopt(self, state: State) -> None:
+        """Takes the inner states of an ensemble that has some, to send them to the learners."""
+        inner_R = state.ensemble.inner_state_R
+        if inner_R is None or self._spec.reset_inner_state:
+            return
+        inner_R = jax.device_get(inner_R)
+        for worker, stream in enumerate(state.control.streams):
+            self.seeds[stream] = jax.tree.map(lambda leaf, w=worker: leaf[w], inner_R)
+        self.lost.clear()
+
+    def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
+        """Workers' inner states: from here, from their learners, or those of their peers.
+
+        A state that is lost is the mean of its trainer's other workers', as of a worker that joins,
+        or a fresh one where there are none.
+        """
+        if self._spec.reset_inner_state:
+            return [None for _ in workers]
+        wanted = {*workers}
+        for worker in workers:
+            if control.streams[worker] in self.lost:
+                wanted |= {*control.workers_of(control.owners[worker])}
+        self._fetch([control.reads(w) for w in sorted(wanted)])
+        found = {w: self._state_here(control, w) for w in wanted}
+        states = []
+        for worker in workers:
+            state = found[worker]
+            if state is None:
+                peers = control.workers_of(control.owners[worker])
+                others = [found[w] for w in peers if found.get(w) is not None]
+                state = _mean(others) if others else self._fresh()
+            states.append(state)
+        return states
+
+    def _state_here(self, control: Control, worker: int) -> PyTree | None:
+        key = control.reads(worker)
+        return self.seeds.get(key[1], self._found.get(key))
+
+    def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        """Asks learners for the states of workers, by trainer, stream and cursor; waits."""
+        self._found.clear()
+        asked = {}
+        for key in keys:
+            number = self._fleet.host(key[1])
+            if key[1] not in self.seeds and key[1] not in self.lost and number is not None:
+                asked.setdefault(number, []).append(key)
+        for number, wanted in asked.items():
+            self._fleet.ask(number, "states", wanted, about=wanted)
+        while self._fleet.asked("states"):
+            self._poll()
+
+    def _fresh(self) -> PyTree:
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._spec.params)
+        return jax.device_get(self._spec.inner_tx.init(zeros))
+
+    def with_fresh(self, ensemble: Ensemble) -> Ensemble:
+        """The ensemble, with fresh inner states if it has none."""
+        if ensemble.inner_state_R is not None:
+            return ensemble
+        fresh = self._fresh()  # a round begins with one, whatever was saved
+        inner_R = jax.tree.map(lambda leaf: np.stack([leaf] * ensemble.num_workers), fresh)
+        return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
+
+
+def _mean(states: Sequence[PyTree]) -> PyTree:
+    """The mean of inner states, as `core.spawn` forms it: whole numbers are rounded."""
+
+    def mean(*leaves: np.ndarray) -> np.ndarray:
+        stack = np.stack(leaves)
+        if (stack == stack[:1]).all():
+            return stack[0]
+        value = stack.astype(np.float64).mean(axis=0)
+        is_real = np.issubdtype(stack.dtype, np.inexact)
+        return (value if is_real else np.round(value)).astype(stack.dtype)
+
+    return jax.tree.map(mean, *states)
