@@ -332,7 +332,7 @@ class Engine:
         "", "HOST:PORT of the Ray cluster to join. Empty: one of the run's own on this machine."
     )
     max_learners: Count | None = _knob(
-        None, "Learners to start, and to start anew. Unset: one for each worker that begins."
+        None, "Number of learners to start and restart. Unset: one for each worker that begins."
     )
     quorum: Count | None = _knob(
         None, "Learners of a trainer whose answers are enough for its round; unset: all."

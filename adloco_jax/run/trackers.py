@@ -196,7 +196,7 @@ def open_ledger(
     """Opens a run's ledger, cut to the restored state, and the trackers that it feeds.
 
     Args:
-      run: The run; its config is recorded anew in process 0.
+      run: The run; process 0 records its config again.
       stack: Closes the ledger and the trackers.
       position: Position of the restored checkpoint, see `Ledger.position`.
       progress: Shows the name of a tracker that is dropped.
