@@ -5,14 +5,12 @@ safetensors beside it, by PyTorch's reader that loads only tensors. The name, sh
 every tensor are checked. The names are those of `models.weight_maps`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -27,15 +25,15 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from adloco_jax import hub
-from adloco_jax.data.files import sync
 from adloco_jax.data.tokenizers import Tokenizer
 from adloco_jax.errors import ConfigError, DataError, reason
+from adloco_jax.files import read_json, replaced_folder
 from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import rotary_frequencies
 from adloco_jax.models.weight_maps import WeightMap
 
-MAX_JSON_BYTES = 2**26  # of config.json, of an index
+_JSON: Any = {"max_bytes": 2**26, "links": True}  # config.json, an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
@@ -221,24 +219,11 @@ def save(
         tensor.name: np.ascontiguousarray(tensor.of(leaves[tensor.path]))
         for tensor in tensors(network, names)
     }
-    with replaced(folder) as partial:
+    with replaced_folder(folder) as partial:
         save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(partial)
-
-
-@contextlib.contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which replaces `folder` after everything is written."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for path in [*partial.rglob("*"), partial]:
-        sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
@@ -269,22 +254,6 @@ def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
     return hub.download(name, files, one_of=one_of, where=f"{key}={name}", hint=hint)
 
 
-def _read_json(file: Path) -> dict:
-    try:
-        with open(file, "rb") as opened:
-            text = opened.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-        content = json.loads(text)
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file; a folder in Hugging Face layout has it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file}: no readable JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: have a JSON {type(content).__name__}, need an object")
-    return content
-
-
 # --- config.json --------------------------------------------------------------------------------
 
 
@@ -295,7 +264,7 @@ def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
     def fault(key: str, have: object, need: object) -> None:
         faults.append(f"{path}: {key}: have {str(have)[:80]}, need {need}")
 
-    config = _read_json(path)
+    config = read_json(path, DataError, **_JSON)
     known = {names.model_type: names for names in _weight_maps()}
     names = known.get(str(config.get("model_type")))
     if names is None:
@@ -355,7 +324,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
             f"{folder}: need model.safetensors, or an index and its shards; {have}; convert with"
             " `save_pretrained(..., safe_serialization=True)`"
         )
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index, DataError, **_JSON).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise DataError(f"{index}: need a weight_map from tensor to file")
     files = [_open(_inside(folder, file, index)) for file in sorted(set(weight_map.values()))]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adloco_jax import crashpoints
+from adloco_jax import crashpoints, files
 from adloco_jax.errors import CheckpointError, ResourceError
 from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.checkpoint import Damaged, Saver, list_rounds, newest, read_arrays, verify
@@ -220,7 +220,7 @@ def test_a_forged_manifest_opens_nothing_outside_its_folder(path, files):
     ids=["deep", "long", "cut", "list", "latin"],
 )
 def test_invalid_json_is_damage(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_MAX_JSON_BYTES", 100_000)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 100_000)
     (tmp_path / "host.json").write_text(text, encoding="latin-1")
     with pytest.raises(Damaged, match="host.json"):
         checkpoint.read_host(tmp_path)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from adloco_jax import hf
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.files import replaced_folder
 from adloco_jax.models import Bert, Llama
 from adloco_jax.models.layers import param_shapes
 
@@ -101,7 +102,7 @@ def refused(path, kind=DataError) -> str:
 def test_an_export_may_hold_folders(tmp_path):
     """As those of tokenizers with several chat templates do."""
     for text in ("first", "second"):
-        with hf.replaced(tmp_path / "export") as partial:
+        with replaced_folder(tmp_path / "export") as partial:
             (partial / "additional_chat_templates").mkdir()
             (partial / "additional_chat_templates" / "tool.jinja").write_text(text)
         (file,) = (tmp_path / "export").rglob("*.jinja")

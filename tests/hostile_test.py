@@ -19,7 +19,8 @@ import pytest
 from adloco_jax import main as cli
 from adloco_jax.data.tokenizers import load_tokenizer
 from adloco_jax.errors import ConfigError, DataError
-from adloco_jax.run import checkpoint, records
+from adloco_jax.run import checkpoint
+from adloco_jax.run.ledger import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
@@ -265,7 +266,7 @@ def test_a_field_of_another_kind_ends_a_command_with_one_line(
     run, words = Path(SENT), FROM_FOLDER[command][1]
     forgeries = [
         (READ_LEDGER, functools.partial(forge_ledger, run, event), f"ledger.jsonl:.*{event}")
-        for event in records.EVENTS
+        for event in EVENTS
     ]
     config = functools.partial(forge_json, run / "config.json")
     for change in (

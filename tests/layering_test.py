@@ -20,10 +20,10 @@ BELOW = {
     "__version__": set(),
 }
 BELOW["rules"] = {"settings"}
-BELOW["crashpoints"] = {"errors"}
+BELOW["crashpoints"] = BELOW["files"] = {"errors"}
 BELOW["loop"] = {"core", "contrib", "models", "settings"}
 BELOW["hub"] = {"errors"}
-BELOW["data"] = {"core", "models", "settings", "errors", "hub"}
+BELOW["data"] = {"core", "models", "settings", "errors", "files", "hub"}
 BELOW["hf"] = BELOW["data"] | {"data"}
 BELOW["config"] = BELOW["hf"] | {"hf", "rules"}
 BELOW["engine"] = BELOW["hf"] | BELOW["loop"] | {"hf", "loop", "crashpoints"}

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adloco_jax import files
 from adloco_jax.errors import DataError
-from adloco_jax.run import records
-from adloco_jax.run.ledger import Ledger, deterministic_lines, read
+from adloco_jax.run.ledger import EVENTS, Ledger, deterministic_lines, read
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, num
 
 
 def sample(kind):
-    """A value of a kind as `records.EVENTS` declares them."""
+    """A value of a kind as `ledger.EVENTS` declares them."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
-    plain = {int: 1, records.Size: 1, float: 1.0, str: "text", bool: True}
+    plain = {int: 1, files.Size: 1, float: 1.0, str: "text", bool: True}
     if kind in (*plain,):
         return plain[kind]
     if origin in (list, tuple):
@@ -106,7 +106,7 @@ def sample(kind):
         return {"a": sample(members[1])}
     if origin is typing.Literal:
         return members[0]
-    if isinstance(kind, records.Maybe):
+    if isinstance(kind, files.Maybe):
         return sample(kind.kind)
     if members:  # a union
         return sample(members[0])
@@ -127,10 +127,10 @@ def places(value, name):
 HUGE, WRONG = 10**400, ["x", 1.5, True, [[[]]], {"?": [[]]}]
 
 
-@pytest.mark.parametrize("event", records.EVENTS)
+@pytest.mark.parametrize("event", EVENTS)
 def test_a_field_of_another_kind_is_refused_by_file_line_and_field(path, event):
-    before = json.dumps({"event": "round"} | sample(records.EVENTS["round"])) + "\n"
-    line = {"event": event} | sample(records.EVENTS[event])
+    before = json.dumps({"event": "round"} | sample(EVENTS["round"])) + "\n"
+    line = {"event": event} | sample(EVENTS[event])
     path.write_text(before + json.dumps(line) + "\n")
     assert read(path)[1] == line
     tried = 0
@@ -162,9 +162,9 @@ def test_a_field_of_another_kind_is_refused_by_file_line_and_field(path, event):
     ],
 )
 def test_lines_that_contradict_one_another_are_refused(path, change, fault):
-    lines = [{"event": "round"} | sample(records.EVENTS["round"])]
+    lines = [{"event": "round"} | sample(EVENTS["round"])]
     kind = change.get("event", "round")
-    lines.append({"event": kind} | sample(records.EVENTS[kind]) | change)
+    lines.append({"event": kind} | sample(EVENTS[kind]) | change)
     lines[1] = {name: value for name, value in lines[1].items() if value is not ...}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DataError, match=fault):

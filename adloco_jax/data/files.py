@@ -3,7 +3,6 @@
 import errno
 import fnmatch
 import glob
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,21 +24,6 @@ def cache_folder(name: str) -> Path:
     except RuntimeError as error:  # no HOME, and no entry in the list of users
         raise FileNotFoundError(errno.ENOENT, str(error)) from error
     return Path(home) / "adloco_jax" / name
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:

@@ -2,17 +2,16 @@
 
 import contextlib
 import json
-import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from adloco_jax.data.files import sync
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.files import replaced_file
 
 DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
@@ -40,7 +39,8 @@ class Kept:
         path = partial / "request.json"
         if path.exists():
             require_same(partial, json.loads(path.read_bytes()), request)
-        self._write(path, lambda file: file.write(json.dumps(request).encode()))
+        with replaced_file(path) as file:
+            file.write(json.dumps(request).encode())
         while (path := self._path(len(self._counts))).exists():
             with self._opened(path) as content:
                 self._note(content["about"], **json.loads(str(content["progress"])))
@@ -57,7 +57,8 @@ class Kept:
         """Saves a piece: documents, records of files that ended in it, and the next position."""
         progress = np.array(json.dumps({"files": files} | position))
         arrays = {"tokens": tokens, "about": about, "progress": progress}
-        self._write(self._path(len(self._counts)), lambda file: np.savez(file, **arrays))
+        with replaced_file(self._path(len(self._counts))) as file:
+            np.savez(file, **arrays)
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
@@ -77,13 +78,6 @@ class Kept:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.npz"
-
-    def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
-        new = self._folder / ".new"
-        with open(new, "wb") as file:
-            write(file)
-        sync(new)
-        os.replace(new, path)
 
     @contextlib.contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:

@@ -5,17 +5,16 @@ and trusts these hashes, so that it starts quickly.
 """
 
 import dataclasses
-import json
 import typing
 from pathlib import Path
 
 import numpy as np
 
 from adloco_jax.errors import DataError
+from adloco_jax.files import FileRecord, fault, read_json
 
 MANIFEST = "prepared.json"
 FORMAT = 2
-_MAX_BYTES = 2**28  # a million source files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Manifest:
     fingerprint: str
     vocab_size: int
     eot_id: int
-    shapes: list[list]
+    shapes: list[list[int]]
     hashes: list[str]
     documents: list[int]
     tokens_per_byte: float
@@ -74,29 +73,17 @@ def read_prepared(folder: Path) -> Manifest:
     Raises:
       DataError: If it is missing, damaged or of another format.
     """
-    path, values = folder / MANIFEST, {}
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(f"{path}: larger than {_MAX_BYTES} bytes, no description of rows")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: unreadable ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: damaged, no JSON ({error})") from error
-    version = content.get("format") if isinstance(content, dict) else None
-    if type(version) is not int or version != FORMAT:
+    path = folder / MANIFEST
+    content = read_json(path, DataError)
+    if (version := content.get("format")) != FORMAT:
         raise DataError(f"{path}: format {version!r:.40}, need {FORMAT}; prepare the data again")
-    for field in dataclasses.fields(Manifest):
-        value = values[field.name] = content.get(field.name)
-        kind, items = typing.get_origin(field.type) or field.type, typing.get_args(field.type)
-        is_good = type(value) is kind
-        is_good = is_good and (not items or all(type(item) is items[0] for item in value))
-        if not is_good or (kind in (int, float) and not value >= 0):
-            raise DataError(f"{path}: damaged, {field.name} is {value!r:.40}")
-    manifest = Manifest(**values)
-    is_named = all(isinstance(record.get("name"), str) for record in manifest.files)
-    if not is_named or {len(manifest.shapes), len(manifest.hashes), len(manifest.documents)} != {2}:
-        raise DataError(f"{path}: damaged, a file has no name, or there are not two sides")
+    kinds = typing.get_type_hints(Manifest) | {"files": list[FileRecord]}
+    if found := fault(content, kinds, "prepared"):
+        raise DataError(f"{path}: damaged, {found}")
+    manifest = Manifest(**{key: content[key] for key in kinds})
+    sides = (manifest.shapes, manifest.hashes, manifest.documents)
+    if {*map(len, sides)} != {2} or manifest.tokens_per_byte < 0:
+        raise DataError(f"{path}: damaged, not two sides, or fewer than no tokens")
     return manifest
 
 

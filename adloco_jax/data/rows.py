@@ -29,13 +29,13 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from adloco_jax.data import prepared, sources
-from adloco_jax.data.files import file_sha256, sync
 from adloco_jax.data.kept import DOCUMENT, Kept, require_same
 from adloco_jax.data.prepared import FORMAT, MANIFEST, Manifest
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip
 from adloco_jax.errors import ConfigError, DataError
+from adloco_jax.files import file_sha256, sync
 from adloco_jax.settings import Data
 
 MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
@@ -43,7 +43,7 @@ MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as man
 NUM_FIELDS = 2  # before a labelled row's tokens: its class, and how many of its tokens are real
 
 _CHUNK_CHARS = 2**20  # tokenised and kept at a time, and the grain at which reading stops
-_OURS = re.compile(r"request\.json|whole|\.lock|\.new|\d+\.npz")  # names in the folder
+_OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")  # names in the folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,12 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.data.files import file_sha256, sync
 from adloco_jax.errors import CheckpointError, ResourceError, reason
+from adloco_jax.files import file_sha256, read_json, sync
 from adloco_jax.run import processes
 
 FORMAT = 3  # increases when an older reader could not understand a newer run's folder
 EXPORTED = (2, FORMAT)  # formats of which `adloco export` reads the parameters
-_MAX_JSON_BYTES = 2**28  # room for records of a million source files; a file is read as a whole
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 
@@ -239,7 +238,7 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
     path = checkpoint / _MANIFEST
     if checkpoint.is_symlink():
         raise Damaged(f"{checkpoint}: a symbolic link, not a folder of this run")
-    manifest = read_json(path)
+    manifest = read_json(path, Damaged)
     manifest.pop("sha256", None)
     if path.read_bytes() != _seal(manifest):
         raise Damaged(f"{path}: does not match its own hash")
@@ -299,7 +298,7 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
 def read_host(checkpoint: Path) -> dict:
     """The host's half of a verified checkpoint."""
-    return read_json(checkpoint / _HOST)
+    return read_json(checkpoint / _HOST, Damaged)
 
 
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
@@ -354,25 +353,6 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
             return reader.restore(arrays, args=args)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise Damaged(f"{arrays}: unreadable ({reason(error)})") from error
-
-
-def read_json(path: Path) -> dict:
-    """A small JSON object that a run has written.
-
-    Raises:
-      Damaged: If the file is missing, a link, too large or not a JSON object.
-    """
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path}: missing or not a regular file")
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise Damaged(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: unreadable ({error})") from error
-    if not isinstance(content, dict):
-        raise Damaged(f"{path}: not a JSON object")
-    return content
 
 
 def shapes(tree: PyTree) -> dict[str, str]:

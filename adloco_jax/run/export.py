@@ -17,6 +17,7 @@ from adloco_jax.data.tokenizers import Tokenizer, load_tokenizer
 from adloco_jax.engine import evaluate
 from adloco_jax.engine.programs import Programs
 from adloco_jax.errors import CheckpointError, ConfigError
+from adloco_jax.files import replaced_folder
 from adloco_jax.models.layers import param_shapes
 from adloco_jax.run import checkpoint
 from adloco_jax.run.build import (
@@ -59,7 +60,7 @@ def write_consensus(
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf, order="C")
         for path, leaf in jax.tree.leaves_with_path(params)
     }
-    with hf.replaced(folder) as partial:
+    with replaced_folder(folder) as partial:
         save_file(leaves, partial / "params.safetensors")
     print(f"export: {folder / 'params.safetensors'}; the model has no Hugging Face names")
 

@@ -11,22 +11,87 @@ import io
 import json
 import os
 import threading
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import numpy as np
 
+from adloco_jax import files
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.errors import CheckpointError, DataError, ResourceError
-from adloco_jax.run import records
+from adloco_jax.errors import CheckpointError, DataError
+from adloco_jax.files import Maybe, Size, replaced_file, write_errors
+from adloco_jax.loop.adloco import StateBytes
+from adloco_jax.settings import Settings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
 # Written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
+
+
+class _Class(TypedDict):
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    support: int
+
+
+def _fields(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_COSTS = _fields(int, "syncs bytes")
+_MERGE = (
+    _fields(int, "round into")
+    | {"members": list[int], "weights": list[float], "loss_before": list[float | None]}
+    | _fields(float | None, "loss_after barrier")
+    | _COSTS
+)
+# By event, the kind of each field. A number is null where it was not finite, or not measured.
+EVENTS: dict[str, dict[str, Any]] = {
+    "start": _fields(str, "run command data_fingerprint")
+    | _fields(Size, "num_params max_batch_size")
+    | {"state_bytes": typing.get_type_hints(StateBytes), "config": Settings}
+    | _fields(Maybe(str), "time devices jax attention loss_unit")
+    | {"versions": Maybe(dict[str, str]), "tokens_per_byte": Maybe(float | None)}
+    | {"round": Maybe(int), "buckets": Maybe(list[int])},
+    "round": _fields(int, "round trainer tokens")
+    | _fields(Size, "workers requested_batch_size micro_batch_size num_accum_steps")
+    | _fields(Size, "next_batch_size updates")
+    | _COSTS
+    | _fields(float | None, "train_loss noise signal test_value step_s stall_s")
+    | _fields(Maybe(float | None), "learning_rate pseudo_grad_norm")
+    | _fields(Maybe(int | None), "steps_per_round next_steps_per_round")
+    | _fields(Maybe(int), "next_workers skipped_updates")
+    | {"reason": Maybe(str)}
+    | _fields(Maybe(int), "workers_counted wire_bytes"),
+    "learner": _fields(int, "round learner") | {"trainer": int | None} | _fields(str, "what why"),
+    "eval": {"round": int, "trainer": int | Literal["consensus"], "loss": float | None}
+    | _fields(int, "tokens_total syncs_total bytes_total")
+    | {"updates_total": Maybe(int), "source": Maybe(str)}
+    | _fields(Maybe(float | None), "perplexity wall_s accuracy")
+    | {"classes": Maybe(list[_Class])},
+    "sync": {"round": int, "trainers": list[int]} | _COSTS,
+    "merge": _MERGE | {"requested_batch_size": Maybe(int), "workers": Maybe(dict[str, int])},
+    "refusal": _MERGE | {"action": Maybe(str)},
+    "spawn": {"round": int, "trainer": Maybe(int), "reason": Maybe(str)}
+    | _COSTS
+    | _fields(Maybe(int), "workers_before workers_after"),
+    "fault": {"kind": str, "round": int, "trainer": Maybe(int), "cause": Maybe(str)}
+    | _fields(Maybe(int), "updates skipped_in_a_row max_batch_size max_batch_size_before")
+    | _fields(Maybe(str), "tracker effect"),
+    "compile": _fields(str, "key cache where")
+    | {"seconds": float, "needed_bytes": Maybe(int | None)},
+    "memory": {"round": int, "host_peak_bytes": int, "device_peak_bytes": list[int | None]},
+    "checkpoint": {"round": int} | _fields(Maybe(float), "bytes blocked_s save_s"),
+    "end": {"reason": str, "wall_s": float, "tokens_per_s": Maybe(float)}
+    | _fields(int, "rounds tokens_total")
+    | _fields(Maybe(int), "bytes_total syncs_total updates_total"),
+}
 
 
 def _position(content: bytes) -> dict:
@@ -117,7 +182,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
     Raises:
       DataError: If the file cannot be read; if a line other than an incomplete last one is no
-        event, or a field of it is not what `records.EVENTS` says.
+        event, or a field of it is not what `EVENTS` says.
     """
     try:
         content = Path(path).read_bytes()
@@ -144,7 +209,7 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 def _fault(event: dict, rounds: int) -> str:
     """What is wrong with a line after so many rounds; empty if nothing is."""
     name = event["event"]
-    if fault := records.fault(event, records.EVENTS.get(name, {}), name):
+    if fault := files.fault(event, EVENTS.get(name, {}), name):
         return fault
     # Trainers have clocks of their own: a slower one's round may come after a later one.
     first, last = (1, rounds + 1) if name == "round" else (0, rounds)
@@ -185,7 +250,12 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
         if line.end <= end or (line.event and line.event["event"] not in _REPEATED_EVENTS)
     )
     if kept != content:
-        _replace(Path(path), kept)
+        with write_errors(Path(path)):
+            crash_point("ledger.cut")
+            with replaced_file(Path(path)) as file:
+                file.write(kept)
+                crash_point("ledger.cut_written")
+            crash_point("ledger.cut_renamed")
 
 
 class _Line(NamedTuple):
@@ -205,20 +275,6 @@ def _content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces the file as a whole."""
-    replacement = path.with_name(".ledger.jsonl")
-    with write_errors(path):
-        crash_point("ledger.cut")
-        with open(replacement, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        crash_point("ledger.cut_written")
-        os.replace(replacement, path)
-        crash_point("ledger.cut_renamed")
-
-
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
     """The lines that two runs with one seed share, for comparing them with `==`.
 
@@ -234,18 +290,6 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
         for event in events
         if event["event"] in _DETERMINISTIC_EVENTS
     ]
-
-
-@contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turns an error of writing to `path` into a `ResourceError` that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"{path}: cannot be written ({error.strerror}); make room or grant access, and run the"
-            " same command again"
-        ) from error
 
 
 def _parse(line: bytes) -> dict | None:

@@ -23,7 +23,7 @@ import jax
 
 from adloco_jax import errors
 from adloco_jax.errors import ConfigError, ResourceError, UserError
-from adloco_jax.run.ledger import write_errors
+from adloco_jax.files import write_errors
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXCHANGE_MS = 2 * 60 * 60 * 1000  # the slowest load or save; heartbeats notice a dead process

@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -22,21 +21,22 @@ from filelock import FileLock, Timeout
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
-from adloco_jax import __version__
+from adloco_jax import __version__, files
 from adloco_jax.config import default_config, validate
 from adloco_jax.crashpoints import crash_point
 from adloco_jax.data.files import shard_changes
 from adloco_jax.engine.programs import Compiled, Programs, ensemble_spec, placement
 from adloco_jax.engine.spec import ProgramKey, Spec
 from adloco_jax.errors import CheckpointError, ConfigError, DataError, ResourceError
+from adloco_jax.files import replaced_file, write_errors
 from adloco_jax.hub import COMMIT
 from adloco_jax.loop.adloco import Control, State, Trainer, start
 from adloco_jax.loop.plans import share_done
-from adloco_jax.run import checkpoint, processes, records
+from adloco_jax.run import checkpoint, processes
 from adloco_jax.run.build import Run, attention
 from adloco_jax.run.checkpoint import Damaged
 from adloco_jax.run.choose import Choice, Mode, choose
-from adloco_jax.run.ledger import finish, read, write_errors
+from adloco_jax.run.ledger import finish, read
 from adloco_jax.settings import KNOBS, Change, Settings
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -243,7 +243,7 @@ def recorded_commit(workdir: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        commit = checkpoint.read_json(path).get("data_commit", "")
+        commit = files.read_json(path, Damaged).get("data_commit", "")
         if commit and not COMMIT.fullmatch(commit):
             raise ValueError(f"data_commit = {commit!r:.60}")
     except (Damaged, AttributeError, TypeError, ValueError) as error:
@@ -261,16 +261,13 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
     Raises:
       ResourceError: If it cannot be written.
     """
-    path, replacement = workdir / "config.json", workdir / ".config.json"
+    path = workdir / "config.json"
+    record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
     with write_errors(path):
         crash_point("config.write")
-        with open(replacement, "w", encoding="utf-8") as file:
-            record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
-            json.dump(record, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        crash_point("config.written")
-        os.replace(replacement, path)
+        with replaced_file(path) as file:
+            file.write(json.dumps(record, indent=1).encode())
+            crash_point("config.written")
 
 
 def _class(key: str, settings: Settings) -> Change:
@@ -305,7 +302,7 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
       CheckpointError: If it cannot be read, or is of a run of another version.
     """
     try:
-        record = checkpoint.read_json(path)
+        record = files.read_json(path, Damaged)
     except Damaged as error:
         raise CheckpointError(f"{path}: damaged ({error}); restore it from a copy") from error
     if exported and "format" not in record:
@@ -317,9 +314,20 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
             f"{path}: a run of another version of adloco_jax; use that version, or"
             " make a model of a checkpoint with `adloco export`"
         )
-    if fault := records.fault(record.get("config"), Settings, "config"):
+    if fault := files.fault(record.get("config"), Settings, "config"):
         raise CheckpointError(f"{path}: {fault}; restore the file from a copy")
     return _flat(record["config"])
+
+
+# Of a checkpoint's `host.json`, the fields that are read.
+_HOST: dict[str, Any] = {
+    "control": Control,
+    "max_batch_size_given": int | None,
+    "loss": float | None,
+    "wall_s": float,
+    "ledger": {"bytes": int, "sha256": str},
+    "data": {"fingerprint": str, "shards": list[files.FileRecord]},
+}
 
 
 class Restored(NamedTuple):
@@ -336,7 +344,7 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
       Damaged: If it is not a state of this run.
     """
     host = checkpoint.read_host(path)
-    if fault := records.fault(host, records.HOST, "host"):
+    if fault := files.fault(host, _HOST, "host"):
         raise Damaged(f"{path}: {fault}")
     control = read_control(path, host["control"], settings)
     owners = tuple(control.owners)
@@ -355,7 +363,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
     Raises:
       Damaged: If it is not a control of this run.
     """
-    if fault := records.fault(data, Control, "host.control"):
+    if fault := files.fault(data, Control, "host.control"):
         raise Damaged(f"{path}: {fault}")
     control, ensemble = control_from_json(data), settings.ensemble
     num_trainers, owners = len(control.trainers), control.owners

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from adloco_jax.core.gradstats import MIN_EXAMPLES, gradient_stats
 from adloco_jax.core.types import LossFn
 from adloco_jax.errors import ConfigError, DataError, DivergedError, ResourceError
+from adloco_jax.files import write_errors
 from adloco_jax.run import ledger
 from adloco_jax.run.build import build_model, load_data
 from adloco_jax.run.export import read_trained
@@ -309,7 +310,7 @@ def analyse_run(
         "device": jax.devices()[0].device_kind,
     }
     text = json.dumps(result, indent=2, allow_nan=False)
-    with ledger.write_errors(folder):
+    with write_errors(folder):
         files = {"gradient_analysis.json": f"{text}\n", "gradient_analysis.svg": figure(result)}
         write_files(folder, files)
     return result

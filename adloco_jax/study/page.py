@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
+from adloco_jax.files import replaced_file
 from adloco_jax.study import chart
 from adloco_jax.study.chart import Panel, escaped
 
@@ -59,9 +60,8 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        partial = folder / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(folder / name)
+        with replaced_file(folder / name) as file:
+            file.write(text.encode(errors="replace"))
 
 
 def paragraph(text: str) -> str:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 from ml_collections import ConfigDict
 
 from adloco_jax.errors import DataError
-from adloco_jax.run import records
-from adloco_jax.run.records import Maybe
+from adloco_jax.files import Maybe, fault
 from adloco_jax.settings import KNOBS
 from adloco_jax.study.curves import lines, training_points
 
@@ -39,7 +38,7 @@ class _Point(TypedDict):
     rounds: float
 
 
-# What a line must hold, as `run.records` declares it.
+# What a line must hold, as `files.fault` reads it.
 _LINE = {
     **{"variant": str, "seed": int, "config": str, "curve": list[_Point]},
     **{"start": dict.fromkeys(("time", "devices", "jax"), Maybe(str | None))},
@@ -83,7 +82,7 @@ def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
         line: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        if reason := records.fault(line, _LINE, "line") or ("" if line["curve"] else "line.curve"):
+        if reason := fault(line, _LINE, "line") or ("" if line["curve"] else "line.curve"):
             raise DataError(
                 f"{path}:{number}: {reason}; remove the line, and the run is made again"
             )

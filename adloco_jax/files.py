@@ -1,0 +1,171 @@
+"""Files that the package reads and writes: JSON checked by kind, hashes, whole replacements.
+
+A folder may be damaged, or somebody else's. `fault` checks what its JSON gives to the rest of the
+package, where it is read.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from adloco_jax.errors import ResourceError
+
+MAX_JSON_BYTES = 2**28  # room for records of a million source files; a file is read as a whole
+Size = typing.NewType("Size", int)  # at least 1
+_MOST_SECONDS = 1e12
+_WORDS = {
+    Size: "a count from 1 on",
+    int: "a count",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "an object",
+}
+
+
+class Maybe(NamedTuple):
+    """The kind of a field that may be missing."""
+
+    kind: Any
+
+
+class FileRecord(typing.TypedDict):
+    """Of a source file's record, what is read."""
+
+    name: str
+
+
+def read_json(
+    path: Path, error: type[Exception], *, max_bytes: int | None = None, links: bool = False
+) -> dict:
+    """Reads a JSON object.
+
+    Args:
+      path: The file.
+      error: Class of the error, made from one line.
+      max_bytes: Size from which the file is refused unread; None: `MAX_JSON_BYTES`.
+      links: Whether the file may be a symbolic link, as in the cache of the Hugging Face hub.
+
+    Raises:
+      Exception: An `error` if the file is missing, a link, too large or not a JSON object.
+    """
+    try:
+        if not path.is_file() or (path.is_symlink() and not links):
+            raise error(f"{path}: missing or not a regular file")
+        if path.stat().st_size > (max_bytes or MAX_JSON_BYTES):
+            raise error(f"{path}: larger than {max_bytes or MAX_JSON_BYTES} bytes")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path}: no readable JSON ({cause})") from cause
+    if not isinstance(content, dict):
+        raise error(f"{path}: have a JSON {type(content).__name__}, need an object")
+    return content
+
+
+def fault(value: Any, kind: Any, name: str) -> str:
+    """The first field that does not hold what it should, in words; empty if all do.
+
+    Args:
+      value: From JSON.
+      kind: An annotation, a dataclass, or a mapping from field to kind. Fields that a mapping lacks
+        may hold anything.
+      name: Of the value, for the message.
+    """
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
+        faults = [fault(value, m, name) for m in members if m is not NoneType]
+        return "" if "" in faults or (value is None and NoneType in members) else faults[0]
+    parts: dict[str, tuple[Any, Any]] = {}  # value and kind of each part, by name
+    if kind in (Any, *_WORDS):  # not by hash, which a mapping lacks
+        is_well, expected = _is(value, kind, name), _WORDS.get(kind, "")
+    elif origin is Literal:
+        is_well, expected = type(value) is str and value in members, " or ".join(map(repr, members))
+    elif origin in (list, tuple):
+        kinds = members if origin is tuple and ... not in members else None
+        is_well, expected = type(value) is list and len(kinds or value) == len(value), "a list"
+        if is_well:
+            pairs = zip(value, kinds or members[:1] * len(value), strict=True)
+            parts = {f"[{index}]": pair for index, pair in enumerate(pairs)}
+    else:
+        is_well, expected = type(value) is dict, _WORDS[dict]
+        if is_well and origin is dict:
+            parts = {f".{key}": (item, members[1]) for key, item in value.items()}
+        elif is_well:
+            fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
+            for key, part in fields.items():
+                is_optional = isinstance(part, Maybe)
+                if key in value:
+                    parts[f".{key}"] = value[key], part.kind if is_optional else part
+                elif not is_optional:
+                    return f"{name}.{key}: missing"
+    if not is_well:
+        return f"{name}: have {repr(value)[:60]}, expected {expected}"
+    faults = (fault(item, part, f"{name}{key}") for key, (item, part) in parts.items())
+    return next(filter(None, faults), "")
+
+
+def _is(value: Any, kind: Any, name: str) -> bool:
+    if kind in (int, Size):
+        return type(value) is int and int(kind is Size) <= value < 2**63
+    if kind is float:  # an integer may be too large for one
+        limit = _MOST_SECONDS if name.endswith(("_s", ".seconds")) else 2**1023
+        return type(value) in (int, float) and abs(value) < limit
+    return kind is Any or type(value) is kind
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in, which replaces `path` after everything is on the disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write in, which replaces `folder` after everything is on the disk."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turns an error of writing to `path` into a `ResourceError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{path}: cannot be written ({error.strerror}); make room or grant access, and run the"
+            " same command again"
+        ) from error
