@@ -38,7 +38,7 @@ os.environ.setdefault(
 # tests use them with NumPy fields. An int is welcome where a float is asked for, as in PEP 484.
 CHECKED = [
     *("core.batching", "core.compress", "core.gradstats"),
-    *("core.aggregate", "core.inner", "core.merge", "core.outer", "models", "contrib"),
+    *("core.inner", "core.merge", "core.outer", "models", "contrib"),
 ]
 jaxtyping.install_import_hook(
     [f"adloco_jax.{module}" for module in CHECKED],

@@ -35,11 +35,11 @@ BELOW["cli"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"main"}
 # What a module of `core` may import of the others.
-CORE = {name: {"types"} for name in ("aggregate", "arguments", "batching", "compress")}
-CORE["meshes"] = CORE["optimizers"] = CORE["round_lengths"] = set()
+CORE = {name: {"types"} for name in ("arguments", "batching", "compress")}
+CORE["meshes"] = set()
 CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
 CORE["gradstats"] = CORE["inner"] = {"types", "meshes", "arguments"}
-CORE["outer"] = {"types", "meshes", "arguments", "aggregate", "compress", "inner"}
+CORE["outer"] = {"types", "meshes", "arguments", "compress", "inner"}
 PURE_LIBRARIES = {"jax", "flax", "optax", "numpy", "jaxtyping", "collections", "copy"}
 PURE_LIBRARIES |= {
     "dataclasses",

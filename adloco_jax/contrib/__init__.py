@@ -16,9 +16,9 @@ from adloco_jax.contrib import (
     radial,
     streaming,
 )
-from adloco_jax.core.aggregate import AGGREGATORS
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS, OUTER_OPTIMIZERS
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
+from adloco_jax.core.batching import ROUND_LENGTHS
+from adloco_jax.core.inner import INNER_OPTIMIZERS
+from adloco_jax.core.outer import AGGREGATORS, OUTER_OPTIMIZERS
 
 __all__ = [
     "AGGREGATORS",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.aggregate import AGGREGATORS, labels_of, mean
+from adloco_jax.core.outer import AGGREGATORS, labels_of, mean
 
 
 def isotropic(

@@ -1,6 +1,6 @@
 """Rounds that grow linearly over the run."""
 
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
+from adloco_jax.core.batching import ROUND_LENGTHS
 
 
 def linear(*, steps_per_round: int, max_steps_per_round: int, share_done: float) -> float:

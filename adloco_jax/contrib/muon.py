@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 from jaxtyping import PyTree
 
-from adloco_jax.core.optimizers import INNER_OPTIMIZERS, adamw
+from adloco_jax.core.inner import INNER_OPTIMIZERS, adamw
 
 
 def label_by_shape(params: PyTree) -> PyTree:

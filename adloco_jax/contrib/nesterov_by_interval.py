@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adloco_jax.core.optimizers import OUTER_OPTIMIZERS
+from adloco_jax.core.outer import OUTER_OPTIMIZERS
 
 
 def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:

@@ -1,6 +1,6 @@
 """The quadratic synchronisation rule: the lower the learning rate, the longer the round."""
 
-from adloco_jax.core.round_lengths import ROUND_LENGTHS
+from adloco_jax.core.batching import ROUND_LENGTHS
 
 ALPHA = 0.0175  # of the source, for ViT-B with AdamW
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from adloco_jax.core.aggregate import AGGREGATORS, labels_of, mean
+from adloco_jax.core.outer import AGGREGATORS, labels_of, mean
 from adloco_jax.core.types import norms
 
 CANCELLED = 1e-6  # of a mean of unit vectors; a shorter mean is rounding error without a direction

@@ -1,4 +1,4 @@
-"""How large a batch each trainer should use: the tests, the caps, and switch mode.
+"""How large a batch each trainer should use and how long its round is: tests, caps, switch mode.
 
 The three tests are functions of `GradientStats` with one signature. They use only ratios of its
 sums. They accept NumPy arrays (float64 on the host, without a device) and JAX arrays (under `jit`
@@ -306,3 +306,18 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
 def _maximum(a, b):
     """The larger of two NumPy or JAX arrays, without a branch, so that it can be traced."""
     return a.__array_namespace__().maximum(a, b)
+
+
+def fixed(*, steps_per_round: int) -> int:
+    """Every round has the base length."""
+    return steps_per_round
+
+
+ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
+"""By the name that `inner.round_length` gives: `rule(*, ...) -> steps` of a trainer's next round.
+
+A rule receives the keywords that its signature names: `next_rate`, the learning rate of the round's
+first update; `updates`, the trainer's inner updates so far; `round_index`, rounds completed;
+`share_done`, the fraction of the run that is done; and any key of the config's group `inner`, such
+as `steps_per_round`.
+"""

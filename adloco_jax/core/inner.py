@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,19 @@ def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
 def _swap(tree: PyTree) -> PyTree:
     """Leaves [T, R, ...] -> [R, T, ...]."""
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
+
+
+def adamw(inner: Any) -> optax.GradientTransformation:
+    """AdamW with the config's decay rates and decoupled weight decay."""
+    return optax.adamw(1.0, b1=inner.beta1, b2=inner.beta2, weight_decay=inner.weight_decay)
+
+
+INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "sgd": lambda inner: optax.sgd(1.0),
+}
+"""By the name that `inner.tx` gives: `factory(settings.inner) -> transformation` at
+learning rate 1. A round multiplies its updates by their rates.
+
+A factory with a parameter `label_params` is given the model's, see `contrib.muon`.
+"""

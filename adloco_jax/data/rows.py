@@ -29,8 +29,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from adloco_jax.data import prepared, sources
-from adloco_jax.data.kept import DOCUMENT, Kept, require_same
-from adloco_jax.data.prepared import FORMAT, MANIFEST, Manifest
+from adloco_jax.data.prepared import DOCUMENT, FORMAT, MANIFEST, Kept, Manifest, require_same
 from adloco_jax.data.sampling import permute
 from adloco_jax.data.sources import Document, Part
 from adloco_jax.data.tokenizers import Tokenizer, check_round_trip

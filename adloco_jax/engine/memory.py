@@ -1,17 +1,26 @@
-"""Device memory: the needs of programs, and the micro-batch and sharding that fit."""
+"""Device memory: the needs of programs, the micro-batch and sharding that fit, and new stacks.
+
+Merges, and workers that join or leave, replace a stack. The old and the new one may not fit a
+device together, because the workers' inner states fill most of its memory. So some leaves of the
+inner states are replaced at a time, and the old leaves are deleted before the next ones are made.
+"""
 
 import dataclasses
+import functools
 import math
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jaxtyping import PyTree
 
+from adloco_jax.core.merge import merge, reassign, spawn
+from adloco_jax.core.types import Ensemble, take
 from adloco_jax.engine.programs import (
     Programs,
     ensemble_spec,
@@ -19,7 +28,6 @@ from adloco_jax.engine.programs import (
     placement,
     workers_spec,
 )
-from adloco_jax.engine.replace import merged, parts_of, spawned
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec, num_bytes
 
 # Parts of the ensemble that are arguments of a program; the rest stays on the device.
@@ -131,7 +139,7 @@ def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
 
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
-    """Bytes of a device, at most, while `engine.replace.replace` changes a stack."""
+    """Bytes of a device, at most, while `replace` changes a stack."""
     at = placement(spec, ProgramKey("stats", owners))
     ensemble = ensemble_spec(spec, owners, at)
     leaves = jax.tree.leaves(ensemble.inner_state_R)
@@ -207,3 +215,54 @@ def find_max_batch(
         if third not in peaks:
             peaks[third] = peak(third)
     return max(size for size, need in peaks.items() if need <= budget)
+
+
+PART_BYTES = 2**30  # of inner states that are replaced at a time; at least one leaf
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def merged(
+    ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
+) -> Ensemble:
+    """`core.merge` of the members, then `core.reassign` to the owners."""
+    return reassign(merge(ensemble, members, weights=weights_n), owners)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
+    """`core.spawn`."""
+    return spawn(ensemble, trainer, num_workers)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
+    """`core.take`."""
+    return take(ensemble, trainers)
+
+
+def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """Leaves in order, in parts of at most `PART_BYTES`, or of one leaf."""
+    part: list[Any] = []
+    for leaf in leaves:
+        if part and num_bytes([*part, leaf]) > PART_BYTES:
+            yield part
+            part = []
+        part.append(leaf)
+    if part:
+        yield part
+
+
+def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
+    """`change(ensemble, *arguments)`, one of the functions above; deletes large inner states."""
+    leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
+    parts = list(parts_of(leaves))
+    if len(parts) <= 1:
+        return change(ensemble, *arguments)
+    new_leaves = []
+    for part in parts:
+        alone = ensemble.replace(params_R=None, inner_state_R=part)
+        new_leaves += change(alone, *arguments).inner_state_R
+        for leaf in part:
+            leaf.delete()
+    rest = change(ensemble.replace(inner_state_R=None), *arguments)
+    return rest.replace(inner_state_R=structure.unflatten(new_leaves))

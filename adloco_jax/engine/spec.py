@@ -10,9 +10,9 @@ import optax
 from jaxtyping import PyTree
 
 from adloco_jax.contrib.streaming import take_fragment
-from adloco_jax.core.aggregate import Aggregator, mean
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.gradstats import Estimator
+from adloco_jax.core.outer import Aggregator, mean
 from adloco_jax.core.types import LossFn, block_size, trainable
 from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import Outer
