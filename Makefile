@@ -1,19 +1,21 @@
-# make demo   trains AdLoCo on the standard library of this Python, and writes the report
+# make demo   trains AdLoCo on the standard library of Python, and writes the report
 # make test   runs the tests; `make slow` runs the long ones
 # make test-core  tests the pure functions alone
 # make notebooks  runs the scripts of the notebooks
 # make check  lint, format, types, and GitHub's files against their schemas
 # make dist   builds wheel and sdist, and tries the wheel in an empty environment
-# make parity  compares with PyTorch, which it installs
-# make gpu    measures the engine on one GPU, with jax and torch for CUDA, which it installs
-# make accelerators  compiles the configs for GPUs and TPUs that are not there; goes on where it stopped
+# make parity  installs PyTorch and compares with it
+# make gpu    installs jax and torch for CUDA, and measures on one GPU
+# make accelerators  compiles the configs for GPUs and TPUs that the machine does not have; if it
+#             is stopped, the same command continues
 # make accelerators-short  checks the programs of a small model, compiled for GPUs
-# make conformance  compares with published figures (docs/conformance.md)
+# make conformance  compares results with published figures (docs/conformance.md)
 # make docs   builds the site in docs/_build/html and executes notebooks/
-# make faults  kills, starves and corrupts runs for hours, and prints the outcomes
-# make mutants  makes realistic mistakes in the code, one at a time, and prints those that no test kills
+# make faults  kills and corrupts runs, fills disk and memory, and prints the outcomes (hours)
+# make mutants  makes realistic mistakes in the code, one at a time, and prints those that no
+#             test notices (hours)
 #
-# PYTHON=<interpreter> chooses the Python, VENV=<folder> the environment.
+# PYTHON=<interpreter> chooses the Python interpreter, VENV=<folder> the environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,9 +25,10 @@ WITH := $(VENV)/installed-$(VERSION)-with
 RUN := $(VENV)/bin/python
 # The newest jax needs Python 3.12, so Python 3.11 has its own file.
 CONSTRAINTS := constraints/py$(if $(filter 311,$(VERSION)),311,312).txt
-# Compiling all modules takes a third of the time; Python compiles those that are imported.
+# Compiling all modules to bytecode would take a third of the installation's time. Python compiles
+# a module when it is imported.
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
-# Much of a test is tracing, on one core. A process takes up to 3 GiB.
+# Much of a test is tracing, which uses one core. A process needs up to 3 GiB.
 PARALLEL := -n auto --maxprocesses=4 --dist=worksteal
 
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema
@@ -92,7 +95,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -e '.[test]'
 	touch $@
 
-# Installs for all of these targets at once, so that no target installs while another runs.
+# Installs the extras of all targets that .ci/run uses, so that no target installs while another runs.
 extras: $(INSTALLED)
 	$(INSTALL) -e '.[check,parity,conformance,dist,docs,ray]'
 	touch $(foreach extra,check parity conformance dist docs ray,$(WITH)-$(extra))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Uses the wheel in dist/ as a stranger does: a fresh environment, an empty folder.
+# Tries the wheel in dist/ like a new user: in a fresh environment and an empty folder.
 #
 #   PYTHON=python3.13 scripts/try_wheel.sh constraints/py312.txt
 set -euo pipefail

@@ -1,22 +1,22 @@
-"""How long trainers can train apart before they merge, from random weights and from a trunk.
+"""How long trainers can train separately before they merge, from random weights and from a trunk.
 
 Command:   make the trunk as in studies/compare_trunk.py, then
            adloco compare studies/compare_barrier.py
              --results studies/barrier.jsonl
 Hardware:  two CPU cores, about half an hour
-Model:     as in studies/compare_trunk.py; four trainers with one worker each try to merge after a
-           number of updates apart; the guard refuses merges that would raise the loss
+Model:     as in studies/compare_trunk.py. Four trainers with one worker each make a number of
+           separate updates and then try to merge. The guard refuses merges that raise the loss.
 """
 
 from adloco_jax.study.compare import Comparison
 from studies.compare_trunk import AVERAGE, get_base
 
-STEPS = 110  # of a round
-APART = (1, 2, 4, 8, 16, 32)  # rounds
+STEPS = 110  # updates of a round
+APART = (1, 2, 4, 8, 16, 32)  # rounds before the merge
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     base = get_base()
     base.ensemble.num_trainers = 4
     base.inner.steps_per_round = STEPS

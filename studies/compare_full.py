@@ -2,7 +2,7 @@
 
 Command:   adloco compare studies/compare_full.py --processes 2
 Hardware:  two CPU cores, under two hours; the same command continues a stopped comparison
-Model:     as in configs/compare_quick.py; its variants are included
+Model:     as in configs/compare_quick.py, whose variants are included
 """
 
 from adloco_jax.configs.compare_quick import ADLOCO, AVERAGE, RAMP, TUNED, batch, get_base
@@ -10,8 +10,8 @@ from adloco_jax.study.compare import Comparison
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
-    # The batches of ADLOCO's requests, made in updates of their own there.
+    """The variants, their seeds and the target losses."""
+    # ADLOCO meets a request by longer rounds; these settings meet it by larger batches instead.
     grown = {"batching.max_batch_size": 24, "batching.buckets": (4, 8, 16, 24)}
     capped = {"batching.batch_cap": 24}
     return Comparison(
@@ -42,7 +42,7 @@ def get_comparison() -> Comparison:
             "AdLoCo, fixed batch": ADLOCO | {"batching.test": "constant"},
             "AdLoCo, no merging": ADLOCO | {"merge.policy": "none"},
             "AdLoCo, no growth": ADLOCO | {"inner.max_steps_per_round": None},
-            # Table A.2, with steps and learning rate of a model trained from scratch.
+            # The paper's table A.2, with steps and rate for a model trained from scratch.
             "AdLoCo, as in the paper": {
                 "ensemble.num_trainers": 4,
                 "outer.tx": "sgd",

@@ -3,7 +3,7 @@
 Command:   SIZE=35m adloco compare studies/compare_gpu.py --results studies/gpu_35m.jsonl
            (SIZE=150m selects the larger model; C4=/path/to/c4-train.*.json.gz reads local shards
            instead of the hub; TOKENIZER names a tokenizer of at most 32,000 ids)
-Before:    adloco plan studies/compare_gpu.py shows the memory and the tokens of one of our runs
+Before:    adloco plan studies/compare_gpu.py shows the memory and the tokens of one run
 Hardware:  one GPU or more; not run yet
 Model:     a Llama of 35.2 M or 148 M parameters, 20 tokens per parameter, 8 workers of batch 16
 """
@@ -20,7 +20,7 @@ from studies.compare_study import AVERAGE, LINEAR, NESTEROV, batch, growing, qsr
 from studies.compare_study_again import MILD, SKIP
 
 WORKERS, BATCH, LENGTH = 8, 16, 512
-STEPS = 50  # of a base round; other rounds are multiples
+STEPS = 50  # updates of a base round; other rounds are multiples
 WIDTH = {"35m": 384, "150m": 768}
 LAYERS = {"35m": 6, "150m": 14}
 PARAMS = {"35m": 35_200_000, "150m": 148_000_000}
@@ -28,9 +28,9 @@ SIZE = os.environ.get("SIZE", "35m")
 
 
 def get_base() -> ConfigDict:
-    """DiLoCo: what every method changes."""
+    """DiLoCo, the base that the other methods change."""
     config = default_config()
-    config.num_rounds = 1_000_000  # tokens end the runs
+    config.num_rounds = 1_000_000  # num_tokens ends the runs
     config.num_tokens = 20 * PARAMS[SIZE]
     config.model.vocab_size = 32_000
     config.model.width = WIDTH[SIZE]
@@ -75,14 +75,14 @@ def _variants() -> Mapping[str, Mapping[str, object]]:
 
 
 def get_config() -> ConfigDict:
-    """Ours, for `adloco plan`."""
+    """The method of configs/recommended.py, for `adloco plan`."""
     config = get_base()
     config.update_from_flattened_dict(_variants()["ours"])
     return config
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     return Comparison(
         base=get_base(),
         variants=_variants(),

@@ -15,7 +15,7 @@ from adloco_jax.study.compare import Comparison
 
 
 def get_comparison() -> Comparison:
-    """What runs; MICROLLAMA and C4 may name a local checkpoint and local shards."""
+    """The variants. MICROLLAMA and C4 may name a local checkpoint and local shards."""
     config = microllama.get_config()
     if model := os.environ.get("MICROLLAMA"):
         config.model.init_from = config.data.tokenizer = model
@@ -40,6 +40,6 @@ def get_comparison() -> Comparison:
             },
         },
         baseline="DiLoCo, as in the paper",
-        target_losses=(2.9,),  # nats per token; we do not know the published model's loss
+        target_losses=(2.9,),  # nats per token; the loss of the published model is not known to us
         simulated=Cluster(num_params=304_600_000, sequence_length=512),
     )

@@ -1,10 +1,12 @@
-"""Tuning for the loss of DiLoCo by number of workers M, at 0.39 M parameters.
+"""Tuning of DiLoCo for several numbers of workers M, at 0.39 M parameters.
 
-Scaling Laws (arXiv 2503.09799) reports these losses at 35 M parameters, for a fixed batch, equal
-tokens and 30 inner updates per round: M = 1 worker 3.482, data parallel 3.485, M = 2 3.508, M = 4
-3.554, M = 8 3.621. These settings are the paper's: AdamW with beta2 0.99 and decay 1 / updates,
-gradients clipped to 1, a cosine to a twentieth, outer Nesterov momentum 0.9 at the paper's best
-rate for each M, and a batch divided among the workers. These settings differ: the model's size,
+How does the loss depend on M? Scaling Laws (arXiv 2503.09799) reports these losses at 35 M
+parameters, for a fixed batch, equal tokens and 30 inner updates per round: M = 1 worker 3.482, data
+parallel 3.485, M = 2 3.508, M = 4 3.554, M = 8 3.621.
+
+These settings are the paper's: AdamW with beta2 0.99 and decay 1 / updates, gradients clipped to 1,
+a cosine to a twentieth, outer Nesterov momentum 0.9 at the paper's best rate for each M, and a
+batch divided among the workers. These settings differ: the model's size,
 bytes instead of tokens, a batch of 32 rows of 64, a warm-up of 5 % of the updates, and a text of
 which 20 tokens per parameter are less than an epoch.
 
@@ -32,13 +34,13 @@ BATCH, LENGTH = 32, 64  # rows, and bytes of a row
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 OUTER_RATES = {1: 0.6, 2: 0.6, 4: 0.6, 8: 1.0}  # the paper's best at 35 M, by M
 OTHER_OUTER_RATES = (0.2, 0.4, 0.6, 0.8, 1.0)
-# Pairs of inner and outer rate: rates below the lowest, which was best; then neighbours of the
-# best outer rate.
+# More trials for M = 8, as pairs of inner and outer rate. First an inner rate below the lowest of
+# RATES, which was the best; then neighbours of the best inner rate at the best outer rate.
 MORE_OF_8 = ((2.5e-4, None), (5e-4, 0.6), (2e-3, 0.6))
 
 
 def get_base() -> ConfigDict:
-    """What all share: 7.9 M tokens, 20 for each of 394,112 parameters."""
+    """The settings that all methods share: 7.9 M tokens, 20 for each of 394,112 parameters."""
     config = default_config()
     config.num_rounds = ROUNDS
     config.model.width = 128
@@ -82,7 +84,7 @@ def methods() -> dict[str, dict[str, Any]]:
 
 
 def with_rates(name: str, rate: float, outer: float | None = None) -> dict[str, dict[str, Any]]:
-    """A method with an inner rate, and an outer one in place of its own; by the trial's name."""
+    """A trial by name: a method with this inner rate and, if given, this outer rate."""
     changes = {**methods()[name], "inner.learning_rate": rate}
     if outer is None:
         return {f"{name}: rate {rate:g}": changes}

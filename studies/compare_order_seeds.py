@@ -1,4 +1,4 @@
-"""The loss of DiLoCo by number of workers, at 0.39 M parameters: seeds without tuning.
+"""The loss of DiLoCo for several numbers of workers, at 0.39 M parameters, on untuned seeds.
 
 Each method has the inner and outer rates with the lowest loss in studies/compare_order.py.
 
@@ -20,11 +20,11 @@ CHOSEN = (
     "M = 4: rate 0.001",
     "M = 8: rate 0.001, outer 0.6",
 )
-"""In the paper's order."""
+"""The chosen trials, in the paper's order of losses."""
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     trials = compare_order.get_comparison()
     variants = {name.split(":")[0]: trials.variants[name] for name in CHOSEN}
     return dataclasses.replace(trials, variants=variants, baseline="data parallel", seeds=(1, 2, 3))

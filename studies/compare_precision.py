@@ -1,4 +1,4 @@
-"""Quantised outer gradients: DiLoCo in three precisions and two settings, three seeds.
+"""Quantised outer gradients: DiLoCo in three precisions and two settings, with three seeds.
 
 Command:   adloco compare studies/compare_precision.py --processes 2
 Hardware:  two CPU cores, about 25 minutes

@@ -47,8 +47,8 @@ ONE = {"ensemble.num_workers": 1, **AVERAGE}
 
 WORKERS, BATCH = 4, 4
 WIDTH = {"small": 48, "half": 128}  # 75,600 and 0.55 M parameters
-LENGTH = {"small": 64, "half": 128}  # bytes
-STEPS = 110  # of a base round; other rounds are multiples
+LENGTH = {"small": 64, "half": 128}  # bytes of a row
+STEPS = 110  # updates of a base round; other rounds are multiples
 PUBLISHED = {
     **{"ensemble.num_trainers": WORKERS, "batching.test": "norm", "batching.batch_cap": 32},
     **{"batching.max_batch_size": 16, "batching.buckets": (4, 6, 8, 12, 16)},
@@ -58,14 +58,14 @@ PUBLISHED = {
 
 
 def get_base(size: str, text: str) -> ConfigDict:
-    """DiLoCo with four workers: what every method changes.
+    """DiLoCo with four workers, the base that the other methods change.
 
     Args:
       size: "small" or "half".
       text: "stdlib", or the folder of prepared rows.
     """
     config = compare_quick.get_base()
-    config.num_rounds, config.num_tokens = 1_000_000, None  # each method has its own tokens
+    config.num_rounds, config.num_tokens = 1_000_000, None  # each method has its own num_tokens
     config.model.width = WIDTH[size]
     config.model.num_layers = 2 if size == "small" else 3
     config.model.mlp_width = 128 if size == "small" else 344
@@ -84,29 +84,29 @@ def get_base(size: str, text: str) -> ConfigDict:
 
 
 def budget(size: str, updates: int, *, workers: int = WORKERS) -> dict[str, int]:
-    """The tokens of so many serial updates of so many workers."""
+    """The token budget for this number of serial updates and workers."""
     return {"num_tokens": updates * workers * BATCH * LENGTH[size]}
 
 
 def steps(count: int) -> dict[str, int]:
-    """A round of so many updates."""
+    """Rounds of `count` updates."""
     return {"inner.steps_per_round": count}
 
 
 def qsr(alpha: float) -> dict[str, str]:
-    """Rounds of (alpha / learning rate)^2 updates, an entry of the table of its own."""
+    """Rounds of (alpha / learning rate)^2 updates; adds the rule to the table `ROUND_LENGTHS`."""
     name = f"qsr_{alpha:g}"
     ROUND_LENGTHS[name] = functools.partial(quadratic, alpha=alpha)
     return {"inner.round_length": name}
 
 
 def trunk(share: float) -> dict[str, Any]:
-    """One worker for a share of the tokens, then the whole pool."""
+    """One worker for a share of the tokens, then all workers."""
     return {"ensemble.initial_workers": 1, "ensemble.spawn_frac": share}
 
 
 def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, Any]:
-    """Ours: one worker; the pool grows when the noise asks for it, then the rounds do."""
+    """Ours: one worker begins. As the noise grows, more workers join, and then rounds grow."""
     return {
         "ensemble.initial_workers": 1,
         "batching.test": "norm",
@@ -119,7 +119,7 @@ def growing(*, eta: float, first: int, longest: int, **more: Any) -> dict[str, A
 
 
 def trials(size: str) -> dict[str, dict[str, Any]]:
-    """Twelve trials of a method at most, as "method: setting"; other texts and sizes run some."""
+    """At most twelve trials per method, by "method: setting"; other texts and sizes run some."""
     full, found = budget(size, 5280), {}
     rates = (2e-3, 4e-3) if size == "small" else (1e-3, 2e-3)
     for rate in rates:
@@ -153,7 +153,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
         for outer, count in (("average", 8 * STEPS), ("Nesterov", 4 * STEPS)):
             name = f"trunk: {share:g} of the tokens, {outer}, constant"
             found[name] = {**OUTER[outer], **steps(count), **full, **trunk(share)}
-        # A decay ends with the tokens, and a trunk needs fewer tokens per serial update.
+        # A decay ends with the token budget, and a trunk needs fewer tokens per serial update.
         for updates in (2640, 3960):
             name = f"trunk: {share:g} of {updates} updates' tokens, decay"
             falling = {**AVERAGE, **LINEAR, **budget(size, updates)}
@@ -175,7 +175,7 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
             **growing(eta=eta, first=first * STEPS, longest=longest * STEPS),
         }
     for count in (STEPS, 4 * STEPS):
-        for alpha in (10, 20):  # square roots of steps at the peak
+        for alpha in (10, 20):  # the square root of the number of steps at the peak rate
             found[f"QSR: from {count}, {alpha} times the rate"] = {
                 **AVERAGE,
                 **LINEAR,
@@ -193,7 +193,14 @@ def trials(size: str) -> dict[str, dict[str, Any]]:
 def tuning(
     size: str, text: str, tried: Mapping[str, Changes], *, seeds: tuple[int, ...] = (0,)
 ) -> Comparison:
-    """Trials, by "method: setting" what each changes; the first of DiLoCo's is the baseline."""
+    """A comparison of trials. DiLoCo's first trial is the baseline.
+
+    Args:
+      size: "small" or "half".
+      text: "stdlib", or the folder of prepared rows.
+      tried: The changes of each trial, by its name "method: setting".
+      seeds: The seeds to run.
+    """
     return Comparison(
         base=get_base(size, text),
         variants=tried,
@@ -220,8 +227,8 @@ def over_seeds(
     Args:
       size: "small" or "half".
       text: "stdlib", or the folder of prepared rows.
-      methods: By "method: setting" what it changes; DiLoCo and ours are among them.
-      seeds: Others than those that chose.
+      methods: The changes of each method, by "method: setting"; DiLoCo and ours are among them.
+      seeds: The seeds to run; they must differ from the seeds of the tuning.
     """
     ours = next(changes for name, changes in methods.items() if name.startswith("ours: "))
     parts = {

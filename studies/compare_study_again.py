@@ -77,7 +77,7 @@ FROM_THE_START = (
 
 
 def settings(size: str) -> dict[str, dict[str, Any]]:
-    """The trials, as "method: setting", with a size's tokens."""
+    """The trials by "method: setting", with the token budgets of a size."""
     full, falling = budget(size, 5280), {**LINEAR, **budget(size, 3960)}
     return {
         **{name: trials(size)[name] for name in FROM_THE_START},
@@ -92,7 +92,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
         "ours: eta 1.6, rounds of 220, constant": _ours(1.6, 220, 220, full),
         "ours: eta 1.6, rounds to 440, decay": _ours(1.6, 220, 440, falling),
         "ours: eta 3.2, rounds to 440, decay": _ours(3.2, 220, 440, falling),
-        # The second step.
+        # Step 2.
         "DiLoCo: 110 steps, decay, rate 0.001": _diloco(STEPS, full, LINEAR, _rate(1e-3)),
         "DiLoCo: 110 steps, decay, rate 0.003": _diloco(STEPS, full, LINEAR, _rate(3e-3)),
         "ours: eta 1.6, rounds 110 to 440, decay": _ours(1.6, 110, 440, falling),
@@ -103,7 +103,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
         "ours: eta 1.6, rounds 110 to 440, decay, from two workers": _ours(
             1.6, 110, 440, falling, {"ensemble.initial_workers": 2}
         ),
-        # The third.
+        # Step 3.
         "ours: eta 1.6, rounds 220 to 440, Nesterov": _ours(1.6, 220, 440, full, LATE),
         "ours: eta 3.2, rounds 220 to 440, Nesterov": _ours(3.2, 220, 440, full, LATE),
         "ours: eta 1.6, rounds 220 to 440, momentum 0.6": _ours(1.6, 220, 440, full, LATE_MILD),
@@ -114,7 +114,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
         "DiLoCo: 220 steps, momentum 0.6": _diloco(2 * STEPS, full, MILD),
         "trunk: 0.1, 220 steps, Nesterov": _trunk(0.1, 2 * STEPS, full, LATE),
         "trunk: 0.1, 440 steps, Nesterov": _trunk(0.1, 4 * STEPS, full, LATE),
-        # The fourth.
+        # Step 4.
         "ours: eta 1.6, rounds of 220, Nesterov, decay": _ours(1.6, 220, 220, falling, LATE),
         "ours: eta 2.3, rounds of 220, Nesterov, decay": _ours(2.3, 220, 220, falling, LATE),
         "ours: eta 1.6, rounds of 220, Nesterov, decay over 3300 updates' tokens": _ours(
@@ -128,7 +128,7 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
             STEPS, full, LINEAR, MILD, {"outer.momentum": 0.8}
         ),
         "trunk: 0.1, 220 steps, Nesterov, decay": _trunk(0.1, 2 * STEPS, falling, LATE),
-        # The fifth.
+        # Step 5.
         "ours: eta 2.3, rounds of 220, Nesterov": _ours(2.3, 220, 220, full, LATE),
         "ours: eta 1.6, rounds of 220, Nesterov, rate 0.003": _ours(
             1.6, 220, 220, full, LATE, _rate(3e-3)
@@ -152,7 +152,10 @@ def settings(size: str) -> dict[str, dict[str, Any]]:
 
 
 def named(size: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Trials of this file and of studies/compare_study.py; "method, also: setting" is one, too."""
+    """Trials of this file and of studies/compare_study.py, by name.
+
+    A name "method, more: setting" gives the trial "method: setting" under that longer name.
+    """
     tried = {**trials(size), **settings(size)}
     return {name: tried[re.sub(", [^:]*:", ":", name, count=1)] for name in names}
 

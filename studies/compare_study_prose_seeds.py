@@ -1,4 +1,4 @@
-"""The study's main runs at 0.08 M parameters on prose: seeds without tuning.
+"""The study's main runs at 0.08 M parameters on prose, on untuned seeds.
 
 The baselines have the settings of studies/compare_study_prose.py that reached 1.74 nats per byte
 with the fewest serial updates on seed 0. This is the lowest loss, in steps of 0.02, that DiLoCo
@@ -34,6 +34,6 @@ CHOSEN = (
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     runs = tuning("small", TEXT, named("small", CHOSEN), seeds=(21, 22, 23, 24, 25))
     return dataclasses.replace(runs, target_losses=(1.8, 1.76, 1.74))

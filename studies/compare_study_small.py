@@ -1,4 +1,4 @@
-"""The study's main runs at 0.08 M parameters on the standard library: seeds without tuning.
+"""The study's main runs at 0.08 M parameters on the standard library, on untuned seeds.
 
 DiLoCo, the trunk and ours have the settings that studies/compare_study_again.py chose on seeds 0, 6
 and 7 for 1.6 nats per byte. The other methods have those that studies/compare_study.py chose on
@@ -30,5 +30,5 @@ CHOSEN = (
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     return over_seeds("small", "stdlib", named("small", CHOSEN), seeds=(21, 22, 23, 24, 25))

@@ -1,8 +1,8 @@
-"""A start with one worker, then four workers from its parameters: does it pay?
+"""One worker begins, then four workers continue from its parameters: does it pay?
 
 Command:   python -m adloco_jax.main --config studies/compare_trunk.py --workdir runs/trunk
            adloco export runs/trunk --out runs/trunk/model
-           both commands again for runs/short-trunk, with --config.num_rounds=4
+           (repeat both commands for runs/short-trunk, with --config.num_rounds=4)
            adloco compare studies/compare_trunk.py
 Hardware:  two CPU cores, under 90 minutes
 Model:     a Llama of 75,600 parameters that reads bytes, as in configs/compare_quick.py
@@ -27,10 +27,10 @@ def _rounds(count: int, steps: int) -> dict[str, object]:
 
 
 def get_base() -> ConfigDict:
-    """Four workers from random weights; rounds end the runs."""
+    """Four workers from random weights. The number of rounds ends a run, not tokens."""
     config = compare_quick.get_base()
     config.num_tokens = None
-    # The trunk's sizes, because the trunk need not exist yet.
+    # The sizes of the trunk's model are set here, because its checkpoint may not exist yet.
     config.model.vocab_size, config.model.norm_eps, config.model.rope_theta = 257, 1e-5, 1e4
     return config
 
@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The variants, their seeds and the target losses."""
     return Comparison(
         base=get_base(),
         variants={

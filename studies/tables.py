@@ -29,7 +29,7 @@ TIE = 1.05
 
 
 class Cost(NamedTuple):
-    """What a run had spent when it first had a loss."""
+    """The cost of a run when it first reached a loss."""
 
     updates: int
     communications: int
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 def cost(line: dict, target: float) -> Cost | None:
-    """What the run of a line had spent when it first had the loss; None if it never had."""
+    """The cost of a line's run when it first reached the loss `target`; None if it never did."""
     syncs = "updates" if line["variant"].startswith("data parallel:") else "syncs"
     for point in line["curve"]:
         if point["loss"] <= target:
@@ -46,13 +46,13 @@ def cost(line: dict, target: float) -> Cost | None:
 
 
 def middle(costs: Sequence[Cost | None]) -> Cost | None:
-    """That of the median seed by serial updates, a run that never had the loss being the last."""
+    """The cost of the median seed by serial updates; runs that never reached the loss rank last."""
     ranked = sorted(costs, key=lambda spent: (spent is None, spent or ()))
     return ranked[len(ranked) // 2]
 
 
 def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
-    """A row for each method, as `CHOICE` has it."""
+    """A row for each method, with the columns of `CHOICE`."""
     methods: dict[str, dict[str, list[Cost | None]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         method, _, setting = line["variant"].partition(": ")
@@ -73,7 +73,7 @@ def chosen(lines: Iterable[dict], target: float) -> list[tuple[str, ...]]:
 
 
 def by_method(lines: Iterable[dict], target: float) -> dict[str, dict[int, Cost | None]]:
-    """Of each method and seed the cost; a method has one setting here."""
+    """The cost by method and seed; each method has one setting."""
     found: dict[str, dict[int, Cost | None]] = defaultdict(dict)
     for line in lines:
         found[line["variant"].partition(": ")[0]][line["seed"]] = cost(line, target)
