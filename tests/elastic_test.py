@@ -77,7 +77,7 @@ def when_it_has_read(workdir, number, rounds, act):
 def test_a_run_in_learners_decides_reads_and_counts_as_a_local_one(tmp_path):
     local, elastic = run(tmp_path / "local"), run(tmp_path / "ray", settings_of(**ELASTIC))
     apart = ("train_loss", "pseudo_grad_norm", "noise", "signal", "test_value", "step_s", "stall_s")
-    apart += ("workers_counted", "wire_bytes")
+    apart += ("workers_counted", "wire_bytes", "up_s")
 
     def decided(lines):
         return {at: {n: v for n, v in line.items() if n not in apart} for at, line in lines.items()}

@@ -58,12 +58,35 @@ def test_the_table_says_what_was_lost_with_learners(tmp_path):
             event["workers_counted"] = event["workers"] - (event["round"] == 2)
         lines.append(event)
     missed = sum(e["event"] == "round" and e["round"] == 2 for e in lines)
-    share = 1 - missed / sum(e["workers"] for e in lines if e["event"] == "round")
+    expected = sum(e["workers"] for e in lines if e["event"] == "round")
+    share = f"{1 - missed / expected:.1%}: {expected - missed} of {expected}"
     gone = {"event": "learner", "round": 2, "learner": 1, "trainer": 0, "why": "its process"}
-    lines[-1:-1] = [gone | {"what": "lost"}, gone | {"what": "joined"}]
+    lines[-1:-1] = [gone | {"what": what} for what in ("lost", "joined", "late")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = summary.closing_table(tmp_path)
-    assert f"learners        1 lost; {share:.1%} of workers' rounds counted\n" in table
+    assert "learners        1 lost, 1 late, 0 rejected\n" in table
+    assert f"participation   {share} workers' rounds counted\n" in table
+    assert "goodput" not in table  # seconds of the learners' processes were not written
+
+
+def a_round(trainer, up_s, step_s, *, tokens=100, counted=2):
+    work = {"trainer": trainer, "tokens": tokens, "workers": 2, "workers_counted": counted}
+    return {"event": "round", "up_s": up_s, "step_s": step_s} | work
+
+
+def test_goodput_is_counted_tokens_over_the_time_up_at_the_rate_without_a_fault():
+    start, lost = {"event": "start"}, {"event": "learner", "what": "lost"}
+    calm = [a_round(0, 4.0, 2.0), a_round(1, 4.0, 2.0)]  # written together: 25 tokens a second
+    first = [start, a_round(0, 10.0, 9.0), a_round(1, 10.0, 9.0)]  # starts and compiles
+    assert summary.goodput(first) is None
+    assert summary.goodput([*first, *calm]) == pytest.approx(400 / (28 * 25))
+    struck = [a_round(0, 6.0, 3.0, tokens=50, counted=1), a_round(1, 6.0, 3.0)]
+    hit = [*first, *calm, *struck]  # a worker did not count
+    assert summary.goodput(hit) == pytest.approx(550 / (40 * 25))
+    late = [a_round(0, 7.0, 4.0), a_round(1, 7.0, 4.0), lost]  # its time was lost, nothing else
+    assert summary.goodput([*hit, *late]) == pytest.approx(750 / (54 * 25))
+    again = [*hit, *late, *first]  # resumed: the first rounds compile again
+    assert summary.goodput(again) == pytest.approx(950 / (74 * 25))
 
 
 def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from adloco_jax.core.outer import Differences, apply_differences
 from adloco_jax.core.types import Ensemble, GradientStats, put, take
@@ -23,7 +22,7 @@ from adloco_jax.elastic.fleet import Event, Fleet
 from adloco_jax.elastic.learner import Answer, Order, Work
 from adloco_jax.elastic.rounds import Round, outcome_of
 from adloco_jax.elastic.states import InnerStates
-from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
+from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss, trainer_params
 from adloco_jax.engine.inputs import EXTRAS
 from adloco_jax.engine.local import Metrics, Outcome, count_skips, without_broken
 from adloco_jax.engine.memory import merged, replace, spawned
@@ -66,6 +65,7 @@ class RayEngine:
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._finished_s = time.monotonic()  # when the last round ended
+        self._up_s = 0.0  # of the learners, until then
         self._failures: dict[int, int] = {}  # rounds without an answer, by trainer's id
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
@@ -127,6 +127,7 @@ class RayEngine:
         """The outer updates of trainers whose rounds have ended."""
         ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
         lines, outcomes, counted = [], [], {}
+        up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
         for position, each in batch.items():
             answers, workers = each.counted(self.settings.engine), control.workers_of(position)
             by_worker = {w: answers.get(control.streams[w]) for w in workers}
@@ -136,7 +137,8 @@ class RayEngine:
                 w: (a.num_updates, a.num_sequences) for w, a in by_worker.items() if a is not None
             }
             line = planned(control, position, each.plan, each.rate_T)
-            lines.append(line | {"workers_counted": len(answers), "wire_bytes": each.wire_bytes})
+            line |= {"workers_counted": len(answers), "wire_bytes": each.wire_bytes}
+            lines.append(line | {"up_s": round(up_s / len(batch), 6)})
             outcomes.append(outcome_of([*by_worker.values()], each.plan, float(norm_M[0])))
             self._close(control, position, each, answers)
         control, spent = count_round(
@@ -176,15 +178,11 @@ class RayEngine:
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on the guard's rows, nats/token."""
-        positions = range(len(state.control.trainers))
-        return [self._guard_loss(trainer_params(state.ensemble, m)) for m in positions]
+        return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
         """The loss that the merged trainer would have on the guard's rows, nats/token."""
-        return self._guard_loss(merged_params(state.ensemble, tuple(members), tuple(weights)))
-
-    def _guard_loss(self, params: PyTree) -> float:
-        return mean_loss(self.programs, params, self.heldout.guard_EL, self.heldout.batch_size)
+        return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
         self,

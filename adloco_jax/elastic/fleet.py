@@ -51,6 +51,7 @@ class Fleet:
         self._cluster = contextlib.ExitStack()
         self._given: Any = None
         self._count = 0  # of learners that there are to be
+        self._ended_up_s = 0.0  # of the lives that have ended
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
@@ -124,6 +125,15 @@ class Fleet:
                 self.ask(number, "ping", about=None)
                 learner.asked_s, learner.next_s = now_s, now_s + rule.heartbeat_s / 4
         return events
+
+    def up_s(self) -> float:
+        """Seconds so far in which learners were up, from when each was asked to start; in all.
+
+        Those that have not joined yet do not count: they may wait for room.
+        """
+        now_s = time.monotonic()
+        there = (each for each in self.learners.values() if each.joined)
+        return self._ended_up_s + sum(now_s - each.started_s for each in there)
 
     def _absent(self) -> list[int]:
         return [n for n, learner in self.learners.items() if not learner.joined]
@@ -200,9 +210,11 @@ class Fleet:
 
     def start_again(self, number: int) -> None:
         """Ends a learner's life, and starts the next one."""
-        life = self.learners[number].life
+        learner = self.learners[number]
+        if learner.joined:
+            self._ended_up_s += time.monotonic() - learner.started_s
         self._kill(number)
-        self._start(number, life + 1)
+        self._start(number, learner.life + 1)
 
     def close(self) -> None:
         """Ends all learners, and a cluster of our own."""

@@ -1,6 +1,7 @@
 """Losses on held-out text: of each trainer, of the consensus, and of a planned merge."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -141,6 +142,28 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
     return _merged_params(ensemble.params_M, members, np.asarray(weights, np.float32))
 
 
+def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
+    """Each trainer's loss on the guard's rows, nats/token."""
+    trainers = range(ensemble.num_trainers)
+    return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
+
+
+def merged_loss(
+    ensemble: Ensemble,
+    members: Sequence[int],
+    weights: Sequence[float],
+    programs: Programs,
+    heldout: HeldOut,
+) -> float:
+    """The loss that the merged trainer would have on the guard's rows, nats/token."""
+    params = merged_params(ensemble, tuple(members), tuple(weights))
+    return _guard_loss(params, programs, heldout)
+
+
+def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
+    return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
+
+
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
@@ -153,14 +176,10 @@ def consensus(
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"
-
-    def guard_loss(params):
-        return mean_loss(programs, params, heldout.guard_EL, heldout.batch_size)
-
-    losses = [guard_loss(trainer_params(ensemble, m)) for m in range(ensemble.num_trainers)]
+    losses = guard_losses(ensemble, programs, heldout)
     best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     average = merged_params(ensemble, tuple(range(ensemble.num_trainers)), weights)
-    if guard_loss(average) < losses[best]:
+    if _guard_loss(average, programs, heldout) < losses[best]:
         return average, "average"
     return trainer_params(ensemble, best), "best"
 

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from adloco_jax.core.compress import packed_bytes
 from adloco_jax.core.types import Ensemble, Workers, put
 from adloco_jax.crashpoints import crash_point
-from adloco_jax.engine.evaluate import HeldOut, mean_loss, merged_params, trainer_params
+from adloco_jax.engine.evaluate import HeldOut, guard_losses, merged_loss
 from adloco_jax.engine.inputs import (
     Batch,
     Call,
@@ -246,16 +246,11 @@ class LocalEngine:
 
     def guard_losses(self, state: State) -> list[float]:
         """Each trainer's loss on the guard's rows, nats/token."""
-        positions = range(len(state.control.trainers))
-        return [self._guard_loss(trainer_params(state.ensemble, m)) for m in positions]
+        return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
         """The loss that the merged trainer would have on the guard's rows, nats/token."""
-        merged = merged_params(state.ensemble, tuple(members), tuple(weights))
-        return self._guard_loss(merged)
-
-    def _guard_loss(self, params: PyTree) -> float:
-        return mean_loss(self.programs, params, self.heldout.guard_EL, self.heldout.batch_size)
+        return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
         self,

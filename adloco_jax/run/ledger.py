@@ -68,7 +68,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     | _fields(Maybe(int | None), "steps_per_round next_steps_per_round")
     | _fields(Maybe(int), "next_workers skipped_updates")
     | {"reason": Maybe(str)}
-    | _fields(Maybe(int), "workers_counted wire_bytes"),
+    | _fields(Maybe(int), "workers_counted wire_bytes")
+    | {"up_s": Maybe(float)},
     "learner": _fields(int, "round learner") | {"trainer": int | None} | _fields(str, "what why"),
     "eval": {"round": int, "trainer": int | Literal["consensus"], "loss": float | None}
     | _fields(int, "tokens_total syncs_total bytes_total")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from adloco_jax.errors import DataError
-from adloco_jax.study import chart, curves, loss, theory
+from adloco_jax.study import chart, curves, loss, summary, theory
 from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
@@ -258,6 +258,11 @@ def learners(run: RunRecord) -> str:
         "Learners while they were present. Marks: ✕, lost; !, too late for its round; ?, an update"
         " that was rejected. Below, the share of the trainers' workers whose round counted."
     )
+    if (share_of_time := summary.goodput(run.events)) is not None:
+        text += (
+            f" Goodput: {share_of_time:.1%}, the tokens that counted, as a share of what the"
+            " learners' processes could have trained on while they were up."
+        )
     return figure(present.html() + panel.html(), text)
 
 

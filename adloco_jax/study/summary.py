@@ -1,10 +1,13 @@
 """A run's totals as numbers and as text, and the closing table."""
 
+import itertools
 import math
 import os
 import re
 from collections.abc import Sequence
 from datetime import timedelta
+
+import numpy as np
 
 from adloco_jax.study.curves import SPENDING, by_trainer, gathering, last, lines, read_run
 
@@ -67,7 +70,8 @@ def totals(events: Sequence[dict]) -> dict:
     memory = lines(events, "memory")
     device = [peak for e in memory for peak in e["device_peak_bytes"] if peak is not None]
     in_learners = [e for e in rounds if "workers_counted" in e]
-    counted = sum(e["workers_counted"] for e in in_learners)
+    happened = [e["what"] for e in lines(events, "learner")]
+    expected, counted = (sum(e[n] for e in in_learners) for n in ("workers", "workers_counted"))
     accumulating = [e["round"] for e in rounds if e["num_accum_steps"] > 1]
     return {
         "rounds": max((e["round"] for e in rounds), default=0),
@@ -81,9 +85,12 @@ def totals(events: Sequence[dict]) -> dict:
         "num_refusals": len(lines(events, "refusal")),
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
         "first_accumulating_round": min(accumulating, default=None),
-        "learners_lost": sum(e["what"] == "lost" for e in lines(events, "learner")),
-        # Of the workers' rounds, the share that counted; None without learners.
-        "participation": counted / sum(e["workers"] for e in in_learners) if in_learners else None,
+        **{f"learners_{what}": happened.count(what) for what in ("lost", "late", "rejected")},
+        # Rounds of workers in learners: those that were expected, and those that counted.
+        "worker_rounds": expected,
+        "worker_rounds_counted": counted,
+        "participation": counted / expected if expected else None,
+        "goodput": goodput(events),
         "num_programs": len(programs),
         "num_programs_cached": sum(e["cache"] == "hit" for e in programs),
         "compile_s": sum(e["seconds"] for e in programs),
@@ -102,6 +109,45 @@ def totals(events: Sequence[dict]) -> dict:
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),
     }
+
+
+def goodput(events: Sequence[dict]) -> float | None:
+    """Counted tokens, as a share of what the learners' processes could have trained on while up.
+
+    It is tokens / (seconds up × rate). A process is up from when it is asked to start until it
+    ends; a round's line has the seconds of all processes since the line before (`up_s`). The rate,
+    in tokens per second of a process, is that of the rounds without a fault: every worker counted,
+    and meanwhile no learner joined or left, was lost, late or rejected. A trainer's first round
+    since a start compiles, and is left out of the rate.
+
+    Args:
+      events: A run's ledger.
+
+    Returns:
+      The share; None without learners, or if no round was without a fault.
+    """
+    done = np.zeros((2, 2))  # tokens and seconds: of all rounds, of those without a fault
+    started: set[int] = set()  # trainers that have made a round since the start
+    together = itertools.groupby(lines(events, "start", "round", "learner"), _written_with)
+    groups = [[*group] for _, group in together]
+    for group, following in zip(groups, [*groups[1:], [{"event": ""}]], strict=True):
+        if group[0]["event"] == "start":
+            started.clear()
+        if group[0]["event"] != "round":
+            continue
+        spent = [sum(e["tokens"] for e in group), sum(e.get("up_s") or 0.0 for e in group)]
+        trainers = {e["trainer"] for e in group}
+        is_calm = trainers <= started and following[0]["event"] != "learner"
+        is_calm &= all(e.get("workers_counted") == e["workers"] for e in group)
+        done += np.array([spent, spent if is_calm else [0.0, 0.0]])
+        started.update(trainers)
+    (tokens, up_s), (calm_tokens, calm_up_s) = done.tolist()
+    return tokens / up_s * calm_up_s / calm_tokens if up_s and calm_tokens else None
+
+
+def _written_with(event: dict) -> tuple:
+    """Equal for lines that were written together."""
+    return event["event"], event.get("step_s")
 
 
 def described(totals: dict) -> list[tuple[str, str]]:
@@ -132,7 +178,12 @@ def described(totals: dict) -> list[tuple[str, str]]:
         "speed": "{tokens_per_s:,.0f} tokens/s",
     }
     if t["participation"] is not None:
-        facts["learners"] = "{learners_lost} lost; {participation:.1%} of workers' rounds counted"
+        struck = ("lost", "late", "rejected")
+        facts["learners"] = ", ".join(f"{{learners_{what}}} {what}" for what in struck)
+        facts["participation"] = "{participation:.1%}: {worker_rounds_counted:,} of"
+        facts["participation"] += " {worker_rounds:,} workers' rounds counted"
+    if t["goodput"] is not None:
+        facts["goodput"] = "{goodput:.1%} of the tokens that learners could train on while up"
     if not t["consensus_syncs"]:
         del facts[""]
     if t["tokens_per_s"] is None:
