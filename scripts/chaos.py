@@ -1,6 +1,7 @@
 """Kills, stops and slows learners of real runs on Ray, and measures what is left: RELIABILITY.md.
 
-python scripts/chaos.py single --trials 100   faults one after another: all of them recovered from?
+python scripts/chaos.py single                90 faults of learners: all of them recovered from?
+python scripts/chaos.py nodes                 10 nodes lost, of a cluster of two
 python scripts/chaos.py soak --seed 1         random deaths, hangs and a death of the driver
 python scripts/chaos.py slow                  one learner of four, four times slower
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
@@ -11,25 +12,33 @@ are found by the logs that they write themselves, and these alone say which sequ
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 # Two trainers with two workers each, on the quickstart's model and text; batches do not grow.
 RUN = """
-    quickstart engine.kind=ray engine.heartbeat_s=5 engine.restart_s=120 ensemble.num_trainers=2
-    ensemble.num_workers=4 batching.test=constant merge.policy=none eval.every_rounds=10
-    checkpoint.every_s=20 checkpoint.keep=1
+    quickstart engine.kind=ray ensemble.num_trainers=2 ensemble.num_workers=4 merge.policy=none
+    batching.test=constant eval.every_rounds=10 checkpoint.every_s=20 checkpoint.keep=1
 """.split()
+
+FAULTS = {"single": ["kill"] * 70 + ["stop"] * 20, "nodes": ["node"] * 10, "soak": [], "slow": []}
+NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
 
 # -- What learners have logged ---------------------------------------------------------------
@@ -39,13 +48,28 @@ def logs(run: Path) -> dict[str, dict[tuple[int, int], list[dict]]]:
     """By start of the driver, and by learner and life: who it is, then what it has read."""
     found: dict = defaultdict(dict)
     for path in sorted(run.glob("learners/*/*.jsonl")):
-        lines = []
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line of one that was killed
-                lines.append(json.loads(text))
-        if lines:
+        if lines := _lines(path, path.stat().st_size):
             number, life = map(int, path.stem.split("-"))
             found[path.parent.name][number, life] = lines
+    return found
+
+
+@functools.lru_cache(4096)
+def _lines(path: Path, size: int) -> list[dict]:
+    """A log's lines; its size says whether they have been read before."""
+    lines = []
+    for text in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the last line of one that was killed
+            lines.append(json.loads(text))
+    return lines
+
+
+def parts(run: Path) -> dict[tuple[str, int, int], list[dict]]:
+    """What has been read, by start of the driver, trainer and stream."""
+    found = defaultdict(list)
+    for attempt, lives in logs(run).items():
+        for line in (line for lines in lives.values() for line in lines[1:]):
+            found[attempt, line["trainer"], line["stream"]].append(line)
     return found
 
 
@@ -56,39 +80,28 @@ def audit(run: Path) -> list[str]:
     from the stream's beginning, or from where a checkpoint has it, to what was read last.
     """
     faults = []
-    for attempt, lives in logs(run).items():
-        parts = defaultdict(set)
-        for line in (line for lines in lives.values() for line in lines[1:]):
-            end = line["start"] + line["count"]
-            parts[line["trainer"], line["stream"]].add((line["start"], end))
-        for stream, ranges in parts.items():
-            starts = sorted({start for start, _ in ranges})
-            for start, following in zip(starts, starts[1:], strict=False):
-                if (start, following) not in ranges:
-                    faults.append(f"{attempt}: stream {stream}: {start} to {following}")
+    for (attempt, _, stream), lines in parts(run).items():
+        ranges = {(line["start"], line["start"] + line["count"]) for line in lines}
+        for pair in itertools.pairwise(sorted({start for start, _ in ranges})):
+            if pair not in ranges:
+                faults.append(f"{attempt}: stream {stream}: {pair[0]} to {pair[1]}")
     return faults
 
 
 def first_counted_s(run: Path, stream: tuple[int, int], after_s: float) -> float | None:
     """When the first part of a stream that counts was read after a time; None: not yet."""
-    lines = [
-        line
-        for lives in logs(run).values()
-        for lines in lives.values()
-        for line in lines[1:]
-        if (line["trainer"], line["stream"]) == stream
-    ]
-    starts = {line["start"] for line in lines}
-    counted = [e["time"] for e in lines if e["start"] + e["count"] in starts]
-    return min((t for t in counted if t > after_s), default=None)
+    found = []
+    for (_, *where), lines in parts(run).items():
+        if tuple(where) == stream:
+            starts = {line["start"] for line in lines}
+            found += [e["time"] for e in lines if e["start"] + e["count"] in starts]
+    return min((t for t in found if t > after_s), default=None)
 
 
 def living(run: Path) -> dict[int, dict]:
-    """The processes of learners that are there, by number: pid, streams, time of the last round."""
+    """The processes of learners that are there, by number: pid, last stream, number of rounds."""
     attempts = logs(run)
-    if not attempts:
-        return {}
-    lives = attempts[max(attempts)]
+    lives = attempts[max(attempts)] if attempts else {}
     found = {}
     for number, life in lives:
         first, *rest = lives[number, life]
@@ -113,11 +126,10 @@ def is_of(pid: int, run: Path) -> bool:
 def cluster_folder(pid: int, run: Path) -> str | None:
     """The folder of a run's cluster, if a process is of one."""
     with contextlib.suppress(OSError):
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"CHAOS={run}".encode() in environ:
-            mark = b"RAY_AUTH_TOKEN_PATH="
-            paths = [entry.removeprefix(mark).decode() for entry in environ if mark in entry]
-            return next((str(Path(p).parent) for p in paths if p.startswith("/tmp/adloco-")), None)
+        environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        if f"CHAOS={run}" in environ:
+            found = re.search("RAY_AUTH_TOKEN_PATH=(/tmp/adloco-[^/]*)", " ".join(environ))
+            return found and found[1]
     return None
 
 
@@ -161,7 +173,7 @@ def events(run: Path, name: str) -> list[dict]:
     """The ledger's lines of one kind."""
     path = run / "ledger.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
+    found = (json.loads(line) for line in lines if line.endswith("}"))
     return [event for event in found if event["event"] == name]
 
 
@@ -171,8 +183,19 @@ def wait_for(what, process: subprocess.Popen, seconds: float):
     while time.time() < until_s and process.poll() is None:
         if found := what():
             return found
-        time.sleep(0.1)
+        time.sleep(0.25)
     return None
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of a process from its parent's id on."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[1:]
+
+
+def started_s(pid: int) -> float:
+    """When a process was started."""
+    up_s = int(_stat(pid)[18]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + up_s
 
 
 def strike(kind: str, pid: int) -> None:
@@ -184,111 +207,170 @@ def strike(kind: str, pid: int) -> None:
 # -- Trials ----------------------------------------------------------------------------------
 
 
-def single(folder: Path, trials: int, rng: random.Random, options: list[str]) -> Iterator[dict]:
-    """Faults at random instants of one run, each after the last one was recovered from."""
-    run = folder / "single"
-    with driver(run, ["num_rounds=1000000", "inner.steps_per_round=10", *options]) as process:
-        for trial in range(trials):
-            ready = wait_for(lambda: _all_at_work(run), process, 180)
-            if ready is None:
-                yield {"trial": trial, "passed": False, "what": "not all learners are at work"}
-                return
+def two_nodes() -> Any:
+    """A cluster of two nodes with room for two learners each, with a token, on loopback."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
+    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # keeps the loopback address
+    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster.add_node(**NODE)
+    return cluster
+
+
+def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
+    """Ends the second node of a cluster and its learners, and starts another; returns these."""
+    (node,) = cluster.worker_nodes
+    raylet = node.all_processes["raylet"][0].process.pid
+    lost = [number for number, each in there.items() if int(_stat(each["pid"])[0]) == raylet]
+    cluster.remove_node(node, allow_graceful=False)
+    for number in lost:
+        strike("kill", there[number]["pid"])
+    cluster.add_node(**NODE)
+    return lost
+
+
+def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) -> Iterator[dict]:
+    """Faults at random instants of one run, each after the last one was recovered from.
+
+    A node that is lost takes its learners with it, and another one joins.
+    """
+    with contextlib.ExitStack() as stack:
+        how, cluster = ["num_rounds=1000000", "inner.steps_per_round=10", *options], None
+        if "node" in kinds:
+            cluster = two_nodes()
+            stack.callback(cluster.shutdown)
+            how.append(f"engine.address={cluster.address}")
+        process = stack.enter_context(driver(run, how))
+        for trial, kind in enumerate(kinds):
+            if not wait_for(lambda: _all_at_work(run), process, 240):
+                raise SystemExit("not all learners are at work")
             time.sleep(rng.uniform(0, 2))
-            number, victim = rng.choice(sorted(living(run).items()))
-            kind, struck_s = rng.choices(["kill", "stop"], [7, 2])[0], time.time()
-            strike(kind, victim["pid"])
-            (stream,) = victim["streams"]
-            found = wait_for(lambda s=stream, t=struck_s: first_counted_s(run, s, t), process, 120)
-            seconds = None if found is None else round(found - struck_s, 2)
-            result = {"trial": trial, "what": kind, "learner": number, "seconds": seconds}
-            yield result | {"passed": found is not None and process.poll() is None}
+            there, struck_s = living(run), time.time()
+            if kind == "node":
+                lost = lose_node(cluster, there)
+            else:
+                lost = [rng.choice([n for n, each in there.items() if each["rounds"]])]
+                strike(kind, there[lost[0]]["pid"])
+            seconds = []
+            for stream in (stream for number in lost for stream in there[number]["streams"]):
+                again = functools.partial(first_counted_s, run, stream, struck_s)
+                seconds.append(round((wait_for(again, process, 240) or 1e12) - struck_s, 2))
+            result = {"trial": trial, "what": kind, "learners": lost, "seconds": seconds}
+            yield result | {"passed": 0 < max(seconds, default=0) < 300}
         process.send_signal(signal.SIGTERM)
         code, stop_s = process.wait(120), time.time()
-    while left_running(run) and time.time() < stop_s + 60:
-        time.sleep(0.1)
-    what = {"exit": code, "audit": audit(run)[:3], "left_s": round(time.time() - stop_s, 2)}
-    yield {"trial": "end", "what": what, "passed": code == 75 and not audit(run)}
+        while (living(run) or left_running(run)) and time.time() < stop_s + 60:
+            time.sleep(0.1)
+        left_s = round(time.time() - stop_s, 2)
+    causes = Counter(e["why"] for e in events(run, "learner") if e["what"] == "lost")
+    found = {"audit": audit(run)[:3], "left_s": left_s, "exit": code, "lost": causes}
+    yield {"trial": "end", "what": found, "passed": code == 75 and not found["audit"]}
 
 
 def _all_at_work(run: Path) -> bool:
-    there = living(run)
-    return len(there) == 4 and all(each["rounds"] for each in there.values())
+    """Whether four learners have ended a round."""
+    return sum(each["rounds"] > 0 for each in living(run).values()) >= 4
 
 
-def soak(folder: Path, seed: int, rounds: int, options: list[str]) -> Iterator[dict]:
-    """A run under deaths, one of them the driver's, beside the same run without any."""
-    how = [f"num_rounds={rounds}", f"seed={seed}", "checkpoint.every_rounds=5", *options]
-    calm, rate, round_s = folder / f"calm-{seed}", 0.0, 0.0
-    with driver(calm, how) as process:
-        assert process.wait() == 0, f"{calm}.log says why"
-    rate, round_s = _tokens(calm) / _up_s(calm), events(calm, "end")[-1]["wall_s"] / rounds
-    rng, run, deaths, starts = random.Random(seed), folder / f"soak-{seed}", [], 0
-    mean_s = 20 * round_s  # of a learner's life
-    driver_dies_s, start_s = rng.uniform(0.3, 0.7) * rounds * round_s, time.time()
-    while starts < 4:
+def ride(run: Path, how: list[str], tape: list, *, restart: bool, seconds: float) -> dict:
+    """A run under a tape of faults (seconds, learner or None for the driver, kind).
+
+    A learner that is not there meets its fault when it is. With `restart` each fault ends the
+    driver and so all learners, a hang after 20 s; the same command goes on. What is counted of
+    learners' seconds begins with the starts of their processes.
+    """
+    tape, up, struck, starts, code = [*tape], {}, [], 0, 1
+    begin_s, is_on = time.time(), False
+    while code and time.time() < begin_s + seconds:
         starts += 1
         with driver(run, how) as process:
-            next_s = time.time() + rng.expovariate(4 / mean_s)
-            while process.poll() is None:
-                time.sleep(0.1)
-                if driver_dies_s and time.time() - start_s > driver_dies_s:
-                    driver_dies_s = 0.0
-                    process.kill()
-                there = living(run)
-                if time.time() < next_s or not there:
-                    continue
-                next_s = time.time() + rng.expovariate(4 / mean_s)
-                number, victim = rng.choice(sorted(there.items()))
-                kind = "stop" if rng.random() < 0.1 else "kill"
-                deaths += [(time.time(), stream, kind) for stream in victim["streams"]]
-                strike(kind, victim["pid"])
-            if process.returncode == 0:
-                break
-    found = [first_counted_s(run, stream, at_s) for at_s, stream, _ in deaths]
-    seconds = [f - at_s for f, (at_s, *_) in zip(found, deaths, strict=True) if f is not None]
-    lines = events(run, "round")
-    counted = sum(line["workers_counted"] for line in lines)
-    loss, calm_loss = (_loss(at) for at in (run, calm))
-    yield {
-        "seed": seed,
-        "passed": process.returncode == 0 and not audit(run) and starts == 2,
-        "deaths": len(deaths),
+            while (code := process.poll()) is None and time.time() < begin_s + seconds:
+                time.sleep(0.2)
+                there, now_s = living(run), time.time()
+                with contextlib.suppress(OSError):  # one that ends just now
+                    up |= {e["pid"]: now_s - started_s(e["pid"]) for e in there.values()}
+                is_on = is_on or _all_at_work(run)
+                begin_s = begin_s if is_on else now_s
+                due = [f for f in tape if f[0] < now_s - begin_s and f[1] in {None, *there}]
+                for fault in due[:1]:
+                    tape.remove(fault)
+                    _, number, kind = fault
+                    if number is not None:
+                        struck += [(now_s, stream, kind) for stream in there[number]["streams"]]
+                        strike(kind, there[number]["pid"])
+                        time.sleep(20 if restart and kind == "stop" else 0)
+                    if number is None or restart:
+                        process.kill()
+    wall_s = time.time() - begin_s
+    found = [first_counted_s(run, stream, at_s) for at_s, stream, _ in struck]
+    after = [f - at_s for f, (at_s, *_) in zip(found, struck, strict=True) if f is not None]
+    lines, audited = events(run, "round"), audit(run)
+    workers = sum(line["workers"] for line in lines)
+    spans = [(e[-1]["time"] - e[0]["time"]) / max(len(e) - 1, 1) for e in parts(run).values()]
+    return {
+        "passed": (code == 0 or restart) and not audited,
+        "audit": audited[:3],
         "starts_of_the_driver": starts,
-        "median_s_to_counted": round(statistics.median(seconds), 1) if seconds else None,
-        "participation": round(counted / sum(line["workers"] for line in lines), 3),
-        "goodput": round(_tokens(run) / (_up_s(run) * rate), 3),
-        "loss": loss,
-        "loss_undisturbed": calm_loss,
-        "round_s": round(round_s, 2),
-        "audit": audit(run)[:3],
+        "faults": [kind for *_, kind in struck],
+        "seconds_to_counted": sorted(round(s, 1) for s in after),
+        "median_s": round(statistics.median(after), 1) if after else None,
+        "participation": round(sum(line["workers_counted"] for line in lines) / workers, 3),
+        "tokens": sum(line["tokens"] for line in lines),
+        "round_s": round(statistics.mean(spans), 2),
+        "up_s": round(sum(up.values())),
+        "wall_s": round(wall_s),
+        "losses": _losses(run),
     }
 
 
-def _tokens(run: Path) -> int:
-    return events(run, "end")[-1]["tokens_total"]
+def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -> Iterator[dict]:
+    """Random deaths, one of them the driver's: without, with a spare, and restarting everything."""
+    how = [f"num_rounds={rounds}", f"seed={seed}", "checkpoint.every_rounds=5"]
+    how += ["eval.every_rounds=5", "inner.steps_per_round=240", *options]
+    before = {e["way"]: e for e in done if e["seed"] == seed}
+    for way in [w for w in ("calm", "faults", "restart", "spare") if w not in before]:
+        calm, run, restart = before.get("calm"), folder / f"{way}-{seed}", way == "restart"
+        tape = tape_of(seed, rounds, calm["round_s"]) if calm else []
+        keys = [*how, "engine.max_learners=5"] if way == "spare" else how
+        seconds = before["faults"]["wall_s"] if restart else 1e9
+        found = before[way] = {"way": way, "seed": seed}
+        found |= ride(run, keys, tape, restart=restart, seconds=seconds)
+        if calm:
+            rate = calm["tokens"] / rounds / calm["round_s"] / 4
+            tokens, loss = found["losses"][-1]
+            calm_loss = float(np.interp(tokens, *zip(*calm["losses"], strict=True)))
+            found["goodput"] = round(found["tokens"] / found["up_s"] / rate, 3)
+            found["loss_ratio"] = round(loss / calm_loss, 4)  # at equal tokens
+        yield found
 
 
-def _loss(run: Path) -> float:
-    return [e["loss"] for e in events(run, "eval") if e["trainer"] == "consensus"][-1]
+def tape_of(seed: int, rounds: int, round_s: float) -> list[tuple[float, int | None, str]]:
+    """Faults in the order of their seconds; a learner lives for twenty rounds in the mean."""
+    rng = random.Random(seed)
+    tape: list = [(rng.uniform(0.3, 0.7) * rounds * round_s, None, "driver")]
+    for number in range(4):
+        lives = (rng.expovariate(1 / (20 * round_s)) for _ in range(100))
+        for at_s in itertools.accumulate(lives):
+            tape.append((at_s, number, "stop" if rng.random() < 0.1 else "kill"))
+    return sorted(tape, key=lambda fault: fault[0])
 
 
-def _up_s(run: Path) -> float:
-    """Seconds in which learners' processes were up, from their starts to their last rounds."""
-    lives = [lines for attempt in logs(run).values() for lines in attempt.values()]
-    return sum(lines[-1]["time"] - lines[0]["time"] for lines in lives)
+def _losses(run: Path) -> list[tuple[int, float]]:
+    """Tokens and held-out loss of the evaluations."""
+    found = [e for e in events(run, "eval") if e["trainer"] == "consensus"]
+    return [(e["tokens_total"], e["loss"]) for e in found]
 
 
 def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
     """One learner of four at a quarter of its speed: all waited for, a quorum, by speed."""
-    ways = {
-        "all": ["engine.steps=equal"],
-        "quorum": ["engine.quorum=3", "engine.grace_s=0.2"],
-        "by_speed": ["engine.steps=by_speed"],
-    }
-    for name, keys in ways.items():
+    ways = {"all": "steps=equal", "quorum": "quorum=3", "by_speed": "steps=by_speed"}
+    for name, key in ways.items():
         run = folder / f"slow-{name}"
-        how = [f"num_rounds={rounds}", "ensemble.num_trainers=1", "inner.steps_per_round=40"]
-        with driver(run, [*how, "engine.heartbeat_s=30", *keys, *options]) as process:
+        how = ["ensemble.num_trainers=1", "inner.steps_per_round=40", "engine.grace_s=0.2"]
+        how += [f"num_tokens={rounds * 40960}", "num_rounds=100000", f"engine.{key}", *options]
+        with driver(run, how) as process:
             wait_for(lambda run=run: _all_at_work(run), process, 180)
             victim = living(run)[3]["pid"]
             while process.poll() is None:  # a quarter of the time
@@ -296,40 +378,41 @@ def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(victim, number)
                     time.sleep(share_s)
-        steps = [line["step_s"] for line in events(run, "round")][2:]
-        losses = {e["tokens_total"]: e["loss"] for e in events(run, "eval")}
-        result = {"way": name, "passed": process.returncode == 0, "losses": losses}
-        yield result | {"median_round_s": round(statistics.median(steps), 2)}
+        steps = [line["step_s"] for line in events(run, "round")]
+        tokens, loss = _losses(run)[-1]
+        result = {"way": name, "passed": process.returncode == 0, "rounds": len(steps)}
+        result |= {"median_round_s": round(statistics.median(steps[2:]), 2)}
+        yield result | {"tokens": tokens, "loss": loss}
 
 
 def main() -> int:
     """Runs the trials that a results file does not have; returns how many have failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", default="single", choices=["single", "soak", "slow"])
-    parser.add_argument("--scale", choices=["short", "long"], default="long")
-    parser.add_argument("--folder", type=Path, default=Path("chaos"))
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("what", nargs="?", default="single", choices=FAULTS)
+    given = {"scale": "long", "folder": Path("chaos"), "rounds": 60, "seed": 0}
+    for name, value in given.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("option", nargs="*", help="KEY=VALUE of the runs' config")
     given = parser.parse_intermixed_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.jsonl"
     done = [json.loads(line) for line in results.open()] if results.exists() else []
     done = [e for e in done if e["kind"] == given.what and e.get("trial") != "end"]
-    trials = 2 if given.scale == "short" else given.trials - len(done)
+    kinds = random.Random(given.seed).sample(FAULTS[given.what], len(FAULTS[given.what]))
+    kinds = kinds[len(done) :] if given.scale == "long" else ["kill", "stop"]
     rng = random.Random(f"{given.seed} {len(done)}")
-    kinds = {
-        "single": lambda: single(given.folder, trials, rng, given.option),
-        "soak": lambda: soak(given.folder, given.seed, given.rounds, given.option),
-        "slow": lambda: slow(given.folder, given.rounds, given.option),
+    ways = {
+        "soak": soak(given.folder, given.seed, given.rounds, done, given.option),
+        "slow": slow(given.folder, given.rounds, given.option),
     }
+    one = single(given.folder / given.what, kinds, rng, given.option) if kinds else ()
+    trials = ways.get(given.what, one)
     failed = 0
-    for result in kinds[given.what]() if trials > 0 else ():
-        given.folder.mkdir(parents=True, exist_ok=True)
-        with open(results, "a") as file:
-            file.write(json.dumps({"kind": given.what, **result}) + "\n")
-        print(json.dumps(result), flush=True)
-        failed += not result["passed"]
+    with open(results, "a", buffering=1) as file:
+        for result in trials:
+            print(json.dumps({"kind": given.what, **result}), file=file)
+            print(json.dumps(result), flush=True)
+            failed += not result["passed"]
     return min(failed, 100)
 
 
