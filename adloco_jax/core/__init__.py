@@ -1,1 +1,4 @@
-"""The paper: AdLoCo as pure functions on arrays. Knows no model, config, clock or file."""
+"""The algorithm of the paper, AdLoCo, as pure functions on arrays.
+
+Nothing here uses a model, a config, a clock or a file.
+"""

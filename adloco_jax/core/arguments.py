@@ -16,10 +16,10 @@ from adloco_jax.core.types import LossFn, at_least_float32, with_trainable
 
 
 def trainable_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> LossFn:
-    """`loss_fn` as a function of the leaves that `trainable` selects; returns (loss, aux).
+    """Make `loss_fn` a function of the floating-point parameters only, which returns (loss, aux).
 
-    `aux` is None without `has_aux`, else float32 at least. While tracing, ValueError is raised if
-    the loss is not one number.
+    Without `has_aux`, `aux` is None. With it, arrays of `aux` are at least float32. While tracing,
+    the function raises ValueError if the loss is not one number.
     """
 
     def loss_of(values, batch, **more):
@@ -46,18 +46,18 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def with_fixed_key(loss_fn: LossFn) -> LossFn:
-    """`loss_fn` with the same key in every call, if it takes a `key`, so that losses compare."""
+    """Pass the same key in every call of a `loss_fn` that takes a `key`, so that losses compare."""
     return functools.partial(loss_fn, key=jax.random.key(0)) if takes(loss_fn, "key") else loss_fn
 
 
 def with_knobs(function: Callable, knobs: Mapping[str, Any]) -> Callable:
-    """`function` with those knobs bound that it has parameters for."""
+    """Bind the knobs whose names are parameters of `function`; ignore the others."""
     named = {name: knobs[name] for name in knobs if takes(function, name)}
     return functools.partial(function, **named) if named else function
 
 
 def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
-    """Typed keys of the shape to which the integer arrays broadcast: `key` folded with each."""
+    """Fold integers into `key`: one typed key for each element of the broadcast arrays."""
 
     def fold(*one):
         return functools.reduce(jax.random.fold_in, one, key)
@@ -70,7 +70,7 @@ def fold_in_each(key: Array, *numbers: Array | np.ndarray) -> Array:
 def checked_batch_length(
     batch: PyTree, num_workers: int, num_accum_steps: int | None = None, *, name: str
 ) -> int:
-    """The length of the first axis, after a check that all leaves agree on the first three."""
+    """Check that all leaves agree on the first three axes; return the length of the first."""
     axes = "T, R, B" if num_accum_steps is None else "S, R, A*B"
     num_accum_steps = 1 if num_accum_steps is None else num_accum_steps
     leaves = jax.tree.leaves(batch)
@@ -95,7 +95,7 @@ def checked_batch_length(
 
 
 def checked_factors(name: str, values, shape: tuple[int, ...]) -> Array | None:
-    """Weights or learning rates as a float32 array of the expected shape."""
+    """Convert weights or learning rates to float32; raise ValueError for an unexpected shape."""
     if values is None:
         return None
     array = jnp.asarray(values, jnp.float32)

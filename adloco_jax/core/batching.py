@@ -20,7 +20,7 @@ from adloco_jax.core.types import BatchPlan, GradientStats
 TestMode = Literal["unbiased", "paper"]
 Scalar: TypeAlias = Float[Array, "..."] | Float[np.ndarray, "..."] | np.floating | float
 
-SIGNAL_FLOOR = 1e-3  # of the noise: the smoothed |G|^2 is never taken to be smaller
+SIGNAL_FLOOR = 1e-3  # lower bound of the estimated |G|^2, as a fraction of the noise
 
 
 def norm_test(
@@ -42,12 +42,12 @@ def norm_test(
       mode: `unbiased` divides by the unbiased |G|^2, which is at least 1e-3 of the noise. `paper`
         divides by the value that the plug-in |mean|^2 would have on the trainer's own batch, so the
         request never exceeds batch_size / eta^2 and growth stops by itself.
-      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
-        tested examples are its whole batch.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
+        that the tested examples are the whole batch.
 
     Returns:
-      Requested sequences per worker, float, not rounded, capped or kept monotone; NaN if the
-      statistics are degenerate (no noise and no signal).
+      Requested sequences per worker, a float before rounding and limits; NaN if the statistics are
+      degenerate (no noise and no signal).
 
     Raises:
       ValueError: If `mode` is unknown, or `eta` is a number that is not positive.
@@ -67,31 +67,34 @@ def inner_product_test(
     mode: TestMode = "unbiased",
     batch_size: int | None = None,
 ) -> Scalar:
-    """Smallest batch per worker that passes the inner-product test: the gradient mostly descends.
+    """Smallest batch per worker that passes the inner-product test.
+
+    In such a batch the averaged gradient is a descent direction with high probability.
 
     Args:
-      stats: Statistics taken with inner products, of at least four examples per worker; of fewer
-        the answer is NaN.
+      stats: Statistics taken with inner products, of at least four examples per worker. With fewer
+        examples the result is NaN.
       vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
-      num_workers: Workers whose gradients are averaged; 1 with the worker's scope.
-      mode: `unbiased`, or `paper`, which also takes the plug-in variance, which is low.
-      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
-        tested examples are its whole batch.
+      num_workers: Workers whose gradients are averaged, as in `norm_test`.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also uses the plug-in variance of the
+        inner products, which is biased low.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
+        that the tested examples are the whole batch.
 
     Returns:
-      Requested sequences per worker, float, not rounded, capped or kept monotone.
+      Requested sequences per worker, a float before rounding and limits.
 
     Raises:
       ValueError: If `mode` is unknown, `vartheta` is a number that is not positive, or `stats` was
-        taken without inner products. While tracing this cannot be known; the result is then NaN,
-        or 0 in mode `paper`.
+        taken without inner products. Missing inner products cannot be detected while tracing; the
+        result is then NaN, or 0 in mode `paper`.
 
     Source: Bollapragada et al. 2017, eq. 2.6; AdLoCo eq. 12. The paper's vartheta of 0.01 only
       works with the reference's scaling errors (docs/algorithm.md, 2, "Constants").
     """
     _require_positive(vartheta=vartheta)
     signal = _signal(stats, mode, num_workers, batch_size)
-    # Divided twice rather than by the square, which would underflow.
+    # Divide twice, because the square of the signal would underflow.
     return _ip_variance(stats, mode) / signal / signal / (num_workers * vartheta**2)
 
 
@@ -106,21 +109,24 @@ def augmented_inner_product_test(
 ) -> Scalar:
     """Smallest batch per worker that passes the augmented inner-product test.
 
-    It is the inner-product test with a bound on the noise orthogonal to the gradient. In high
-    dimension nearly all noise is orthogonal, and the test is close to the norm test with eta = nu.
+    This test adds to the inner-product test a bound on the noise orthogonal to the gradient. In
+    high dimension nearly all noise is orthogonal, and the test is close to the norm test with
+    eta = nu.
 
     Args:
-      stats: Statistics taken with inner products, of at least four examples per worker; of fewer
-        the answer is NaN.
+      stats: Statistics taken with inner products, of at least four examples per worker. With fewer
+        examples the result is NaN.
       vartheta: Allowed ratio of the standard deviation of <mean, G> to |G|^2 (> 0).
       nu: Allowed ratio of the orthogonal noise to the norm of the gradient (> 0).
-      num_workers: Workers whose gradients are averaged; 1 with the worker's scope.
-      mode: `unbiased`, or `paper`, which also takes the plug-in variance, which is low.
-      batch_size: For `paper`: sequences per worker the trainer runs with now; None means that the
-        tested examples are its whole batch.
+      num_workers: Workers whose gradients are averaged, as in `norm_test`.
+      mode: `unbiased` or `paper`, as in `norm_test`. `paper` also uses the plug-in variance of the
+        inner products, which is biased low.
+      batch_size: Only for `paper`: the trainer's present batch in sequences per worker. None means
+        that the tested examples are the whole batch.
 
     Returns:
-      The larger of the two requests, in sequences per worker, float.
+      Requested sequences per worker, a float before rounding and limits: the larger of the
+      inner-product request and the request for the orthogonal noise.
 
     Raises:
       ValueError: If `mode` is unknown, a threshold is a number that is not positive, or `stats` was
@@ -141,7 +147,7 @@ def augmented_inner_product_test(
 
 
 def _require_positive(**thresholds: float) -> None:
-    """Refuse thresholds that divide by zero; traced arrays are not checked."""
+    """Raise ValueError for a threshold that is not positive; traced arrays are not checked."""
     for name, value in thresholds.items():
         if isinstance(value, int | float) and not value > 0:
             raise ValueError(f"{name}={value} must be positive.")
@@ -153,14 +159,14 @@ def constant(*, batch_size: int) -> int:
 
 
 def ramp(*, schedule: Sequence[tuple[int, int]], round_index: int) -> int:
-    """A declared batch schedule, the baseline for adaptive methods.
+    """A fixed schedule of batch sizes, the baseline for adaptive methods.
 
     Args:
       schedule: Pairs (first round, sequences per worker), rounds increasing from 0.
       round_index: Rounds completed.
 
     Returns:
-      Sequences per worker of the last entry whose round has come.
+      Sequences per worker, from the last pair whose first round is at most `round_index`.
 
     Raises:
       ValueError: If the schedule does not start at round 0 or does not increase.
@@ -175,12 +181,13 @@ class BatchTest(NamedTuple):
     """An entry of `BATCH_TESTS`: a trainer's request for its next batch."""
 
     request: Callable[..., Scalar]
-    """`request(stats, *, ...) -> sequences per worker`, before rounding and caps. It receives the
-    keywords that its signature names: `num_workers` and `mode` as in `norm_test`; `batch_size`, the
-    present sequences per worker; `round_index`, the number of completed rounds; and any key of the
-    config's group `batching`, such as `eta`."""
+    """`request(stats, *, ...) -> sequences per worker`, before rounding and caps. The function
+    receives the keywords that its signature names: `num_workers` and `mode` as in `norm_test`;
+    `batch_size`, the present sequences per worker; `round_index`, the number of completed rounds;
+    and any key of the config's group `batching`, such as `eta`."""
     needs: Literal["norms", "inner_products", "nothing"] = "norms"
-    """The statistics that it uses; with "nothing" `stats` is None and the result is not limited."""
+    """The statistics that `request` reads. With "nothing" `stats` is None, and the result is used
+    without the growth limit and the cap."""
 
 
 BATCH_TESTS: dict[str, BatchTest] = {
@@ -192,7 +199,8 @@ BATCH_TESTS: dict[str, BatchTest] = {
         lambda stats, *, ramp, round_index: _ramp(schedule=ramp, round_index=round_index), "nothing"
     ),
 }
-"""By the name that `batching.test` gives; add an entry to use your own."""
+"""Batch-size tests and schedules by name, for the knob `batching.test`. To use your own test, add
+an entry."""
 
 _ramp = ramp  # the knob has the same name
 
@@ -203,17 +211,17 @@ def next_batch_size(
     """The next batch size: a test's request after rounding, growth limit and cap.
 
     Args:
-      requested: A test's answer; a non-finite one keeps the batch.
-      batch_size: Sequences per worker requested so far.
-      max_growth: Largest factor per test.
-      batch_cap: Largest batch ever requested.
+      requested: The result of a test. If it is not finite, the batch does not change.
+      batch_size: The present requested batch, in sequences per worker.
+      max_growth: Largest factor by which one test may enlarge the batch.
+      batch_cap: Upper limit of the batch, in sequences per worker.
       monotone: Whether the batch may only grow; otherwise it may fall to 1.
 
     Returns:
       A whole number in [1, max(batch_size, batch_cap)].
 
     Raises:
-      ValueError: If `batch_size` or `batch_cap` is no positive whole number.
+      ValueError: If `batch_size` or `batch_cap` is not a positive whole number.
 
     Source: docs/algorithm.md, 2, "Then, always"; the reference has no cap (section 7, defect 7).
     """
@@ -233,17 +241,17 @@ def switch_mode(
     multiplier: int = 2,
     mode: Literal["threshold", "accumulate", "clip"] = "threshold",
 ) -> BatchPlan:
-    """Micro-batch and accumulation steps that run a requested batch on a device.
+    """Choose the micro-batch and the number of accumulation steps for a requested batch.
 
-    A batch above `max_batch_size` is clipped, which keeps updates frequent. A batch above
-    `multiplier` times `max_batch_size` is accumulated.
+    A batch above `max_batch_size` is clipped to it, which keeps updates frequent. A batch above
+    `multiplier` times `max_batch_size` is run with gradient accumulation.
 
     Args:
       requested_batch_size: Sequences per worker and update, >= 1.
       max_batch_size: Sequences per worker in one micro-batch, >= 1.
-      multiplier: n >= 1 of the paper.
-      mode: `threshold`: as above. `accumulate`: accumulate every batch above `max_batch_size`.
-        `clip`: never accumulate.
+      multiplier: The paper's n, >= 1.
+      mode: `threshold`: as described above. `accumulate`: accumulate every batch above
+        `max_batch_size`. `clip`: never accumulate.
 
     Returns:
       The micro-batch and the number of accumulation steps. Their product covers the request, or is
@@ -291,8 +299,8 @@ def _ip_variance(stats: GradientStats, mode: TestMode):
     products = (stats.ip_weight, stats.plugin_ip_sum, stats.plugin_orth_sum, stats.noise_sum)
     if not any(isinstance(field, jax.core.Tracer) for field in products):
         *sums, noise_sum = (np.asarray(field) for field in products)
-        # With inner products the two plug-in sums add up to the noise, so both are zero only
-        # without.
+        # Measured plug-in sums add up to the noise, so both are zero only if they were not
+        # measured.
         if np.any((noise_sum != 0) & np.logical_and.reduce([value == 0 for value in sums])):
             raise ValueError(
                 "stats: taken without inner products; for this test use"

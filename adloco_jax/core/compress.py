@@ -1,8 +1,8 @@
-"""Outer gradients quantised for communication: bfloat16, or four bits with block scales.
+"""Quantise outer gradients for communication: to bfloat16, or to four bits with block scales.
 
 Only the communication is smaller: sums and averages are computed in float32. A block of a leaf has
 one float32 scale, its largest magnitude divided by the largest code. Each entry is rounded to the
-nearest multiple of the scale. The shape of a leaf determines its blocks; the devices do not. A
+nearest multiple of the scale. The blocks depend on the shape of a leaf, not on the devices. A
 block extends along all axes except the longest one. So the longest axis can be sharded over devices
 without cutting a block.
 """
@@ -19,26 +19,26 @@ Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
 SCALE_BLOCK = 128  # the most entries that share a float32 scale
 LARGEST_CODE = 7  # of int4; -8 is not used
-_EVEN_SHARES = 8  # an axis of a multiple of it divides over the usual numbers of devices
+_EVEN_SHARES = 8  # an axis whose length is a multiple of it divides over 2, 4 or 8 devices
 
 
 class Packed(NamedTuple):
-    """One leaf as whole numbers; a pytree node. X is the leaf's own leading axis."""
+    """One quantised leaf; a pytree node. X is the leading axis of the leaf."""
 
     codes: Array  # uint8, two codes to a byte [X, rows, blocks of a row, bytes of a block]
     scales: Array  # float32 [X, rows, blocks of a row]
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a leaf, without its leading axis."""
+    """How a leaf, without its leading axis, is divided into blocks."""
 
-    axis: int  # whose positions make the rows
-    length: int  # of that axis
-    rest: int  # entries at each of its positions
-    rows: int
-    positions: int  # in a row; 1 if a row has several blocks
-    per_row: int  # blocks
-    width: int  # entries of a block at each place
+    axis: int  # the axis that is divided into rows
+    length: int  # length of the axis
+    rest: int  # number of entries at each position of the axis
+    rows: int  # number of rows
+    positions: int  # positions of the axis in a row; 1 if a row has several blocks
+    per_row: int  # number of blocks in a row
+    width: int  # entries of a block at each position
 
     @property
     def size(self) -> int:
@@ -47,7 +47,7 @@ class _Blocks(NamedTuple):
 
 
 def check_precision(precision: str) -> None:
-    """ValueError, with the known names, if a precision is unknown."""
+    """Raise ValueError with the known names if a precision is unknown."""
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise ValueError(f"precision={precision!r}: expected one of {known}")
@@ -57,7 +57,7 @@ def pack(tree_X: PyTree, precision: Precision) -> PyTree:
     """Quantise arrays for communication.
 
     Args:
-      tree_X: Leaves [X, ...]; each entry of the leading axis is packed on its own.
+      tree_X: Leaves [X, ...]; each entry of the leading axis is packed separately.
       precision: The precision of an entry; "float32" changes nothing.
 
     Returns:
@@ -87,9 +87,9 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
     """The inverse of `pack`, except for the rounding.
 
     Args:
-      packed_X: From `pack`.
-      like_X: The packed pytree; only shapes and dtypes of its leaves are read.
-      precision: The precision in which it was packed.
+      packed_X: The result of `pack`.
+      like_X: The pytree that was packed; only shapes and dtypes of its leaves are read.
+      precision: The precision that `pack` was given.
 
     Returns:
       Leaves of the shapes and dtypes of `like_X`. With "int4" the error of an entry is at most half
@@ -107,7 +107,7 @@ def unpack(packed_X: PyTree, like_X: PyTree, precision: Precision) -> PyTree:
 
 
 def packed_bytes(tree: PyTree, precision: Precision) -> int:
-    """Bytes of one model's parameters as they are sent, exactly: with scales and padding.
+    """Exact number of bytes of one model's parameters when they are sent, with scales and padding.
 
     Args:
       tree: Leaves [...] without a leading axis; only their shapes are read.
@@ -122,10 +122,10 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Blocks of at most `SCALE_BLOCK` entries, and, if there are enough, of more than half."""
+    """Divide a shape into blocks of at most `SCALE_BLOCK` entries, mostly more than half of it."""
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
-    axis = max(d for d, dim in enumerate(shape) if dim == length)  # of equals the last
+    axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes
     rest = math.prod(shape[:axis] + shape[axis + 1 :])
     per_row = max(-(-rest // SCALE_BLOCK), 1)
     width = max(-(-rest // per_row), 1)
@@ -175,6 +175,6 @@ def _from_blocks(values: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _fill(array: Array, last: tuple[int, ...]) -> Array:
-    """Padded with zeros until its last dimensions are `last`."""
+    """Pad an array with zeros until its last dimensions are `last`."""
     sizes = array.shape[: array.ndim - len(last)] + last
     return jnp.pad(array, [(0, size - dim) for size, dim in zip(sizes, array.shape, strict=True)])

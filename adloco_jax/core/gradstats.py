@@ -63,9 +63,10 @@ def gradient_stats(
       auto    taps if `loss_fn` has a parameter named `tap_B`, else vmap.
 
     Both estimators make one forward and backward pass over the batch. Inner products add a second
-    pass. For taps it is a forward-mode pass of the single examples' losses, with three directions
-    instead of one for the last third. For vmap it computes the gradients again. Inner products also
-    need six float32 copies of the parameters (sums by third, and directions) instead of one.
+    pass. For taps the second pass is a forward-mode pass of the single examples' losses, with three
+    directions for the last third of the batch and one for the rest. For vmap the second pass
+    computes the gradients again. Inner products also need six float32 copies of the parameters
+    (sums by third, and directions) instead of one.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples. `vmap` and the
@@ -77,7 +78,7 @@ def gradient_stats(
       chunk_size: Largest number of examples in one pass, which bounds memory. With inner products a
         pass stays within a third of the batch. None sets no bound.
       num_examples: t <= B: only the first t examples count; the rest is padding and may hold
-        anything. It is data, so one compiled program serves every t. None counts all examples.
+        anything. t may be traced, so one compiled program serves every t. None counts all examples.
       inner_products: Whether to measure inner products; the norm test does not need them.
       has_aux: Whether `loss_fn` returns a pair (scalar, auxiliary output), which is ignored.
 
@@ -117,12 +118,13 @@ def gradient_stats_of_means(
     Noise and signal are unbiased, as in `gradient_stats`. Their spread is larger. The relative
     standard error of the noise is sqrt(2 / ((N - 1) d)), where d = (tr Sigma)^2 / tr Sigma^2 is the
     effective number of dimensions of the noise; with single examples N batch_size replaces N. The
-    error of the signal is the noise of the whole batch. So average over steps before a test, sums
-    and weights separately: 0.9 of the old and 0.1 of the new `in_units_of(1.0)`.
+    error of the signal is the noise of the whole batch. So average the statistics over steps before
+    a test: convert each with `in_units_of(1.0)`, then average sums and weights separately, for
+    instance 0.9 times the old value plus 0.1 times the new one.
 
     One gradient (N = 1, as with a batch of 1) shows no noise. Its statistics have a weight of zero
-    and do not change an average. Alone they make a test NaN, and `next_batch_size` then keeps the
-    batch. A loop that begins with two micro-batches of 1 measures from the start.
+    and do not change an average. A test of such statistics alone returns NaN, and `next_batch_size`
+    then keeps the batch. A loop that begins with two micro-batches of 1 measures from the start.
 
     Args:
       mean: The mean of the N gradients, a pytree of leaves [...], as the optimizer receives it.
@@ -130,12 +132,12 @@ def gradient_stats_of_means(
       batch_size: Number of examples behind each of the N gradients.
 
     Returns:
-      The statistics, fields of shape [], without inner products: for `norm_test`.
+      The statistics for `norm_test`, without inner products; fields of shape [].
 
     Raises:
       ValueError: If `norms_N` has another shape than [N], or `batch_size` is below 1.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with N gradients for its two.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, extended from 2 to N gradients.
     """
     norms_N = jnp.asarray(norms_N, jnp.float32)
     if norms_N.ndim != 1 or len(norms_N) < 1 or batch_size < 1:
@@ -149,7 +151,7 @@ def gradient_stats_of_means(
 def _of_means(
     mean: PyTree, norms_X: Array, count: Array, batch_size: int
 ) -> tuple[GradientStats, Array, Array]:
-    """Statistics of gradients that are means of `batch_size` examples; their rms norm; |mean|^2.
+    """Statistics from gradients that are means of `batch_size` examples; also rms norm, |mean|^2.
 
     This is an analysis of variance. For single examples it gives S and G2 of the module docstring.
     The first `count` entries of `norms_X` are used; the others are zero.
@@ -159,7 +161,7 @@ def _of_means(
     safe = jnp.where(rms > 0, rms, 1.0)
     mean_norm = jnp.square(norms(jax.tree.map(lambda leaf: leaf[None], mean))[0] / safe)
     noise_sum = batch_size * (jnp.sum(jnp.square(norms_X / safe)) - count * mean_norm)
-    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # for one, a rounding error
+    noise_sum = jnp.where(count > 1, noise_sum, 0.0)  # for one gradient only a rounding error
     zero = jnp.zeros((), jnp.float32)
     stats = GradientStats(
         scale=jnp.square(rms),
@@ -213,14 +215,14 @@ def per_example_products(
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over examples.
       params: Any pytree of arrays; the gradients are of its floating-point leaves.
       batch: Pytree of leaves [B, ...], B >= 2.
-      estimator: As `gradient_stats` describes them.
+      estimator: As in `gradient_stats`.
       chunk_size: Largest number of examples in one pass, which bounds memory.
 
     Returns:
-      n_j and p_j, float32.
+      The squared norms n_j and the inner products p_j, float32 [B].
 
     Raises:
-      ValueError: While tracing, as `gradient_stats`.
+      ValueError: While tracing, in the same cases as `gradient_stats`.
     """
     resolved = resolve_estimator(estimator, loss_fn)
     loss_of, params = _scalar_loss(loss_fn, params), trainable(params)
@@ -233,8 +235,8 @@ def per_example_products(
 def pool(stats: GradientStats) -> GradientStats:
     """Combine the statistics of several workers at the same point, by adding sums and weights.
 
-    Only scalars are reduced, no vectors of model size. Inner products are those with each worker's
-    own mean. Accepts NumPy and JAX arrays.
+    Only scalars are reduced, no vectors of model size. Each worker's inner products are with its
+    own mean gradient. The arrays may be NumPy's or JAX's.
 
     Args:
       stats: Fields of shape [n].
@@ -256,7 +258,7 @@ def _scalar_loss(loss_fn: LossFn, params: PyTree, *, has_aux: bool = False) -> L
 
 
 class _Examples(NamedTuple):
-    """A batch in parts whose gradients are summed separately: thirds, or one part."""
+    """A batch, divided into parts whose gradients are summed separately: thirds, or one part."""
 
     batch_B: PyTree  # leaves [B, 1, ...]
     group: int  # examples of one pass
@@ -269,7 +271,7 @@ class _Examples(NamedTuple):
         return jax.tree.leaves(self.batch_B)[0].shape[0]
 
     def fold(self, parts_I: np.ndarray, body: Callable, carry: PyTree) -> PyTree:
-        """Fold `body(i, index_C, valid_C, batch_C, carry)` over the passes of each part listed."""
+        """Call `carry = body(i, index_C, valid_C, batch_C, carry)` for each pass of the parts."""
         starts_P = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends_P[:-1]])
         starts_I, ends_I = starts_P[parts_I], self.ends_P[parts_I]
         passes_I = -(-(ends_I - starts_I) // self.group)
@@ -315,10 +317,10 @@ def _multiply(
     sums_3: PyTree,
     rms: Array,
 ) -> Array:
-    """Inner products of gradients with the mean and the first two thirds' means: float32 [3, B].
+    """Inner products of each gradient with three means, float32 [3, B], in units of `rms**2`.
 
-    Only gradients of the last third are multiplied by the means of the other two thirds. The
-    products are in units of `rms**2`.
+    The three are the mean of all gradients and the means of the first two thirds. Only gradients of
+    the last third are multiplied by the last two.
     """
     thirds_23 = jnp.eye(3, dtype=jnp.float32)[:2] / jnp.maximum(examples.count // 3, 1)
     shares_33 = jnp.stack([jnp.ones(3, jnp.float32) / examples.count, *thirds_23]) / rms
@@ -385,7 +387,7 @@ def _examples(
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1")
     (size,) = sizes
     parts = [size // 3, size // 3, size - 2 * (size // 3)] if inner_products else [size]
-    # The least padding, if a pass costs about one example more than its size.
+    # Choose the cheapest size of a pass. A pass of g examples costs about as much as g + 1.
     limit = min(chunk_size or size, parts[-1])
     cost = {g: (g + 1) * sum(-(-part // g) for part in parts) for g in range(limit, 0, -1)}
     t = jnp.asarray(size if num_examples is None else num_examples, jnp.int32)
@@ -403,7 +405,7 @@ def _example_grads(loss_fn: LossFn, params: PyTree, batch_C: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf_C: leaf_C.astype(jnp.float32), grads_C)
 
 
-# Sum of the gradients of a group's valid examples, and the norm of each.
+# The next two functions return the sum of a group's valid gradients, and each gradient's norm.
 
 
 def _gradients_by_vmap(loss_fn, params, batch_C, valid_C):
@@ -443,7 +445,8 @@ def _gradients_by_taps(loss_fn, params, batch_C, valid_C):
     )
 
 
-# Inner products of the directions [E, ...] with the gradients of a group's examples: [E, C].
+# The next two functions return inner products of directions [E, ...] with a group's gradients:
+# [E, C].
 
 
 def _products_by_vmap(loss_fn, params, batch_C, directions_E):
@@ -465,7 +468,7 @@ def _products_by_jvp(loss_fn, params, batch_C, directions_E):
     return jax.vmap(slopes)(directions_E)
 
 
-# By estimator: the sum of gradients and each one's norm; inner products.
+# For each estimator two functions: the sum of gradients with each norm, and the inner products.
 _ESTIMATORS: dict[str, tuple[Callable[..., tuple[PyTree, Array]], Callable[..., Array]]] = {
     "vmap": (_gradients_by_vmap, _products_by_vmap),
     "taps": (_gradients_by_taps, _products_by_jvp),

@@ -29,7 +29,7 @@ from adloco_jax.core.types import (
     with_trainable,
 )
 
-# States that hold parameters beside those of the workers, which an outer update would not move.
+# Optimizer states with a second copy of the parameters. An outer update would not change the copy.
 _KEEPS_PARAMS = (
     optax.LookaheadState,
     optax.contrib.SAMState,
@@ -53,8 +53,8 @@ def inner_steps(
 ) -> tuple:
     """Run T micro-batches on every worker; workers do not communicate.
 
-    `update_T` is data, so one program serves every accumulation count, and a long round can be cut
-    anywhere into calls of equal shape.
+    `update_T` is an array, not a static argument. So one compiled program serves every accumulation
+    count, and a long round can be divided anywhere into calls of equal shape.
 
     A worker skips an update if the loss is not finite, or if the gradient's squared norm is not
     finite in float32. Its parameters and inner state then do not change. The decision is made
@@ -67,7 +67,7 @@ def inner_steps(
       inner_tx: Transformation of a worker's gradients; `outer_step` lists those that are refused.
       learning_rate_TR: Factor on the update that ends with micro-batch t; None means 1.
       update_T: True where a micro-batch completes an update. The update uses the mean of all
-        gradients since the last update. None updates after each micro-batch.
+        gradients since the last update. None: every micro-batch is an update.
       key_TRB: A typed key for each example, for a loss that takes `key`. The loss receives the key
         of its first example, so calls that begin with the same example have the same key.
       has_aux: Whether `loss_fn` returns a pair (scalar, pytree of arrays).
@@ -88,8 +88,8 @@ def inner_steps(
     Raises:
       ValueError: While tracing, if `worker_parallelism` or `examples_per_pass` is below 1, if
         `update_T` is given for workers from `start_round` without `accumulate`, if the loss needs a
-        key that is not given, and as `outer_step` does for the batch, learning rates, parameters,
-        `loss_fn` and `inner_tx`.
+        key that is not given, or if the batch, learning rates, parameters, `loss_fn` or `inner_tx`
+        are invalid in the sense of `outer_step`.
 
     Source: AdLoCo algorithm 1, lines 7-13; accumulation is its switch mode (section 4.4).
     """
@@ -183,8 +183,8 @@ def _update(
         after = with_trainable(params, optax.apply_updates(values, updates))
         return after, with_dtypes(new_state, state)
 
-    # One worker branches; several workers at once select. Always selecting would cost a CPU a
-    # copy of the optimizer's state in every update.
+    # For one worker `cond` is a branch; under `vmap` it becomes a select. On a CPU a select costs
+    # a copy of the optimizer's state in every update.
     params, state = lax.cond(is_finite, apply, lambda: (params, state))
     return params, state, ~is_finite
 
@@ -223,7 +223,7 @@ def _map_workers(
 ) -> tuple[PyTree, PyTree]:
     """`run(carry, inputs) -> (carry, outputs)` for every worker, at most `parallelism` at once.
 
-    Workers in turn are updated in place; `lax.map` would hold all workers twice.
+    Workers that run one after another are updated in place; `lax.map` would hold all workers twice.
     """
     num_workers = jax.tree.leaves(carry_R)[0].shape[0]
     at_once = _at_once(num_workers, parallelism, "worker_parallelism")
@@ -251,7 +251,7 @@ def _map_workers(
 
 
 def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
-    """Gradients in the sum after the last micro-batch and with each one: int32 [] and [T]."""
+    """Number of accumulated gradients after all micro-batches, int32 [], and at each one, [T]."""
 
     def count(num_grads, ends_update):
         num_grads += 1

@@ -1,4 +1,4 @@
-"""Merging trainers, and dividing the workers among the remaining ones (AdLoCo section 4.3)."""
+"""Merge trainers, and divide the workers among the remaining trainers (AdLoCo section 4.3)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,15 +27,16 @@ class Candidate(NamedTuple):
     """The data of a trainer that a merge policy receives."""
 
     requested_batch_size: int  # sequences per worker
-    guard_loss: float = math.nan  # nats/token, on rows that are never reported
+    guard_loss: float = math.nan  # nats/token on held-out rows that only decisions use
     age: int = 0  # rounds completed
 
 
 def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """The `width` trainers with the smallest requested batch; the representative has the largest.
+    """Select the `width` trainers with the smallest requested batches.
 
-    A small requested batch means that the gradient is large compared with its noise. Such trainers
-    gain least from staying separate.
+    The representative is the selected trainer with the largest request. A small requested batch
+    means that the gradient is large compared with its noise. Such trainers gain least from staying
+    separate.
 
     Source: AdLoCo algorithm 2, lines 2-4.
     """
@@ -44,22 +45,25 @@ def worst_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int,
 
 
 def best_with_worst(trainers: Sequence[Candidate], *, width: int) -> tuple[int, ...]:
-    """The trainer with the largest requested batch, as representative, and the smallest ones."""
+    """Select the trainer with the largest requested batch, and those with the smallest.
+
+    The trainer with the largest request is the representative.
+    """
     by_size = _smallest_first(trainers)
     best = max(by_size, key=lambda m: (trainers[m].requested_batch_size, -m))
     return _represented(trainers, [best, *[m for m in by_size if m != best][: width - 1]])
 
 
 MergePolicy: TypeAlias = Callable[..., tuple[int, ...]]
-"""`policy(trainers, *, width) -> positions`: the trainers to merge, the representative first; empty
-for no merge. `trainers` is a sequence of at least two `Candidate`."""
+"""`policy(trainers, *, width) -> positions`: the trainers to merge, the representative first. An
+empty result means no merge. `trainers` is a sequence of at least two `Candidate`."""
 
 MERGE_POLICIES: dict[str, MergePolicy] = {
     "worst_with_worst": worst_with_worst,
     "best_with_worst": best_with_worst,
     "none": lambda trainers, *, width: (),
 }
-"""By the name that `merge.policy` gives; add an entry to use your own."""
+"""Merge policies by name, for the knob `merge.policy`. To use your own policy, add an entry."""
 
 
 def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
@@ -67,7 +71,7 @@ def _smallest_first(trainers: Sequence[Candidate]) -> list[int]:
 
 
 def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple[int, ...]:
-    """The members, the one with the largest requested batch first, then by position."""
+    """Sort members: first the one with the largest requested batch, then the others by position."""
     first = max(members, key=lambda m: (trainers[m].requested_batch_size, -m))
     return (first, *sorted(m for m in members if m != first))
 
@@ -75,16 +79,16 @@ def _represented(trainers: Sequence[Candidate], members: Sequence[int]) -> tuple
 def choose_merge(
     requested_batch_sizes: Sequence[int], *, policy: str, width: int
 ) -> tuple[int, ...]:
-    """The trainers to merge, by a policy that uses batch sizes only.
+    """Choose the trainers to merge, by a policy that uses batch sizes only.
 
     Args:
-      requested_batch_sizes: By trainer position, sequences per worker.
+      requested_batch_sizes: Each trainer's requested batch in sequences per worker, in stack order.
       policy: A name in `MERGE_POLICIES`.
-      width: Number of trainers to merge, >= 2; at most all trainers merge.
+      width: Number of trainers to merge, >= 2. If there are fewer trainers, all are merged.
 
     Returns:
-      Positions, the representative first, then by position; ties go to the lower position. Empty
-      if there are fewer than two trainers.
+      Positions of the trainers to merge: the representative first, then the others in stack order.
+      Of equal requests the lower position counts first. Empty if there are fewer than two trainers.
 
     Raises:
       ValueError: If `policy` is unknown or `width` below 2.
@@ -107,21 +111,22 @@ def merge(
 ) -> Ensemble:
     """Merge trainers into the first of them.
 
-    Parameters and the floating-point outer state (momentum) become the weighted mean of the
-    members, computed in float32 (in float64 for float64). Values that are equal in all members do
-    not change. A member is masked out, not weighted by zero, if it has a non-finite value where
-    members differ, or if its weight is not positive and finite. If no weight is usable, the finite
-    members count equally.
+    The first member is the representative; the others are absorbed and leave the stack. Parameters
+    and the floating-point outer state (momentum) become the weighted mean of the members, computed
+    in float32 (in float64 for float64). Values that are equal in all members do not change. A
+    member is masked out, not weighted by zero, if it has a non-finite value where members differ,
+    or if its weight is not positive and finite. If no weight is usable, the finite members count
+    equally.
 
     The absorbed trainers' workers join the representative; `reassign` can then move them. The
-    representative's own workers keep their inner state. The order of the survivors is kept. If
+    representative's own workers keep their inner state. The remaining trainers keep their order. If
     workers have their own parameters, the members' workers all start at the merged parameters.
     Unsynchronised worker updates are then lost, so call `outer_update` before.
 
     Args:
       ensemble: The stack of M trainers.
       members: Distinct positions, at least two, the representative first.
-      weights: One per member; the paper uses the requested batch sizes.
+      weights: One weight for each member; the paper uses the requested batch sizes.
 
     Returns:
       A stack of M - len(members) + 1 trainers.
@@ -129,8 +134,8 @@ def merge(
     Raises:
       ValueError: If a position repeats or is out of range, or the number of weights differs.
 
-    Source: AdLoCo algorithm 2, line 5; the outer momentum and the selection are ours
-      (docs/algorithm.md, 4).
+    Source: AdLoCo algorithm 2, line 5. The merged outer momentum and the masking of members are not
+      in the paper (docs/algorithm.md, 4).
     """
     chosen = positions("members", members, ensemble.num_trainers)
     weights_n = jnp.asarray(weights, jnp.float32)
@@ -156,7 +161,7 @@ def merge(
     def merge_leaf(leaf_M):
         if not jnp.issubdtype(leaf_M.dtype, jnp.inexact):
             return leaf_M[np.array(survivors)]
-        # A mean of differences, so that equal members are reproduced exactly.
+        # Average differences from one member, so that equal members are reproduced exactly.
         member_n = leaf_M[chosen].astype(at_least_float32(leaf_M.dtype))
         base, zeros_n = member_n[origin], jnp.zeros_like(member_n)
         difference_n = jnp.where(member_n == base[None], zeros_n, member_n - base[None])
@@ -193,23 +198,23 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
     A worker that stays with its trainer keeps its inner state. A worker that joins a trainer takes
     the mean inner state of the workers that the trainer already had, so that it does not restart or
-    distort that trainer's optimizer. Whole numbers, such as Adam's count of updates, are rounded;
-    values that are equal in all workers do not change; a PRNG key is the first worker's. If workers
-    have their own parameters, a joining worker starts at its trainer's.
+    distort that trainer's optimizer. Whole numbers, such as Adam's count of updates, are rounded.
+    Values that are equal in all workers do not change. A PRNG key is copied from the first worker.
+    If workers have their own parameters, a joining worker starts at its trainer's parameters.
 
     Args:
-      ensemble: The stack.
-      owner_R: The new trainer position of each worker, by worker position; -1 retires a worker;
-        entries beyond the present pool are new workers.
+      ensemble: The stack of trainers and the pool of workers.
+      owner_R: The position of each worker's new trainer, in the order of the workers. -1 retires a
+        worker. Entries beyond the present pool are new workers.
 
     Returns:
-      The stack with the new pool, the retired workers gone, the order of the others kept.
+      The ensemble with the new pool, without the retired workers. The others keep their order.
 
     Raises:
       ValueError: If an entry names no trainer, the list is shorter than the pool, or a trainer is
         left without a worker.
 
-    Source: docs/algorithm.md, 4; AdLoCo section 4.3 divides the workers again after each merge.
+    Source: docs/algorithm.md, 4. AdLoCo, section 4.3, divides the workers again after each merge.
     """
     owners = np.asarray(owner_R, dtype=np.int64).reshape(-1)
     pool = ensemble.num_workers
@@ -228,24 +233,23 @@ def reassign(ensemble: Ensemble, owner_R: Sequence[int]) -> Ensemble:
 
 
 def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """Let more workers of the pool join a trainer, with copies of its parameters.
+    """Add workers to a trainer; they start at its parameters.
 
     New workers are added at the end of the pool. They take the mean inner state of the trainer's
-    workers, as in `reassign`. They start at the trainer's parameters, so averaging directly after
-    spawning changes nothing.
+    workers, as in `reassign`. An average directly after spawning changes nothing.
 
     Args:
-      ensemble: The stack.
+      ensemble: The stack of trainers and the pool of workers.
       trainer: Position of the trainer.
       num_workers: Number of the trainer's workers afterwards, at least the present number.
 
     Returns:
-      The stack with a larger pool.
+      The ensemble with a larger pool.
 
     Raises:
       ValueError: If the trainer does not exist, or already has more workers.
 
-    Source: docs/algorithm.md, 4; ours.
+    Source: docs/algorithm.md, 4; not in the paper.
     """
     (position,) = positions("trainer", [trainer], ensemble.num_trainers).tolist()
     joining = num_workers - ensemble.owners.count(position)
@@ -260,19 +264,20 @@ def spawn(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
 def divide_workers(
     owners: Sequence[int], members: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Each worker's trainer after a merge and the reallocation of the pool.
+    """Assign each worker to a trainer after a merge, for given numbers of workers.
 
-    A trainer keeps its own workers first, and the representative keeps those that it absorbed next.
-    A trainer that lacks workers takes free ones, in the order of their positions.
+    Each trainer first keeps its own workers. The representative next keeps the workers of the
+    trainers that it absorbed. A trainer that still lacks workers takes unassigned workers, in the
+    order of their positions.
 
     Args:
       owners: Position of each worker's trainer before the merge.
       members: Positions of the merged trainers, the representative first.
-      sizes: Workers of each survivor, in the order of their stack; together the whole pool.
+      sizes: Number of workers of each remaining trainer, in stack order; their sum is the pool.
 
     Returns:
-      By worker the position of its trainer among the survivors: the argument of `reassign` on the
-      merged ensemble.
+      For each worker the position of its trainer after the merge: the argument `owner_R` of
+      `reassign` on the merged ensemble.
     """
     absorbed = members[1:]
     survivors = [m for m in range(max(owners) + 1) if m not in absorbed]
@@ -292,15 +297,15 @@ def divide_workers(
 def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """Divide the pool in proportion to the requested batch sizes.
 
-    Every trainer gets at least one worker. The others are divided by the largest remainder of the
-    proportional shares of the whole pool. Ties go to the lower position.
+    Every trainer gets at least one worker. The other workers are divided by the largest remainder
+    of the proportional shares of the whole pool. Ties go to the lower position.
 
     Args:
-      requested_batch_sizes: By trainer position, positive.
-      num_workers: The pool, at least one worker per trainer.
+      requested_batch_sizes: Each trainer's requested batch, positive, in stack order.
+      num_workers: Size of the pool, at least one worker per trainer.
 
     Returns:
-      Workers per trainer; their sum is exactly `num_workers`.
+      Number of workers of each trainer; their sum is exactly `num_workers`.
 
     Raises:
       ValueError: If the pool is too small, or a requested batch is not positive.
@@ -316,7 +321,7 @@ def allocate_workers(requested_batch_sizes: Sequence[int], num_workers: int) -> 
     if min(requested) < 1:
         raise ValueError(f"requested_batch_sizes={requested}: expected positive whole numbers")
     total = sum(requested)
-    # Whole-number arithmetic: shares of the pool are b * num_workers / total.
+    # In whole numbers: the share of a trainer is requested * num_workers / total.
     shares = [max(1, b * num_workers // total) for b in requested]
 
     def shortfall(i):

@@ -1,4 +1,4 @@
-"""Functions of arrays that lie on a mesh with explicit axes."""
+"""Run functions on arrays that are sharded over a mesh with explicit axes."""
 
 import functools
 import math
@@ -15,13 +15,13 @@ from jaxtyping import PyTree
 
 
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
-    """Let a function accept arrays on mesh axes of type Explicit, by running it on automatic axes.
+    """Decorator: a function accepts arrays on explicit mesh axes; it runs on automatic axes.
 
-    With explicit axes each operation would have to name the sharding of its result. Here
-    `shardings(whole, result, *args, **kwargs)` names the shardings of the function's results, as a
-    prefix of their tree. `whole` is the replicated sharding, `result` has the shapes of the
-    results, and each array among the arguments is replaced by its sharding. An axis that does not
-    divide over its devices is replicated.
+    With explicit axes each operation would have to name the sharding of its result. Instead,
+    `shardings(whole, result, *args, **kwargs)` returns the shardings of the function's results, as
+    a prefix of their tree. `whole` is the replicated sharding. `result` has the shapes of the
+    results. `args` and `kwargs` are the function's arguments, with each array replaced by its
+    sharding. An axis that does not divide over its devices is replicated.
     """
 
     def sharding_of(leaf):
@@ -66,7 +66,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
             )
             out = shardings(NamedSharding(mesh, P()), result, *at_args, **at_kwargs)
             out = jax.tree.map(fitting, jax.tree.broadcast(out, result), result)
-            # As a program, because otherwise a result that depends on no argument is on one device.
+            # Under `jit`, because otherwise a result that depends on no argument is on one device.
             return jax.jit(jax.sharding.auto_axes(of_arrays, out_sharding=out))(*arrays)
 
         return call
@@ -75,7 +75,7 @@ def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callab
 
 
 def like_ensemble(whole: NamedSharding, result: PyTree, ensemble: PyTree, *_: Any, **__: Any):
-    """Shardings of a resulting ensemble for `on_any_mesh`: those of the given ensemble."""
+    """Shardings for `on_any_mesh` of a function that returns an ensemble: the argument's."""
     return jax.tree.map(lambda _: whole, result).replace(
         params_M=ensemble.params_M,
         outer_state_M=ensemble.outer_state_M,

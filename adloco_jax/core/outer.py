@@ -1,10 +1,10 @@
 """One round: every worker's inner updates, then one outer update per trainer (AdLoCo algorithm 1).
 
-`outer_step` runs a whole round in one call. A host loop that streams a long, accumulated round in
-pieces calls the three parts of the round: `start_round`, `inner_steps`, `outer_update`. If workers
-are in other programs, `pack_differences` and `apply_differences` replace `outer_update`. If one
-fragment of the parameters is synchronised at a time, `outer_update_fragment` and `receive_fragment`
-replace it.
+`outer_step` runs a whole round in one call. A host loop can run a long, accumulated round in
+pieces. It then calls the three parts of the round: `start_round`, `inner_steps`, `outer_update`. If
+workers run in other processes, `pack_differences` and `apply_differences` replace `outer_update`.
+If one fragment of the parameters is synchronised at a time, `outer_update_fragment` and
+`receive_fragment` replace `outer_update`.
 """
 
 import functools
@@ -237,7 +237,7 @@ def outer_step(
 
 
 def _workers_shardings(whole: NamedSharding, _, ensemble: Ensemble, **__) -> Workers:
-    """The sharding of the workers' inner states, for results [R, ...]."""
+    """Shardings of the result of `start_round`: arrays [R, ...] are sharded like inner states."""
     spec = next((at.spec for at in jax.tree.leaves(ensemble.inner_state_R)), P())
     pool = NamedSharding(whole.mesh, P(*spec[:1]))
     shardings: list[Any] = [pool, ensemble.inner_state_R, pool, whole, pool]
@@ -251,14 +251,16 @@ def start_round(
     accumulate: bool = False,
     reset_tx: optax.GradientTransformation | None = None,
 ) -> Workers:
-    """Start every worker at its trainer's parameters, or its own, with its inner state.
+    """Start a round: give every worker the parameters and the inner state that it starts with.
+
+    A worker starts at its own parameters if workers have these (`params_R`), else at its trainer's.
 
     Args:
       ensemble: Trainers and workers between two rounds.
       accumulate: Whether `inner_steps` will receive `update_T`. It needs one more float32 buffer of
         the size of the parameters per worker.
-      reset_tx: The inner transformation, if workers start with a fresh state (the reference's
-        choice). None keeps the state over rounds (DiLoCo's choice).
+      reset_tx: The inner transformation, if workers start each round with a fresh inner state (as
+        in the reference implementation). None keeps the inner state (as in DiLoCo).
 
     Returns:
       The workers at the start of a round.
@@ -295,22 +297,24 @@ def outer_update(
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """End a round: the only communication between the workers of a trainer.
+    """End a round: aggregate the workers' differences and apply the outer optimizer.
 
-    Below float32 both directions are quantised (`core.compress`). Workers send quantised
-    differences; their aggregate is computed in float32 and is not rounded before the outer
-    optimizer. The optimizer's updates are quantised too; all workers dequantise the same bits, so
-    their copies of the parameters agree. Single-worker trainers bypass quantisation.
+    This is the only communication between the workers of a trainer. With a precision below float32
+    both directions are quantised (`core.compress`). Workers send quantised differences. Their
+    aggregate is computed in float32 and is not rounded before the outer optimizer. The optimizer's
+    updates are quantised too. All workers dequantise the same bits, so their copies of the
+    parameters agree. Single-worker trainers bypass quantisation.
 
     A worker whose difference is not finite is left out of the aggregate by selection. A trainer
     without a finite pseudo-gradient keeps its parameters and outer state bit for bit. After the
     update all workers have their trainer's parameters, even if they had their own before.
 
     Args:
-      ensemble: As it was when the round began.
+      ensemble: The ensemble at the start of the round.
       workers: The workers after their inner updates.
-      outer_tx: Transformation of the pseudo-gradient: the aggregate, in float32, of the trainer's
-        parameters minus its workers'. `outer_step` lists the transformations that are refused.
+      outer_tx: Transformation of the pseudo-gradient. That is the aggregate, in float32, of the
+        trainer's parameters minus each worker's parameters. `outer_step` lists the transformations
+        that are refused.
       weights_R: Relative weights of the workers in their trainer's mean; None weighs them equally.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences: an entry of
         `AGGREGATORS`, or a function with the same signature.
@@ -323,15 +327,16 @@ def outer_update(
       reduce_scatter: Applied before averaging to pytrees of leaves [R, ...]: the packed differences
         of the workers, and whether they are usable. If workers are spread over devices, this is a
         sharding constraint: each device holds its shard of the parameters for all workers.
-      all_gather: Applied to the packed updates [M, ...] of the trainers. In float32 the new
-        parameters are sent instead, by the sharding that they are given.
+      all_gather: Applied to the packed updates [M, ...] of the trainers. It is not called in
+        float32: there the sharding of the new parameters decides what is all-gathered.
 
     Returns:
-      The ensemble after the round, and the L2 norm of each pseudo-gradient; NaN if it is not used.
+      The ensemble after the round, and the L2 norm of each trainer's pseudo-gradient, float32 [M];
+      NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: While tracing, as `outer_step` does for `weights_R`, `precision`, parameters and
-        `outer_tx`, and if an array of `extra_M` has another shape.
+      ValueError: While tracing, if `weights_R`, `precision`, the parameters or `outer_tx` are
+        invalid in the sense of `outer_step`, or if an array of `extra_M` does not have shape [M].
 
     Source: AdLoCo algorithm 1, lines 14-16; DiLoCo algorithm 1, lines 12-14. Low precision with
     sums in float32: Streaming DiLoCo (arXiv 2501.18512), section 2.4. There the outer optimizer
@@ -357,7 +362,7 @@ class Differences(NamedTuple):
     """Workers' differences from their trainers, as they are sent; a pytree node."""
 
     packed_R: PyTree  # [R, ...] from `core.compress.pack`
-    exact_W: PyTree  # [W, ...] float32, those of W single-worker trainers; None if all are exact
+    exact_W: PyTree  # [W, ...] float32: of W single-worker trainers; None if nothing is quantised
     usable_R: Bool[Array, " R"]  # whether a worker's difference is finite
 
 
@@ -372,18 +377,19 @@ def pack_differences(
     """The first half of `outer_update`: the differences that workers send to their trainers.
 
     Args:
-      ensemble: As it was when the round began; only the owners and `params_M` are read.
+      ensemble: The ensemble at the start of the round; only the owners and `params_M` are read.
       workers: The workers after their inner updates.
       precision: Precision of differences in communication: "float32", "bfloat16" or "int4". The
         differences of single-worker trainers are not sent and stay in float32.
-      single_R: The workers that are their trainer's only one; None: computed from the owners. A
-        program that has only some of the workers has to pass it.
+      single_R: For each worker, whether its trainer has no other worker. None: computed from the
+        owners. A process that holds only some of the workers must pass this argument.
 
     Returns:
       The differences, for `apply_differences` with the same precision.
 
     Raises:
-      ValueError: While tracing, if `precision` is unknown, or as `outer_update` for parameters.
+      ValueError: While tracing, if `precision` is unknown, or if parameters are complex or none is
+        floating-point.
 
     Source: AdLoCo algorithm 1, line 14; Streaming DiLoCo (arXiv 2501.18512), section 2.4.
     """
@@ -398,7 +404,7 @@ def pack_differences(
     start_R = of_owners(trainable(ensemble.params_M), ensemble.owners)
     end_R = trainable(workers.params_R)
     difference_R = jax.tree.map(subtract, start_R, end_R)
-    # Checked on the reversed difference, because XLA would keep a difference that is used twice.
+    # Check the reversed difference: XLA would store a difference that has two uses.
     usable_R = _are_finite(jax.tree.map(subtract, end_R, start_R))
     if precision == "float32" or chosen_R.all():
         return Differences(difference_R, None, usable_R)
@@ -420,28 +426,28 @@ def apply_differences(
     reduce_scatter: Callable[[PyTree], PyTree] = lambda tree_R: tree_R,
     all_gather: Callable[[PyTree], PyTree] = lambda packed_M: packed_M,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """The second half of `outer_update`: the trainers' step on what their workers have sent.
+    """The second half of `outer_update`: aggregate the differences and update the trainers.
 
     For a worker whose difference is missing, pass any finite difference and False in `usable_R`.
 
     Args:
-      ensemble: As it was when the round began; inner states are not read.
+      ensemble: The ensemble at the start of the round; inner states are not read.
       differences: From one call of `pack_differences`, or from several calls, concatenated.
-      outer_tx: As of `outer_update`, like all arguments below.
+      outer_tx: As in `outer_update`, like all arguments below.
       weights_R: Relative weights of the workers in their trainer's mean.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences.
       precision: The precision in which the differences were packed.
       extra_M: Extra arguments for `outer_tx`.
       skip_single: Whether a trainer with one worker takes the worker's parameters directly.
       reduce_scatter: Applied to the packed differences and to `usable_R`.
-      all_gather: Applied to the trainers' updates, packed.
+      all_gather: Applied to the packed updates of the trainers.
 
     Returns:
-      The ensemble after the round, with unchanged inner states, and the L2 norm of each
-      pseudo-gradient; NaN if it is not used.
+      The ensemble after the round, with unchanged inner states, and the L2 norm of each trainer's
+      pseudo-gradient, float32 [M]; NaN if a trainer has no finite pseudo-gradient.
 
     Raises:
-      ValueError: While tracing, as `outer_update`.
+      ValueError: While tracing, in the same cases as `outer_update`.
 
     Source: AdLoCo algorithm 1, lines 15 and 16; DiLoCo algorithm 1, lines 12 to 14.
     """
@@ -457,7 +463,7 @@ def apply_differences(
     check_precision(precision)
     single_M, single_R = np.bincount(owners) == 1, _are_single(ensemble)
     if single_R.all():
-        precision = "float32"  # each has one worker: nothing is sent
+        precision = "float32"  # each trainer has one worker: nothing is sent
     start_M = trainable(ensemble.params_M)
     like_R = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((len(owners), *leaf.shape[1:]), jnp.float32), start_M
@@ -496,7 +502,7 @@ def apply_differences(
 
 
 def _are_single(ensemble: Ensemble) -> np.ndarray:
-    """Bool [R]: the workers that are their trainer's only one."""
+    """For each worker, whether its trainer has no other worker: bool [R]."""
     return (np.bincount(ensemble.owners) == 1)[ensemble.owner_R]
 
 

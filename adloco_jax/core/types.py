@@ -1,6 +1,6 @@
-"""The dimension key, the types that the modules of the core share, and the stack of trainers.
+"""The dimension key, the shared types of `core`, and the stack of trainers.
 
-Dimension key, used in names, einsum strings and shape annotations alike:
+Dimension key, used in names, einsum strings and shape annotations:
 
   M  trainers (model instances)          L  tokens of a sequence
   R  workers, all trainers together      D  width
@@ -31,8 +31,8 @@ from adloco_jax.core.meshes import like_ensemble, on_any_mesh
 LossFn: TypeAlias = Callable[..., Any]
 """`loss_fn(params, batch) -> scalar`: the mean loss over the leading axis of `batch`.
 
-It may have a parameter `key`, for instance for dropout. With `has_aux=True` it returns
-`(scalar, aux)`.
+A loss function may have a parameter `key`, for instance for dropout. A loss function that is used
+with `has_aux=True` returns `(scalar, aux)`.
 """
 
 
@@ -46,9 +46,9 @@ class Ensemble(struct.PyTreeNode):
     params_M: PyTree  # [M, ...] each trainer's parameters
     outer_state_M: PyTree  # [M, ...] each trainer's outer optimizer state
     inner_state_R: PyTree  # [R, ...] each worker's inner optimizer state
-    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] positions of their trainers
+    owners: tuple[int, ...] = struct.field(pytree_node=False)  # [R] position of worker's trainer
     round: Array  # int32 []: rounds completed
-    params_R: PyTree = None  # [R, ...] workers' own parameters; None: the trainers'
+    params_R: PyTree = None  # [R, ...] workers' own parameters; None: workers have none
 
     @property
     def owner_R(self) -> np.ndarray:
@@ -82,7 +82,7 @@ class RoundMetrics(struct.PyTreeNode):
     loss_SR: Array  # float32 [S, R]: mean training loss of each inner update
     skipped_SR: Array  # bool [S, R]: updates with a loss or gradient that is not finite
     pseudo_grad_norm_M: Array  # float32 [M]: L2 norm of each trainer's outer gradient
-    aux: PyTree = None  # [S, R, ...] means over an update's micro-batches, float32 at least
+    aux: PyTree = None  # [S, R, ...] auxiliary output: means over an update's micro-batches
 
 
 class GradientStats(struct.PyTreeNode):
@@ -104,13 +104,13 @@ class GradientStats(struct.PyTreeNode):
     noise_weight: Array | np.ndarray  # t - 1
     signal_sum: Array | np.ndarray  # t^2 |mean|^2 - sum_j n_j
     signal_weight: Array | np.ndarray  # t (t - 1)
-    ip_sum: Array | np.ndarray  # over the last third, <g_j, mean_1> against <g_j, mean_2>
+    ip_sum: Array | np.ndarray  # last third: covariance sum of <g_j, mean_1> and <g_j, mean_2>
     ip_weight: Array | np.ndarray  # size of the last third - 1; 0 without inner products
     plugin_ip_sum: Array | np.ndarray  # sum_j (p_j - |mean|^2)^2, weight t - 1
     plugin_orth_sum: Array | np.ndarray  # sum_j n_j - sum_j p_j^2 / |mean|^2, weight t - 1
 
     def in_units_of(self, scale: Array | np.ndarray | float) -> "GradientStats":
-        """The same statistics, with sums in units of another scale."""
+        """Convert the sums to units of another scale; the statistics do not change."""
         ratio = self.scale / (scale + (scale == 0))
         linear = {
             name: getattr(self, name) * ratio
@@ -131,14 +131,14 @@ class GradientStats(struct.PyTreeNode):
 
 
 class BatchPlan(NamedTuple):
-    """The micro-batches of one worker for each inner update."""
+    """Size and number of the micro-batches that one worker uses for an inner update."""
 
     micro_batch_size: int
     num_accum_steps: int
 
 
 def trainable(params: PyTree) -> PyTree:
-    """The floating-point leaves; None for others, because PRNG keys and counts are no parameters.
+    """Select the floating-point leaves; other leaves, such as PRNG keys and counts, become None.
 
     Raises:
       ValueError: If a leaf is complex, because norms and means here are for real numbers, or if no
@@ -164,12 +164,12 @@ def trainable(params: PyTree) -> PyTree:
 
 
 def with_trainable(params: PyTree, values: PyTree) -> PyTree:
-    """`params` with the leaves that `trainable` selects replaced."""
+    """Replace the floating-point leaves of `params` by `values`, a tree as `trainable` returns."""
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, params, values)
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype for arithmetic: float64 for float64, else float32."""
+    """The dtype in which values are computed: float64 for float64 values, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -179,7 +179,7 @@ def is_key(leaf: Array) -> bool:
 
 
 def with_dtypes(tree: PyTree, like: PyTree) -> PyTree:
-    """`tree` in the dtypes of `like`, because a transformation may widen its initial state."""
+    """Cast `tree` to the dtypes of `like`; an optax update may widen the dtypes of its state."""
     return jax.tree.map(
         lambda leaf, old: leaf if is_key(old) else leaf.astype(old.dtype), tree, like
     )
@@ -202,15 +202,16 @@ def init(
     too. To give each worker different noise, replace the keys in `inner_state_R`.
 
     Args:
-      params: Parameters of one model, any pytree of arrays. Optimizers see the floating-point ones;
-        others, such as typed PRNG keys and counts, do not change.
+      params: Parameters of one model, any pytree of arrays. Optimizers receive the floating-point
+        leaves; other leaves, such as typed PRNG keys and counts, do not change.
       num_trainers: M >= 1.
       num_workers: R >= M, all trainers together.
       inner_tx: Transformation of the workers' gradients; its state belongs to the worker.
       outer_tx: Transformation of the trainers' pseudo-gradients.
-      owner_R: Trainer position of each worker; by default as even as possible, in order.
-      own_params: Whether workers keep their own parameters from round to round. This is needed if
-        one fragment at a time is synchronised.
+      owner_R: Position of each worker's trainer. None divides the workers as evenly as possible,
+        in order.
+      own_params: Whether workers keep their own parameters from round to round. Streaming DiLoCo
+        needs this, because it synchronises one fragment of the parameters at a time.
 
     Returns:
       The ensemble before its first round.
@@ -306,8 +307,8 @@ def put(ensemble: Ensemble, trainers: Sequence[int], sub: Ensemble) -> Ensemble:
       is the larger of the two.
 
     Raises:
-      ValueError: If `sub` has not the number of trainers or workers that was taken; also raised as
-        by `take`.
+      ValueError: If `sub` has another number of trainers or workers than `take` returned, or if a
+        position is out of range or repeated.
     """
     chosen = positions("trainers", trainers, ensemble.num_trainers)
     workers = _workers_of(ensemble, chosen)
@@ -337,7 +338,7 @@ def block_size(owners: Sequence[int]) -> int | None:
 
 
 def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
-    """For each worker the entries of its trainer: leaves [M, ...] -> [R, ...]."""
+    """Copy each trainer's entries to each of its workers: leaves [M, ...] -> [R, ...]."""
     size = block_size(owners)
     if size is None:
         return jax.tree.map(lambda leaf_M: leaf_M[np.array(owners)], tree_M)
@@ -345,11 +346,11 @@ def of_owners(tree_M: PyTree, owners: Sequence[int]) -> PyTree:
 
 
 def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: Sequence[int]):
-    """Results [M, ...] of `function(tree_W)`, called with each trainer's own entries of `tree_R`.
+    """Call `function(tree_W)` on the workers of each trainer; returns leaves [M, ...].
 
     Trainers with the same number of workers share one `vmap`, so there is no padding: time and
-    memory grow only with R. Equal blocks are a reshape, which shows a partitioner that workers of
-    different trainers are independent.
+    memory grow only with R. If all trainers have equally many workers, in order, the grouping is a
+    reshape. XLA's partitioner then sees that workers of different trainers are independent.
     """
     counts_M = np.bincount(owners)
     mapped = jax.vmap(function)
@@ -368,7 +369,7 @@ def map_trainers(function: Callable[[PyTree], PyTree], tree_R: PyTree, owners: S
 
 
 def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTree) -> PyTree:
-    """Entries of the leading axis: those of `tree_X` where true, else those of `other_X`."""
+    """Select entries along the leading axis: from `tree_X` where true, else from `other_X`."""
 
     def select(leaf, other):
         return jnp.where(condition_X.reshape((-1,) + (1,) * (leaf.ndim - 1)), leaf, other)
@@ -377,10 +378,10 @@ def where_leading(condition_X: Array | np.ndarray, tree_X: PyTree, other_X: PyTr
 
 
 def shares(weights_X: Array, usable_X: Array) -> tuple[Array, Array]:
-    """Shares that sum to 1, and the entries that have one: usable, with a positive finite weight.
+    """Normalise weights to shares that sum to 1; also return which entries count, bool [X].
 
-    If no usable entry has such a weight, all usable entries count equally. If no entry is usable,
-    the shares are zero.
+    An entry counts if it is usable and its weight is positive and finite. If there is no such
+    entry, all usable entries count equally. If no entry is usable, all shares are zero.
     """
     weighted_X = usable_X & (weights_X > 0) & jnp.isfinite(weights_X)
     any_weight = jnp.any(weighted_X)
@@ -403,8 +404,8 @@ def squared_norms(tree_X: PyTree) -> Array:
 def norms(tree_X: PyTree) -> Array:
     """L2 norm of each entry of the leading axis, float32 [X], without under- or overflow.
 
-    Values are divided by the largest before they are squared. If a value is not finite, the norm is
-    not finite. The gradient is zero where the norm is zero.
+    Values are divided by the largest value before they are squared. If a value is not finite, the
+    norm is not finite. Where the norm is zero, its gradient is zero.
     """
     leaves_X = _as_float32(tree_X)
     peaks = [
@@ -435,11 +436,11 @@ def moved_states(
     stays_R: Array | np.ndarray,
     owner_R: Array | np.ndarray,
 ) -> PyTree:
-    """Inner states of a new pool: a worker that stays keeps its state, others take a mean.
+    """Inner states after workers move: a worker that stays keeps its state, others take a mean.
 
     The mean is over the workers that the new trainer already had. Whole numbers, such as Adam's
     count of updates, are rounded. An entry that is equal in all workers does not change. A PRNG key
-    is the first worker's. `source` and `owner_R` are positions in `ensemble`.
+    is copied from the first worker. `source` and `owner_R` are positions in `ensemble`.
     """
 
     def join(leaf_W):
@@ -461,10 +462,10 @@ def moved_states(
 def moved_params(
     ensemble: Ensemble, source: np.ndarray, stays_R: np.ndarray, owners: Sequence[int]
 ) -> PyTree:
-    """Parameters of a new pool: a worker that stays keeps its own, others take their trainer's.
+    """Workers' parameters after workers move; a worker that joins a trainer copies its parameters.
 
     `source` are positions of workers in `ensemble`; `owners` are positions of the new trainers in
-    its stack. None if workers have no parameters of their own.
+    its stack. Returns None if workers have no parameters of their own.
     """
     if ensemble.params_R is None:
         return None
@@ -473,7 +474,7 @@ def moved_params(
 
 
 def positions(name: str, indices: Sequence[int], size: int) -> np.ndarray:
-    """Distinct positions on an axis, checked, as Python ints.
+    """Check that positions on an axis are distinct and in range; return them as int64.
 
     Raises:
       ValueError: If an index repeats or lies outside the axis.
