@@ -322,10 +322,11 @@ def fixed(*, steps_per_round: int) -> int:
 
 
 ROUND_LENGTHS: dict[str, Callable[..., float]] = {"fixed": fixed}
-"""By the name that `inner.round_length` gives: `rule(*, ...) -> steps` of a trainer's next round.
+"""Rules by name, for the knob `inner.round_length`.
 
-A rule receives the keywords that its signature names: `next_rate`, the learning rate of the round's
-first update; `updates`, the trainer's inner updates so far; `round_index`, rounds completed;
+`rule(*, ...) -> steps` returns the number of inner steps of a trainer's next round. A rule receives
+the keywords that its signature names: `next_rate`, the learning rate of the round's first update;
+`updates`, the trainer's inner updates so far; `round_index`, the number of completed rounds;
 `share_done`, the fraction of the run that is done; and any key of the config's group `inner`, such
 as `steps_per_round`.
 """

@@ -274,8 +274,9 @@ INNER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": lambda inner: optax.sgd(1.0),
 }
-"""By the name that `inner.tx` gives: `factory(settings.inner) -> transformation` at
-learning rate 1. A round multiplies its updates by their rates.
+"""Factories by name, for the knob `inner.tx`: `factory(settings.inner) -> transformation`.
 
-A factory with a parameter `label_params` is given the model's, see `contrib.muon`.
+The transformation has learning rate 1; a round multiplies each of its updates by a learning rate. A
+factory with a parameter `label_params` receives the function with which the model labels its
+parameters, see `contrib.muon`.
 """

@@ -50,8 +50,9 @@ Aggregator: TypeAlias = Callable[..., PyTree]
 
 `difference_W` has float32 leaves [W, ...]: the trainer's parameters minus each worker's. `share_W`,
 float32 [W], holds the workers' weights, which sum to 1. A worker that is left out has a share of
-zero and differences of zero. The result has leaves [...]. Knobs are keywords: keys of the config's
-group `outer`, and `label_params`, the function of that name of `model.arch`'s entry.
+zero and differences of zero. The result has leaves [...]. A rule receives the keywords that its
+signature names: keys of the config's group `outer`, and `label_params`, the function with which
+`model.arch`'s entry labels parameters.
 """
 
 
@@ -75,14 +76,14 @@ def mean(difference_W: PyTree, share_W: Float[Array, " W"]) -> PyTree:
 
 
 def labels_of(label_params: Callable[[PyTree], PyTree] | None, difference_W: PyTree) -> PyTree:
-    """The label of each leaf, for rules that depend on labels; "" without `label_params`."""
+    """The label of each parameter, for rules that depend on labels; "" without `label_params`."""
     if label_params is None:
         return jax.tree.map(lambda _: "", difference_W)
     return label_params(jax.tree.map(lambda leaf_W: leaf_W[0], difference_W))
 
 
 AGGREGATORS: dict[str, Aggregator] = {"mean": mean}
-"""By the name that `outer.aggregator` gives; add an entry to use your own."""
+"""Rules by name, for the knob `outer.aggregator`. To use your own rule, add an entry."""
 
 
 def by_trainers(
@@ -93,17 +94,17 @@ def by_trainers(
     usable_R: Array,
     aggregate: Aggregator,
 ) -> tuple[PyTree, Array]:
-    """Each trainer's aggregate, leaves [R, ...] -> [M, ...], and whether it has a usable worker.
+    """Aggregate each trainer's differences, [R, ...] -> [M, ...]; also: has it a usable worker?
 
-    Only positive finite weights count. Without such a weight a trainer weighs its usable workers
-    equally.
+    Only workers with a positive finite weight count. If a trainer has no such worker, its usable
+    workers count equally.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
     def one_trainer(entries_W):
         usable_W, weights_W, difference_W = entries_W
         share_W, chosen_W = shares(weights_W, usable_W)
-        # Excluded by selection, because zero times NaN is NaN.
+        # Set excluded differences to zero: multiplying by a share of zero would keep a NaN.
         zeros_W = jax.tree.map(jnp.zeros_like, difference_W)
         pseudo_grad = aggregate(where_leading(chosen_W, difference_W, zeros_W), share_W)
         return pseudo_grad, jnp.any(usable_W)
@@ -116,11 +117,11 @@ OUTER_OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "sgd": lambda outer: optax.sgd(1.0),
     "adamw": lambda outer: optax.adamw(1.0, weight_decay=0.0),
 }
-"""By the name that `outer.tx` gives: `factory(settings.outer) -> transformation` at
-learning rate 1; `outer.learning_rate` multiplies its updates.
+"""Factories by name, for the knob `outer.tx`: `factory(settings.outer) -> transformation`.
 
-A transformation whose `update` has the keyword `interval` is given each trainer's round in rounds
-of the base length, see `contrib.nesterov_by_interval`.
+The transformation has learning rate 1; its updates are multiplied by `outer.learning_rate`. A
+transformation whose `update` has the keyword `interval` receives the length of each trainer's round
+as a multiple of the base length, see `contrib.nesterov_by_interval`.
 """
 
 

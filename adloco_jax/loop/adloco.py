@@ -36,15 +36,15 @@ class State(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The data of a round's end that observers receive beside the state."""
+    """What happened in a round and at its end; observers receive it with the state."""
 
-    metrics: Any  # the engine's
-    decisions: list[Decision]  # by trainer, in the round's stack
-    # Ledger fields, including `event`, of all changes since the round, in order: quarantined
+    metrics: Any  # the metrics that the engine returned
+    decisions: list[Decision]  # one for each trainer, in the stack order of the round
+    # Ledger fields of all changes since the round, in order, each with `event`: quarantined
     # trainers, flushes, the merge or its refusal, workers that joined.
     changes: list[dict]
-    # Whether all trainers have now made one round more; else some are further than before, each on
-    # its own clock.
+    # True if the slowest trainer has completed one more round. False if only others have, because
+    # each trainer runs at its own pace.
     advanced: bool = True
 
 
@@ -61,10 +61,10 @@ Observer = Callable[[State, Boundary], None]
 
 
 class Engine(Protocol):
-    """Runs the trainers.
+    """Runs the trainers on devices.
 
-    A method returns when its work is dispatched, unless its docstring says that it waits.
-    Changes are ledger fields, including `event`.
+    A method returns as soon as its work is dispatched, unless its docstring says that it waits.
+    The changes that a method returns are dicts of ledger fields, each with `event`.
     """
 
     @property
@@ -72,37 +72,38 @@ class Engine(Protocol):
         """Bytes that a merge or a reallocation sends."""
 
     def ready(self, state: State) -> list[int]:
-        """Positions of the trainers whose next round is to be taken; waits until there is one.
+        """Positions of the trainers whose round the loop runs next; waits until there is one.
 
-        Where each trainer has a clock of its own, their rounds have begun before.
+        If each trainer runs at its own pace, the rounds of these trainers have already begun.
         """
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Any:
-        """The next sequences of these trainers' workers, each from its own stream."""
+        """Read the next sequences of the planned trainers' workers, each from its own stream."""
 
     def gradient_stats(self, state: State, batch: Any) -> Stats:
         """Gradient statistics at each trainer's parameters, on the round's first sequences."""
 
     def outer_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """Dispatches a round of these trainers; `finish` waits for it."""
+        """Dispatch a round of the batch's trainers; `finish` waits for the round."""
 
     def look_ahead(self, control: Control) -> None:
-        """Prepares the next round as `control` plans it; the loop may discard it."""
+        """Prepare the next round as `control` plans it; the loop may discard this round."""
 
     def finish(self, state: State, underway: Any) -> tuple[State, Any, list[dict]]:
-        """Waits for a round: the state without trainers that only skip updates, metrics, changes.
+        """Wait for a round; return the state, the metrics and the changes.
 
-        The state's ensemble is meaningless if no trainer is left.
+        Trainers that skip all updates are removed from the state. If no trainer is left, the
+        state's ensemble is meaningless.
         """
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """The state with unsynchronised worker updates (Streaming DiLoCo) flushed, and changes."""
+        """Synchronise worker updates that Streaming DiLoCo has not sent; also return changes."""
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on rows that are never reported, nats/token; waits."""
+        """Each trainer's loss on held-out rows that only decisions use, nats/token; waits."""
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The guard loss of the trainer that a merge would give, nats/token; waits."""
+        """The loss, as in `guard_losses`, that the merged trainer would have; waits."""
 
     def merge(
         self,
@@ -111,20 +112,20 @@ class Engine(Protocol):
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """`core.merge` of the members, then `core.reassign` to the owners."""
+        """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """`core.spawn`."""
+        """Add workers to a trainer (`core.spawn`)."""
 
 
 def adloco(
     state: State, *, settings: Settings, engine: Engine, observers: Sequence[Observer] = ()
 ) -> State:
-    """Train until the configured rounds, or tokens, are done: algorithms 1 to 3 of AdLoCo.
+    """Train for the configured number of rounds or tokens: algorithms 1 to 3 of AdLoCo.
 
-    A round ends at its boundary: everything that happened in it is known there, and observers are
-    called before the next round begins. During a round the host waits only for the gradient
-    statistics, which are ready before the round's updates, and prepares the next round.
+    At the end of a round its results are known, and observers are called before the next round
+    begins. During a round the host prepares the next round. It waits only for the gradient
+    statistics, which are ready before the round's updates.
 
     Args:
       state: The state to start or continue from, for instance one that an observer received.
@@ -136,7 +137,7 @@ def adloco(
       The state after the last round.
 
     Raises:
-      Diverged: If no trainer is left after a round; observers have not been called for it.
+      Diverged: If no trainer is left after a round. Observers are not called for this round.
 
     Source: AdLoCo (arXiv 2508.18182), algorithms 1 to 3 and section 4.
     """
@@ -164,7 +165,7 @@ def adloco(
             if members:  # algorithm 3, DoMerge
                 state, merging = merge_trainers(state, members, losses, settings, engine)
                 changes += merging
-        for trainer, size in joining_workers(state.control, settings):  # ours
+        for trainer, size in joining_workers(state.control, settings):  # not in the paper
             state, spawned = spawn_workers(
                 state, trainer, size, settings, engine, merged_now=bool(merging)
             )
@@ -175,9 +176,10 @@ def adloco(
 
 
 def start(settings: Settings, max_batch_size: int, *, whole_pool: bool = False) -> Control:
-    """The control before the first round: workers are divided as evenly as possible.
+    """The control before the first round; workers are divided as evenly as possible.
 
-    With `whole_pool` it includes the workers that join later; devices need memory for them.
+    With `whole_pool` the control includes the workers that join later, because devices need memory
+    for these too.
     """
     ensemble, first = settings.ensemble, settings.batching.initial_batch_size
     initial = None if whole_pool else ensemble.initial_workers
@@ -202,7 +204,7 @@ def merge_due(control: Control, settings: Settings) -> bool:
 def choose_members(
     control: Control, guard_losses: Sequence[float], settings: Settings
 ) -> tuple[int, ...]:
-    """The trainers to merge, the representative first; empty for no merge (CheckMerge)."""
+    """Choose the trainers to merge, the representative first; empty: no merge (CheckMerge)."""
     candidates = [
         Candidate(trainer.demand, loss, trainer.rounds)
         for trainer, loss in zip(control.trainers, guard_losses, strict=True)
@@ -220,14 +222,14 @@ def merge_trainers(
     """Merge trainers unless the guard refuses, and reallocate the workers (DoMerge).
 
     Args:
-      state: The stack.
-      members: Positions, the representative first.
+      state: The state before the merge.
+      members: Positions of the trainers to merge, the representative first.
       losses: Guard losses of all trainers, from the engine.
       settings: The run's settings.
       engine: Measures the loss of the merged trainer, and moves the parameters.
 
     Returns:
-      The new state, and ledger fields of the flushes before the merge and of the merge.
+      The new state, and the ledger fields of the merge and of the flushes before it.
     """
     rule, trainers = settings.merge, state.control.trainers
     state, changes = engine.flush(state, members)
@@ -292,9 +294,10 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
     """The control after a merge, with the workers divided by demand.
 
     Args:
-      control: Before the merge.
-      members: Positions, the representative first.
-      refused: Whether the merge was refused: the weaker members leave, the representative stays.
+      control: The control before the merge.
+      members: Positions of the merged trainers, the representative first.
+      refused: Whether the merge was refused. The representative then stays as it is, and the other
+        members leave.
     """
     changed = copy.deepcopy(control)
     if not refused:
@@ -312,7 +315,7 @@ def after_merge(control: Control, members: Sequence[int], *, refused: bool = Fal
 
 
 def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int]]:
-    """Position and new number of workers of each trainer that gains workers now."""
+    """The trainers that gain workers now: the position and the new number of workers of each."""
     ensemble, num_trainers = settings.ensemble, len(control.trainers)
     if ensemble.initial_workers is None or is_over(control, settings):
         return []
@@ -334,7 +337,7 @@ def joining_workers(control: Control, settings: Settings) -> list[tuple[int, int
 
 
 def with_workers(control: Control, trainer: int, num_workers: int) -> Control:
-    """The control after workers have joined a trainer; they read unused streams."""
+    """Add workers to a trainer in the control; the new workers read unused streams."""
     joining = num_workers - control.owners.count(trainer)
     unused = (stream for stream in itertools.count() if stream not in control.streams)
     return dataclasses.replace(
@@ -353,16 +356,16 @@ def spawn_workers(
     *,
     merged_now: bool = False,
 ) -> tuple[State, dict]:
-    """Let workers of the pool join a trainer, in one communication.
+    """Add workers of the pool to a trainer, in one communication.
 
     Args:
-      state: The stack.
+      state: The state before workers join.
       trainer: Position of the trainer.
-      num_workers: Number of its workers afterwards.
+      num_workers: Number of the trainer's workers afterwards.
       settings: The run's settings.
       engine: Copies the parameters.
-      merged_now: Whether a merge or a refused attempt precedes at this boundary. Both are then one
-        communication, which the merge has counted.
+      merged_now: Whether trainers were merged, or a merge was refused, after the same round. That
+        communication is already counted, and the workers join in it.
 
     Returns:
       The new state, and the fields of the ledger line, including `event`.

@@ -16,24 +16,24 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Workers x round length (in base rounds) x batch."""
+        """The product of workers, round length (in base rounds) and batch."""
         return self.num_workers * self.round_length * self.batch_size
 
 
 @dataclass
 class Trainer:
-    """The host's data about a living trainer; its parameters are in the ensemble's stack."""
+    """The host's data about an active trainer; its parameters are in the ensemble's stack."""
 
     id: int  # permanent, unlike its position in the stack
     requested_batch_size: int  # sequences per worker and update
     round_length: int = 1  # in multiples of inner.steps_per_round
-    requested_workers: int = 0
+    requested_workers: int = 0  # 0: no request
     measured_size: int = 0  # `Size.total` when a signal was last measured; 0: never
-    rounds: int = 0  # completed
+    rounds: int = 0  # rounds completed
     updates: int = 0  # inner updates so far, per worker; drives the learning rate
     cursors: dict[str, int] = field(default_factory=dict)  # sequences read, by stream
     smoothing: dict[str, float] = field(default_factory=dict)  # averaged sums of GradientStats
-    skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # updates, by stream
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)  # skipped updates, by stream
 
     @property
     def demand(self) -> int:
@@ -41,28 +41,29 @@ class Trainer:
         return self.requested_batch_size * self.round_length
 
     def grow_to(self, size: Size) -> None:
-        """Sets the request for the rounds to come."""
+        """Request a size for the next rounds."""
         self.requested_workers, self.round_length, self.requested_batch_size = size
 
 
 @dataclass
 class Control:
-    """The host's half of a run's state: JSON-able, in the order of the ensemble's stack.
+    """The host's part of a run's state, which can be saved as JSON.
 
-    Functions that change it return a changed copy.
+    Trainers and workers are in the order of the ensemble's stack. Functions that change the control
+    return a changed copy.
     """
 
     trainers: list[Trainer]
     owners: list[int]  # trainer position of each worker
-    streams: list[int]  # the data stream each worker reads, which is its permanent id
+    streams: list[int]  # the data stream of each worker, which is the worker's permanent id
     max_batch_size: int  # present limit: sequences per worker that a device holds at once
-    eval_batch_size: int  # the limit at the start; it keeps evaluations comparable
-    round: int = 0  # completed by all trainers: the slowest's count
+    eval_batch_size: int  # the limit at the start; a fixed batch keeps evaluations comparable
+    round: int = 0  # rounds completed by every trainer: the count of the slowest
     tokens_total: int = 0
     updates_total: int = 0
     syncs_total: int = 0
     bytes_total: int = 0
-    counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
+    counts: dict[str, int] = field(default_factory=dict)  # number of tests by outcome
     merges: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[dict[str, Any]] = field(default_factory=list)
 
@@ -72,7 +73,7 @@ class Control:
         return tuple(float(trainer.demand) for trainer in self.trainers)
 
     def rounds_of(self, position: int) -> int:
-        """Rounds that the trainer at a position has made: the slowest's count, or more."""
+        """Number of rounds that the trainer at a position has completed, at least `round`."""
         return max(self.round, self.trainers[position].rounds)
 
     def workers_of(self, trainer: int) -> list[int]:
@@ -80,7 +81,7 @@ class Control:
         return [w for w, owner in enumerate(self.owners) if owner == trainer]
 
     def reads(self, worker: int) -> tuple[int, int, int]:
-        """The next sequence of a worker: trainer's id, stream, and number in the stream."""
+        """Where a worker reads next: its trainer's id, its stream, the position in the stream."""
         trainer, stream = self.trainers[self.owners[worker]], self.streams[worker]
         return trainer.id, stream, trainer.cursors.get(str(stream), 0)
 
@@ -91,7 +92,7 @@ class Control:
 
 
 class RoundPlan(NamedTuple):
-    """The round of every worker of one trainer."""
+    """The sizes of a round, which are equal for all workers of a trainer."""
 
     micro_batch_size: int  # B
     num_accum_steps: int  # A
@@ -111,7 +112,7 @@ class RoundPlan(NamedTuple):
 class StateBytes(NamedTuple):
     """Bytes that trainers and workers send in a merge or a reallocation."""
 
-    params: int  # of one trainer, in their own dtype
+    params: int  # parameters of one trainer, in their own dtype
     outer_state: int  # outer state of one trainer that a merge averages: momentum
     inner_state: int  # inner state that a joining worker receives: AdamW's moments
 
@@ -125,16 +126,16 @@ def count_round(
     num_syncs: int = 1,
     counted: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Control, list[dict[str, int]]]:
-    """Count a round as done, and return what each trainer spent, in stack order.
+    """Count a round as done; return the control and each trainer's costs, in stack order.
 
     Args:
-      control: Before the round.
+      control: The control before the round.
       plans: The plans that ran, by trainer position.
       sequence_length: Tokens of a sequence.
       sync_bytes: Bytes of one worker's outer gradient as it is sent, see `sync_cost`.
       num_syncs: Synchronisations of a round, one for each fragment.
-      counted: Of the workers whose work counts, at least one of each trainer, by position: updates
-        and sequences. None: all workers, as planned.
+      counted: Numbers of updates and of sequences by worker position, for the workers whose work
+        counts; at least one worker of each trainer. None: all workers, as planned.
     """
     control = copy.deepcopy(control)
     spent = []
@@ -162,7 +163,7 @@ def count_round(
 def count_flush(
     control: Control, trainers: Sequence[int], *, sync_bytes: int
 ) -> tuple[Control, dict]:
-    """Count a synchronisation outside a round, and return its ledger fields."""
+    """Count a synchronisation outside a round; return the control and the ledger fields."""
     costs = [sync_cost(len(control.workers_of(m)), sync_bytes) for m in trainers]
     spent = {name: sum(cost[name] for cost in costs) for name in ("syncs", "bytes")}
     ids = [control.trainers[m].id for m in trainers]
@@ -171,7 +172,7 @@ def count_flush(
 
 
 def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
-    """The control with a communication added to its totals."""
+    """Add a communication to the totals of a control."""
     return dataclasses.replace(
         control,
         syncs_total=control.syncs_total + cost["syncs"],
@@ -180,7 +181,7 @@ def with_cost(control: Control, cost: Mapping[str, int]) -> Control:
 
 
 def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str, int]:
-    """Communications and bytes of a trainer's synchronisations, all its workers together.
+    """Communications and bytes of a trainer's synchronisations, summed over its workers.
 
     A ring all-reduce among m workers moves 2 (m - 1) outer gradients. A trainer with one worker
     communicates nothing (docs/algorithm.md, accounting).
@@ -194,7 +195,7 @@ def sync_cost(num_workers: int, sync_bytes: int, num_syncs: int = 1) -> dict[str
 def merge_cost(
     state_bytes: StateBytes, *, num_absorbed: int = 0, num_joining: int = 0, refused: bool = False
 ) -> dict[str, int]:
-    """Communications and bytes of a merge or refusal, with the reallocation of workers.
+    """Communications and bytes of a merge or a refused merge, with the reallocation of workers.
 
     The merge and the reallocation are one blocking communication. Each absorbed trainer sends its
     parameters and, unless the merge is refused, its outer momentum. Each worker that joins a

@@ -1,4 +1,4 @@
-"""The batch-size decisions: each trainer's next requested batch, by its test or its schedule."""
+"""Decide each trainer's next requested batch, by a batch-size test or a schedule."""
 
 import copy
 import math
@@ -15,15 +15,15 @@ from adloco_jax.loop.control import Control, Size, Trainer
 from adloco_jax.settings import Settings
 
 Stats: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, GradientStats]]
-"""For each class of trainers: the positions of the trainers; the trainer of each worker, as an
-index into these; the number of examples that each worker tested; the statistics, arrays [R] that
-may not be ready."""
+"""Gradient statistics by groups of trainers that run the same program. For each group: the
+positions of its trainers; each worker's trainer, as an index into these positions; the number of
+examples that each worker tested; the statistics, arrays [R] that may not be computed yet."""
 
 
 class Decision(NamedTuple):
     """The outcome of one trainer's batch-size test."""
 
-    size: Size  # for the rounds to come
+    size: Size  # size of the trainer in the next rounds
     reason: str
     noise: float | None = None  # S_hat
     signal: float | None = None  # |G|^2
@@ -41,13 +41,13 @@ def with_batch_sizes(
     """Set the trainers' requested batches for their next rounds; waits for the statistics.
 
     Args:
-      control: After the round is counted.
+      control: The control, with the round already counted.
       stats: From the engine, without the trainers that were not tested.
       settings: The run's settings.
-      trainers: Positions of those that have made a round; None: all.
+      trainers: Positions of the trainers that have completed a round. None: all trainers.
 
     Returns:
-      The changed copy, and one decision for each of them, in stack order.
+      A changed copy of the control, and one decision for each of these trainers, in stack order.
     """
     control = copy.deepcopy(control)
     measures = measures_gradients(settings)
@@ -70,7 +70,7 @@ def with_batch_sizes(
 
 
 def with_growth(control: Control, growth: float, settings: Settings) -> Control:
-    """The control if every trainer's test requested `growth` times the present size."""
+    """The control that follows if every trainer's test requests `growth` times its present size."""
     control, free = copy.deepcopy(control), _workers_for_tests(control, settings)
     for position, trainer in enumerate(control.trainers):
         now = control.size(position)
@@ -82,7 +82,7 @@ def with_growth(control: Control, growth: float, settings: Settings) -> Control:
 
 
 def free_workers(control: Control, settings: Settings) -> int:
-    """Workers of the pool that have not begun; a quarantined trainer's workers never return."""
+    """Number of workers that have not started yet, without those of quarantined trainers."""
     if settings.ensemble.initial_workers is None:
         return 0
     retired = sum(trainer["workers"] for trainer in control.quarantined)
@@ -90,14 +90,16 @@ def free_workers(control: Control, settings: Settings) -> int:
 
 
 def _workers_for_tests(control: Control, settings: Settings) -> int:
-    """Free workers that a test may let join a trainer."""
+    """Number of free workers that a batch-size test may add to a trainer."""
     return 0 if settings.ensemble.spawn_frac is not None else free_workers(control, settings)
 
 
 def grown(
     now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
 ) -> Size:
-    """The size after a request: it grows in the order of `batching.growth`, each up to its cap.
+    """Grow a trainer's size for a request: workers, rounds, batch, as `batching.growth` orders.
+
+    Each quantity grows up to its cap before the next one grows.
 
     Args:
       now: The trainer's present size.
@@ -108,14 +110,15 @@ def grown(
       free_workers: Number of workers that may join.
 
     Returns:
-      More workers (twice as many, or all), longer rounds, or a larger batch; nothing shrinks.
+      The new size: more workers (at most twice as many), longer rounds or a larger batch. Nothing
+      shrinks.
     """
     if not math.isfinite(request):
         return now
     batching, inner, size = settings.batching, settings.inner, now
     request = min(request, limit / now.num_workers)
     for name in batching.growth:
-        # Per worker, including the workers that have just joined.
+        # The request per worker, including the workers that have just joined.
         share = request * (now.num_workers / size.num_workers)
         if name == "workers":
             each = size.round_length * size.batch_size
@@ -176,7 +179,7 @@ def _tested(
     free_workers: int,
     settings: Settings,
 ) -> Decision:
-    """The test's decision within its limits; changes the trainer's smoothed sums in place."""
+    """Run a trainer's test and apply the limits; updates the trainer's smoothed sums in place."""
     batching = settings.batching
     if stats is None:
         return Decision(now, "skipped")

@@ -12,12 +12,12 @@ from adloco_jax.core.gradstats import MIN_EXAMPLES, MIN_EXAMPLES_INNER_PRODUCT
 from adloco_jax.loop.control import Control, RoundPlan
 from adloco_jax.settings import Settings
 
-AUTO_TEST_FRAC = 0.04  # of a trainer's sequences in a round, for its batch-size test
-AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # sequences of that test
+AUTO_TEST_FRAC = 0.04  # share of a trainer's sequences in a round that its batch-size test uses
+AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # limits of the number of sequences of that test
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done; at 1 it is over."""
+    """The fraction of the run that is done, by rounds or tokens, the larger; 1 ends the run."""
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 
@@ -30,7 +30,7 @@ def is_over(control: Control, settings: Settings) -> bool:
 def round_plans(
     control: Control, settings: Settings, trainers: Iterable[int] | None = None
 ) -> dict[int, RoundPlan]:
-    """Plans of the next round for the trainers at these positions, or for all (section 4.4)."""
+    """Plan the next round of the trainers at these positions, or of all (AdLoCo section 4.4)."""
     chosen = range(len(control.trainers)) if trainers is None else trainers
     return {
         m: RoundPlan(*_micro_batches(control, m, settings), _round_steps(control, m, settings))
@@ -39,10 +39,11 @@ def round_plans(
 
 
 def _round_steps(control: Control, position: int, settings: Settings) -> int:
-    """Updates of a trainer's next round: those of the rule, times the growth by the test.
+    """Number of updates in a trainer's next round: the rule's number times the tests' growth.
 
-    The updates of a rule are rounded down to whole base rounds, at least one. If tokens end the
-    run, the updates do not pass its end.
+    The number of the rule (`inner.round_length`) is rounded down to a multiple of
+    `steps_per_round`, at least one. If the run has a token limit, a round is no longer than the
+    rest of the run.
     """
     inner, trainer = settings.inner, control.trainers[position]
     rate = learning_rate(settings, updates=trainer.updates, tokens=control.tokens_total)
@@ -55,7 +56,7 @@ def _round_steps(control: Control, position: int, settings: Settings) -> int:
     }
     wanted = with_knobs(ROUND_LENGTHS[inner.round_length], available)()
     left = np.ceil(_base_rounds_left(control, settings))
-    # A rounding error does not cost a base round.
+    # 1e-9, because a rounding error must not shorten the round by a base round.
     length = max(math.floor(min(wanted / inner.steps_per_round + 1e-9, left)), 1)
     steps = inner.steps_per_round * max(int(min(trainer.round_length * length, left)), 1)
     return min(steps, inner.max_steps_per_round or steps)
@@ -74,7 +75,7 @@ def _micro_batches(control: Control, position: int, settings: Settings) -> tuple
 
 
 def _base_rounds_left(control: Control, settings: Settings) -> float:
-    """Rounds of the base length, of all trainers, until tokens end the run."""
+    """Number of rounds of the base length until the token limit; infinite without a limit."""
     if settings.num_tokens is None:
         return math.inf
     batches = [math.prod(_micro_batches(control, owner, settings)) for owner in control.owners]
@@ -85,11 +86,11 @@ def _base_rounds_left(control: Control, settings: Settings) -> float:
 def learning_rate(
     settings: Settings, *, updates: int | np.ndarray, tokens: float | np.ndarray
 ) -> np.ndarray:
-    """The learning rate of inner updates; arguments that are arrays broadcast.
+    """The learning rate of inner updates; array arguments broadcast.
 
     The rate depends on the trainer's own count of updates, so neither a reset of the inner state
-    nor a merge restarts a schedule. If tokens end the run, a schedule depends on the tokens of all
-    trainers.
+    nor a merge restarts a schedule. If the run has a token limit, a schedule depends on the tokens
+    of all trainers.
 
     Args:
       settings: The run's settings.
@@ -113,7 +114,7 @@ def learning_rate(
 def learning_rates(
     control: Control, position: int, plan: RoundPlan, settings: Settings, *, round_tokens: int
 ) -> np.ndarray:
-    """Float32 [T]: for each micro-batch of a trainer the learning rate of its update.
+    """The learning rate of the update that each micro-batch belongs to, float32 [T].
 
     `round_tokens` are the tokens of all trainers in this round.
     """
@@ -127,15 +128,15 @@ def learning_rates(
 
 
 def update_flags(plan: RoundPlan) -> np.ndarray:
-    """Bool [T]: the micro-batches that end an update."""
+    """Whether each micro-batch ends an update, bool [T]."""
     return (np.arange(plan.num_micro_batches) + 1) % plan.num_accum_steps == 0
 
 
 def interval(rate_T: np.ndarray, plan: RoundPlan, settings: Settings) -> float:
-    """A round's length in base rounds, as the learning rate measures it.
+    """A round's length in base rounds, weighted by the learning rate.
 
-    It is the sum of the rates of the round's updates, divided by the sum of `steps_per_round`
-    updates at the full rate.
+    The length is the sum of the learning rates of the round's updates, divided by the sum for
+    `steps_per_round` updates at the full rate.
     """
     inner = settings.inner
     sum_of_rates = rate_T[update_flags(plan)].sum(dtype=np.float64)
@@ -149,7 +150,7 @@ def least_test_sequences(settings: Settings) -> int:
 
 
 def test_count(plan: RoundPlan, num_workers: int, settings: Settings) -> int:
-    """Number of the round's first sequences that each worker tests; 0: no test."""
+    """How many of the round's first sequences each worker uses for the batch-size test; 0: none."""
     if BATCH_TESTS[settings.batching.test].needs == "nothing":
         return 0
     least, total = least_test_sequences(settings), settings.batching.test_batch_size
