@@ -15,21 +15,21 @@ from adloco_jax.models.weight_maps import BERT, LLAMA, WeightMap
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model architecture, by the name that `model.arch` gives.
+    """A model architecture: an entry of the table `ARCHITECTURES`.
 
     Attributes:
-      build: `build(settings.model)` gives a Flax module; `module.init(key, tokens_BL)["params"]`
-        must give the parameters, with an array for each leaf. It receives those of these keywords
-        that its signature names: `attention`, "xla" or "cudnn" (if the model and the device allow
-        it); `scan_layers`, whether the compiled program should hold one scanned layer.
-      loss: `loss(module, settings.model)` gives `loss_fn(params, rows)`, the mean loss over int32
-        rows. If the function also takes the keyword `tap_B` (`models.layers`), batch-size tests
+      build: `build(settings.model)` returns a Flax module; `module.init(key, tokens_BL)["params"]`
+        must give the parameters, with an array for each leaf. `build` may have two keywords, which
+        it then receives: `attention`, "xla" or "cudnn" (if the model and the device allow it);
+        `scan_layers`, whether the compiled program should scan over the layers.
+      loss: `loss(module, settings.model)` returns `loss_fn(params, rows)`, the mean loss over int32
+        rows. If `loss_fn` also takes the keyword `tap_B` (`models.layers`), batch-size tests
         measure gradients by taps.
       data: "text": rows are L + 1 tokens, the loss is in nats per token. "labelled": rows are
         [label, number of tokens n, L tokens], the loss is in nats per example.
       rules: Conditions on the group `model`, checked with the config.
-      weight_map: Hugging Face names. Without it there is no Hugging Face export and no
-        `model.init_from`.
+      weight_map: Hugging Face names of the parameters. Without this map there is no Hugging Face
+        export and no `model.init_from`.
       label_params: Returns a tree of labels with the parameters' structure, for rules that depend
         on labels: "matrix" for a hidden layer's [in, out], "embedding", "head" or "other". A label
         has the prefix "stacked_" if the first axis is the layers' axis. None: rules use the shape
@@ -45,7 +45,7 @@ class Architecture:
 
 
 def _sizes(module: type[nn.Module], model: Any) -> dict[str, Any]:
-    """The config keys that have the names of the module's attributes."""
+    """Select the config keys whose names are attributes of the module."""
     names = {field.name for field in dataclasses.fields(module)}
     return {name: value for name, value in vars(model).items() if name in names}
 
@@ -78,4 +78,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         label_params=BERT.label_params,
     ),
 }
-"""By the name that `model.arch` gives."""
+"""Architectures by name, for the knob `model.arch`."""

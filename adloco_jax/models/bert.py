@@ -1,12 +1,12 @@
 """BERT for sequence classification on a plain parameter tree, and its loss.
 
-Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`. Its weights fit
-after the matrices are transposed and the layers stacked. Departures:
+Shapes and arithmetic are those of the Hugging Face `BertForSequenceClassification`. Hugging Face
+weights fit after the matrices are transposed and the layers stacked. Differences:
 
   - There is no dropout, because per-example gradient statistics and bit-exact resuming need a loss
     that depends only on parameters and data.
-  - Every token is of type 0, the default of Hugging Face: a row has one segment. The vectors of
-    other types are kept for the published weights, without a gradient.
+  - Every token is of type 0, the default of Hugging Face: a row has one segment. Published weights
+    have vectors for other types too; these stay in the parameters, without a gradient.
   - In PyTorch the vector of the padding token (id 0) has no gradient. Here padded positions have no
     gradient, for any id, and id 0 among the real tokens is an ordinary token.
 """
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
 
 
 class _Attention(nn.Module):
-    """Attention of every position to the real tokens, head-major."""
+    """Attention of every position to the real tokens; arrays are head-major."""
 
     num_heads: int
     dtype: DTypeLike
@@ -56,8 +56,7 @@ class _Attention(nn.Module):
 
         q_BHLK, k_BHLK, v_BHLK = heads("query"), heads("key"), heads("value")
         scores = multiply_float32("bhqk,bhsk->bhqs", q_BHLK, k_BHLK)
-        # Hugging Face adds the smallest finite float instead; the weights are the same: exactly
-        # zero.
+        # Hugging Face adds the smallest finite float instead; those weights are exactly zero too.
         scores = jnp.where(real_BL[:, None, None, :], scores * K**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BHLK.dtype)
         y_BHLK = jnp.einsum("bhqs,bhsk->bhqk", weights, v_BHLK)
@@ -66,7 +65,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """Two matrices, and the exact gelu between them."""
+    """The MLP of a layer: two matrices with the exact gelu between them."""
 
     width: int
     dtype: DTypeLike
@@ -100,11 +99,10 @@ class _Block(nn.Module):
 class Bert(nn.Module):
     """Encoder and classifier: `model.apply({"params": params}, tokens_BL, lengths_B)` gives logits.
 
-    Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
-    layer. Faulty sizes raise ValueError while tracing. Lengths and ids are not checked: a length
-    outside 1..L, or a real token's id past the vocabulary, gives NaN. Ids at padded positions have
-    no effect. `tap_B` taps the gradient of every parameter, see
-    `models.layers`.
+    Parameters are a dict of float32 arrays. The parameters of all layers are stacked along a
+    leading axis N. Invalid sizes raise ValueError while tracing. Lengths and ids are not checked: a
+    length outside 1..L, or a real token's id past the vocabulary, gives NaN. Ids at padded
+    positions have no effect. `tap_B` taps the gradient of every parameter, see `models.layers`.
 
     Attributes:
       vocab_size: V.
@@ -119,10 +117,10 @@ class Bert(nn.Module):
       dtype: Dtype of the arithmetic, "float32" or "bfloat16"; the sum of the embeddings, norms,
         biases, gelu, softmax and logits stay float32.
       remat: Whether the backward pass keeps only each layer's input and recomputes the layer.
-        Otherwise it keeps the products with weights and recomputes what lies between them,
-        attention scores included. Neither changes parameters or results.
-      scan_layers: Whether the layers are one scanned layer of the compiled program, see
-        `models.kernels.run_layers`. Parameters are the same, results to rounding.
+        Otherwise it keeps the products with weights and recomputes the other activations,
+        including attention scores. Parameters and results do not depend on it.
+      scan_layers: Whether the compiled program scans over the layers, see
+        `models.kernels.run_layers`. Parameters do not depend on it; results agree up to rounding.
 
     Source: Devlin et al. 2019.
     """
@@ -141,7 +139,7 @@ class Bert(nn.Module):
     scan_layers: bool = True
 
     def setup(self) -> None:
-        """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
+        """Check the sizes and create the submodules; attribute names are parameter names."""
         check_sizes(self, RULES)
         # Keeping all activations was slower for the Llama (docs/LOG.md, 2026-11-21).
         policy = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -179,10 +177,10 @@ class Bert(nn.Module):
 
 
 def class_logits(model: Bert) -> Callable[..., Array]:
-    """A function that gives each example's logits.
+    """Make a function that returns each example's logits.
 
     Args:
-      model: Gives the logits.
+      model: The model that computes the logits.
 
     Returns:
       `logits_fn(params, rows, tap_B=None)`, float32 [B, C]. Rows are int32 [B, 2 + L]: the label
@@ -193,7 +191,7 @@ def class_logits(model: Bert) -> Callable[..., Array]:
     Raises:
       ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
     """
-    logits: Any = model.apply  # a bound method, which can be sent
+    logits: Any = model.apply  # a bound method can be pickled and sent to another process
 
     def logits_fn(params: PyTree, rows: Array, tap_B: Tap = None) -> Array:
         if rows.ndim != 2 or rows.shape[1] < 3:
@@ -204,14 +202,14 @@ def class_logits(model: Bert) -> Callable[..., Array]:
 
 
 def classification_losses(model: Bert) -> Callable[..., Array]:
-    """A function that gives each example's cross-entropy.
+    """Make a function that returns each example's cross-entropy.
 
     Args:
-      model: Gives the logits.
+      model: The model that computes the logits.
 
     Returns:
-      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example; rows and `tap_B` are
-      those of `class_logits`. A label outside 0..C-1 gives NaN.
+      `losses_fn(params, rows, tap_B=None)`, float32 [B], in nats per example. `rows` and `tap_B`
+      are as in `class_logits`. A label outside 0..C-1 gives NaN.
 
     Raises:
       ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.
@@ -229,16 +227,16 @@ def classification_losses(model: Bert) -> Callable[..., Array]:
 
 
 def classification_loss(model: Bert) -> Callable[..., Array]:
-    """The training loss: the mean over examples of `classification_losses`.
+    """Make the training loss: the mean over examples of `classification_losses`.
 
     Every example has the same weight, for any number of tokens.
 
     Args:
-      model: Gives the logits.
+      model: The model that computes the logits.
 
     Returns:
-      `loss_fn(params, rows, tap_B=None)`, float32 and scalar, in nats per example; rows and `tap_B`
-      are those of `class_logits`.
+      `loss_fn(params, rows, tap_B=None)`, float32 and scalar, in nats per example. `rows` and
+      `tap_B` are as in `class_logits`.
 
     Raises:
       ValueError: While tracing, for rows that are not [B, 2 + L] with L at least 1.

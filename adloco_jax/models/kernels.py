@@ -1,7 +1,7 @@
 """Kernels written for speed: attention, SwiGLU's product, and a stack of layers.
 
-Docstrings give the plain definition of a kernel, comments the measurement that justifies it. Dates
-refer to docs/LOG.md.
+A docstring gives the plain definition of a kernel; a comment gives the measurement that justifies
+it. Dates refer to docs/LOG.md.
 """
 
 import functools
@@ -18,9 +18,9 @@ from jax.experimental import compute_on
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-# docs/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. Keeping
-# every product with a weight took 3694 ms per training step, the chosen ones 3519 ms, all 1.2 times
-# that.
+# docs/LOG.md, 2026-11-21: the backward pass keeps activations that are chosen by name. A training
+# step took 3519 ms. It took 3694 ms when every product with a weight was kept, and 1.2 times as
+# long when all activations were kept.
 _KEPT = "kept"
 kept = functools.partial(checkpoint_name, name=_KEPT)
 KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
@@ -30,7 +30,7 @@ KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_KEPT)
 _NUM_BLOCKS = 4
 _MIN_BLOCK = 32  # queries
 
-# Until jax 0.12 its name ended in 2.
+# Before jax 0.12 the function is named `compute_on2`.
 _as_function: Callable = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
@@ -64,7 +64,7 @@ def attend(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _attend_block(q_BGqK: Array, k_BGsK: Array, v_BGsK: Array, num_shared: int) -> Array:
-    """Attention of the last positions' queries, of `num_shared` heads concatenated."""
+    """Attention of the last q positions; queries of `num_shared` heads are concatenated."""
     return _attend_block_and_sums(q_BGqK, k_BGsK, v_BGsK, num_shared)[0]
 
 
@@ -84,8 +84,9 @@ def _attend_block_and_sums(
 
 
 # docs/LOG.md, 2026-11-21: the backward pass recomputes the weights from the logarithms of their
-# sums (Dao et al. 2022), keys first, so that only the gradient of the queries needs a transpose:
-# 0.95 of PyTorch's speed became 1.09 where memory is busy, 0.850 became 0.859 where it is quiet.
+# sums (Dao et al. 2022), keys first, so that only the gradient of the queries needs a transpose.
+# The speed relative to PyTorch rose from 0.95 to 1.09 on a machine with busy memory, and from 0.850
+# to 0.859 on an idle one.
 @_attend_block.defjvp
 def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (q, k, v), (dq, dk, dv) = primals, tangents
@@ -94,7 +95,7 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
     scores = jnp.where(_visible(q, k, num_shared).T, scores, -jnp.inf)
     weights = jnp.exp(scores - log_sums_BGq1.swapaxes(2, 3))
     dscores = jnp.einsum("bgsk,bgqk->bgsq", dk, q) + jnp.einsum("bgsk,bgqk->bgsq", k, dq)
-    # The derivative of each weight before normalisation; that of the sum contributes through y.
+    # The derivative of each weight before normalisation. The derivative of the sum enters by y.
     dweights = weights * dscores
     dy = (
         jnp.einsum("bgsq,bgsk->bgqk", dweights.astype(y.dtype), v)
@@ -105,13 +106,13 @@ def _attend_block_jvp(num_shared: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _visible(q_BGqK: Array, k_BGsK: Array, num_shared: int) -> np.ndarray:
-    """The keys that each query sees, [q, s]: those up to its own position."""
+    """Mask [q, s] of the keys that each query sees: the keys up to the query's own position."""
     num_queries, num_keys = q_BGqK.shape[2] // num_shared, k_BGsK.shape[2]
     return np.tile(np.tri(num_queries, num_keys, num_keys - num_queries, bool), (num_shared, 1))
 
 
 def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
-    """`attend` by cuDNN's fused kernel, which stores no scores: NVIDIA GPUs, bfloat16 only."""
+    """`attend` with cuDNN's fused kernel, which stores no scores; NVIDIA GPUs, bfloat16 only."""
 
     def attend(*heads_BLHK: Array) -> Array:
         return jax.nn.dot_product_attention(
@@ -132,16 +133,16 @@ def _attend_cudnn(q_BHLK: Array, k_BGLK: Array, v_BGLK: Array) -> Array:
 
 
 ATTENTION = {"xla": attend, "cudnn": _attend_cudnn}
-"""By the name that a model's `attention` gives; all compute `attend`."""
+"""Implementations of `attend` by name, for a model's `attention`."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def multiply_float32(
     subscripts: str, x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`einsum(subscripts, x, y)` with float32 sums and results; derivatives in the factors' dtype.
+    """`einsum(subscripts, x, y)` in float32, with derivatives computed in the factors' dtype.
 
-    JAX's own derivative would multiply the float32 cotangent in float32.
+    Sums and results are float32. JAX's own derivative would multiply in float32 too.
     """
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
@@ -154,11 +155,12 @@ def _multiply_float32_jvp(subscripts: str, primals: tuple, tangents: tuple) -> t
     return product, change.astype(jnp.float32)
 
 
-# docs/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's writes intermediate
-# values to memory. On a machine with busy memory 0.94 of PyTorch's speed became 1.05.
+# docs/LOG.md, 2026-11-21: this derivative takes one pass for each factor; JAX's derivative writes
+# intermediate values to memory. On a machine with busy memory the speed relative to PyTorch rose
+# from 0.94 to 1.05.
 @jax.custom_jvp
 def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`silu(gate) * up`."""
+    """The product inside SwiGLU: `silu(gate) * up`."""
     return gate * jax.nn.sigmoid(gate) * up
 
 
@@ -185,9 +187,10 @@ def stacked(block: Callable[..., nn.Module], num_layers: int) -> Callable[..., n
     )
 
 
-# docs/LOG.md, 2026-11-22: on a CPU, layers as functions are 1.03 to 1.08 times as fast as a scan. A
-# scan copies the activations for the backward pass into stacks and back. Unrolled layers without
-# functions are 0.77 to 1.04 times as fast and need twice the memory, because XLA interleaves them.
+# docs/LOG.md, 2026-11-22: on a CPU a program that calls each layer as a function is 1.03 to 1.08
+# times as fast as a scan. A scan copies the activations for the backward pass into stacks and back.
+# Inlined layers are 0.77 to 1.04 times as fast as a scan and need twice the memory, because XLA
+# interleaves the layers.
 def run_layers(
     layers: nn.Module,
     layer: nn.Module,
@@ -202,8 +205,8 @@ def run_layers(
       layer: The same layer, not bound and not stacked.
       x_BLD: Input of the first layer.
       *shared: Further arguments of every layer.
-      scan: Whether the compiled program holds one scanned layer. Otherwise each layer is a function
-        of the program, which is faster on a CPU and takes longer to compile.
+      scan: Whether the compiled program scans over the layers. Otherwise the program calls each
+        layer as a function, which is faster on a CPU and takes longer to compile.
 
     Returns:
       The output of the last layer.
@@ -216,7 +219,7 @@ def run_layers(
 
     call = _as_function(apply, compute_type="device", out_memory_spaces=jax.memory.Space.Device)
     leaves_N, structure = jax.tree.flatten(layers.variables["params"])
-    # One split of all layers, so that the gradients are concatenated in one step too.
+    # Split all layers at once, so that the gradients are concatenated in one step too.
     parts = [[part[0] for part in lax.split(leaf_N, [1] * len(leaf_N))] for leaf_N in leaves_N]
     for leaves in zip(*parts, strict=True):
         x_BLD = call(structure.unflatten(leaves), x_BLD)

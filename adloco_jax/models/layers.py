@@ -1,21 +1,21 @@
-"""Layers with weights: the only places where a parameter meets an activation.
+"""Layers with weights: all arithmetic between a parameter and an activation.
 
 Each layer does its weight arithmetic in functions of arrays (`project`, `apply_gain`, `add_bias`,
-`look_up`) with one weight each. Statistics of the weight gradients are measured there, for any
-model. Parameters are float32; `dtype` is the dtype of the arithmetic.
+`look_up`) with one weight each. These functions can measure the weight's per-example gradient
+norms, in any model. Parameters are float32; `dtype` is the dtype of the arithmetic.
 
 Gradient taps: these functions and the layers take `tap_B`, float32 with one entry per example, all
-zero. It changes no result. The cotangent of `tap_B` is, for each example, the squared norm of the
-layer's weight gradient, computed within the backward pass. If all layers share one vector, it
-accumulates the squared norm of each example's whole gradient. For a mean loss this is the norm of
-the example's share of the gradient; multiply by B^2 for the example's own gradient.
+zero. A tap changes no result. The cotangent of `tap_B` is, for each example, the squared norm of
+the layer's weight gradient, computed within the backward pass. If all layers share one tap, its
+cotangent is the squared norm of each example's whole gradient. With a mean loss, an example's
+gradient here is its share of the mean, 1/B of its own gradient; multiply the squared norm by B^2.
 
   - A negative entry (-1) excludes its example from every weight gradient, and the norm is 0. The
     exclusion is a selection, so NaN does not spread. The loss and the cotangents of activations are
     unchanged.
   - Every weight must be used by one tapped layer, once per pass. For tied weights the norm of a sum
     is not the sum of the norms: the cross term would be missing.
-  - Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the operations are plain.
+  - Taps work only in reverse mode (`custom_vjp`). Without `tap_B` the functions are plain JAX.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from adloco_jax.models.kernels import multiply_float32
 
-DTYPES = ("float32", "bfloat16")  # of the arithmetic
+DTYPES = ("float32", "bfloat16")  # in which a model may compute
 
 # The Hugging Face default (`initializer_range`) for embeddings and matrices.
 _INIT = nn.initializers.normal(stddev=0.02)
 
 Tap: TypeAlias = Float[Array, " B"] | None
-"""A gradient tap, see above, or None for plain operations."""
+"""A gradient tap (see the module docstring), or None for plain operations."""
 
 Rule: TypeAlias = tuple[tuple[str, ...], Callable[..., bool], str]
-"""A condition on a model's attributes: names, predicate, and the remedy."""
+"""A condition on a model's attributes: their names, the predicate, and the remedy in words."""
 
 HEADS_DIVIDE_WIDTH: Rule = (
     ("num_heads", "width"),
@@ -51,7 +51,7 @@ HEADS_DIVIDE_WIDTH: Rule = (
 
 
 def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
-    """Raises ValueError for a size below 1, an unknown `dtype`, or a rule that does not hold."""
+    """Raise ValueError for a size below 1, an unknown `dtype`, or a rule that does not hold."""
     sizes = [field.name for field in dataclasses.fields(network) if field.type is int]
     in_range = [((name,), lambda size: size >= 1, "must be at least 1") for name in sizes]
     known = (("dtype",), DTYPES.__contains__, f"must be one of {', '.join(DTYPES)}")
@@ -63,7 +63,7 @@ def check_sizes(network: nn.Module, rules: Sequence[Rule]) -> None:
 
 
 def check_length(length: int, max_length: int) -> None:
-    """Raises ValueError for sequences longer than a model reads."""
+    """Raise ValueError if sequences are longer than a model's `max_length`."""
     if length > max_length:
         raise ValueError(
             f"tokens_BL has {length} tokens per sequence, max_length is {max_length}: "
@@ -86,7 +86,7 @@ def project(
     dtype: DTypeLike,
     to_float32: bool = False,
 ) -> Float[Array, "B L F"]:
-    """Multiplies the vector at every position by one matrix.
+    """Multiply the vector at every position by one matrix.
 
     The leading axes are flattened first: XLA contracts two axes slowly on a CPU, where weight
     gradients over [B, L] made a whole training step 1.2 to 1.4 times as long.
@@ -94,8 +94,8 @@ def project(
     Args:
       x_BLD: Activations.
       w_DF: Weights, float32.
-      tap_B: Gradient tap, see above.
-      dtype: Dtype both factors are cast to.
+      tap_B: Gradient tap, see the module docstring.
+      dtype: Both factors are cast to this dtype.
       to_float32: Whether sums and result are float32, for any `dtype`; derivatives are still
         computed in `dtype`.
 
@@ -109,7 +109,7 @@ def project(
 def apply_gain(
     x_BLD: Float[Array, "B L D"], gain_D: Float[Array, " D"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Multiplies every feature by its gain."""
+    """Multiply every feature by its gain."""
     return _use(_scale, _example_norms, x_BLD, gain_D, tap_B)
 
 
@@ -118,7 +118,7 @@ def add_bias(
     bias: Float[Array, " D"] | Float[Array, "L D"],
     tap_B: Tap = None,
 ) -> Float[Array, "B L D"]:
-    """Adds one vector at every position, or one vector per position.
+    """Add one vector at every position, or one vector per position.
 
     The sum is taken in float32; the result has the dtype of `x_BLD`.
     """
@@ -128,7 +128,7 @@ def add_bias(
 def look_up(
     table_VD: Float[Array, "V D"], tokens_BL: Int[Array, "B L"], tap_B: Tap = None
 ) -> Float[Array, "B L D"]:
-    """Picks the table's row for every token; an id past the end gives NaN, not another row."""
+    """Look up the table's row for every token; an id past the end of the table gives NaN."""
     return _use(_take, _token_norms, tokens_BL, table_VD, tap_B)
 
 
@@ -140,9 +140,9 @@ def _use(
     tap_B: Tap,
 ) -> Array:
     """`layer(x_B, weight)`, with a tap if one is given."""
-    # Has an effect only under `nn.logical_axis_rules`: a weight that devices share is all-gathered
-    # where it is used, and its gradient is reduce-scattered. Without it XLA moves the activations,
-    # which are larger for a batch of long sequences.
+    # This constraint has an effect only under `nn.logical_axis_rules`: a sharded weight is
+    # all-gathered where it is used, and its gradient is reduce-scattered. Without the constraint
+    # XLA moves the activations, which are larger for a batch of long sequences.
     weight = nn.with_logical_constraint(weight, (None,) * weight.ndim)
     if tap_B is None:
         return layer(x_B, weight)
@@ -164,7 +164,7 @@ def _scale(x_BLD: Array, gain_D: Array) -> Array:
 
 
 def _shift(x_BLD: Array, bias: Array) -> Array:
-    # Float32, because the bias's gradient is a sum over all positions.
+    # In float32, because the gradient of the bias is a sum over all positions.
     bias_BLD = lax.expand_dims(bias, range(x_BLD.ndim - bias.ndim))
     return (x_BLD.astype(jnp.float32) + bias_BLD).astype(x_BLD.dtype)
 
@@ -174,13 +174,13 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Norms from all examples' gradients at once, which are no larger than the activations."""
+    """Squared norms, from all examples' gradients at once; these are as small as activations."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 
 
 def _token_norms(weight_grad: Callable[..., Array], tokens_BL: Array, dy_BLD: Array) -> Array:
-    """Norms of a table's gradient; the gradient of a row sums over all positions of its token."""
+    """Squared norms of a table's gradient; a row's gradient is a sum over its token's positions."""
     same_BLL = (tokens_BL[:, :, None] == tokens_BL[:, None, :]).astype(dy_BLD.dtype)
     of_token_BLD = jnp.einsum("blm,bmd->bld", same_BLL, dy_BLD, precision="highest")
     return jnp.sum(dy_BLD * of_token_BLD, axis=(1, 2))
@@ -194,7 +194,7 @@ def _tapped(
     weight: Array,
     tap_B: Array,
 ) -> Array:
-    """`layer(x_B, weight)`, with the tap's norms by `norms_fn`, or from one example at a time."""
+    """`layer(x_B, weight)`, whose backward pass measures norms by `norms_fn`, or one by one."""
     return layer(x_B, weight)
 
 
@@ -214,10 +214,11 @@ def _tapped_backward(layer, norms_fn, residuals, dy_B):
         x_B, dy_B = select(tap_B, x_B), select(tap_B, dy_B)
         return dx_B, weight_grad(x_B, dy_B), norms_fn(weight_grad, x_B, dy_B)
 
-    # This needs the FLOPs of a batched product, and the memory of one more gradient, which stays in
-    # a CPU's cache. A batched product that is reduced over [B] makes the step 1.75 times as long,
-    # this form 1.1 to 1.2 times (width 256, 4 layers, 128 tokens). The Gram form (norms from [L, L]
-    # products) would save the one gradient and add L (1/D + 1/F) times its FLOPs.
+    # This loop needs the FLOPs of a batched product, and the memory of one more gradient, which
+    # stays in a CPU's cache. The loop makes a training step 1.1 to 1.2 times as long, a batched
+    # product that is reduced over [B] 1.75 times (width 256, 4 layers, 128 tokens). The Gram form
+    # (norms from [L, L] products) would need no gradient per example, and L (1/D + 1/F) times the
+    # FLOPs of that gradient.
     def add_example(grad_sum, example):
         x, dy, tap = example
         grad = jnp.where(tap < 0, 0.0, weight_grad(x[None], dy[None]))
@@ -240,7 +241,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L F"]:
-        """Applies `project`, then `add_bias`."""
+        """Apply `project`, then `add_bias`."""
         w_DF = self.param("kernel", _INIT, (x_BLD.shape[-1], self.features), jnp.float32)
         y_BLF = project(x_BLD, w_DF, tap_B, dtype=self.dtype, to_float32=self.to_float32)
         if not self.use_bias:
@@ -250,14 +251,14 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square over the width, then a gain; float32 inside."""
+    """Division by the root mean square over the width, then a gain; computed in float32."""
 
     eps: float
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalises in float32, applies `apply_gain` and casts to `dtype`."""
+        """Normalise in float32, apply `apply_gain` and cast to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
         mean_square_BL1 = jnp.mean(jnp.square(x_BLD), axis=-1, keepdims=True)
@@ -266,14 +267,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean 0 and variance 1 over the width, then a gain and a bias; float32 inside."""
+    """Normalisation to mean 0 and variance 1 over the width, then a gain and a bias, in float32."""
 
     eps: float
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Normalises in float32, applies `apply_gain` and `add_bias` and casts to `dtype`."""
+        """Normalise in float32, apply `apply_gain` and `add_bias` and cast to `dtype`."""
         gain_D = self.param("scale", nn.initializers.ones, (x_BLD.shape[-1],), jnp.float32)
         bias_D = self.param("bias", nn.initializers.zeros, (x_BLD.shape[-1],), jnp.float32)
         x_BLD = x_BLD.astype(jnp.float32)
@@ -291,7 +292,7 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BL: Int[Array, "B L"], tap_B: Tap = None) -> Float[Array, "B L D"]:
-        """Applies `look_up` and casts to `dtype`."""
+        """Apply `look_up` and cast to `dtype`."""
         table_VD = self.param("embedding", _INIT, (self.vocab_size, self.width), jnp.float32)
         return look_up(table_VD, tokens_BL, tap_B).astype(self.dtype)
 
@@ -305,7 +306,7 @@ class Offset(nn.Module):
     def __call__(
         self, x_BLD: Float[Array, "B L D"], rows: int | slice, tap_B: Tap = None
     ) -> Float[Array, "B L D"]:
-        """Applies `add_bias` with one row at every position, or with a slice of L rows."""
+        """Apply `add_bias` with one row at every position, or with a slice of L rows."""
         shape = (self.num_rows, x_BLD.shape[-1])
         table = self.param("embedding", _INIT, shape, jnp.float32)
         return add_bias(x_BLD, table[rows], tap_B)

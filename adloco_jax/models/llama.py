@@ -1,7 +1,7 @@
-"""Llama on a plain parameter tree, its next-token loss, and text from it.
+"""The Llama model on a plain parameter tree, its next-token loss, and text generation.
 
-Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases. Its
-weights fit after the matrices are transposed and the layers stacked.
+Shapes and arithmetic are those of the Hugging Face Llama with an untied head and no biases. Hugging
+Face weights fit after the matrices are transposed and the layers stacked.
 """
 
 import functools
@@ -49,7 +49,7 @@ def rotary_frequencies(head_size: int, theta: float) -> np.ndarray:
 
 
 def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
-    """Cosines, and sines signed for `_rotate`, by position and feature; exact before rounding."""
+    """Cosines, and sines with the signs that `_rotate` needs, [L, K]; computed in float64."""
     angles = np.arange(length)[:, None] * rotary_frequencies(head_size, theta)[None, :]
     cos_LK = np.cos(np.hstack([angles, angles]))
     sin_LK = np.sin(np.hstack([-angles, angles]))
@@ -57,14 +57,14 @@ def _rotary_tables(length: int, head_size: int, theta: float) -> tuple[Array, Ar
 
 
 def _rotate(x_BHLK: Array, cos_LK: Array, sin_LK: Array) -> Array:
-    """Rotates feature pairs (i, i + K/2), the half-rotation form of the published weights."""
+    """Rotate feature pairs (i, i + K/2), the half-rotation form of the published weights."""
     x = x_BHLK.astype(jnp.float32)
     swapped = jnp.roll(x, x.shape[-1] // 2, axis=-1)
     return (x * cos_LK[None, None] + swapped * sin_LK[None, None]).astype(x_BHLK.dtype)
 
 
 class _Attention(nn.Module):
-    """Grouped-query attention; arrays are head-major, the layout its products read."""
+    """Grouped-query attention; arrays are head-major, the layout that the products need."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,7 +80,7 @@ class _Attention(nn.Module):
             y = Linear(num_heads * K, self.dtype, name=name)(x_BLD, tap_B)
             return y.reshape(B, L, num_heads, K).transpose(0, 2, 1, 3)
 
-        # One product rotates and scales the queries.
+        # Rotate and scale the queries in one multiplication.
         scaled = (K**-0.5 * cos_LK, K**-0.5 * sin_LK)
         q_BHLK = kept(_rotate(heads("query", self.num_heads), *scaled))
         k_BGLK = kept(_rotate(heads("key", self.num_kv_heads), cos_LK, sin_LK))
@@ -90,7 +90,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """SwiGLU."""
+    """The MLP of a layer, SwiGLU."""
 
     width: int
     dtype: DTypeLike
@@ -128,9 +128,10 @@ class _Block(nn.Module):
 class Llama(nn.Module):
     """Decoder-only transformer: `model.apply({"params": params}, tokens_BL)` gives logits.
 
-    Parameters are float32, a dict of arrays; a layer's have a leading axis N, for one scanned
-    layer. Faulty sizes raise ValueError while tracing. Token ids are not checked: an id past
-    the vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see `models.layers`.
+    Parameters are a dict of float32 arrays. The parameters of all layers are stacked along a
+    leading axis N. Invalid sizes raise ValueError while tracing. Token ids are not checked: an id
+    past the vocabulary gives NaN. `tap_B` taps the gradient of every parameter, see
+    `models.layers`.
 
     Attributes:
       vocab_size: V.
@@ -150,8 +151,8 @@ class Llama(nn.Module):
         depend on it.
       attention: "xla", or "cudnn" for its fused kernel: bfloat16 on NVIDIA GPUs from Ampere on, and
         reverse mode only.
-      scan_layers: Whether the layers are one scanned layer of the compiled program, see
-        `models.kernels.run_layers`. Parameters are the same, results to rounding.
+      scan_layers: Whether the compiled program scans over the layers, see
+        `models.kernels.run_layers`. Parameters do not depend on it; results agree up to rounding.
 
     Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
     """
@@ -171,7 +172,7 @@ class Llama(nn.Module):
     scan_layers: bool = True
 
     def setup(self) -> None:
-        """Checks the sizes and makes the parts; their attribute names are the parameters' names."""
+        """Check the sizes and create the submodules; attribute names are parameter names."""
         check_sizes(self, RULES)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}.")
@@ -203,25 +204,25 @@ class Llama(nn.Module):
 
 
 def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """A function that gives each sequence's mean next-token loss.
+    """Make a function that returns each sequence's mean next-token loss.
 
     Every token counts, because rows are packed without padding.
 
     Args:
-      model: Gives the logits.
+      model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
         0 for all. A chunk holds whole sequences, so gradients of sequences stay separate. Results
         agree up to rounding.
 
     Returns:
       `losses_fn(params, tokens, tap_B=None)`, where tokens is int32 [B, L+1]. The model reads all
-      tokens but the last, and the loss is of all tokens but the first. Its result is float32 [B],
+      tokens but the last, and the loss is of all tokens but the first. The result is float32 [B],
       in nats per token. `tap_B` is the gradient tap of `models.layers`.
 
     Raises:
       ValueError: While tracing, for tokens that are not [B, L+1] with L at least 1.
     """
-    # Bound methods, which can be sent to another process; `nn.apply` gives what cannot.
+    # Bound methods can be pickled and sent to another process; a result of `nn.apply` cannot.
     hidden: Any = functools.partial(model.apply, method=Llama.hidden)
     logits: Any = functools.partial(model.apply, method=Llama.logits)
 
@@ -252,10 +253,10 @@ def sequence_losses(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[.
 
 
 def next_token_loss(model: Llama, *, sequences_per_chunk: int = 0) -> Callable[..., Array]:
-    """The training loss: the mean over sequences of `sequence_losses`.
+    """Make the training loss: the mean over sequences of `sequence_losses`.
 
     Args:
-      model: Gives the logits.
+      model: The model that computes the logits.
       sequences_per_chunk: Number of sequences whose logits exist at one time, forward and backward;
         0 for all.
 
@@ -284,18 +285,19 @@ def generate(
     temperature: float | Float[Array, ""],
     key: Key[Array, ""],
 ) -> Int[Array, "B L"]:
-    """Continues prompts, token by token.
+    """Continue prompts, token by token.
 
     Every token costs a pass over the whole text, because there is no key/value cache. Use it to
     inspect a trained model, not to serve it.
 
     Args:
-      model: Gives the logits; prompt and new tokens must fit into its `max_length`.
-      params: Its parameters.
+      model: The model that computes the logits; prompt and new tokens must fit into its
+        `max_length`.
+      params: Parameters of the model.
       prompt_BL: Token ids, at least one per prompt.
-      num_tokens: New tokens.
+      num_tokens: Number of new tokens.
       temperature: Divides the logits; 0 is greedy decoding.
-      key: For the draws.
+      key: Random key for sampling.
 
     Returns:
       Prompts and new tokens, int32.
@@ -308,7 +310,7 @@ def generate(
         hidden_BLD = hidden({"params": params}, text_BL)
         last_B1D = lax.dynamic_slice_in_dim(hidden_BLD, position - 1, 1, axis=1)
         logits_BV = logits({"params": params}, last_B1D)[:, 0]
-        # The Gumbel trick: the index of the largest is a draw from softmax(logits / temperature).
+        # The Gumbel trick: the argmax is a sample from softmax(logits / temperature).
         noise_BV = jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape)
         next_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1)
         return text_BL.at[:, position].set(next_B.astype(text_BL.dtype))

@@ -1,4 +1,4 @@
-"""Hugging Face names of the parameters and sizes of our models; no files are read here."""
+"""Hugging Face names of the parameters and sizes of this package's models; reads no files."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,17 +21,17 @@ class WeightMap:
 
     Attributes:
       model: The Flax module's class.
-      model_type: Of config.json.
+      model_type: The value of `model_type` in config.json.
       class_name: The class of `transformers` that loads the folder.
-      modules: Path of a module in our parameter tree -> its path in the published one, with `{}`
-        for the layer's number. Our `kernel` is the published `weight` transposed, `scale` and
-        `embedding` are `weight`, `bias` is `bias`.
-      head: Our module that is random if a checkpoint lacks it.
-      sizes: Key of config.json -> our attribute, and its default if the key may be absent.
-      fixed: Required values of keys; with other values the model is not ours.
+      modules: Path of a module in this package's parameter tree -> its path in a Hugging Face
+        checkpoint, with `{}` for the layer's number. Here `kernel` is the transposed `weight` of
+        the checkpoint, `scale` and `embedding` are `weight`, `bias` is `bias`.
+      head: Path of the module that is initialised at random if a checkpoint lacks it.
+      sizes: Key of config.json -> attribute of `model`, and the default if the key may be absent.
+      fixed: Required values of keys in config.json; other values describe an unsupported model.
       normalise: `normalise(content, fault) -> content` converts other spellings of config.json to
         the keys of `sizes` and `fixed`.
-      extra: `extra(model)` gives the other entries of config.json.
+      extra: `extra(model)` returns the other entries of config.json.
       ties: Tensor that may be absent -> the tensor that it equals, if config.json has
         `tie_word_embeddings`.
       free: Attributes that may differ from the checkpoint's, because no weight depends on them.
@@ -50,7 +50,7 @@ class WeightMap:
     free: frozenset[str] = frozenset()
 
     def label_params(self, params: PyTree) -> PyTree:
-        """Labels of the parameters, see `Architecture`; for unknown leaves the shape decides."""
+        """Label the parameters, see `Architecture`; an unknown leaf is labelled by its shape."""
 
         def label(path: tuple, leaf: Any) -> str:
             *names, kind = (str(getattr(key, "key", key)) for key in path)
@@ -101,7 +101,7 @@ def _normalised_bert(content: dict, fault: Fault) -> dict:
 
 def _extra_llama(model: Llama) -> dict:
     return {
-        # transformers 5 reads the rotary base here, transformers 4 by its own key.
+        # transformers 5 reads the rotary base here; transformers 4 reads the key `rope_theta`.
         "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -114,7 +114,7 @@ def _extra_bert(model: Bert) -> dict:
     return {
         "id2label": labels,
         "label2id": {name: int(label) for label, name in labels.items()},
-        "hidden_dropout_prob": 0.0,  # it was trained without
+        "hidden_dropout_prob": 0.0,  # the model was trained without dropout
         "attention_probs_dropout_prob": 0.0,
     }
 
