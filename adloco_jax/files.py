@@ -1,7 +1,7 @@
-"""Files that the package reads and writes: JSON checked by kind, hashes, whole replacements.
+"""Files that the package reads and writes: checked JSON, hashes, atomic replacement.
 
-A folder may be damaged, or somebody else's. `fault` checks what its JSON gives to the rest of the
-package, where it is read.
+A folder may be damaged, or come from somebody else. So `fault` checks the types of JSON values when
+they are read, before the rest of the package uses them.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from adloco_jax.errors import ResourceError
 
-MAX_JSON_BYTES = 2**28  # room for records of a million source files; a file is read as a whole
+MAX_JSON_BYTES = 2**28  # room for records of a million source files; bounds the memory
 Size = typing.NewType("Size", int)  # at least 1
 _MOST_SECONDS = 1e12
 _WORDS = {
@@ -31,13 +31,13 @@ _WORDS = {
 
 
 class Maybe(NamedTuple):
-    """The kind of a field that may be missing."""
+    """Marks a field that may be missing; `kind` is its type."""
 
     kind: Any
 
 
 class FileRecord(typing.TypedDict):
-    """Of a source file's record, what is read."""
+    """The fields that are read from a source file's record."""
 
     name: str
 
@@ -45,12 +45,12 @@ class FileRecord(typing.TypedDict):
 def read_json(
     path: Path, error: type[Exception], *, max_bytes: int | None = None, links: bool = False
 ) -> dict:
-    """Reads a JSON object.
+    """Read a JSON object from a file.
 
     Args:
       path: The file.
-      error: Class of the error, made from one line.
-      max_bytes: Size from which the file is refused unread; None: `MAX_JSON_BYTES`.
+      error: Class of the error to raise; its argument is one line.
+      max_bytes: Largest accepted size; a larger file is not read. None: `MAX_JSON_BYTES`.
       links: Whether the file may be a symbolic link, as in the cache of the Hugging Face hub.
 
     Raises:
@@ -70,20 +70,20 @@ def read_json(
 
 
 def fault(value: Any, kind: Any, name: str) -> str:
-    """The first field that does not hold what it should, in words; empty if all do.
+    """Describe the first field whose type or range is wrong; empty if all fields are right.
 
     Args:
-      value: From JSON.
-      kind: An annotation, a dataclass, or a mapping from field to kind. Fields that a mapping lacks
-        may hold anything.
-      name: Of the value, for the message.
+      value: A value from JSON.
+      kind: The expected type: an annotation, a dataclass, or a mapping from field to type. A
+        mapping need not have all fields; the others are not checked.
+      name: Name of the value, for the message.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, UnionType):
         faults = [fault(value, m, name) for m in members if m is not NoneType]
         return "" if "" in faults or (value is None and NoneType in members) else faults[0]
     parts: dict[str, tuple[Any, Any]] = {}  # value and kind of each part, by name
-    if kind in (Any, *_WORDS):  # not by hash, which a mapping lacks
+    if kind in (Any, *_WORDS):  # in a tuple, because a mapping has no hash
         is_well, expected = _is(value, kind, name), _WORDS.get(kind, "")
     elif origin is Literal:
         is_well, expected = type(value) is str and value in members, " or ".join(map(repr, members))
@@ -114,7 +114,7 @@ def fault(value: Any, kind: Any, name: str) -> str:
 def _is(value: Any, kind: Any, name: str) -> bool:
     if kind in (int, Size):
         return type(value) is int and int(kind is Size) <= value < 2**63
-    if kind is float:  # an integer may be too large for one
+    if kind is float:  # an integer may be too large for a float
         limit = _MOST_SECONDS if name.endswith(("_s", ".seconds")) else 2**1023
         return type(value) in (int, float) and abs(value) < limit
     return kind is Any or type(value) is kind
@@ -137,7 +137,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in, which replaces `path` after everything is on the disk."""
+    """Open a new file for writing; after everything is on the disk, it replaces `path`."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         yield file
@@ -148,7 +148,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which replaces `folder` after everything is on the disk."""
+    """Make a new folder to write in; after everything is on the disk, it replaces `folder`."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -161,7 +161,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turns an error of writing to `path` into a `ResourceError` that names it."""
+    """Turn an OSError while writing to `path` into a `ResourceError` that names the path."""
     try:
         yield
     except OSError as error:

@@ -42,7 +42,7 @@ BAD_ROWS = {
     "a number": (b'{"text": 5}', "'text' must be a string, have 5"),
     "invalid UTF-8": (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
     "half a surrogate pair": (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
-    "a key twice": (b'{"text": "a", "text": "b"}', "a key stands there twice"),
+    "a key twice": (b'{"text": "a", "text": "b"}', "a key is repeated"),
     "deep": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not one JSON object"),
     "a number too long": (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "not one JSON object"),
     "too long": (b'{"text": "' + b"a" * (sources.MAX_LINE_BYTES + 5) + b'"}', "a line of more"),

@@ -166,7 +166,7 @@ def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     lines = []
     prepare(source, tmp_path / "out", note=lines.append)
-    assert lines[0].startswith("going on after 2 of 4 files, ")
+    assert lines[0].startswith("continuing after 2 of 4 files, ")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -348,7 +348,7 @@ def strange_id(folder):
 DAMAGE = {
     "truncated": (lambda folder: os.truncate(folder / "train.npy", 99), r"no whole \.npy array"),
     "longer": (longer, "and no more; damaged"),
-    "link": (link, "a link out of the folder"),
+    "link": (link, "a link to another folder"),
     "other type": (other_type, "int16 of shape"),
     "huge": (forged((4611686018427387904,)), r"train\.npy: "),
     "negative": (forged((-5,)), r"train\.npy: "),
@@ -356,7 +356,7 @@ DAMAGE = {
     "a bool": (edit(vocab_size=True), "damaged, prepared.vocab_size: have True"),
     "a word": (edit(tokens_per_byte="1"), "damaged, prepared.tokens_per_byte: have '1'"),
     "no side": (edit(hashes=None), "damaged, prepared.hashes: missing"),
-    "one side": (edit(hashes=["a"]), "not two sides"),
+    "one side": (edit(hashes=["a"]), "does not describe training and held-out rows"),
     "files": (edit(files=[5]), r"damaged, prepared.files\[0\]: have 5"),
     "no name": (edit(files=[{}]), r"prepared.files\[0\].name: missing"),
     "format": (edit(format=1), "format 1, need 2; prepare the data again"),
@@ -382,7 +382,7 @@ def test_a_damaged_folder_is_refused_in_a_line(finished, damage):
     ("arguments", "code", "message"),
     [
         (["missing/file.jsonl", "--output", "out"], 3, "no such file"),
-        (["x" * 300, "--output", "out"], 3, "no path that can be read (File name too long)"),
+        (["x" * 300, "--output", "out"], 3, "not a readable path (File name too long)"),
         (["stdlib"], 2, "required: --out/--output; write: adloco prepare stdlib --out prepared"),
         (["stdlib", "--out", "out", "--sequence_length", "0"], 2, "data.sequence_length = 0"),
         (["stdlib", "--output", "out", "--split", "x"], 2, "data.split = 'x': only hf has"),

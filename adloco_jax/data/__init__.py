@@ -1,8 +1,8 @@
 """Text in, rows of tokens out: sources, tokenizers, rows on disk, and their order in a run.
 
 `load_corpus` makes the rows before anything compiles, or finds them in the user's cache. The rows
-of a worker stream are then a pure function, `Corpus.batch(trainer, stream, start, count)`. One
-cursor per worker stream is therefore the whole state of the data.
+of a worker stream are then a pure function, `Corpus.batch(trainer, stream, start, count)`. So the
+state of the data is one cursor per worker stream.
 """
 
 from adloco_jax.data.arrays import ArrayRows

@@ -13,7 +13,7 @@ from adloco_jax.data.sampling import RowOrder, order_of, stream_rows
 from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.settings import Settings
 
-_CHUNK_TOKENS = 2**22  # hashed at a time
+_CHUNK_TOKENS = 2**22  # number of tokens that are hashed at a time
 _EXPECTED = "give an array of integers: rows [N, L + 1], or tokens [T] and a sequence_length"
 
 
@@ -22,15 +22,15 @@ class ArrayRows:
 
     The rows are sampled like those of text (`data.sampling`): each trainer draws a subset of
     `data.subset_frac`, its worker streams divide the subset among themselves, and the settings'
-    `seed` decides the order. Ids are not checked against a vocabulary, which only the caller's
-    model knows.
+    `seed` decides the order. Ids are not checked against a vocabulary, because only the caller's
+    model has one.
 
     Attributes:
       rows: Training rows, integers [N, L + 1].
       heldout_rows: Evaluation rows, integers [E, L + 1].
-      fingerprint: SHA-256 (hex) of the values of both, whatever their integer type.
-      shards: Empty, as no file is known.
-      tokens_per_byte: None, as no text is known; losses are not given per byte.
+      fingerprint: SHA-256 (hex) of the values of both arrays, equal for all integer types.
+      shards: Empty, because the rows come from no file.
+      tokens_per_byte: None, because the text is not known; losses are not given per byte.
     """
 
     shards: Sequence[dict] = ()
@@ -43,15 +43,16 @@ class ArrayRows:
         sequence_length: int | None = None,
         heldout: float | ArrayLike = 0.05,
     ) -> None:
-        """Splits and hashes the array, which is read once and not copied.
+        """Split and hash the array, which is read once and not copied.
 
         Args:
           tokens: Integers in the range of int32, which may be memory-mapped. Either rows
             [N, L + 1], whose last token is only a target, or one sequence [T], which is cut every
             L + 1 tokens without the tail. A classifier has rows [N, 2 + L] (`data.rows`).
           sequence_length: L, tokens that are predicted per row; only needed for [T].
-          heldout: Share of the rows to hold out, in (0, 1): the last rows, at least two. Shuffle
-            sorted rows first. Or separate held-out rows, in one of the two shapes of `tokens`.
+          heldout: Either the share of rows to hold out, in (0, 1), or separate held-out rows in one
+            of the two shapes of `tokens`. A share holds out the last rows, at least two; so shuffle
+            sorted rows first.
 
         Raises:
           ConfigError: If an argument has another shape or type, or an id is beyond int32.
@@ -79,7 +80,7 @@ class ArrayRows:
         self._order: RowOrder | None = None
 
     def ordered(self, settings: Settings, *, num_classes: int | None = None) -> Self:
-        """The same rows in the order of a run; `fit` calls this.
+        """Return a copy of this object that gives the rows in the order of a run; called by `fit`.
 
         Args:
           settings: The run's settings; `seed`, `ensemble.num_workers`, `data.subset_frac` and
@@ -87,8 +88,8 @@ class ArrayRows:
           num_classes: Number of classes, if rows begin with a class and a length; else None.
 
         Raises:
-          ConfigError: If `data.sequence_length`, on which estimates of time and memory depend, is
-            not that of the rows.
+          ConfigError: If `data.sequence_length` is not the length of the rows. Estimates of time
+            and memory depend on this setting.
           DataError: If a worker stream would have no row.
         """
         length = self.rows.shape[1] - (1 if num_classes is None else NUM_FIELDS)
@@ -108,11 +109,11 @@ class ArrayRows:
         Args:
           trainer: Permanent id of the trainer.
           stream: Stream number in [0, ensemble.num_workers).
-          start: Rows this stream has given out so far (the cursor).
-          count: Rows wanted.
+          start: Number of rows that the stream has already given out (the cursor).
+          count: Number of rows to return.
 
         Raises:
-          ValueError: If no run's order is known, see `ordered`.
+          ValueError: If the rows have no order yet, see `ordered`.
         """
         if self._order is None:
             raise ValueError("ArrayRows: without an order; give it to fit, or call ordered")
@@ -121,7 +122,7 @@ class ArrayRows:
 
 
 def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarray:
-    """Rows [N, L + 1] of the argument `name`; raises ConfigError if it holds none."""
+    """Rows [N, L + 1] of the argument called `name`; raises ConfigError if it is not rows."""
     try:
         array = np.asarray(given)
     except ValueError as error:  # lists of unequal length
@@ -132,8 +133,8 @@ def _rows(name: str, given: ArrayLike, sequence_length: int | None) -> np.ndarra
     if array.ndim == 1:
         if not isinstance(sequence_length, int) or sequence_length < 1:
             raise ConfigError(
-                f"sequence_length: have {sequence_length}, need how many tokens of each row are"
-                f" predicted, at least 1, as {name} is one sequence"
+                f"sequence_length: have {sequence_length}, need the number of predicted tokens per"
+                f" row, at least 1, because {name} is one sequence"
             )
         num_rows = len(array) // (sequence_length + 1)
         array = array[: num_rows * (sequence_length + 1)].reshape(num_rows, sequence_length + 1)

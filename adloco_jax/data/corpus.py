@@ -1,4 +1,4 @@
-"""From the settings to a corpus: prepared rows, and a pure function from cursors to batches.
+"""Make a corpus from the settings: prepared rows, and a pure function from cursors to batches.
 
 A row of L+1 tokens gives the model L inputs and L targets: the first token is only an input, and
 the last is only a target.
@@ -38,11 +38,11 @@ class Corpus:
     """Rows on disk, and the order in which each worker stream sees them.
 
     Attributes:
-      rows: Token ids [num_sequences, L+1], integers of any width. Labelled texts [.., 2 + L] have
-        their class, the number n of real tokens, and the tokens (zeros from n on).
-      heldout_rows: The same for held-out documents, none of which is in `rows`.
+      rows: Token ids [num_sequences, L+1], integers of any width. A row of a labelled text [2 + L]
+        holds the class, the number n of real tokens, and L tokens (zeros from n on).
+      heldout_rows: Rows of held-out documents, none of which is in `rows`.
       tokenizer: The tokenizer that made the ids.
-      manifest: What the rows were made of.
+      manifest: The description of the rows and of the files they were made from.
       order: The order of rows in worker streams; it does not affect the split.
       tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes. Nats per token times this
         number are nats per byte. None for labelled texts, whose loss is not per token.
@@ -74,19 +74,19 @@ class Corpus:
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
         """Rows `start` to `start + count - 1` of a worker stream as int32[count, L+1].
 
-        A pure function of its arguments, the corpus and the seed.
+        The result depends only on the arguments, the corpus and the seed.
 
         Args:
           trainer: Permanent id of the trainer.
           stream: Stream number in [0, num_streams).
-          start: Rows this stream has given out so far (the cursor).
-          count: Rows wanted.
+          start: Number of rows that the stream has already given out (the cursor).
+          count: Number of rows to return.
         """
         index = stream_rows(self.order, trainer=trainer, stream=stream, start=start, count=count)
         return self.rows[index].astype(np.int32)
 
     def describe(self) -> str:
-        """The data of a run in words, with an excerpt of what the model will see."""
+        """Describe the data of a run in words, with an excerpt of a training row."""
         manifest, row, of_class = self.manifest, self.batch(0, 0, 0, 1)[0], ""
         sides, num_tokens = [str(len(self.rows)), str(len(self.heldout_rows))], len(row) - 1
         if self.tokens_per_byte is None:
@@ -108,7 +108,7 @@ class Corpus:
 
 
 def readable(row: np.ndarray, tokenizer: Tokenizer, *, max_chars: int) -> str:
-    """Decode a row into one printable line of at most `max_chars`, with the ends of documents."""
+    """Decode a row into one printable line of at most `max_chars`; it marks ends of documents."""
     pieces = np.split(row, np.flatnonzero(row == tokenizer.eot_id))
     text = "<end of text>".join(
         tokenizer.decode(piece[piece != tokenizer.eot_id]) for piece in pieces
@@ -124,22 +124,22 @@ def load_corpus(
     commit: str = "",
     note: Note = print,
 ) -> Corpus:
-    """Read, tokenise, split and pack the configured text, or open the rows made before.
+    """Read, tokenise, split and pack the configured text, or open rows that were made before.
 
     Without `data.heldout_path` or `data.heldout_split`, a share of whole documents is held out,
     evenly along the reading order. The seed does not affect the choice, so runs that differ by seed
-    share their held-out text. A single text file is cut in two instead. A document is not trained
-    on if a held-out one has the same tokens. With `data.num_sequences`, reading stops soon after
-    there is enough text; labelled texts are all read, and rows are drawn at random.
+    have the same held-out text. A single text file is cut in two instead. A document is not trained
+    on if a held-out document has the same tokens. With `data.num_sequences`, reading stops soon
+    after there is enough text. Labelled texts are all read, and rows are drawn at random.
 
-    The rows are in the user's cache, under a hash of all that decides them. A prepared folder
-    (`tokens`) is used as it is.
+    The rows are saved in the user's cache, under a hash of all settings that determine them. With
+    `data.source=tokens`, the prepared folder itself is used.
 
     Args:
       settings: The run's settings; `data.source` names an entry of `DATA_SOURCES`.
       num_classes: Number of classes of labelled texts; None packs text.
-      commit: Commit of a data set on the hub, in place of the one that `data.revision` names now.
-      note: Called with each line to show.
+      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
+      note: Called with each line to show to the user.
 
     Returns:
       The corpus, memory-mapped, in the smallest type that holds the ids.
@@ -153,7 +153,7 @@ def load_corpus(
     tokenizer = load_fitting_tokenizer(data.tokenizer, settings.model.vocab_size)
     if DATA_SOURCES[data.source].is_folder:
         manifest, (train, heldout) = _open_prepared(data, tokenizer)
-        for array in (train, heldout):  # a folder may be somebody else's
+        for array in (train, heldout):  # the folder may come from somebody else
             if array.max() >= tokenizer.vocab_size:
                 raise DataError(f"{where_of(data)}: token id {array.max()}; prepare the data again")
         train = train[: data.num_sequences]
@@ -167,7 +167,7 @@ def load_corpus(
 
 
 def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, Any]) -> Opened:
-    """Open the rows in the user's cache; make them first if they are not there."""
+    """Open the rows in the user's cache, and make them first if the cache does not have them."""
     try:
         job = make_job(data, tokenizer, **options)
     except hub.Unreachable:
@@ -192,7 +192,7 @@ def _kept_rows(data: Data, tokenizer: Tokenizer, note: Note, options: dict[str, 
                 f" {shlex.quote(str(folder))}"
             )
             return manifest, prepared.open_rows(folder, manifest)
-    # The arrays stay readable after their names are gone.
+    # The memory-mapped arrays stay readable after the folder is deleted.
     with tempfile.TemporaryDirectory(prefix="adloco-rows-") as temporary:
         folder = Path(temporary) / job.key
         manifest = rows.prepare(job, folder, note=note)
@@ -224,13 +224,13 @@ def _open_prepared(data: Data, tokenizer: Tokenizer) -> Opened:
 
 
 def check_corpus(settings: Settings) -> list[str]:
-    """Check all that `load_corpus` checks before it reads text.
+    """Check the settings of the data without reading text.
 
     Args:
       settings: The run's settings.
 
     Returns:
-      A line for each thing that only `load_corpus` checks.
+      A line for each property of the data that only `load_corpus` can check.
 
     Raises:
       ConfigError: If keys contradict one another, or the model lacks ids of the tokenizer.
@@ -251,7 +251,7 @@ def is_on_hub(data: Data) -> bool:
     """Whether `data.path` is the name of a data set on the hub.
 
     Raises:
-      ConfigError: If a key is set that data sets on the hub, or files, do not have.
+      ConfigError: If a key is set that does not apply to a data set on the hub, or to files.
     """
     path = local_path(data.path, key="data.path")
     is_file = path.exists() or path.suffix in sources.FILE_ENDINGS
@@ -267,7 +267,7 @@ def is_on_hub(data: Data) -> bool:
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
-    """For messages: the key and value that names where text comes from."""
+    """For messages: "key=value" of the setting that names the source of text."""
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
@@ -280,7 +280,7 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
       data: The config's group `data`; a source that needs no path has no files.
 
     Raises:
-      ConfigError: If a file would be on both sides.
+      ConfigError: If a file is both training text and held-out text.
       DataError: If a path leads to no file.
     """
     if "path" not in DATA_SOURCES[data.source].needs:
@@ -290,9 +290,9 @@ def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
         heldout = find_files(data.heldout_path, key="data.heldout_path")
     if "dataset_dict.json" in files:
         raise ConfigError(
-            f"{where_of(data)}: a saved data set of several splits; name one's folder"
+            f"{where_of(data)}: a saved data set of several splits; name the folder of one split"
         )
-    files, heldout = (  # of a saved data set, those that hold its rows
+    files, heldout = (  # only the files of a saved data set that hold rows
         {name: file for name, file in side.items() if name.endswith(".arrow")} or side
         for side in (files, heldout)
     )
@@ -313,17 +313,18 @@ def make_job(
     num_heldout_rows: int | None = None,
     commit: str = "",
 ) -> Job:
-    """What to prepare, and all that decides the rows.
+    """Describe the preparation of rows, with all settings that determine them.
 
     Args:
       data: The config's group `data`.
       tokenizer: The configured tokenizer.
       num_classes: Number of classes of labelled texts; None packs text.
       num_heldout_rows: Upper limit of the rows of a held-out split on the hub.
-      commit: Commit of a data set on the hub; empty asks the hub for the one of `data.revision`.
+      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
 
     Raises:
-      ConfigError: If a file would be on both sides, or the hub has no such data set.
+      ConfigError: If a file is both training text and held-out text, or the hub has no such data
+        set.
       DataError: If a path leads to no file.
       Unreachable: If the hub does not answer.
     """

@@ -1,4 +1,4 @@
-"""Files on this machine: those that a path names, their hashes, and the user's cache."""
+"""Files on this machine: find the files of a path, hash files, locate the user's cache."""
 
 import errno
 import fnmatch
@@ -27,7 +27,7 @@ def cache_folder(name: str) -> Path:
 
 
 def shard_changes(before: Sequence[dict], after: Sequence[dict]) -> list[str]:
-    """A line for each file that differs between two reads.
+    """Describe, in one line for each file, how the files of two reads differ.
 
     Args:
       before: Records of the earlier read, see `Manifest.files`.
@@ -51,25 +51,25 @@ def local_path(name: str, *, key: str) -> Path:
       key: The config key, for messages.
 
     Raises:
-      ConfigError: If it is the address of a server, which may hold a password.
+      ConfigError: If the value is the address of a server, which may contain a password.
       DataError: If the path is too long, of an unknown user, or in a folder without access.
     """
     if "://" in name:
-        raise ConfigError(f"{key}: an address; give a path, or a name on the Hugging Face hub")
+        raise ConfigError(f"{key}: is an address; give a path, or a name on the Hugging Face hub")
     try:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{key}={name[:200]}: no path that can be read ({reason})") from error
+        raise DataError(f"{key}={name[:200]}: not a readable path ({reason})") from error
     return path
 
 
 def find_files(path: str, *, key: str) -> dict[str, Path]:
-    """Files that a config value names, in the order of their paths.
+    """Find the files that a config value names, in the order of their paths.
 
-    Folders and globs follow one rule. Links are followed. A file or folder is read once, however
-    many links lead to it. Names that begin with a dot are left out unless the glob has the dot.
+    Links are followed. A file or folder is read once, however many links lead to it. Names that
+    begin with a dot are left out unless the glob contains the dot.
 
     Args:
       path: A file, a folder (every regular file in it, at any depth), or a glob, in which `**`
@@ -77,8 +77,8 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
       key: The config key, for messages.
 
     Returns:
-      At least one file, by its name below the folder or below the part of the glob that is no
-      pattern; an existing path is never read as a glob.
+      At least one file. Its key is the path relative to the folder, or to the part of the glob
+      before the first pattern. An existing path is never interpreted as a glob.
 
     Raises:
       ConfigError: If `path` is empty.
@@ -110,9 +110,9 @@ def find_files(path: str, *, key: str) -> dict[str, Path]:
 
 
 def _expand(folder: Path, parts: Sequence[str], entered: set) -> Iterator[Path]:
-    """Files below a folder that match the parts of a glob; no folder is visited twice."""
+    """Yield files below a folder that match the parts of a glob; visits no folder twice."""
     visit = folder.resolve(), tuple(parts)
-    if visit in entered:  # also a link into a folder above
+    if visit in entered:  # for instance by a link to a parent folder
         return
     entered.add(visit)
     part, rest = parts[0], parts[1:]

@@ -1,8 +1,8 @@
 """A folder of rows: `train.npy` and `heldout.npy`, described by `prepared.json`.
 
-The description is written last and holds the SHA-256 of both arrays. Training compares the sizes
-and trusts these hashes, so that it starts quickly. `Kept` holds the
-tokens that an unfinished preparation has saved, so that it can continue after a kill.
+The description is written last and holds the SHA-256 of both arrays. Training checks only the sizes
+of the arrays, not their hashes, so that it starts quickly. `Kept` holds the tokens that an
+unfinished preparation has saved, so that the preparation can continue after a kill.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What `prepared.json` says.
+    """The content of `prepared.json`.
 
     Attributes:
       format: Version of this layout.
-      request: All that decides the rows, as plain JSON; see `corpus.make_job`.
-      tokenizer: The name it was given.
+      request: All settings that determine the rows, as plain JSON; see `corpus.make_job`.
+      tokenizer: The tokenizer's name in the config.
       fingerprint: The tokenizer's fingerprint, see `Tokenizer`.
       vocab_size: Largest id plus one.
       eot_id: The id that closes a document.
-      shapes: Shapes of the training rows and of the held-out rows. A row has L+1 integers, or for
-        a labelled text two more than its tokens.
-      hashes: SHA-256 (hex) of the two files.
-      documents: Numbers of training and of held-out documents; the last may end beyond the rows.
-      tokens_per_byte: Held-out tokens over held-out UTF-8 bytes.
-      files: A record per file: `name`, `rows` (its documents) and, if it is on this machine,
-        `bytes` and `sha256`.
-      copies: Documents that are not trained on because a copy is held out.
-      truncated: Labelled texts that were longer than a row.
+      shapes: Shapes of the training rows and of the held-out rows. A row has L+1 integers. The row
+        of a labelled text has two more integers than tokens.
+      hashes: SHA-256 (hex) of `train.npy` and of `heldout.npy`.
+      documents: Numbers of training and of held-out documents. The last document may be cut.
+      tokens_per_byte: Held-out tokens divided by held-out UTF-8 bytes.
+      files: A record per file: `name`, `rows` (number of documents) and, for a file on this
+        machine, `bytes` and `sha256`.
+      copies: Number of documents that are not trained on because a copy is held out.
+      truncated: Number of labelled texts that were longer than a row.
     """
 
     format: int
@@ -62,15 +62,15 @@ class Manifest:
 
 
 def row_dtype(vocab_size: int, *, labelled: bool) -> np.dtype:
-    """The dtype of stored rows: the smallest that holds the ids, or int32 for labelled texts."""
+    """The dtype of stored rows: the smallest for the ids, or int32 for labelled texts."""
     return np.dtype(np.int32) if labelled else np.min_scalar_type(max(vocab_size - 1, 0))
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a folder has a description of rows."""
+    """Whether a folder contains a `prepared.json`."""
     try:
         return (Path(path).expanduser() / MANIFEST).is_file()
-    except (OSError, RuntimeError):  # no path at all: opening it raises the clear error
+    except (OSError, RuntimeError):  # not a valid path: opening it raises a clear error
         return False
 
 
@@ -78,7 +78,7 @@ def read_prepared(folder: Path) -> Manifest:
     """Read a folder's `prepared.json`.
 
     Raises:
-      DataError: If it is missing, damaged or of another format.
+      DataError: If the file is missing, damaged or of another format.
     """
     path = folder / MANIFEST
     content = read_json(path, DataError)
@@ -90,32 +90,38 @@ def read_prepared(folder: Path) -> Manifest:
     manifest = Manifest(**{key: content[key] for key in kinds})
     sides = (manifest.shapes, manifest.hashes, manifest.documents)
     if {*map(len, sides)} != {2} or manifest.tokens_per_byte < 0:
-        raise DataError(f"{path}: damaged, not two sides, or fewer than no tokens")
+        raise DataError(
+            f"{path}: damaged, does not describe training and held-out rows, or has a negative"
+            " tokens_per_byte"
+        )
     return manifest
 
 
 def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the training and the held-out rows; of their content, nothing is checked.
+    """Memory-map the training and the held-out rows; their content is not checked.
 
     Raises:
-      DataError: If an array is missing, a link out of the folder, or not as described.
+      DataError: If an array is missing, is a link to another folder, or differs from its
+        description.
     """
     dtype = row_dtype(manifest.vocab_size, labelled=bool(manifest.request.get("num_classes")))
     arrays = []
     for name, shape in zip(("train.npy", "heldout.npy"), manifest.shapes, strict=True):
         file = folder / name
         if not file.is_file() or file.resolve().parent != folder.resolve():
-            raise DataError(f"{file}: missing, or a link out of the folder; prepare the data again")
+            raise DataError(f"{file}: missing, or a link to another folder; prepare the data again")
         try:
-            with np.errstate(over="raise"):  # a forged shape's size wraps around to a small one
+            with np.errstate(over="raise"):  # the size of a forged shape may overflow
                 rows = np.lib.format.open_memmap(file, mode="r")
             is_whole = file.stat().st_size == rows.offset + rows.nbytes
         except (OSError, ValueError, FloatingPointError) as error:
-            raise DataError(f"{file}: no whole .npy array ({error}); prepare it again") from error
+            raise DataError(
+                f"{file}: not a complete .npy array ({error}); prepare the data again"
+            ) from error
         if not is_whole or (list(rows.shape), rows.dtype) != (shape, dtype):
             raise DataError(
-                f"{file}: {rows.dtype} of shape {rows.shape}, {MANIFEST} says {dtype} of {shape}"
-                " and no more; damaged, prepare the data again"
+                f"{file}: {rows.dtype} of shape {rows.shape}, but {MANIFEST} says {dtype} of"
+                f" {shape}; damaged, prepare the data again"
             )
         arrays.append(rows)
     return arrays[0], arrays[1]
@@ -124,22 +130,22 @@ def open_rows(folder: Path, manifest: Manifest) -> tuple[np.ndarray, np.ndarray]
 DOCUMENT = np.dtype(
     [("length", "<i8"), ("num_bytes", "<i8"), ("digest", "<u8"), ("label", "<i8"), ("side", "<i8")]
 )
-"""A document: its number of tokens with the end of text, its UTF-8 bytes, a hash of its ids without
-the end of text, its class, and 1 if it is of separate held-out text (else 0)."""
+"""A document: number of tokens with the end of text, number of UTF-8 bytes, hash of the ids without
+the end of text, class, and side (1: separate held-out text, 0: other text)."""
 
 
 class Kept:
-    """The tokens and documents read so far, in pieces on disk.
+    """The tokens and documents that a preparation has read so far, saved in pieces on disk.
 
     Attributes:
       part: Index of the file to read next.
-      documents: How many documents of that file are kept already.
+      documents: Number of documents of that file that are already saved.
       files: Records of the files that were read to their end.
-      num_tokens: Tokens of all kept documents.
+      num_tokens: Number of tokens of all saved documents.
     """
 
     def __init__(self, partial: Path, request: dict):
-        """Reads the pieces that are there."""
+        """Read the pieces that an earlier preparation has saved in the folder `partial`."""
         self._folder, self._about = partial, [np.empty(0, DOCUMENT)]
         self._counts: list[int] = []
         self.files: list[dict] = []
@@ -155,14 +161,14 @@ class Kept:
 
     @property
     def about(self) -> np.ndarray:
-        """`DOCUMENT` [N]: all documents so far."""
+        """All documents so far, `DOCUMENT` [N]."""
         self._about = [np.concatenate(self._about)]
         return self._about[0]
 
     def add(
         self, tokens: np.ndarray, about: np.ndarray, files: list[dict], **position: int
     ) -> None:
-        """Saves a piece: documents, records of files that ended in it, and the next position."""
+        """Save a piece: documents, records of the files that end in it, and the next position."""
         progress = np.array(json.dumps({"files": files} | position))
         arrays = {"tokens": tokens, "about": about, "progress": progress}
         with replaced_file(self._path(len(self._counts))) as file:
@@ -170,7 +176,7 @@ class Kept:
         self._note(about, files, **position)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, slice]]:
-        """Tokens in order, each piece with the slice of all documents that it holds."""
+        """Yield the tokens of each piece, with the piece's slice of all documents."""
         first = 0
         for number, count in enumerate(self._counts):
             with self._opened(self._path(number)) as content:
@@ -197,10 +203,10 @@ class Kept:
 
 
 def require_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raise ConfigError if another request made or began the folder."""
+    """Raise ConfigError if a folder was made, or begun, for other settings."""
     keys = [key for key in there | wanted if there.get(key) != wanted.get(key)]
     if keys:
         raise ConfigError(
-            f"{folder}: holds what another request made or began, of which {', '.join(keys)}"
-            f" differ{'s' * (len(keys) == 1)}; it is never overwritten: name another folder"
+            f"{folder}: was made, or begun, with another setting of {', '.join(keys)}; it is never"
+            " overwritten: name another folder"
         )

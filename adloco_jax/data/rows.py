@@ -1,14 +1,14 @@
-"""The one path from text to rows: it tokenises, holds out, packs, and writes rows to disk.
+"""From text to rows: tokenise, hold out, pack, and write the rows to disk.
 
 Documents are concatenated, and the end-of-text token closes each of them. The stream is cut every
 L+1 tokens, without padding or overlap. Each labelled text is one row, `[label, n, tokens...]`. A
 document is not trained on if a copy of it is held out. Copies have equal ids; texts that differ in
 one character are not copies.
 
-The folder `<folder>.partial` holds the work. Tokens are saved there a million characters at a time,
-so that a preparation that was killed continues at the next document. When all documents are known,
-the held-out ones and their copies are chosen, the rows are written, and the folder gets its name.
-Memory holds the tokens of one such piece, or of a longer document, and 40 bytes per document.
+The folder `<folder>.partial` holds unfinished work. Tokens are saved there in pieces of a million
+characters, so that a preparation that was killed continues at the next document. When all documents
+are known, the held-out ones and their copies are chosen, the rows are written, and the folder is
+renamed. Memory holds the tokens of one piece, or of one longer document, and 40 bytes per document.
 """
 
 import contextlib
@@ -37,28 +37,28 @@ from adloco_jax.errors import ConfigError, DataError
 from adloco_jax.files import file_sha256, sync
 from adloco_jax.settings import Data
 
-MIN_HELDOUT_ROWS = 2  # one to report on, one for the merge guard
-MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, where there are as many to report on
-NUM_FIELDS = 2  # before a labelled row's tokens: its class, and how many of its tokens are real
+MIN_HELDOUT_ROWS = 2  # one for reported losses, one for the merge guard
+MAX_GUARD_ROWS = 32  # held-out rows for the merge guard, at most half of the held-out rows
+NUM_FIELDS = 2  # integers before the tokens of a labelled row: class, number of real tokens
 
-_CHUNK_CHARS = 2**20  # tokenised and kept at a time, and the grain at which reading stops
+_CHUNK_CHARS = 2**20  # characters that are tokenised and saved at a time; reading stops after them
 _OURS = re.compile(r"request\.json|whole|\.lock|\d+\.npz|\..+\.partial")  # names in the folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to prepare.
+    """The description of a preparation of rows.
 
     Attributes:
       data: The config's group `data`.
       encoder: The tokenizer.
       num_classes: Number of classes of labelled texts; None packs text.
-      request: All that decides the rows, as plain JSON.
-      parts: Returns the parts to read: those whose text is held out as a whole, and the others.
-      where: For messages: the key and value that names the training text, and that of the held-out
-        text.
-      heldout_limit: Rows after which reading of the held-out parts stops; None reads all.
-      cuts: Whether a single text is cut in two.
+      request: All settings that determine the rows, as plain JSON.
+      parts: Returns the parts to read: first those with separate held-out text, then the others.
+      where: For messages: "key=value" of the training text, and of the held-out text.
+      heldout_limit: Number of rows after which reading of separate held-out text stops; None reads
+        all of it.
+      cuts: Whether there is a single text, of which the end is held out.
     """
 
     data: Data
@@ -83,30 +83,33 @@ class Job:
 
 
 def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> Manifest:
-    """Make a folder of rows, or continue one that was begun; a finished folder stays as it is.
+    """Make a folder of rows, or continue an unfinished one; a finished folder is not changed.
 
     The result depends on the request and the text alone, not on interruptions. If several processes
     prepare the same folder, one makes it and the others wait.
 
     Args:
-      job: What to prepare.
+      job: The description of the preparation.
       folder: The folder to make.
-      note: Called with each line to show.
+      note: Called with each line to show to the user.
 
     Returns:
       The folder's description.
 
     Raises:
-      ConfigError: If the folder holds the work of another request, or other files.
-      DataError: If text is missing or damaged, or there is too little of it.
-      OSError: If the folder cannot be written. Once there is space, the same request continues.
+      ConfigError: If the folder was made for other settings, or contains other files.
+      DataError: If text is missing or damaged, or there is too little text.
+      OSError: If the folder cannot be written. Once there is space, the same call continues.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if not partial.exists() and (found := _finished(folder, job.request)):
         return found
     partial.mkdir(parents=True, exist_ok=True)
     if others := [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]:
-        raise ConfigError(f"{partial}: in the way, holds {others[0]}; delete it or name another")
+        raise ConfigError(
+            f"{partial}: needed for the preparation, but holds {others[0]}; delete it, or name"
+            " another folder"
+        )
     lock = filelock.FileLock(partial / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -121,16 +124,16 @@ def prepare(job: Job, folder: Path, *, note: Callable[[str], None] = print) -> M
             manifest = _write_folder(job, kept, partial / "whole")
             os.rename(partial / "whole", folder)
             sync(folder.parent)
-        shutil.rmtree(partial, ignore_errors=True)  # gone, if another process has made the folder
+        shutil.rmtree(partial, ignore_errors=True)  # another process may have removed it
     return manifest
 
 
 def _finished(folder: Path, request: dict) -> Manifest | None:
-    """The description of a folder that the same request made; None if missing or empty."""
+    """The description of a folder made for the same settings; None if it is missing or empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not prepared.is_prepared(folder):
-        raise ConfigError(f"{folder}: there, and no prepared folder; name another")
+        raise ConfigError(f"{folder}: exists and is not a prepared folder; name another folder")
     manifest = prepared.read_prepared(folder)
     require_same(folder, manifest.request, request)
     return manifest
@@ -140,11 +143,11 @@ def _finished(folder: Path, request: dict) -> Manifest | None:
 
 
 def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
-    """Read and tokenise the documents that are not kept yet; separate held-out text comes first."""
+    """Read and tokenise the documents that are not saved yet; separate held-out text is first."""
     heldout, rest = job.parts()
     parts = [*heldout, *rest]
     if kept.num_tokens:
-        note(f"going on after {kept.part} of {len(parts)} files, {kept.num_tokens} tokens")
+        note(f"continuing after {kept.part} of {len(parts)} files, {kept.num_tokens} tokens")
     with tqdm(unit=" tokens", unit_scale=True, disable=None, initial=kept.num_tokens) as bar:
         for side, last in ((1, len(heldout)), (0, len(parts))):
             if kept.part < last:
@@ -157,7 +160,7 @@ def _tokenise(job: Job, kept: Kept, note: Callable[[str], None]) -> None:
 
 
 def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm) -> None:
-    """Read the parts of one side until there is enough, from the first document not kept yet."""
+    """Read training or held-out parts until there is enough text; skip saved documents."""
     pending: list[Document] = []
     files: list[dict] = []
 
@@ -186,7 +189,7 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
                 num_chars, enough = 0, _is_enough(job, kept, side)
                 if enough:
                     break
-        if part.path is not None:  # read to its end, where gzip has its checksum
+        if part.path is not None:  # read to the end of the file, where gzip has its checksum
             number += sum(1 for _ in rest)
         files.append(_file_record(part, number))
         number = 0
@@ -196,7 +199,7 @@ def _tokenise_side(job: Job, kept: Kept, parts: list[Part], side: int, bar: tqdm
 
 
 def _is_enough(job: Job, kept: Kept, side: int) -> bool:
-    """Whether the documents kept of a side fill the rows of its limit."""
+    """Whether the saved training (or held-out) documents fill the wanted number of rows."""
     limit = job.heldout_limit if side else job.data.num_sequences
     if limit is None or job.num_classes is not None:
         return False
@@ -216,7 +219,7 @@ def _is_enough(job: Job, kept: Kept, side: int) -> bool:
 def _encode(
     documents: Sequence[Document], encoder: Tokenizer, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens in the smallest type that holds them, and `DOCUMENT` [N]."""
+    """Tokenise documents: all tokens in the smallest dtype, and `DOCUMENT` [N]."""
     texts = [document.text for document in documents]
     ids = encoder.encode_batch(texts)
     end_of_text = np.array([encoder.eot_id], np.int32)
@@ -248,15 +251,15 @@ def _file_record(part: Part, num_documents: int) -> dict:
 
 
 def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
-    """Which documents are held out; the answer does not depend on the documents after them.
+    """Whether documents are held out; the choice of one does not depend on later documents.
 
     Args:
-      first: Number of the first document, in reading order from 0.
-      count: Number of documents from there on.
+      first: Index of the first document, in reading order.
+      count: Number of documents, from the first one on.
       heldout_frac: Share to hold out, in [0, 1).
 
     Returns:
-      bool[count]. Of the first n documents of all, round(n · heldout_frac) are held out.
+      bool[count]. Of the first n documents in reading order, round(n · heldout_frac) are held out.
     """
     marks = np.floor(np.arange(first, first + count + 1) * heldout_frac + 0.5)
     return np.diff(marks) > 0
@@ -265,8 +268,9 @@ def is_heldout(first: int, count: int, heldout_frac: float) -> np.ndarray:
 def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Masks bool[N] of the documents to train on and to hold out.
 
-    Separate held-out text is held out. Without it, a rounded share of the documents (of each class)
-    is held out, evenly along the reading order. Neither mask has training copies of held-out text.
+    If there is separate held-out text, it is held out. Otherwise a rounded share of the documents
+    (of each class) is held out, evenly along the reading order. Training documents that are copies
+    of held-out documents are in neither mask.
     """
     heldout, frac = about["side"] == 1, job.data.heldout_frac
     if not heldout.any() and job.cuts:
@@ -284,7 +288,7 @@ def _split(job: Job, about: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
-    """Write rows and their description, after all text was read.
+    """Write rows and their description, after all text has been read.
 
     Raises:
       DataError: If there is too little text.
@@ -304,7 +308,7 @@ def _write_folder(job: Job, kept: Kept, whole: Path) -> Manifest:
                 f"{job.where[side]}: too little text: have {have[0]} rows of {have[1]} tokens to"
                 f" {('train on', 'hold out')[side]}, in {masks[side].sum()} of {len(about)}"
                 f" documents ({copies} copies of held-out ones are left out), need {least}; give"
-                " more text or documents, another data.heldout_frac, text that is held out apart"
+                " more text or documents, another data.heldout_frac, separate held-out text"
                 " (data.heldout_path), or a smaller data.sequence_length"
             )
     for path in paths:
@@ -335,7 +339,7 @@ Masks = tuple[np.ndarray, np.ndarray]
 
 
 def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write each side's documents end to end, cut into rows; returns the shapes."""
+    """Write training and held-out documents end to end, cut into rows; return the shapes."""
     lengths, ends, shapes = kept.about["length"], [], []
     dtype = prepared.row_dtype(job.encoder.vocab_size, labelled=False)
     for file, mask, limit in zip(
@@ -358,12 +362,12 @@ def _write_packed(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks)
 
 
 def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Masks) -> list[list]:
-    """Write a row [class, n, tokens...] for each text; returns the shapes.
+    """Write a row [class, n, tokens...] for each text; return the shapes.
 
-    A text becomes `[first] tokens [last]`. First and last are the tokenizer's classification and
-    separator tokens, or else both its end of text. The width of the rows is what the longest text
-    needs, rounded up to a power of two or to the midpoint of two powers. Data of similar length
-    then share compiled programs.
+    A text becomes `[first] tokens [last]`. `first` and `last` are the tokenizer's classification
+    and separator tokens; a tokenizer without these uses its end-of-text token for both. The width
+    of the rows is the length of the longest text, rounded up to a power of two or to the midpoint
+    of two powers. So data of similar length use the same compiled programs.
     """
     encoder, about, longest = job.encoder, kept.about, job.data.sequence_length
     first = encoder.eot_id if encoder.first_id is None else encoder.first_id

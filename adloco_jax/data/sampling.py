@@ -1,7 +1,7 @@
-"""The order of rows, without state: permutations that are evaluated and never stored.
+"""The order of rows: pseudo-random permutations that are computed on demand and never stored.
 
-They use integer arithmetic only, so the order is the same on every platform and NumPy version.
-Golden values in tests/data_sampling_test.py pin it.
+The permutations use integer arithmetic only, so the order is the same on every platform and NumPy
+version. Golden values in tests/data_sampling_test.py check the order.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ from adloco_jax.settings import Settings
 _GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment: 2**64 over the golden ratio, made odd
 _UINT64_MASK = 2**64 - 1
 _NUM_ROUNDS = 8  # four hide the structure of a large range; small ones need a few more
-# Up to this many entries a Feistel network is no fair shuffle, however many rounds it has: of eight
-# entries it reaches few of the orders. They are sorted by random numbers instead.
+# A Feistel network does not shuffle few entries fairly, however many rounds it has: it reaches only
+# few of their orders. Up to this many entries are sorted by random numbers instead.
 _MAX_SORTED = 9
-_SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses share one
+_SUBSET, _EPOCH = 1, 2  # purposes of a key, so that no two uses have the same key
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """What decides the order in which worker streams see the rows of a corpus.
+    """The settings that determine the order in which worker streams see the rows of a corpus.
 
     Attributes:
       seed: The run's seed, any integer.
       num_rows: Rows in the whole corpus.
-      num_streams: Streams that each trainer's subset is divided into.
+      num_streams: Number of streams that each trainer's subset is divided into.
       subset_frac: Share of the rows that a trainer draws from, in (0, 1].
     """
 
@@ -72,15 +72,15 @@ def stream_rows(
 
     A trainer permutes all rows, and the first `subset_size` positions are its random subset. Stream
     w always owns the positions congruent to w modulo `num_streams`. Each epoch of a stream visits
-    its positions in a new order. Batch sizes and rounds do not enter, so any slicing gives the same
-    sequence.
+    its positions in a new order. The sequence does not depend on how it is divided into batches and
+    rounds.
 
     Args:
       order: The order of the corpus in the run.
       trainer: Permanent id of the trainer, not its position in the stack.
       stream: Stream number in [0, num_streams).
-      start: Rows this stream has given out so far (the cursor).
-      count: Rows wanted; if the stream owns fewer, the next epoch follows.
+      start: Number of rows that the stream has already given out (the cursor).
+      count: Number of rows to return; if the stream owns fewer, the next epoch follows.
 
     Returns:
       int64[count], each in [0, num_rows).
@@ -108,8 +108,9 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
     A Feistel network permutes the smallest power of two that holds the range. An image outside the
     range goes through the network again until it is inside (cycle walking), less than twice on
-    average. Cost and memory are proportional to `index`, not to `num_items`. Ranges of at most 9
-    are sorted by random numbers: over the keys, all their orders are equally likely.
+    average. Cost and memory are proportional to the length of `index`, not to `num_items`. Ranges
+    of at most 9 are sorted by random numbers instead, so that a random key gives each order with
+    equal probability.
 
     Args:
       index: Integers in [0, num_items), any length.
@@ -144,7 +145,7 @@ def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray
 
 
 def interleave(labels: np.ndarray) -> np.ndarray:
-    """Order labelled items so that every stretch has the labels in the proportions of all.
+    """Order labelled items so that every part of the order has about the same mix of labels.
 
     Args:
       labels: Integers [N].
@@ -171,8 +172,8 @@ def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _fold(*parts: int | np.ndarray) -> np.ndarray:
-    """A uint64 key from integers in order; with an array among them, an array of keys."""
-    key = np.zeros(1, np.uint64)  # an array throughout: it wraps silently where a scalar warns
+    """Hash integers, in order, into a uint64 key [1]; if one is an array, into an array of keys."""
+    key = np.zeros(1, np.uint64)  # always an array: it wraps silently, a scalar would warn
     for part in parts:
         word = np.uint64(part & _UINT64_MASK) if isinstance(part, int) else part.astype(np.uint64)
         key = _mix((key ^ word) + _GAMMA)

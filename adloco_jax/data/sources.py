@@ -1,7 +1,7 @@
-"""Sources of documents: Python's own library, text, JSON lines, tables, and the hub.
+"""Sources of documents: Python's standard library, text, JSON lines, tables, and the hub.
 
-A source of files is a function of one file, which yields its documents. For a row with columns it
-yields a `Record`; `documents_of` takes the text from it and, for a classifier, the class.
+A source is a function that yields the documents of one file. For a row with columns the function
+yields a `Record`; `documents_of` takes from a record the text and, for a classifier, the class.
 """
 
 import codecs
@@ -25,12 +25,12 @@ from adloco_jax import hub
 from adloco_jax.errors import ConfigError, DataError, reason
 from adloco_jax.settings import Data
 
-MAX_LINE_BYTES = 2**24  # of one JSON line: no document is longer, and memory has a bound
+MAX_LINE_BYTES = 2**24  # limit of a JSON line, and so of a document; it bounds the memory
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 class Record(NamedTuple):
-    """A row with columns, and what names it in messages."""
+    """A row with columns; `where` names the row in messages."""
 
     where: str
     columns: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     Attributes:
       name: The name in records and messages.
       path: The file, if it is on this machine.
-      read: Yields what the part holds, from the beginning.
+      read: Yields the texts or records of the part, from the beginning.
     """
 
     name: str
@@ -59,19 +59,20 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """How the text of a run is read.
+    """How the text of a run is read: an entry of the table `DATA_SOURCES`.
 
     Attributes:
-      documents: `documents(file, data)` yields what one file holds, in a fixed order: texts, or
-        `Record`s whose column `data.text_column` is the text. `data` is the config's group of that
-        name. If `needs` lacks `path`, the function is called once, with None for the file.
+      documents: `documents(file, data)` yields the content of one file in a fixed order: texts, or
+        `Record`s whose column `data.text_column` is the text. `data` is the config's group `data`.
+        If `needs` lacks `path`, the function is called once, with None for the file.
       needs: Which of the keys `path` and `text_column` must not be empty. A source that does not
         need `path` reads no files.
       refuses: Keys of the group `data` that must keep their default, each with the reason.
-      cuts_single_file: Whether a file is one text. A single file is then cut in two, and its end is
-        held out.
-      version: Version of the function; raise it when the function yields something else. Rows are
-        kept for later runs with the same version. None: every run makes its rows again.
+      cuts_single_file: Whether a file is one document. If there is only one file, it is then cut in
+        two, and its end is held out.
+      version: Version of the function `documents`. Increase the version when the output of the
+        function changes. Rows are cached for later runs with the same version. None: rows are not
+        cached.
       is_hub: Whether `path` may be the name of a data set on the hub.
       is_folder: Whether `path` is a folder that `adloco prepare` made.
     """
@@ -88,17 +89,18 @@ class DataSource:
 def documents_of(
     found: Iterable[str | Record], data: Data, *, where: str, num_classes: int | None
 ) -> Iterator[Document]:
-    """Yield the documents of what a source yields, without records whose text is empty.
+    """Convert the texts and records of a source to documents; skip records with empty text.
 
     Args:
-      found: What the source yields.
+      found: The texts or records that a source yields.
       data: The config's group `data`, which names the columns.
       where: The key and value that name the source, for messages.
-      num_classes: C, if texts are labelled: a class is a whole number in [0, C).
+      num_classes: Number of classes C of labelled texts; a class is a whole number in [0, C). None
+        if texts are not labelled.
 
     Raises:
-      DataError: While reading. The message names the row that lacks a column, whose text is no
-        string, whose class is out of range, or whose labelled text is empty.
+      DataError: While reading, if a row lacks a column, its text is not a string, its class is out
+        of range, or its labelled text is empty. The message names the row.
     """
     number = 0
     try:
@@ -154,7 +156,7 @@ def require_columns(columns: Iterable[str], wanted: Iterable[str], where: str) -
 
 
 def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
-    """A document for each source file and documentation topic of the running Python, by path.
+    """Yield the source files of Python's standard library and its documentation topics, by path.
 
     Tests, installed packages and files that the build wrote for this machine are left out.
     """
@@ -172,18 +174,18 @@ def stdlib_documents(file: Path | None, data: Data) -> Iterator[str]:
 
 
 def text_documents(file: Path, data: Data) -> Iterator[str]:
-    """The whole file as one document, unless it is empty."""
+    """Yield the whole file as one document, unless it is empty."""
     if text := read_text(file):
         yield text
 
 
 def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each line that is not blank, plain or compressed by gzip, as in C4.
+    """Yield a record for each line of JSON that is not blank; the file may be compressed by gzip.
 
     Raises:
-      DataError: While reading. The message names the file that has another suffix, is empty,
-        truncated or no valid gzip, or the line that is no JSON object or longer than
-        `MAX_LINE_BYTES`.
+      DataError: While reading, if the file has another suffix, is empty, truncated or not valid
+        gzip, or if a line is not a JSON object or is longer than `MAX_LINE_BYTES`. The message
+        names the file or the line.
     """
     if file.name.removesuffix(".gz").rpartition(".")[2] not in ("json", "jsonl"):
         raise DataError(
@@ -206,7 +208,7 @@ def jsonl_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def table_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row of a file, which its ending says how to read."""
+    """Yield a record for each row of a file; the file's ending selects the reader."""
     suffix = Path(file.name.removesuffix(".gz")).suffix
     if (read := _BY_ENDING.get(suffix)) is None:
         raise DataError(
@@ -217,13 +219,13 @@ def table_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def csv_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row of a table whose first line names the columns; every cell is text.
+    """Yield a record for each row of a CSV or TSV table; the first line names the columns.
 
-    In the column of classes, a cell that is a whole number becomes a number.
+    Every cell is text, except that a whole number in the column of classes becomes an int.
 
     Raises:
-      DataError: While reading. The message names the file that is damaged or lacks a column, or the
-        line that has more cells than there are columns.
+      DataError: While reading, if the file is damaged or lacks a column, or if a line has more
+        cells than there are columns. The message names the file or the line.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
@@ -243,10 +245,11 @@ def csv_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row of a parquet file; only the columns in use are read.
+    """Yield a record for each row of a parquet file; only the columns in use are read.
 
     Raises:
-      DataError: While reading, naming the file, if it is damaged or has no such columns.
+      DataError: While reading, if the file is damaged or lacks a column in use. The message names
+        the file.
     """
     import pyarrow.parquet
 
@@ -256,10 +259,11 @@ def parquet_documents(file: Path, data: Data) -> Iterator[Record]:
 
 
 def arrow_documents(file: Path, data: Data) -> Iterator[Record]:
-    """A record for each row of a file of a data set that `datasets` saved.
+    """Yield a record for each row of an Arrow file, in which `datasets` saves data sets.
 
     Raises:
-      DataError: While reading, naming the file, if it is damaged or has no such columns.
+      DataError: While reading, if the file is damaged or lacks a column in use. The message names
+        the file.
     """
     import pyarrow.ipc
 
@@ -285,7 +289,7 @@ def _arrow_faults(file: Path) -> Iterator[None]:
 
 
 def _used(data: Data) -> list[str]:
-    """The columns to read; for unlabelled text `label_column` is empty."""
+    """The columns to read. `label_column` is empty for unlabelled text."""
     return [column for column in (data.text_column, data.label_column) if column]
 
 
@@ -293,7 +297,7 @@ def read_text(file: Path) -> str:
     """A file's UTF-8 text, without a byte-order mark.
 
     Raises:
-      DataError: If it is unreadable, or no UTF-8.
+      DataError: If the file is unreadable or not UTF-8.
     """
     try:
         return file.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
@@ -309,7 +313,8 @@ def read_text(file: Path) -> str:
 def cut_in_two(text: str, *, where: str, heldout_frac: float) -> tuple[str, str]:
     """Split a single document at the blank line nearest to 1 - heldout_frac of its length.
 
-    If that line is further away than half of the held-out part, the nearest newline is used.
+    If that blank line is further away than half of the held-out part, the text is split at the
+    nearest newline.
 
     Args:
       text: The document.
@@ -353,16 +358,16 @@ def _json_object(line: bytes, where: str) -> dict:
 def _no_repeated_key(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key is repeated")
     return record
 
 
 def hub_parts(data: Data, split: str, commit: str, *, where: str) -> list[Part]:
-    """The files of a split on the hub, read as they are downloaded.
+    """The files of a split of a data set on the hub, which are read while they are downloaded.
 
     Raises:
       ConfigError: If there is no such configuration or split.
-      DataError: If it has no such columns.
+      DataError: If the data set lacks a column in use.
       Unreachable: If the hub does not answer.
     """
     import datasets  # heavy, and not every run needs it

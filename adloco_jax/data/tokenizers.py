@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and those that `transformers` loads, in one small record.
+"""Tokenizers with one interface: UTF-8 bytes, and the tokenizers that `transformers` loads.
 
 Special tokens are neither added to a text nor recognised in it. The characters `</s>` in a web page
 stay characters, so that only the packing ends a document.
@@ -20,10 +20,10 @@ from adloco_jax.data.files import local_path
 from adloco_jax.errors import ConfigError, DataError
 
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-_MAX_FILE_BYTES = 2**28  # of a file of a tokenizer; published ones stay below 40 MB
+_MAX_FILE_BYTES = 2**28  # largest file of a tokenizer; published files stay below 40 MB
 _FILES = (".json", ".model")
-_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # encoded and decoded as a check
-# Files of a hub repository: from which a tokenizer is made, best first, and those beside them.
+_SAMPLED_DOCUMENTS, _SAMPLED_CHARS = 30, 2**14  # for a check by encoding and decoding
+# Files of a hub repository: files with a vocabulary, in order of preference, and further files.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")
 _HUB_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 _HUB_FILES += ("added_tokens.json", "config.json")
@@ -31,15 +31,15 @@ _HUB_FILES += ("added_tokens.json", "config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
       vocab_size: Largest id plus one, end of text included.
       eot_id: The id that closes a document.
-      fingerprint: SHA-256 (hex) of what decides the ids.
-      encode_batch: Texts to one int32 array of ids each, without special tokens.
-      decode: Ids to text, without special tokens and unknown ids.
-      save: Writes the files from which `transformers` makes a tokenizer with the same ids.
+      fingerprint: SHA-256 (hex) of the data that determine the ids.
+      encode_batch: Converts each text to an int32 array of ids, without special tokens.
+      decode: Converts ids to text, without special tokens and unknown ids.
+      save: Writes files to a folder, from which `transformers` makes a tokenizer with the same ids.
       first_id: The id that opens a text to be classified, if the tokenizer has one.
       name: The name in the config, for messages.
     """
@@ -67,8 +67,8 @@ def load_tokenizer(name: str) -> Tokenizer:
       The tokenizer. If a `tokenizer.json` has no special token, `<|endoftext|>` is added.
 
     Raises:
-      ConfigError: If the hub has no such tokenizer, the tokenizer has no end-of-text token, or it
-        is written in Python alone.
+      ConfigError: If the hub has no such tokenizer, or the tokenizer has no end-of-text token or
+        is a slow one, written in Python only.
       DataError: If a path does not exist or its content is damaged.
     """
     return dataclasses.replace(_load(name), name=name)
@@ -88,7 +88,7 @@ def _load(name: str) -> Tokenizer:
         return _hugging_face_tokenizer(path)
     if not hub.NAME.fullmatch(name) or path.suffix in _FILES:
         raise DataError(f"data.tokenizer={name}: no such file or folder")
-    # Not by the library's own call, which tries for most of a minute without a network.
+    # Not by `from_pretrained`, which retries for most of a minute if there is no network.
     folder = hub.download(name, _HUB_FILES, one_of=_VOCABULARIES, where=f"data.tokenizer={name}")
     return _hugging_face_tokenizer(folder)
 
@@ -101,7 +101,8 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
       vocab_size: The model's vocabulary size.
 
     Raises:
-      ConfigError: As `load_tokenizer`, and if the tokenizer has more ids than the model.
+      ConfigError: In the cases of `load_tokenizer`, and if the tokenizer has more ids than the
+        model.
       DataError: If a path does not exist or its content is damaged.
     """
     tokenizer = load_tokenizer(name)
@@ -116,7 +117,8 @@ def load_fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
     """Encode and decode a few documents, and refuse a tokenizer that loses most of their text.
 
-    Bytes are counted in any order, without case and accents, which some tokenizers drop on purpose.
+    The check counts bytes. It ignores their order, and case and accents, which some tokenizers drop
+    on purpose.
 
     Args:
       texts: Documents; the beginnings of 30 of them, evenly along the list, are compared.
@@ -137,8 +139,8 @@ def check_round_trip(texts: Sequence[str], tokenizer: Tokenizer) -> None:
         raise DataError(
             f"data.tokenizer={tokenizer.name}: of {len(sample)} sampled documents, encoded and"
             f" decoded again, {num_back} of {num_bytes} bytes come back"
-            f" ({num_back / num_bytes:.1%}), need half: it was not made for such text; name one"
-            " that was, or data.tokenizer=bytes, which takes any"
+            f" ({num_back / num_bytes:.1%}), need half: the tokenizer was not made for such text;"
+            " name another one, or data.tokenizer=bytes, which accepts any text"
         )
 
 
@@ -158,7 +160,7 @@ def _bytes_tokenizer() -> Tokenizer:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        # GPT-2's table: printable bytes are their own character, the rest follow from U+0100 on.
+        # GPT-2's table: a printable byte maps to its own character, the others map to U+0100 on.
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = iter(range(0x100, 0x200))
         vocab = {chr(i if i in printable else next(others)): i for i in range(256)}
@@ -176,7 +178,7 @@ def _bytes_tokenizer() -> Tokenizer:
 
 
 def _transformers() -> Any:
-    # Else its import advises on standard error to install PyTorch, which nothing here needs.
+    # Without this, the import prints an advice to install PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
@@ -200,7 +202,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         elif path.is_file() or (path / "tokenizer.json").exists():
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-        else:  # imports PyTorch where it is installed
+        else:  # this import also imports PyTorch if it is installed
             auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # deliberately broad, because each fault raises another kind
@@ -215,8 +217,8 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         )
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"data.tokenizer={path}: {type(tokenizer).__name__} is written in Python alone; name a"
-            " tokenizer that has a tokenizer.json"
+            f"data.tokenizer={path}: {type(tokenizer).__name__} is a slow tokenizer, written in"
+            " Python only; name a tokenizer that has a tokenizer.json"
         )
     content = tokenizer.backend_tokenizer.to_str()
 
@@ -234,7 +236,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Names the end-of-text token of a tokenizer.json, which has no configuration."""
+    """Set the end-of-text token of a tokenizer.json, which does not say which token it is."""
     vocab = tokenizer.get_vocab()
     specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     present = [name for name in _END_OF_TEXT_NAMES if name in vocab]
@@ -249,7 +251,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 
 def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    # A file may have both saved with it; either would silently change the text.
+    # A tokenizer file may enable truncation and padding, which would silently change the text.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # "special" texts in a document are plain text
