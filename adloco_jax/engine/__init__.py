@@ -1,1 +1,1 @@
-"""The execution of rounds on the devices of this program."""
+"""The execution of rounds on the devices of this process, or of all processes of a run."""

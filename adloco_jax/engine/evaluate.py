@@ -1,4 +1,4 @@
-"""Losses on held-out text: of each trainer, of the consensus, and of a planned merge."""
+"""Losses on held-out text of each trainer, of the consensus model, and of a planned merge."""
 
 import functools
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from adloco_jax.errors import DataError
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out rows in two disjoint parts: one decides, the other is reported."""
+    """Held-out rows in two disjoint parts: for decisions and for reported losses."""
 
-    guard_EL: np.ndarray  # chooses the consensus and judges merges
-    report_EL: np.ndarray
-    batch_size: int  # rows per call of the program
+    guard_EL: np.ndarray  # for decisions: the choice of the consensus model, and merges
+    report_EL: np.ndarray  # for reported losses
+    batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
         """The numbers of reported rows and of guard rows; for labelled rows also by class."""
@@ -47,17 +47,17 @@ def split_heldout(
     num_classes: int | None = None,
     num_trainers: int = 1,
 ) -> HeldOut:
-    """Draws the guard's rows and the reported rows from held-out rows.
+    """Draw guard rows (for decisions) and reported rows from the held-out rows.
 
-    The draw does not depend on the run's seed. Runs with other seeds report on the same rows, so
-    the spread of their losses comes only from training. For labelled rows, both parts have the
-    classes in the proportions of all held-out rows.
+    The draw does not depend on the run's seed. Runs with different seeds report losses on the same
+    rows, so the spread of their losses comes only from training. For labelled rows, both parts have
+    the classes in the proportions of all held-out rows.
 
     Args:
       rows_EL: Held-out rows of integers; a labelled row begins with its class.
       num_sequences: Largest number of reported rows.
       batch_size: Rows per call of the evaluation program.
-      num_classes: Classes of labelled rows; None for rows of text.
+      num_classes: Number of classes of labelled rows; None for rows of text.
       num_trainers: Number of trainers. If there are several, guard rows choose among them.
 
     Raises:
@@ -80,17 +80,17 @@ def split_heldout(
 
 
 def mean_loss(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> float:
-    """Token-mean loss of one model over rows, nats/token; all rows have equal weight."""
+    """Mean loss of one model over rows, nats/token; all rows have equal weight."""
     return float(np.mean(_losses(programs, params, rows_EL, batch_size)))
 
 
 def class_report(
     programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int, num_classes: int
 ) -> dict:
-    """Evaluates one model's predictions of the classes of labelled rows.
+    """Evaluate one model's predictions of the classes of labelled rows.
 
     The loss of a row with a given label is the negative log-probability of that class. So the
-    program of the held-out loss, called with each label, also predicts.
+    predictions come from the program for the held-out loss, called with each label.
 
     Returns:
       `accuracy`, the share of rows whose most likely class is correct, and `classes`: for each
@@ -115,20 +115,20 @@ def class_report(
 
 
 def _losses(programs: Programs, params: PyTree, rows_EL: np.ndarray, batch_size: int) -> np.ndarray:
-    """Each row's loss."""
+    """The loss of each row."""
     key = loss_key(batch_size)
-    params = reshard(params, programs[key].input_shardings[0][0])  # once for all parts
+    params = reshard(params, programs[key].input_shardings[0][0])  # once for all calls
     losses = []
     for start in range(0, len(rows_EL), batch_size):
         rows = rows_EL[start : start + batch_size].astype(np.int32)
-        # The last part is padded with copies of its last row, whose losses are dropped.
+        # The last batch is padded with copies of its last row, whose losses are dropped.
         padded = np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), mode="edge")
         losses.append(programs.call(key, params, padded))
     return np.concatenate(losses)[: len(rows_EL)]
 
 
 def loss_key(batch_size: int) -> ProgramKey:
-    """The key of the one evaluation program, which takes one model at a time."""
+    """The key of the evaluation program, which evaluates one model."""
     return ProgramKey("loss", micro_batch_size=batch_size)
 
 
@@ -167,12 +167,12 @@ def _guard_loss(params: PyTree, programs: Programs, heldout: HeldOut) -> float:
 def consensus(
     ensemble: Ensemble, programs: Programs, heldout: HeldOut, weights: tuple[float, ...]
 ) -> tuple[PyTree, str]:
-    """Choose the consensus.
+    """Choose the consensus, the one model that stands for all trainers.
 
     Returns:
-      Parameters, and the kind of model. `only`: the only trainer. Otherwise the model with the
-      lower loss on the guard's rows: `best` (the best trainer), or `average` (of all trainers,
-      weighted by requested batch).
+      The parameters, and how they were chosen. `only`: there is only one trainer. Otherwise the
+      model with the lower loss on the guard rows: `best`, the trainer with the lowest loss, or
+      `average`, the mean of all trainers, weighted by requested batch.
     """
     if ensemble.num_trainers == 1:
         return trainer_params(ensemble, 0), "only"

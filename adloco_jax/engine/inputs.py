@@ -1,4 +1,4 @@
-"""A round's inputs: groups of trainers, their sequences and test rows, on the devices."""
+"""Make a round's inputs: groups of trainers, and their sequences and test rows on the devices."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -34,15 +34,16 @@ from adloco_jax.loop.plans import (
 )
 from adloco_jax.settings import Settings
 
-_COMPARED, _FEWEST_COMPARED = 32, 6  # rows of two workers, and how many of them must differ
+# Number of first rows of two workers that are compared, and how many distinct rows this needs.
+_COMPARED, _FEWEST_COMPARED = 32, 6
 
 
 class Rows(Protocol):
-    """The interface of a corpus for `fit`, as `ArrayRows` and `Corpus` of `adloco_jax.data`."""
+    """The interface of a corpus for `fit`, which `data.ArrayRows` and `data.Corpus` implement."""
 
     @property
     def heldout_rows(self) -> np.ndarray:
-        """Int [E, L + 1]; no training row shares a document with them."""
+        """Held-out rows, integers [E, L + 1], of documents that no training row contains."""
 
     @property
     def fingerprint(self) -> str:
@@ -50,25 +51,25 @@ class Rows(Protocol):
 
     @property
     def shards(self) -> Sequence[dict]:
-        """A JSON record of each part that was read, to name parts that change; may be empty."""
+        """A JSON record of each part that was read; a resumed run names parts that changed."""
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Tokens per byte of the held-out text; None if tokens are no text."""
+        """Tokens per byte of the held-out text; None if the text is not known."""
 
     def batch(self, trainer: int, stream: int, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count` of a stream: int32 [count, L + 1]."""
+        """Rows `start` to `start + count - 1` of a worker stream, int32 [count, L + 1]."""
 
 
 class Group(NamedTuple):
     """Trainers that share one program."""
 
-    trainers: tuple[int, ...]  # positions
+    trainers: tuple[int, ...]  # positions of the trainers
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack
-    owners: tuple[int, ...]  # of these workers, in the group's own stack
+    owners: tuple[int, ...]  # each worker's trainer, as a position in the group's own stack
     devices: tuple[int, int] | None  # first device and number of devices; None: all
-    plan: RoundPlan = RoundPlan(0, 1, 0)  # of the round, if they run one
-    in_pool: int | None = None  # of how many workers, if they run by position; else None
+    plan: RoundPlan = RoundPlan(0, 1, 0)  # plan of the round, if the group runs one
+    in_pool: int | None = None  # size of the pool if its workers run one by one; else None
 
     def key(self, kind: Kind, **more) -> ProgramKey:
         """The key of a program that depends on the workers' trainers."""
@@ -81,26 +82,27 @@ class Group(NamedTuple):
 
 
 class Test(NamedTuple):
-    """Rows of a group for its gradient statistics."""
+    """The rows on which a group's gradient statistics are measured."""
 
     group: Group
     rows_RBL: Array
-    count_R: np.ndarray  # of rows that count; the rest is padding
+    count_R: np.ndarray  # number of rows of each worker that count; the rest is padding
 
 
 EXTRAS = {"interval": interval}
-"""For each keyword of an outer optimizer's update: a trainer's value, from its rates and plan."""
+"""Functions for the extra arguments of an outer optimizer's update, by keyword. Each computes the
+value of one trainer from its learning rates and its plan."""
 
 
 class Call(NamedTuple):
-    """Arguments of a call of the inner steps after the workers; R are the workers that step."""
+    """Arguments of one call of the inner steps, without the workers; R counts workers that step."""
 
     tokens_TRBL: Array  # [T, R, B, L + 1]
     rate_TR: np.ndarray  # learning rates
-    update_T: np.ndarray | None  # update flags, where gradients are accumulated
-    # Of a loss that takes `key`: each worker's trainer id, stream, and first sequence of it.
+    update_T: np.ndarray | None  # update flags, if gradients are accumulated
+    # For a loss that takes `key`: each worker's trainer id, stream, and first sequence in it.
     stream_R3: np.ndarray | None
-    turn: tuple[np.ndarray, ...]  # int32 []: the worker's position, where workers take turns
+    turn: tuple[np.ndarray, ...]  # int32 []: the worker's position, if workers run one by one
 
 
 class Batch(NamedTuple):
@@ -108,19 +110,19 @@ class Batch(NamedTuple):
 
     plans: Mapping[int, RoundPlan]
     groups: list[Group]
-    calls: list[list[Call]]  # by group: all calls of a worker, then those of the next
-    # The extra arguments of the outer optimizer by name, by trainer: float32 [M].
+    calls: list[list[Call]]  # for each group: all calls of one worker, then of the next
+    # The extra arguments of the outer optimizer by name: float32 [M], one number per trainer.
     extra_M: dict[str, np.ndarray]
     tests: list[Test]
     lines: list[dict]
-    """The round's ledger fields by trainer that the plan determines."""
+    """For each trainer, the ledger fields of the round that its plan determines."""
 
 
 def classes(control: Control, trainers: Iterable[int], spec: Spec) -> list[Group]:
-    """Classes of trainers with equally many workers, each on separate devices if there are enough.
+    """Group trainers with equally many workers; each group gets separate devices if possible.
 
-    With several processes all trainers share all devices, because every process has to take part
-    in every program.
+    With several processes all trainers share all devices, because every process must take part in
+    every program.
     """
     chosen = sorted(trainers)
     if not chosen:
@@ -150,7 +152,7 @@ def _group(
     if len(trainers) == len(control.trainers) and (
         len(machine.devices) == 1 or block_size(control.owners) is not None
     ):
-        workers = tuple(range(len(control.owners)))  # the ensemble as it is
+        workers = tuple(range(len(control.owners)))  # in the order of the ensemble
     else:
         workers = tuple(w for m in trainers for w in control.workers_of(m))
     owners = tuple(trainers.index(control.owners[w]) for w in workers)
@@ -158,7 +160,7 @@ def _group(
 
 
 def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec) -> list[Group]:
-    """Trainers that run the same plan, class by class, in the order of their first member."""
+    """Divide the groups of `classes` into groups of trainers that have the same plan."""
     groups = []
     for group in classes(control, plans, spec):
         for plan in dict.fromkeys(plans[m] for m in group.trainers):
@@ -170,7 +172,7 @@ def group_trainers(control: Control, plans: Mapping[int, RoundPlan], spec: Spec)
 
 
 def whole_pool(control: Control, spec: Spec) -> Group:
-    """All trainers and workers, as the ensemble has them."""
+    """The group of all trainers and workers, in the order of the ensemble."""
     return _group(control, range(len(control.trainers)), spec.machine)
 
 
@@ -200,9 +202,10 @@ def round_keys(
 
 
 def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[ProgramKey]:
-    """The programs of the next round, and of the one after it with unchanged and fastest growth.
+    """The programs of the next round, and of the round after it for two cases of batch growth.
 
-    Both include a merge that may precede them, chosen as if all guard losses were equal.
+    The cases are unchanged batches and the fastest possible growth. A merge between the two rounds
+    is included, chosen as if all guard losses were equal.
     """
     keys = round_keys(control, round_plans(control, settings), settings, spec)
     later = dataclasses.replace(control, round=control.round + 1)
@@ -218,7 +221,7 @@ def programs_ahead(control: Control, settings: Settings, spec: Spec) -> list[Pro
 
 
 def foreseen(control: Control, settings: Settings) -> Control:
-    """The control after its boundary's merge and joining workers, if all guard losses are equal."""
+    """The control after the merge and spawns that are now due, if all guard losses are equal."""
     if members := _members(control, settings):
         control = after_merge(control, members)
     for position, num_workers in joining_workers(control, settings):
@@ -227,14 +230,14 @@ def foreseen(control: Control, settings: Settings) -> Control:
 
 
 def _members(control: Control, settings: Settings) -> tuple[int, ...]:
-    """The trainers that merge at a control's boundary if all guard losses are equal."""
+    """The trainers that merge after this round if all guard losses are equal."""
     if not merge_due(control, settings):
         return ()
     return choose_members(control, [0.0] * len(control.trainers), settings)
 
 
 def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
-    """The data that determine the inputs of a round: equal reads give equal inputs."""
+    """The data that determine the inputs of a round; equal data give equal inputs."""
     sequences = [control.reads(worker) for worker in range(len(control.owners))]
     return control.round, [*control.owners], sequences, dict(plans)
 
@@ -242,7 +245,7 @@ def reads(control: Control, plans: Mapping[int, RoundPlan]) -> tuple:
 def make_batch(
     control: Control, plans: Mapping[int, RoundPlan], settings: Settings, spec: Spec, rows: Rows
 ) -> Batch:
-    """Puts the next sequences of every worker's stream on the devices."""
+    """Put the next sequences of every worker's stream on the devices."""
     groups = group_trainers(control, plans, spec)
     round_tokens = spec.sequence_length * sum(
         group.plan.num_sequences * len(group.workers) for group in groups
@@ -304,9 +307,10 @@ def make_batch(
 
 
 def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray, ...]]]:
-    """A group's workers that each call steps, and the position on their devices if they take turns.
+    """For each call of the inner steps: the group's workers that step, and the call's `turn`.
 
-    The positions count in the group's own stack, or in the whole pool's.
+    `turn` is a position in the group's own stack, or in the pool; it is empty if all workers step
+    at once.
     """
     workers = np.arange(len(group.workers))
     if count == 1:
@@ -317,12 +321,12 @@ def _turns(group: Group, count: int) -> list[tuple[np.ndarray, tuple[np.ndarray,
 
 
 def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarray]) -> None:
-    """Raises DataError if two workers read the same rows, and so compute the same update."""
+    """Raise DataError if two workers read the same rows, and so compute the same update."""
     first_with = {}
     for worker, rows_BL in ((w, rows_BL[:_COMPARED]) for w, rows_BL in beginnings.items()):
         read = control.reads(worker)
         before = first_with.setdefault(rows_BL.tobytes(), read)
-        # A few rows may be equal by chance. Rows of another process are all zero.
+        # A few rows may be equal by chance. Rows that another process reads are all zero here.
         if before != read and len(np.unique(rows_BL, axis=0)) >= _FEWEST_COMPARED:
             raise DataError(
                 f"corpus.batch: gives trainer {before[0]}, stream {before[1]} and trainer"
@@ -332,13 +336,13 @@ def _require_different_rows(control: Control, beginnings: Mapping[int, np.ndarra
 
 
 def _streams(control: Control, group: Group, offset: int) -> np.ndarray:
-    """Int32 [R of the group, 3]: trainer id, stream, and the first sequence used after `offset`."""
+    """Each worker's trainer id, stream, and first sequence of a call; int32 [R of the group, 3]."""
     reads_R3 = np.array([control.reads(w) for w in group.workers], np.int32)
     return reads_R3 + np.array([0, 0, offset], np.int32)
 
 
 def _here(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> set[int]:
-    """The indices on an axis that this process's devices have a part of."""
+    """The indices on an axis of which this process's devices hold a part."""
     slices = sharding.addressable_devices_indices_map(shape).values()
     return {index for part in slices if part for index in range(shape[axis])[part[axis]]}
 
@@ -351,9 +355,9 @@ def _sequences(
     tokens_at: NamedSharding,
     tested_here: Set[int],
 ) -> np.ndarray:
-    """Int32 [T, R, B, L + 1]: what every worker of a group trains on, in its stream's order.
+    """The training rows of every worker of a group, int32 [T, R, B, L + 1], in stream order.
 
-    A process fills in only the rows of workers that its devices train or test.
+    A process reads only the rows of workers that its devices train or test; others are zero.
     """
     size = group.plan.micro_batch_size
     shape = (group.plan.num_micro_batches, len(group.workers), size, spec.row_length)

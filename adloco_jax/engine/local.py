@@ -1,8 +1,8 @@
-"""The local engine: every trainer on this program's own devices.
+"""The local engine: it implements `adloco.Engine` on the devices that JAX sees.
 
-It implements `adloco.Engine`. Trainers that run the same plan share one program. If there are
-several devices and trainers have unequal numbers of workers, each class of trainers has separate
-devices, so that a synchronisation moves exactly the accounted bytes.
+Trainers that run the same plan share one compiled program. If there are several devices and
+trainers have unequal numbers of workers, trainers with equally many workers form groups with
+separate devices. A synchronisation then moves exactly the accounted bytes.
 """
 
 import copy
@@ -42,63 +42,63 @@ from adloco_jax.loop.control import Control, RoundPlan, StateBytes, count_flush,
 from adloco_jax.loop.plans import round_plans
 from adloco_jax.settings import Settings
 
-SKIPS_BEFORE_QUARANTINE = 3  # updates in a row, of every worker of a trainer
-_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # of workers that accumulate
+SKIPS_BEFORE_QUARANTINE = 3  # consecutive updates that every worker of a trainer has skipped
+_SUMS = ("grad_sum_R", "num_grads", "finite_R")  # fields for gradient accumulation
 
 
 class Outcome(NamedTuple):
     """Losses and skipped updates of one trainer's round."""
 
-    loss_SR: np.ndarray  # of each update of each of its workers; NaN where it was skipped
-    skipped_SR: np.ndarray  # bool
-    pseudo_grad_norm: float  # NaN if none is finite
+    loss_SR: np.ndarray  # loss of each update of each worker; NaN for a skipped update
+    skipped_SR: np.ndarray  # bool: whether the update was skipped
+    pseudo_grad_norm: float  # NaN if no worker's difference is finite
 
     @property
     def mean_loss(self) -> float:
-        """Mean over the updates that were made; NaN if there are none."""
+        """Mean loss over the updates that were not skipped; NaN if there are none."""
         made = self.loss_SR[np.isfinite(self.loss_SR)]
         return float(np.mean(made)) if made.size else math.nan
 
 
 class UnderWay(NamedTuple):
-    """A round on the devices."""
+    """A round that has been dispatched to the devices."""
 
-    lines: list[dict]  # ledger fields by trainer: plan and cost
+    lines: list[dict]  # for each trainer, ledger fields of plan and cost
     groups: list[Group]
-    measured: list[list[tuple[Array, Array]]]  # by group, by call: losses, skipped; [T, R]
-    stacks: list[Group]  # that were synchronised together
-    norms: list[list[Array]]  # by stack, by synchronisation: [M], of the pseudo-gradients
+    measured: list[list[tuple[Array, Array]]]  # by group and call: losses, skipped; [T, R]
+    stacks: list[Group]  # groups that were synchronised together
+    norms: list[list[Array]]  # by stack and synchronisation: norms of pseudo-gradients [M]
 
 
 class Metrics(NamedTuple):
-    """A round that has ended."""
+    """The results of a completed round."""
 
-    lines: list[dict]  # ledger fields by trainer: plan, cost and skipped updates
-    outcomes: list[Outcome]  # by trainer
-    step_s: float  # from its first row to its last update
-    stall_s: float  # of these waited for compilation
+    lines: list[dict]  # for each trainer, ledger fields of plan, cost and skipped updates
+    outcomes: list[Outcome]  # one for each trainer
+    step_s: float  # seconds from the round's first row to its last update
+    stall_s: float  # seconds of `step_s` that were spent waiting for compilation
 
 
 class LocalEngine:
-    """Runs rounds on this program's devices; see `adloco.Engine`."""
+    """Runs rounds on the devices that JAX sees; see `adloco.Engine`."""
 
     def __init__(
         self, settings: Settings, spec: Spec, programs: Programs, rows: Rows, heldout: HeldOut
     ):
-        """Starts without a round.
+        """Make an engine that has not started a round.
 
         Args:
           settings: The run's settings.
           spec: The data that all programs share.
           programs: The programs; each is compiled before its first call.
           rows: The rows to train on.
-          heldout: Held-out rows; the guard rows judge merges.
+          heldout: Held-out rows; merges are decided on its guard rows.
         """
         self.settings, self.spec, self.programs = settings, spec, programs
         self.rows, self.heldout = rows, heldout
-        self.underway: Control  # before the round under way; for the handler of its failure
+        self.underway: Control  # the control before the current round, for handlers of a failure
         self._ahead: tuple[tuple, Batch | Exception] | None = None  # next round's reads, inputs
-        self._start_s = self._stalled_s = 0.0  # clock and waits when the round under way began
+        self._start_s = self._stalled_s = 0.0  # clock and stall time when the round began
         self._flushed: set[int] = set()  # ids of trainers without unsynchronised worker updates
 
     @property
@@ -107,13 +107,13 @@ class LocalEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """All trainers: their devices take one round after the other."""
-        self.underway = state.control  # reading sequences may fail too
+        """Positions of all trainers, because all of them run each round."""
+        self.underway = state.control  # set before sequences are read, which may fail
         self._start_s, self._stalled_s = time.perf_counter(), self.programs.stall_s
         return list(range(len(state.control.trainers)))
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> Batch:
-        """The next sequences of every worker's stream, on their way to the devices."""
+        """Send the next sequences of every worker's stream to the devices."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == reads(state.control, plans):
             if isinstance(ahead[1], Exception):
@@ -122,7 +122,7 @@ class LocalEngine:
         return make_batch(state.control, plans, self.settings, self.spec, self.rows)
 
     def look_ahead(self, control: Control) -> None:
-        """Prepares the next round's rows, and compiles programs of the rounds to come."""
+        """Prepare the next round's rows, and compile programs of the next rounds."""
         after_merge = foreseen(control, self.settings)
         self.programs.prefetch(programs_ahead(after_merge, self.settings, self.spec))
         plans = round_plans(control, self.settings)
@@ -130,12 +130,12 @@ class LocalEngine:
             batch: Batch | Exception = make_batch(
                 control, plans, self.settings, self.spec, self.rows
             )
-        except Exception as error:  # deliberately broad, because `batch` raises it later
+        except Exception as error:  # deliberately broad, because `batch` raises the error later
             batch = error
         self._ahead = reads(control, plans), batch
 
     def gradient_stats(self, state: State, batch: Batch) -> Stats:
-        """Dispatches the statistics of the round's first sequences at the trainers' parameters."""
+        """Dispatch the gradient statistics of the round's first sequences."""
         stats = []
         for group, rows_RBL, count_R in batch.tests:
             params_M = state.ensemble.params_M
@@ -146,7 +146,7 @@ class LocalEngine:
         return stats
 
     def outer_step(self, state: State, batch: Batch) -> tuple[State, UnderWay]:
-        """Dispatches a round."""
+        """Dispatch a round; `finish` waits for it."""
         ensemble, *dispatched = self._dispatch(state, batch)
         self._flushed.clear()
         control, spent = count_round(
@@ -160,7 +160,7 @@ class LocalEngine:
         return State(ensemble, control), UnderWay(lines, batch.groups, *dispatched)
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Waits for a round, counts its skipped updates and retires broken trainers."""
+        """Wait for a round, count its skipped updates and remove broken trainers."""
         crash_point("round.decided")
         jax.block_until_ready(underway.norms)
         step_s, stall_s = time.perf_counter() - self._start_s, self.programs.stall_s
@@ -173,7 +173,7 @@ class LocalEngine:
         return state, metrics, changes
 
     def complete(self, state: State) -> Ensemble:
-        """The state's ensemble, which is whole."""
+        """Return the state's ensemble; the local engine always holds all of it."""
         return state.ensemble
 
     def _dispatch(self, state: State, batch: Batch) -> tuple[Ensemble, list, list, list]:
@@ -204,7 +204,7 @@ class LocalEngine:
         work: list[tuple[Group, list[Call]]],
         extra_M: dict[str, np.ndarray],
     ) -> tuple[Ensemble, list, list]:
-        """Algorithm 1, lines 6 to 16, for the trainers of one stack."""
+        """Dispatch a round of one stack's trainers (AdLoCo algorithm 1, lines 6 to 16)."""
         spec = self.spec
         accumulates = any(group.steps_key().accumulates for group, _ in work)
         workers = Workers(sub.params_R, sub.inner_state_R)
@@ -245,11 +245,11 @@ class LocalEngine:
         return sub.replace(inner_state_R=inner_state_R), measured, norms
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard's rows, nats/token."""
+        """Each trainer's loss on the guard rows, nats/token."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss that the merged trainer would have on the guard's rows, nats/token."""
+        """The loss that the merged trainer would have on the guard rows, nats/token."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -259,20 +259,20 @@ class LocalEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """`core.merge`, then `core.reassign` of the workers."""
+        """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
         crash_point("merge.decided")
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, ensemble, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """`core.spawn`."""
+        """Add workers to a trainer (`core.spawn`)."""
         crash_point("spawn.decided")
         return replace(spawned, ensemble, trainer, num_workers)
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Flushes the unsynchronised worker updates of trainers.
+        """Flush the unsynchronised worker updates of trainers.
 
-        Only Streaming DiLoCo has such updates; otherwise the end of a round synchronises all
+        Only Streaming DiLoCo has such updates. Without it, the end of a round synchronises all
         parameters.
         """
         ensemble, control = state
@@ -296,7 +296,7 @@ class LocalEngine:
         return taken(ensemble, group.trainers)
 
     def _put(self, ensemble: Ensemble, group: Group, sub: Ensemble) -> Ensemble:
-        """The ensemble with a group's part replaced by `sub`."""
+        """Replace a group's part of the ensemble by `sub`."""
         if group.workers == tuple(range(ensemble.num_workers)):
             return sub
         at = placement(self.spec, ProgramKey("outer", group.owners))  # on all devices
@@ -306,17 +306,18 @@ class LocalEngine:
 def count_skips(
     control: Control, outcomes: Sequence[Outcome], trainers: Sequence[int] | None = None
 ) -> tuple[Control, list[int]]:
-    """Counts the skipped updates of a round.
+    """Count the skipped updates of a round.
 
-    A trainer is broken if each of its workers has skipped its last updates.
+    A trainer is broken if every one of its workers has skipped its last
+    `SKIPS_BEFORE_QUARANTINE` updates.
 
     Args:
-      control: At the round's boundary, with the round's trainers and workers.
-      outcomes: In stack order.
-      trainers: Positions of the outcomes' trainers; None: all.
+      control: The control after the round, with the round's trainers and workers.
+      outcomes: The outcomes of the round, in stack order.
+      trainers: Positions of the trainers of `outcomes`. None: all trainers.
 
     Returns:
-      The changed copy, and the positions of the broken trainers.
+      A changed copy of the control, and the positions of the broken trainers.
     """
     control = copy.deepcopy(control)
     broken = []
@@ -336,9 +337,9 @@ def count_skips(
 
 
 def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dict]]:
-    """The state without the broken trainers, and a ledger line for each.
+    """Remove broken trainers from the state; also return a ledger line for each of them.
 
-    The ensemble is meaningless if no trainer is left.
+    The returned ensemble is meaningless if no trainer is left.
     """
     ensemble, control = state
     changes = []
@@ -354,7 +355,7 @@ def without_broken(state: State, broken: Sequence[int]) -> tuple[State, list[dic
 
 
 def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, list[int]]:
-    """The control without some trainers and their workers, and the remaining positions."""
+    """Remove trainers and their workers from the control; also return the remaining positions."""
     control = copy.deepcopy(control)
     survivors = [m for m in range(len(control.trainers)) if m not in broken]
     workers = [w for w, owner in enumerate(control.owners) if owner not in broken]
@@ -363,7 +364,7 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
         retired = {"workers": control.owners.count(position)}
         control.quarantined.append({"trainer": trainer.id, "round": control.round} | retired)
     control.trainers = [control.trainers[m] for m in survivors]
-    # As `core.take` orders them: each trainer's workers next to one another.
+    # In the order of `core.take`: each trainer's workers next to one another.
     workers.sort(key=lambda worker: control.owners[worker])
     control.streams = [control.streams[w] for w in workers]
     control.owners = [survivors.index(control.owners[w]) for w in workers]
@@ -371,10 +372,10 @@ def without_trainers(control: Control, broken: Sequence[int]) -> tuple[Control, 
 
 
 def _outcomes(underway: UnderWay) -> list[Outcome]:
-    """Losses and skipped updates of each trainer; waits for the round."""
+    """Collect the losses and skipped updates of each trainer; waits for the round."""
     outcomes, norm_of = {}, {}
     for stack, norms in zip(underway.stacks, underway.norms, strict=True):
-        # Over the fragments, as of one vector; of a single one float64 gives it back exactly.
+        # The norm over all fragments as one vector; with one fragment float64 keeps it exactly.
         norm_M = np.linalg.norm(np.asarray(jax.device_get(norms), np.float64), axis=0).tolist()
         norm_of |= dict(zip(stack.trainers, norm_M, strict=True))
     for group, measured in zip(underway.groups, underway.measured, strict=True):
@@ -392,7 +393,7 @@ def _outcomes(underway: UnderWay) -> list[Outcome]:
 
 
 def _by_worker(group: Group, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """[T, R] of a round from its calls' arrays: all calls of a turn, then those of the next."""
+    """Join the arrays of a group's calls to [T, R]: all calls of one turn, then of the next."""
     num_turns = len(group.workers) // parts[0].shape[1]
     calls = len(parts) // num_turns
     turns = [np.concatenate(parts[i : i + calls]) for i in range(0, len(parts), calls)]

@@ -30,7 +30,8 @@ from adloco_jax.engine.programs import (
 )
 from adloco_jax.engine.spec import Kind, ProgramKey, Spec, num_bytes
 
-# Parts of the ensemble that are arguments of a program; the rest stays on the device.
+# Parts of the ensemble that are arguments of each kind of program. The other parts stay on the
+# device while the program runs.
 _TAKES: Mapping[Kind, tuple[str, ...]] = {
     "start": ("params_M",),
     "steps": ("inner_state_R", "params_R"),
@@ -43,31 +44,31 @@ _TAKES: Mapping[Kind, tuple[str, ...]] = {
 
 
 class Peak(NamedTuple):
-    """Bytes of a device while a program runs."""
+    """Bytes of a device's memory that are in use while a program runs."""
 
-    program: int  # with its arguments
+    program: int  # the program with its arguments
     beside: int  # the rest of the state
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of the program and of the rest of the state."""
         return self.program + self.beside
 
 
 def peak_bytes(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> int:
-    """Bytes that a device holds while a program runs: the program's, and the ensemble's rest."""
+    """Total bytes that a device holds while a program runs, see `peak`."""
     return peak(programs, key, owners).total
 
 
 def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
-    """Bytes a device holds while a program runs: the program's, and the rest of the ensemble's."""
+    """Bytes that a device holds while a program runs: of the program and of the other state."""
     state = ensemble_spec(
         programs.spec, owners, placement(programs.spec, ProgramKey("stats", owners))
     )
     taken = dict.fromkeys(_TAKES[key.kind])
     try:
         needed = needed_bytes(programs[key])
-    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses a program too large
         stated = re.search(r"Used ([\d.]+)([MG]) of", str(error))
         if stated is None:
             raise
@@ -76,12 +77,12 @@ def peak(programs: Programs, key: ProgramKey, owners: tuple[int, ...]) -> Peak:
 
 
 def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: float | None) -> int:
-    """Number of devices that must share a worker's parameters so that the arrays of a round fit.
+    """The number of devices over which a worker's parameters must be sharded to fit in memory.
 
     Args:
       spec: The data that all programs share; `model_shards` is ignored.
-      owners: Trainer position of each worker at the start; merges only need less.
-      memory_frac: Share of a device's memory to plan with, see `Machine.budget`.
+      owners: Position of each worker's trainer at the start; after merges less memory is needed.
+      memory_frac: Share of a device's memory that may be used, see `Machine.budget`.
 
     Returns:
       The smallest divisor of the number of devices with which the ensemble, the workers' parameters
@@ -101,10 +102,10 @@ def fewest_model_shards(spec: Spec, owners: tuple[int, ...], *, memory_frac: flo
 
 
 def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = False) -> int:
-    """Bytes that a device needs at least: the ensemble, its workers and one gradient.
+    """Lower bound of a device's memory in bytes: the ensemble, its workers and one gradient.
 
-    This is a closed form without compilation; activations are not counted. Workers that accumulate
-    have sums of gradients besides.
+    The bound is computed without compilation; activations are not counted. Sums of gradients are
+    counted if workers accumulate gradients.
     """
     key = ProgramKey("steps", owners, accumulates=accumulates)
     at = placement(spec, key)
@@ -116,7 +117,7 @@ def least_bytes(spec: Spec, owners: tuple[int, ...], *, accumulates: bool = Fals
 
 
 def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = True) -> int:
-    """Bytes on a device of the ensemble, and unless said otherwise of its workers' parameters."""
+    """Bytes of the ensemble on a device; with `own_params` also of the workers' parameters."""
     key = ProgramKey("steps", owners)
     at = placement(spec, key)
     ensemble = ensemble_spec(spec, owners, at)
@@ -127,13 +128,13 @@ def resting_bytes(spec: Spec, owners: tuple[int, ...], *, own_params: bool = Tru
 def merge_bytes(
     spec: Spec, owners: tuple[int, ...], members: tuple[int, ...], after: tuple[int, ...]
 ) -> Peak:
-    """Bytes of a device, at most, while trainers merge and workers are reassigned."""
+    """Largest number of bytes on a device while trainers merge and workers are reassigned."""
     weights_n = np.ones(len(members), np.float32)
     return _replaced_bytes(spec, owners, merged, weights_n, members, after)
 
 
 def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
-    """Bytes of a device, at most, while the pool's last worker joins its trainer."""
+    """Largest number of bytes on a device while the pool's last worker joins its trainer."""
     count = owners.count(owners[-1])
     return _replaced_bytes(spec, owners[:-1], spawned, owners[-1], count)
 
@@ -155,7 +156,7 @@ def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments
 
 
 def _bytes_here(shapes: PyTree) -> int:
-    """Bytes of one device's share of arrays of these shapes and shardings."""
+    """Bytes on one device of arrays with these shapes and shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -163,9 +164,9 @@ def _bytes_here(shapes: PyTree) -> int:
 
 
 def measured_peaks() -> dict[str, int | list[int | None]]:
-    """Peak memory of this process so far, in bytes: of the host and of each device.
+    """Peak memory of this process so far, in bytes, on the host and on each device.
 
-    A device's peak is null if its backend does not count memory, as on a CPU.
+    A device's peak is None if its backend does not count memory, as on a CPU.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return {
@@ -179,22 +180,23 @@ def measured_peaks() -> dict[str, int | list[int | None]]:
 def find_max_batch(
     peak: Callable[[int], int], *, sizes: Sequence[int], budget: int, resting: int, busy: int
 ) -> int | None:
-    """The largest micro-batch whose programs fit a device, found by compiling, not by crashing.
+    """Find the largest micro-batch whose programs fit a device, by compiling a few sizes.
 
-    At most three are compiled: the smallest, one that keeps the device busy, and the one that these
-    two predict. Memory is convex in the micro-batch, as a program's peak is the largest of its
-    phases': a line between two sizes lies above it. Beyond them memory may grow faster than from
-    one to the other, by as much as the larger one needs besides the state.
+    At most three sizes are compiled: the smallest, one that keeps the device busy, and the one that
+    these two predict. Memory is convex in the micro-batch, because the peak of a program is the
+    largest peak of its phases. So between two compiled sizes a straight line is an upper bound.
+    Beyond them memory may grow faster: at most in proportion to the bytes that the larger compiled
+    size needs besides the state.
 
     Args:
-      peak: Bytes that a device needs for a size, by compiling.
-      sizes: To choose from, ascending; the first is the initial batch.
-      budget: Bytes that a device has.
+      peak: Returns the bytes that a device needs for a size; it compiles the programs.
+      sizes: The sizes to choose from, ascending; the first is the initial batch.
+      budget: Bytes of a device that may be used.
       resting: Bytes of the state, which every size needs.
-      busy: Sequences that keep the device busy.
+      busy: Number of sequences that keep the device busy.
 
     Returns:
-      One of the sizes; None if not even the smallest fits.
+      One of the sizes; None if the smallest does not fit.
     """
     first = sizes[0]
     peaks = {first: peak(first)}
@@ -207,7 +209,7 @@ def find_max_batch(
         most = (peaks[second] - resting) / second
         room = budget
         if peaks[second] > budget:
-            room = 1.01 * budget  # padding of small arrays bends the line, and it is tried
+            room = 1.01 * budget  # a margin for padding of small arrays; the size is compiled next
         elif slope < most / 2:
             slope = most
         fits = [n for n in sizes if peaks[second] + slope * (n - second) <= room]
@@ -224,24 +226,24 @@ PART_BYTES = 2**30  # of inner states that are replaced at a time; at least one 
 def merged(
     ensemble: Ensemble, weights_n: Array, members: tuple[int, ...], owners: tuple[int, ...]
 ) -> Ensemble:
-    """`core.merge` of the members, then `core.reassign` to the owners."""
+    """Merge the members (`core.merge`), then move workers to the owners (`core.reassign`)."""
     return reassign(merge(ensemble, members, weights=weights_n), owners)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def spawned(ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-    """`core.spawn`."""
+    """Add workers to a trainer (`core.spawn`), compiled."""
     return spawn(ensemble, trainer, num_workers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def taken(ensemble: Ensemble, trainers: tuple[int, ...]) -> Ensemble:
-    """`core.take`."""
+    """Take some trainers with their workers (`core.take`), compiled."""
     return take(ensemble, trainers)
 
 
 def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Leaves in order, in parts of at most `PART_BYTES`, or of one leaf."""
+    """Divide leaves, in order, into parts of at most `PART_BYTES`, or of one leaf."""
     part: list[Any] = []
     for leaf in leaves:
         if part and num_bytes([*part, leaf]) > PART_BYTES:
@@ -253,7 +255,7 @@ def parts_of(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def replace(change: Any, ensemble: Ensemble, *arguments: Any) -> Ensemble:
-    """`change(ensemble, *arguments)`, one of the functions above; deletes large inner states."""
+    """Call `change(ensemble, *arguments)` in parts; delete the old inner states part by part."""
     leaves, structure = jax.tree.flatten(ensemble.inner_state_R)
     parts = list(parts_of(leaves))
     if len(parts) <= 1:

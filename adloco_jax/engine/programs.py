@@ -1,12 +1,12 @@
 """The compiled programs of a run, and the devices of their arrays.
 
-A program is `jax.jit` of public functions of the core. It is compiled before its first call, and
-kept by its key (`engine/spec.py`). A round calls `start`, then `steps`, several times if gradients
-are accumulated, then `outer`. Where workers run one after another, `steps` advances one worker of
-each device, which makes all of its round's calls before the next begins: a device has one sum of
-gradients. With fragments (Streaming DiLoCo) it calls `fragment` for the last
-steps before a fragment is synchronised. The number of accumulation steps is data, not part of a
-key.
+A program is `jax.jit` of public functions of `core`. Each program is compiled before its first call
+and found by its key (`engine/spec.py`). A round calls the program `start`, then `steps` (several
+times if gradients are accumulated), then `outer`. If workers run one after another, a call of
+`steps` advances one worker of each device. That worker finishes its round before the next worker
+begins, so a device needs only one sum of gradients. With fragments (Streaming DiLoCo) a round calls
+`fragment` for the last steps before a fragment is synchronised. The number of accumulation steps is
+an argument of a program, not part of its key.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from adloco_jax.loop.plans import AUTO_TEST_MIN
 
 GRADIENTS_HELD = 2**26  # float32 values: 256 MB of per-example gradients at once per worker
 
-# XLA's CPU client admits 32 programs to a device. The next program blocks a thread that one of
-# these may need, so several devices deadlock. A call is up to four programs, because arrays are
-# resharded.
+# XLA's CPU client queues at most 32 programs on a device. The next program blocks a thread that one
+# of the queued programs may need, so several devices can deadlock. A call is up to four programs,
+# because arrays are resharded.
 _MAX_IN_FLIGHT = 8
 _POOL = ("trainer", "worker")  # the mesh axes that workers are spread over
 
@@ -48,18 +48,18 @@ class Compiled(NamedTuple):
 
     key: ProgramKey
     seconds: float
-    hit: bool  # it came from the persistent cache
-    background: bool
-    needed_bytes: int | None  # on a device while it runs; None if the compiler does not say
+    hit: bool  # whether the program came from the persistent cache
+    background: bool  # whether it was compiled in the background
+    needed_bytes: int | None  # bytes of a device while it runs; None if the compiler does not say
 
 
 class Programs:
-    """Compiles each program once, in the background if it is predicted, and keeps it."""
+    """Compiles each program once, and keeps it; predicted programs compile in the background."""
 
     def __init__(self, spec: Spec, on_compile: Callable[[Compiled], None] = lambda compiled: None):
-        """Starts with no program; `on_compile` is called with each, on the compiling thread."""
+        """Start without programs; `on_compile` is called after each compilation, on its thread."""
         self.spec = spec
-        self.stall_s = 0.0  # waited for compilation so far
+        self.stall_s = 0.0  # seconds that callers have waited for compilation so far
         self._on_compile = on_compile
         self._x64 = jnp.result_type(float) == jnp.float64  # a context may set it for one thread
         self._programs: dict[ProgramKey, Future[jax.stages.Compiled]] = {}
@@ -67,7 +67,7 @@ class Programs:
         self._in_flight: deque[Array] = deque()  # a result of each of the last calls
 
     def call(self, key: ProgramKey, *arguments: PyTree) -> Any:
-        """Reshards the arguments and dispatches a program.
+        """Reshard the arguments and dispatch a program.
 
         Returns at once; blocks only on the call `_MAX_IN_FLIGHT` calls earlier.
         """
@@ -76,13 +76,13 @@ class Programs:
         self._in_flight.append(jax.tree.leaves(results)[-1])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             oldest = self._in_flight.popleft()
-            if not oldest.is_deleted():  # deleted means donated: a later call covers it
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # its reader reports it
+            if not oldest.is_deleted():  # a deleted result was donated to a later call
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised again when read
                     oldest.block_until_ready()
         return results
 
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
-        """The program for a key; waits for it, or compiles it now."""
+        """Return the program of a key; waits for its compilation, or compiles it now."""
         start_s = time.perf_counter()
         begun = self._programs.get(key)
         if begun is None or begun.cancel():  # cancelled while it was still in the queue
@@ -97,13 +97,13 @@ class Programs:
         return program
 
     def prefetch(self, keys: Iterable[ProgramKey]) -> None:
-        """Queues unknown programs for compilation in the background, in order."""
+        """Queue new programs for compilation in the background, in order."""
         for key in keys:
             if key not in self._programs:
                 self._programs[key] = self._background.submit(self._compile, key, background=True)
 
     def close(self) -> None:
-        """Cancels the queue, and waits for compilations that have begun."""
+        """Cancel queued compilations, and wait for compilations that have begun."""
         self._background.shutdown(cancel_futures=True)
 
     def _compile(self, key: ProgramKey, *, background: bool) -> jax.stages.Compiled:
@@ -118,7 +118,7 @@ class Programs:
         return program
 
 
-_on_this_thread = threading.local()  # hits of the persistent cache since its last compilation began
+_on_this_thread = threading.local()  # cache hits on this thread since its last compilation began
 
 
 def _note_cache_hit(event: str, **_: str | int) -> None:
@@ -130,7 +130,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def placement(spec: Spec, key: ProgramKey) -> Placement:
-    """The devices and shardings of a key's program."""
+    """The mesh and the shardings of a program."""
     size = max(key.micro_batch_size, 1)
     first, count = key.devices or (0, len(spec.machine.devices))
     devices = spec.machine.devices[first : first + count]
@@ -138,7 +138,7 @@ def placement(spec: Spec, key: ProgramKey) -> Placement:
 
 
 def ensemble_spec(spec: Spec, owners: tuple[int, ...], at: Placement) -> Ensemble:
-    """Shapes, dtypes and shardings of an ensemble, without making it."""
+    """Shapes, dtypes and shardings of an ensemble; nothing is allocated."""
     make = functools.partial(
         init,
         num_trainers=max(owners) + 1,
@@ -160,14 +160,14 @@ def workers_spec(spec: Spec, key: ProgramKey, at: Placement) -> Workers:
 
 
 def num_turns(spec: Spec, key: ProgramKey, at: Placement) -> int:
-    """Workers of a device that make their round's calls of `steps` one after another; 1: all."""
+    """Number of a device's workers that run one after another; 1: they run together."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = spec.in_turn and not spec.outer.own_params  # fragments need all workers
     return len(key.owners) // num_groups if in_turn else 1
 
 
 def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Workers:
-    """`start_round`; workers that take turns on a device share one sum of gradients there."""
+    """`start_round`; workers that run one after another on a device share one sum of gradients."""
     reset_tx = spec.inner_tx if spec.reset_inner_state else None
     workers = start_round(ensemble, accumulate=key.accumulates, reset_tx=reset_tx)
     step = num_turns(spec, key, at)
@@ -177,7 +177,7 @@ def _begin(spec: Spec, key: ProgramKey, at: Placement, ensemble: Ensemble) -> Wo
 
 
 def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
-    """Traces and lowers the program of a key; compiling the result takes most of the time."""
+    """Trace and lower the program of a key; compiling the result takes most of the time."""
     at = placement(spec, key)
     with contextlib.ExitStack() as stack:
         if spec.model_shards > 1:  # tells the layers of `models` that weights are sharded
@@ -189,7 +189,7 @@ def lower(spec: Spec, key: ProgramKey) -> jax.stages.Lowered:
 
 
 Program = tuple[Callable, tuple, tuple[int, ...], PyTree]
-"""A function, its arguments' shapes, which of them are donated, and its results' shardings."""
+"""A function, the shapes of its arguments, the donated arguments, and the results' shardings."""
 
 
 def _start(spec: Spec, key: ProgramKey, at: Placement) -> Program:
@@ -242,7 +242,7 @@ def _fragment(spec: Spec, key: ProgramKey, at: Placement) -> Program:
 
     def steps(workers, *inputs):
         workers, *measured_TR = advance(workers, *inputs)
-        # Pinned, or later operations would decide where the loop keeps its parameters.
+        # Without this constraint, later operations would determine the sharding in the loop.
         return jax.lax.with_sharding_constraint(workers, at.by_worker(workers)), *measured_TR
 
     def fragment_program(ensemble, workers, tokens_TRBL, rate_TR, update_T, stream_R3, fragment):
@@ -280,7 +280,7 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
     shape = (num_workers, spec.max_test_sequences, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.workers)
     counts = jax.ShapeDtypeStruct((num_workers,), jnp.int32, sharding=at.workers)
-    # A pass is padded, so it is at most the smallest number of sequences that a worker tests.
+    # A pass is padded, so it should not exceed the smallest number of sequences of a worker's test.
     least = AUTO_TEST_MIN // -(-num_workers // num_trainers)
     chunk = max(min(least, spec.num_micro_batches * spec.outer.fragments), MIN_EXAMPLES)
     if spec.estimator == "vmap":
@@ -294,8 +294,8 @@ def _stats(spec: Spec, key: ProgramKey, at: Placement) -> Program:
         inner_products=spec.inner_products,
     )
 
-    # A device takes its workers in turn: it holds one gradient at a time, a worker stops at its
-    # count, and a vmap over few workers made the products of single examples a quarter slower.
+    # A device measures its workers one after another. So it holds one gradient at a time, and each
+    # worker stops at its count. A vmap over a few workers was a quarter slower.
     @functools.partial(
         jax.shard_map,
         mesh=at.mesh,
@@ -342,9 +342,10 @@ _PROGRAMS: Mapping[Kind, Callable[[Spec, ProgramKey, Placement], Program]] = {
 
 
 def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Array, Array | None]:
-    """The tokens, and for a loss that takes `key` each sequence's key, [T, R, B].
+    """The tokens, and the key of each sequence [T, R, B], or None if the loss takes no key.
 
-    A key depends on the sequence's trainer, its stream and its number there, not on micro-batches.
+    A key depends on the sequence's trainer, its stream and its position in the stream, not on the
+    micro-batch.
     """
     if spec.key_seed is None or stream_R3 is None:
         return tokens_TRBL, None
@@ -356,7 +357,7 @@ def _keyed(spec: Spec, tokens_TRBL: Array, stream_R3: Array | None) -> tuple[Arr
 
 
 def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
-    """`inner_steps` of (workers, keyed tokens, rates, flags)."""
+    """`inner_steps` as a function of workers, tokens with keys, learning rates, update flags."""
     is_shared = at.mesh.shape["data"] * at.mesh.shape["model"] > 1
 
     def advance(workers, keyed, rate_TR, update_T):
@@ -370,7 +371,7 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
             update_T=update_T,
             key_TRB=key_TRB,
             worker_parallelism=at_once,
-            # If devices share a batch, every pass would exchange gradients.
+            # If devices share a batch, every pass would communicate gradients.
             examples_per_pass=None if is_shared else spec.examples_per_pass,
         )
 
@@ -378,11 +379,11 @@ def _advance(spec: Spec, at: Placement, *, at_once: int | None) -> Callable:
 
 
 def _on_each_device(advance: Callable, at: Placement) -> Callable:
-    """`advance` of the workers of each device, or of devices that share workers."""
+    """Run `advance` separately on each device, or on each group of devices that share workers."""
     if at.mesh.shape["trainer"] * at.mesh.shape["worker"] == 1:
         return advance
     pool, pool_T = P(_POOL), P(None, _POOL)
-    specs: list[Any] = [pool, pool, pool, P(), pool]  # all workers share the count of gradients
+    specs: list[Any] = [pool, pool, pool, P(), pool]  # `num_grads` is the same for all workers
     by_worker = Workers(*specs)
 
     def mapped(workers, keyed, rate_TR, update_T, *turn):
@@ -401,10 +402,10 @@ def _on_each_device(advance: Callable, at: Placement) -> Callable:
 
 
 def _inner_steps(spec: Spec, at: Placement) -> Callable:
-    """The steps of all workers; each device runs its workers one after another or at once."""
+    """Inner steps of all workers; each device runs its workers one after another or at once."""
     num_groups = at.mesh.shape["trainer"] * at.mesh.shape["worker"]
     in_turn = _on_each_device(_advance(spec, at, at_once=1), at)
-    # On several devices one batch of all workers, which the partitioner divides.
+    # At once on several devices: one batch of all workers, which XLA's partitioner divides.
     at_once = _advance(spec, at, at_once=None)
 
     def steps(workers, keyed, rate_TR, update_T):
@@ -416,7 +417,7 @@ def _inner_steps(spec: Spec, at: Placement) -> Callable:
 
 
 def _turn(spec: Spec, at: Placement) -> Callable:
-    """The steps of one worker of each device, whose position there is the last argument."""
+    """Inner steps of one worker on each device; the last argument is its position there."""
     advance = _advance(spec, at, at_once=1)
 
     def turn(workers, keyed, rate_TR, update_T, position):
@@ -437,7 +438,7 @@ def _turn(spec: Spec, at: Placement) -> Callable:
 
 
 def _batch_spec(spec: Spec, key: ProgramKey, at: Placement, turns: int = 1) -> tuple:
-    """Tokens, learning rates, update flags if gradients are accumulated, streams for keys."""
+    """Shapes of tokens, learning rates, update flags (or None) and streams for keys (or None)."""
     steps, workers, size = spec.num_micro_batches, len(key.owners) // turns, key.micro_batch_size
     shape = (steps, workers, size, spec.row_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at.tokens_TRBL(size))
@@ -457,7 +458,7 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device bytes of a running program and its arguments, by the compiler's analysis."""
+    """Bytes of a device that a running program and its arguments need, by the compiler."""
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -1,12 +1,13 @@
-"""The device mesh of a program, each array's sharding on it, and resharding.
+"""The device mesh of a compiled program, each array's sharding on the mesh, and resharding.
 
-A program has a mesh over its devices, by default all devices of all processes, with the axes
+A compiled program has a mesh over its devices, by default all devices of all processes. Its axes:
 
   trainer  trainers, whose workers communicate only with one another
-  worker   a trainer's workers, or all workers where trainers do not divide over the devices
+  worker   a trainer's workers, or all workers if the trainers do not divide over the devices
   data     devices that share a worker's batch
-  model    devices that share a worker's parameters and optimizer state, and its batch if it divides
-  idle     devices that repeat the work of others, because no dimension is left that divides
+  model    devices over which a worker's parameters and optimizer state are sharded; they share the
+           worker's batch too if the batch divides
+  idle     devices that repeat the work of others, because no array can be divided further
 
 A trainer's parameters are replicated over its workers, because the batch-size test and the round
 start from them. Its outer state is sharded over all its devices, because only the synchronisation
@@ -36,12 +37,12 @@ _SHARING = ("model", "data", "idle")
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh, and the shardings on it by role."""
+    """A mesh, and the sharding of each kind of array on the mesh."""
 
     mesh: Mesh
 
     def named(self, *axes: str | Sequence[str] | None) -> NamedSharding:
-        """Shards each dimension over its axes; replicates dimensions without axes."""
+        """The sharding with each dimension over the given mesh axes; None replicates it."""
         return NamedSharding(self.mesh, P(*axes))
 
     @property
@@ -51,46 +52,46 @@ class Placement:
 
     @property
     def workers(self) -> NamedSharding:
-        """[R, ...]: each with its worker."""
+        """Sharding of arrays [R, ...]: each entry on its worker's devices."""
         return self.named(_POOL)
 
     @property
     def rates_TR(self) -> NamedSharding:
-        """[T, R]: each with its worker."""
+        """Sharding of arrays [T, R]: each column on its worker's devices."""
         return self.named(None, _POOL)
 
     def tokens_TRBL(self, batch_size: int) -> NamedSharding:
-        """[T, R, B, L + 1]: a worker's batch over all the devices that share it."""
+        """Sharding of tokens [T, R, B, L + 1]: each worker's batch over the worker's devices."""
         return self.named(None, _POOL, self._batch_axes(batch_size))
 
     def tokens_BL(self, batch_size: int) -> NamedSharding:
-        """[B, L + 1], for one worker."""
+        """Sharding of one worker's tokens [B, L + 1]."""
         return self.named(self._batch_axes(batch_size))
 
     def params(self, shapes: PyTree) -> PyTree:
-        """One model's parameters: over `model`."""
+        """Shardings of one model's parameters: over the axis `model`."""
         return jax.tree.map(lambda leaf: self._spread(leaf.shape, (), ("model",)), shapes)
 
     def by_worker(self, shapes_R: PyTree) -> PyTree:
-        """Leaves [R, ...]: with their worker, over `model`."""
+        """Shardings of leaves [R, ...]: entries on their worker's devices, over `model`."""
         return self._stacked(shapes_R, _POOL, ("model",))
 
     def by_trainer(self, shapes_M: PyTree) -> PyTree:
-        """Leaves [M, ...]: sharded over `model`, replicated over the trainer's workers."""
+        """Shardings of leaves [M, ...]: over `model`, replicated over the trainer's workers."""
         return self._stacked(shapes_M, "trainer", ("model",))
 
     def sharded(self, shapes_X: PyTree) -> PyTree:
-        """Leaves [M, ...] or [R, ...]: sharded over all devices of the trainer."""
+        """Shardings of leaves [M, ...] or [R, ...]: over all devices of the trainer."""
         return self._stacked(shapes_X, "trainer", (*_SHARING, "worker"))
 
     def reduce_scatter(self, tree_R: PyTree) -> PyTree:
-        """Reduce-scatter's first half, while tracing: leaves [R, ...] by worker, then by entry.
+        """While tracing, reshard leaves [R, ...] for a reduce-scatter over the workers.
 
-        There are two steps, because in one step the partitioner would replicate. First each of the
-        devices that share a worker keeps one part; then the parts are resharded as by `sharded`.
-        A floating-point leaf without a dimension that divides over the workers skips the second
-        step: its mean is an all-reduce, which moves as many bytes as both halves. A copy on every
-        device would move R / 2 times as many.
+        There are two steps, because in one step the partitioner would replicate the leaves. First
+        a leaf is divided over the devices that share a worker. Then it is resharded as by
+        `sharded`. A floating-point leaf without a dimension that divides over the workers skips the
+        second step: its mean is an all-reduce, which moves as many bytes as reduce-scatter and
+        all-gather together. A copy on every device would move R / 2 times as many.
         """
         in_parts = self._stacked(tree_R, _POOL, _SHARING)
         parts_R = jax.lax.with_sharding_constraint(tree_R, in_parts)
@@ -105,15 +106,16 @@ class Placement:
         return jax.lax.with_sharding_constraint(parts_R, to)
 
     def all_gather(self, tree_M: PyTree) -> PyTree:
-        """All-gather, while tracing: leaves [M, ...] from `sharded` to `by_trainer`.
+        """While tracing, all-gather leaves [M, ...]: reshard them from `sharded` to `by_trainer`.
 
-        There are two steps, because in one step the partitioner would gather before it quantises.
+        There are two steps, because in one step the partitioner would all-gather before the updates
+        are quantised.
         """
         parts_M = jax.lax.with_sharding_constraint(tree_M, self.sharded(tree_M))
         return jax.lax.with_sharding_constraint(parts_M, self.by_trainer(parts_M))
 
     def ensemble(self, shapes: Ensemble) -> Ensemble:
-        """An ensemble between two rounds."""
+        """Shardings of an ensemble between two rounds."""
         return jax.tree.map(lambda _: self.replicated, shapes).replace(
             params_M=self.by_trainer(shapes.params_M),
             outer_state_M=self.sharded(shapes.outer_state_M),
@@ -124,16 +126,16 @@ class Placement:
     def moved_bytes(self, sync_bytes: int, num_trainers: int, num_workers: int) -> int:
         """Bytes that a synchronisation moves between devices of different workers, in total.
 
-        With one device for each worker it equals the accounted bytes (docs/algorithm.md,
+        With one device for each worker this number equals the accounted bytes (docs/algorithm.md,
         accounting). Workers that share a device move less. If a device has workers of several
-        trainers, every device receives all trainers. Below float32, a leaf without a dimension
-        that divides over the workers is replicated to each worker, which is more.
+        trainers, every device receives all trainers. With a precision below float32, a leaf without
+        a dimension that divides over the workers is replicated to each worker, which moves more.
         """
         worker = self.mesh.shape["worker"]
         return (worker - 1) * (num_workers // worker + num_trainers) * sync_bytes
 
     def describe(self) -> str:
-        """Describes the placement of workers, batches and parameters, and the idle devices."""
+        """Describe how workers, batches and parameters are divided over devices, and idle ones."""
         size = self.mesh.shape
         pool = size["trainer"] * size["worker"]
         if self.mesh.size == 1:
@@ -171,7 +173,7 @@ class Placement:
         return jax.tree.map(spread, shapes, is_leaf=_is_packed)
 
     def _spread(self, shape: tuple[int, ...], lead: tuple, over: Sequence[str]) -> NamedSharding:
-        """Shards the largest dimension that divides over `over`, or over most of its axes."""
+        """Shard the largest dimension that divides over all mesh axes in `over`, or over some."""
         if not shape:
             return self.replicated
         for count in range(len(over), 0, -1):
@@ -199,17 +201,17 @@ def arrange(
     devices: Sequence[jax.Device],
     model_shards: int = 1,
 ) -> Placement:
-    """Arranges devices as a mesh for some trainers and workers.
+    """Arrange devices as a mesh for some trainers and workers.
 
     Args:
       owners: Position of each worker's trainer.
-      batch_size: Sequences of a worker that devices may share.
+      batch_size: Number of a worker's sequences, which devices may share.
       devices: The devices to use.
       model_shards: Devices that share one worker's parameters; divides the number of devices.
 
     Returns:
-      Workers over the largest number of devices that divides them. The remaining factor of devices
-      shares each worker's batch, as far as the batch divides.
+      A mesh with the workers divided over as many devices as possible. The remaining factor of the
+      number of devices shares each worker's batch, as far as the batch divides.
     """
     chosen = np.array(devices)
     free = len(chosen) // model_shards
@@ -220,18 +222,18 @@ def arrange(
         trainer = 1
     worker = math.gcd(free // trainer, num_workers // trainer)
     data = math.gcd(free // (trainer * worker), batch_size)
-    # In the devices' order, on which a program and the source of its arguments must agree.
+    # In the order of the devices: a program and the source of its arguments must have the same.
     grid = chosen.reshape(trainer, worker, data, model_shards, -1)
     return Placement(Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * len(_AXES)))
 
 
 def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Reshards arrays, in any number of processes.
+    """Reshard arrays, in any number of processes.
 
     Args:
-      tree: JAX arrays, which move between devices, and host arrays. Every process must hold those
+      tree: JAX arrays, which move between devices, and host arrays. Every process must hold the
         parts of a host array that its devices receive.
-      shardings: A tree of the same structure; None leaves an unused array where it is.
+      shardings: A tree of the same structure; an array with None is not moved.
 
     Returns:
       JAX arrays with these shardings; an array that already has its sharding is not copied.
@@ -248,7 +250,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _put(leaf: Any, to: NamedSharding | None) -> Any:
-    """A leaf at its sharding; None if this needs a program of all processes."""
+    """The leaf with its new sharding; None if this needs a program of all processes."""
     if to is None or isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(to, leaf.ndim):
         return leaf
     if to.is_fully_addressable:
@@ -265,7 +267,7 @@ def _move(to: tuple[NamedSharding, ...]):
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Host copies of whole arrays, in every process, one leaf at a time."""
+    """Copy whole arrays to the host, in every process, one leaf at a time."""
 
     def get(leaf: jax.Array) -> np.ndarray:
         if leaf.is_fully_addressable or leaf.is_fully_replicated:

@@ -1,4 +1,4 @@
-"""The inputs of compilation: data that all programs of a run share, and the key of each."""
+"""The inputs of compilation: the data that all programs share, and the key of each program."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,10 +21,10 @@ Kind = Literal["start", "steps", "outer", "fragment", "stats", "loss", "flush"]
 
 
 class ProgramKey(NamedTuple):
-    """The key of a program."""
+    """Identifies a compiled program: its kind and the sizes it was compiled for."""
 
     kind: Kind
-    owners: tuple[int, ...] = (0,)  # trainer position of each worker; 0 if trainers do not matter
+    owners: tuple[int, ...] = (0,)  # position of each worker's trainer; 0 if it does not matter
     micro_batch_size: int = 0
     accumulates: bool = False
     devices: tuple[int, int] | None = None  # first device and number of devices; None: all
@@ -44,10 +44,10 @@ class ProgramKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices for planning, placement and compilation; they need not exist."""
+    """The devices for which a run is planned and compiled; the devices need not exist."""
 
-    devices: tuple[jax.Device, ...]  # of all processes
-    device_bytes: int  # memory of one device; of a CPU its share of the RAM
+    devices: tuple[jax.Device, ...]  # devices of all processes
+    device_bytes: int  # memory of one device; a CPU device has its share of the RAM
 
     @property
     def platform(self) -> str:
@@ -60,12 +60,16 @@ class Machine:
         return len({device.process_index for device in self.devices})
 
     def describe(self) -> str:
-        """Number and kind of the devices, and in how many processes."""
+        """Describe the number and kind of the devices, and the number of processes."""
         text = f"{len(self.devices)} x {self.devices[0].device_kind}"
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device that a plan may use; by default 0.92 of an accelerator, 0.8 of RAM."""
+        """Bytes of a device that a plan may use; the default is 0.92 of a GPU's memory, 0.8 of RAM.
+
+        Args:
+          memory_frac: Share of the device's memory; None for the default.
+        """
         default = 0.8 if self.platform == "cpu" else 0.92
         return int((default if memory_frac is None else memory_frac) * self.device_bytes)
 
@@ -76,28 +80,28 @@ class Spec:
 
     machine: Machine
     loss_fn: LossFn
-    params: PyTree  # one model's shapes and dtypes
+    params: PyTree  # shapes and dtypes of one model's parameters
     inner_tx: optax.GradientTransformation
     outer_tx: optax.GradientTransformation
     outer: Outer  # schedule, delay and precision of synchronisations
-    num_micro_batches: int  # per dispatch: S, or with fragments S / F
-    row_length: int  # integers of a row: L + 1, or 2 + L where class and length come first
+    num_micro_batches: int  # micro-batches of a call: S, or S / F with F fragments
+    row_length: int  # integers of a row: L + 1, or 2 + L if class and length come first
     sequence_length: int  # L
-    max_test_sequences: int  # per worker
-    estimator: Estimator  # resolved: not auto
+    max_test_sequences: int  # limit of the batch-size test, per worker
+    estimator: Estimator  # "vmap" or "taps", not "auto"
     inner_products: bool
     reset_inner_state: bool
     model_shards: int = 1  # devices that share one worker's parameters
-    aggregate: Aggregator = mean  # of a trainer's workers' differences
+    aggregate: Aggregator = mean  # aggregates the differences of a trainer's workers
     extras: tuple[str, ...] = ()  # extra arguments that `outer_tx` takes, see `inputs.EXTRAS`
-    key_seed: int | None = None  # of a loss that takes `key`
+    key_seed: int | None = None  # seed for a loss that takes `key`; None: the loss takes none
     remat: bool = False  # layers are recomputed in the backward pass
     in_turn: bool = False  # a device's workers run their round one after another, not at once
-    examples_per_pass: int | None = None  # if no devices share a batch, see `inner_steps`
+    examples_per_pass: int | None = None  # see `inner_steps`; ignored if devices share a batch
 
     @property
     def by_position(self) -> bool:
-        """Whether workers run one by one in the whole stack, for all plans of trainers."""
+        """Whether the workers of the whole pool run one by one, also if trainers' plans differ."""
         is_one = len(self.machine.devices) == self.model_shards
         return self.in_turn and is_one and not self.outer.own_params
 
@@ -108,9 +112,9 @@ class Spec:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes of one trainer's outer gradient, or of the updates sent back.
+        """Bytes of one trainer's outer gradient, or of the updates that are sent back.
 
-        With several fragments: bytes of one of them, padding included.
+        If parameters are synchronised in fragments, the bytes of one fragment with its padding.
         """
 
         def take(params):
@@ -128,19 +132,20 @@ class Spec:
 
     @property
     def num_params(self) -> int:
-        """Parameters of one trainer."""
+        """Number of parameters of one trainer."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of a tree's arrays, or of their shapes and dtypes."""
+    """Bytes of a tree of arrays, or of arrays with these shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _sent_bytes(tx: optax.GradientTransformation, params: PyTree) -> int:
-    """Bytes of an optimizer's floating-point state that differs between trainers or workers.
+    """Bytes of an optimizer's state that trainers or workers must send.
 
-    Updates do not change constants. Counts are whole numbers, which the host knows.
+    Constants, which updates do not change, are not sent. Whole numbers, such as counts, are not
+    sent either, because the host knows them.
     """
     params = trainable(params)
     state = jax.eval_shape(tx.init, params)
