@@ -1,4 +1,4 @@
-"""What scripts/accelerators.py says of compiled programs, tried without what compiles for GPUs."""
+"""What scripts/accelerators.py reports of compiled programs, tested without GPU compilers."""
 
 import dataclasses
 import json

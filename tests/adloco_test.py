@@ -1,4 +1,4 @@
-"""The loop and what the host decides: batches, plans, learning rates, who works for whom."""
+"""The loop and the host's decisions: batches, plans, learning rates, assignment of workers."""
 
 import dataclasses
 import json
@@ -49,11 +49,11 @@ def rates_of(control, settings, round_tokens=0):
     ]
 
 
-FREELY = {"eta": 1.0, "max_growth": 100, "batch_cap": 99}  # as far as the noise asks
+FREELY = {"eta": 1.0, "max_growth": 100, "batch_cap": 99}  # limits that never bind
 
 
 def stats(noise, signal, *, workers, examples=4, scale=1.0):
-    """Every worker saw the same noise and signal, which it gives in units of a scale."""
+    """Statistics in which every worker saw this noise and signal, in units of a scale."""
     weight, full = examples - 1.0, examples * (examples - 1.0)
     fields = dict.fromkeys(GradientStats.__dataclass_fields__, 0.0) | {
         "scale": scale,
@@ -79,7 +79,7 @@ def with_batch_sizes(settings, control, stats_R, count_R):
 
 
 def host_engine(merged_loss=0.0, *, unsynchronised=False):
-    """Trains nothing, and notes what it is asked for; a merged trainer has the loss given."""
+    """An engine that trains nothing and records its calls; merged trainers have the given loss."""
 
     def outer_step(state, plans):
         control, _ = accounting.count_round(state.control, plans, sequence_length=8, sync_bytes=4)
@@ -99,7 +99,7 @@ def host_engine(merged_loss=0.0, *, unsynchronised=False):
 
 
 def asked(method):
-    """What an engine's method was called with beside the state."""
+    """The arguments, apart from the state, of the calls to an engine's method."""
     return [[_plain(argument) for argument in call.args[1:]] for call in method.call_args_list]
 
 
@@ -108,7 +108,7 @@ def _plain(argument):
 
 
 def merged_by(settings, control, members, merged_loss=0.0, **how):
-    """The engine that was asked, the control after it, and the ledger's line."""
+    """Merges: the engine, the control after the merge, and the ledger's line."""
     engine, losses = host_engine(merged_loss, **how), [0.0] * len(control.trainers)
     state, changes = adloco.merge_trainers(State(None, control), members, losses, settings, engine)
     return engine, state.control, changes[-1]
@@ -127,7 +127,7 @@ def test_a_round_goes_as_the_algorithm_has_it_and_a_merge_comes_at_its_end():
         *(*steps, "look_ahead", "finish", *merging, *observed),
         *(*steps, "finish", "flush", *observed),
     ]
-    assert asked(engine.flush)[-1] == [[0, 1]]  # all, at the end
+    assert asked(engine.flush)[-1] == [[0, 1]]  # all trainers, at the end of the run
     seen = [
         (state.control.round, [change["members"] for change in boundary.changes])
         for state, boundary in (call.args for call in engine.observe.call_args_list)
@@ -188,7 +188,7 @@ def test_learning_rate_follows_the_trainers_own_updates():
 
 
 def test_a_schedule_that_ends_at_a_tenth_of_the_peak_is_nanogpts():
-    """Its cosine: lowest + (highest - lowest) * (1 + cos(pi * share done)) / 2."""
+    """nanoGPT's cosine: lowest + (highest - lowest) * (1 + cos(pi * share done)) / 2."""
     inner = {"learning_rate": 1e-3, "warmup_updates": 5, "steps_per_round": 5}
     settings = settings_of(num_rounds=9, inner=inner | {"schedule": "cosine", "final_lr_frac": 0.1})
     done = (np.arange(5, 45) - 5) / 40
@@ -270,11 +270,11 @@ GROWING = {"num_trainers": 2, "num_workers": 8, "initial_workers": 2}
     ("request_", "free", "limit", "growth", "size"),
     [
         (4.0, 9, 800, "workers rounds batch", (2, 1, 4)),
-        (4.1, 9, 800, "workers rounds batch", (4, 1, 4)),  # three are needed: they double
+        (4.1, 9, 800, "workers rounds batch", (4, 1, 4)),  # three are needed: 2 workers double
         (9.0, 9, 800, "workers rounds batch", (4, 1, 4)),
-        (90.0, 9, 800, "workers rounds batch", (4, 1, 4)),  # before anything else grows, all work
+        (90.0, 9, 800, "workers rounds batch", (4, 1, 4)),  # workers grow before anything else
         (90.0, 1, 800, "workers rounds batch", (3, 3, 12)),  # 180 = 3 x 3 x 20, capped
-        (90.0, 1, 40, "workers rounds batch", (3, 3, 4)),  # 36: nothing is rounded up past 40
+        (90.0, 1, 40, "workers rounds batch", (3, 3, 4)),  # 36: rounding up would exceed 40
         (90.0, 9, 15, "workers rounds batch", (3, 1, 5)),
         (90.0, 0, 15, "rounds batch", (2, 1, 7)),
         (20.0, 0, 800, "workers rounds batch", (2, 3, 7)),
@@ -303,7 +303,7 @@ def test_a_request_is_spent_in_the_declared_order_up_to_each_cap(
     st.floats(0, 1e300),
     st.permutations(["workers", "rounds", "batch"]),
 )
-@example(Size(3, 1, 1), 2, 1, 99.0, ["workers", "rounds", "batch"])  # from 3 to 8, once
+@example(Size(3, 1, 1), 2, 1, 99.0, ["workers", "rounds", "batch"])  # from 3 to 8 workers, once
 def test_growth_is_limited_as_a_product_of_workers_rounds_and_batch(
     now, factor, free, request_, by
 ):
@@ -336,7 +336,7 @@ def test_workers_join_while_the_noise_asks_for_more_and_read_what_nobody_reads()
     fields |= {"reason": "test", "syncs": 1, "bytes": 100 + 200}
     assert events == [fields | {"trainer": 0}, fields | {"trainer": 1}]
     assert (state.control.syncs_total, state.control.bytes_total) == (2, 600)
-    # One worker is left of a pool of five: the first trainer takes it.
+    # One worker of the pool of five is free: the first trainer gets it.
     settings = settings_of(ensemble=GROWING | {"num_workers": 5}, batching=batching)
     _, decisions = observed(settings, state.control, noise=1000.0, signal=1.0)
     assert [d.size.num_workers for d in decisions] == [3, 2]
@@ -349,7 +349,7 @@ def test_a_declared_share_of_the_run_lets_the_whole_pool_join():
     joining = []
     for control.round in (1, 2, 8):
         joining.append(adloco.joining_workers(control, settings))
-    assert joining == [[], [(0, 4), (1, 4)], []]  # after the last round nobody joins
+    assert joining == [[], [(0, 4), (1, 4)], []]  # after the last round no worker joins
 
 
 def test_without_a_signal_growth_stops_at_a_multiple_of_what_was_last_measured():
@@ -381,11 +381,11 @@ def test_smoothing_averages_numerators_and_denominators_apart_whatever_their_sca
 @pytest.mark.parametrize(
     ("noise", "signal", "reason", "batch"),
     [
-        (0.0, 1.0, "degenerate", 4),  # identical gradients
+        (0.0, 1.0, "degenerate", 4),  # all gradients are identical
         (0.0, 0.0, "degenerate", 4),
         (float("nan"), 1.0, "degenerate", 4),
         (float("inf"), 1.0, "degenerate", 4),
-        (1.0, -0.5, "signal", 8),  # one step of growth
+        (1.0, -0.5, "signal", 8),  # the growth of one round
         (1e-30, 1e-31, "capped", 8),
         (1.0, 1e6, "kept", 4),
     ],
@@ -397,7 +397,7 @@ def test_degenerate_statistics_keep_the_batch_and_are_counted(noise, signal, rea
     assert (decision.reason, decision.size.batch_size) == (reason, batch)
     assert after.counts == {reason: 1}
     if reason == "degenerate":
-        assert after.trainers[0].smoothing == {}  # nothing broken is remembered
+        assert after.trainers[0].smoothing == {}  # broken statistics are not remembered
 
 
 def test_ramp_takes_the_declared_batch_of_the_next_round():
@@ -422,9 +422,9 @@ def test_where_tokens_end_a_run_the_schedule_follows_them():
     control = a_control()
     control.tokens_total = 600
     for trainer, updates in zip(control.trainers, (3, 22, 7), strict=True):
-        trainer.updates = updates  # does not matter
+        trainer.updates = updates  # its value does not matter
     for rate_T in rates_of(control, settings, round_tokens=480):
-        # A quarter of 480 tokens a step.
+        # A step uses 480 tokens, so this is a quarter.
         np.testing.assert_allclose(rate_T, [0.4, 0.28, 0.16, 0.04], rtol=1e-6)
     control.tokens_total = 990
     for rate_T in rates_of(control, settings, round_tokens=480):
@@ -442,7 +442,7 @@ def test_accounting_of_rounds():
     assert control.tokens_total == 3 * 2 * 4 * 8
     assert control.trainers[0].cursors == {"0": 6, "1": 6}
     assert start == a_control(batches=(2, 2, 2))  # what was given is as it was
-    # Only trainer 0 runs another round, with the same and one more stream.
+    # Only trainer 0 runs another round, with its streams and one more.
     control.owners[3] = 0
     again, spent = accounting.count_round(control, {0: plans[0]}, sequence_length=8, sync_bytes=100)
     assert spent == [{"updates": 3, "tokens": 3 * 2 * 3 * 8, "syncs": 1, "bytes": 400}]
@@ -468,7 +468,7 @@ def test_members_weigh_what_they_ask_for_the_representative_first():
     assert members == (2, 1)
     engine, after, event = merged_by(settings, control, members)
     assert asked(engine.merged_loss) == [[[2, 1], [4, 3]]]
-    # Batches 5 and 4 of four workers: two each, trainer 1's goes to the representative.
+    # Four workers at batches 5 and 4: two for each; trainer 1's worker goes to the representative.
     assert asked(engine.merge) == [[[2, 1], [4, 3], [0, 0, 1, 1]]]
     assert (event["members"], event["into"], event["weights"]) == ([2, 1], 2, [4, 3])
     assert (event["requested_batch_size"], event["workers"]) == (4, {0: 2, 2: 2})
@@ -479,12 +479,12 @@ def test_members_weigh_what_they_ask_for_the_representative_first():
 def test_demand_gives_the_workers_to_whoever_asks_for_more():
     control = a_control(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
     after = adloco.after_merge(control, (1, 2))
-    # Shares of six workers at batches 8, 1, 6: 3, 1, 2. Trainer 1 keeps its own worker; what it
-    # absorbed is free, and fills trainer 0.
+    # Six workers at batches 8, 1, 6 are divided into 3, 1, 2. Trainer 1 keeps its own worker; the
+    # workers that it absorbed are free, and trainer 0 gets them.
     assert after.owners == [0, 1, 0, 0, 2, 2]
     assert [t.id for t in after.trainers] == [0, 1, 3]
     assert control == a_control(batches=(8, 1, 1, 6), owners=(0, 1, 2, 2, 3, 3))
-    # The representative has the first choice of what it absorbed, though trainer 0 comes before.
+    # The representative chooses first among the absorbed workers, although trainer 0 comes before.
     control = a_control(batches=(4, 4, 1), owners=(0, 1, 2, 2))
     assert adloco.after_merge(control, (1, 2)).owners == [0, 1, 1, 0]
 
@@ -492,8 +492,8 @@ def test_demand_gives_the_workers_to_whoever_asks_for_more():
 @pytest.mark.parametrize(
     ("merged_loss", "spawned"),
     [
-        (0.0, []),  # the merge has divided the workers anew
-        # Refused: the requests stand. The attempt and the spawns are one communication.
+        (0.0, []),  # the merge has divided the workers again
+        # After a refused merge the requests stand. The attempt and the spawns count as one.
         (1.0, [(0, 2, 0, 300), (1, 2, 0, 300), (2, 3, 0, 300)]),
     ],
 )
@@ -517,7 +517,7 @@ def test_requests_for_workers_end_with_a_merge(merged_loss, spawned):
     )
     after, (attempt, *spawns) = seen[0]
     assert [(e["trainer"], e["workers_after"], e["syncs"], e["bytes"]) for e in spawns] == spawned
-    assert after.syncs_total == 1 + attempt["syncs"] == 2  # trainer 2's round, and the attempt
+    assert after.syncs_total == 1 + attempt["syncs"] == 2  # trainer 2's round and the refused merge
     assert after.bytes_total == 8 + attempt["bytes"] + sum(e["bytes"] for e in spawns)
 
 
@@ -531,10 +531,10 @@ def test_workers_of_a_quarantined_trainer_do_not_come_back():
 
 def test_who_loses_a_worker_to_a_merge_synchronises_before_it():
     control = a_control(batches=(8, 1, 1, 1), owners=(0, 1, 2, 3, 3, 3))
-    # Shares of six workers at batches 8, 1, 1: 4, 1, 1. The absorbed trainer 2 and 3 lose some.
+    # Six workers at batches 8, 1, 1 are divided into 4, 1, 1. Trainers 2 and 3 lose workers.
     engine, _, _ = merged_by(settings_of(), control, (1, 2))
     assert asked(engine.flush) == [[[1, 2]], [[2, 3]]]
-    assert asked(engine.guard_losses) == []  # nothing was left unsynchronised: as they were
+    assert asked(engine.guard_losses) == []  # every update was synchronised: nothing changes
     engine, _, _ = merged_by(settings_of(), control, (1, 2), unsynchronised=True)
     first_calls = [name for name, *_ in engine.method_calls][:3]
     assert first_calls == ["flush", "guard_losses", "merged_loss"]
@@ -555,7 +555,7 @@ def test_a_refused_merge_keeps_the_trainers_or_the_representatives_parameters(
     assert [weights for _, weights, _ in asked(engine.merge)] == [merged_with] * bool(merged_with)
     assert [t.id for t in after.trainers] == ids
     assert merged_by(settings, control, (1, 2), merged_loss=0.1)[2]["event"] == "merge"
-    # A loss that is no number is no loss that is low enough.
+    # A loss of NaN never counts as low enough.
     assert merged_by(settings, control, (1, 2), merged_loss=math.nan)[2]["event"] == "refusal"
 
 
@@ -573,14 +573,14 @@ def test_fragments_and_whole_synchronisations_are_counted():
 @pytest.mark.parametrize(
     ("refused", "on_refusal", "num_bytes"),
     [
-        # One trainer's parameters and momentum; two workers join, with two moments each.
+        # One trainer's parameters and momentum, and two moments for each of two joining workers.
         (False, "keep", 100 + 10 + 2 * (100 + 200)),
         (True, "retire", 100 + 2 * (100 + 200)),
         (True, "keep", 100),
     ],
 )
 def test_a_merge_and_its_hand_over_are_one_communication(refused, on_refusal, num_bytes):
-    """Trainer 2's workers: one stays with the merged trainer, one goes on to trainer 0."""
+    """Of trainer 2's workers one stays with the merged trainer and one moves to trainer 0."""
     settings = settings_of(merge={"on_refusal": on_refusal, "max_barrier": 0.1})
     control = a_control(batches=(4, 4, 1), owners=(0, 1, 2, 2))
     _, after, event = merged_by(settings, control, (1, 2), merged_loss=float(refused))

@@ -1,4 +1,4 @@
-"""The table of architectures: its own entries, and one from a user's config file."""
+"""The table of architectures: the built-in entries, and one from a user's config file."""
 
 import dataclasses
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_users_model_trains_through_the_command_line_and_is_left(own, tmp_path
     overrides = [f"--config.{key}={value}" for key, value in knobs.items()]
     assert cli.main([f"--config={own}", f"--workdir={workdir}", *overrides]) == 0
     evals = [event["loss"] for event in read(workdir / "ledger.jsonl") if event["event"] == "eval"]
-    assert evals[-1] < 5.4  # log 257 without training: 5.55
+    assert evals[-1] < 5.4  # an untrained model has log 257 = 5.55
     assert "the model has no Hugging Face names" in capsys.readouterr().out
     (file,) = (workdir / "export").iterdir()
     assert load_file(file)["Embed_0/embedding"].shape == (257, 16)
@@ -79,7 +79,7 @@ def test_labels_say_which_leaves_are_matrices_and_which_are_stacked_by_layer():
     assert labels["classifier"] == {"kernel": "head", "bias": "head"}
     assert labels["position"] == {"embedding": "embedding"}
     assert labels["layers"]["mlp"]["up"] == {"kernel": "stacked_matrix", "bias": "stacked_other"}
-    # Names that only resemble ours say nothing; another depth is another leaf.
+    # Names that only resemble ours are not labelled, nor are leaves at another depth.
     foreign = {"players": params["layers"], "layers": [params["head"]], "lm_head": params["head"]}
     labels = {*jax.tree.leaves(label_params(foreign))}
     assert labels == {"matrix", "other"}

@@ -1,4 +1,4 @@
-"""The choice of attention, which the header names beside the run's speed in the ledger."""
+"""The choice of attention, which the header names."""
 
 import types
 
@@ -42,7 +42,7 @@ def settings_of(*, batching=(), **model):
         ("7.5", {}, "xla"),
         ("9.0", {"dtype": "float32"}, "xla"),
         ("9.0", {"width": 640}, "xla"),  # heads of 160 features
-        ("9.0", {"batching": {"test": "augmented"}}, "xla"),  # needs forward mode
+        ("9.0", {"batching": {"test": "augmented"}}, "xla"),  # the test needs forward mode
     ],
 )
 def test_cudnn_attends_where_all_it_needs_is_there(capability, changes, kernel):

@@ -1,4 +1,4 @@
-"""Losses that are not finite: skipped and counted; their trainer is quarantined."""
+"""Losses that are not finite: updates are skipped and counted, and the trainer is quarantined."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ RUN = {
 
 
 def loss_fn(params, tokens):
-    """The toy's, not finite or a thousandfold where a row's first id is a marker."""
+    """The toy's loss; a row whose first id is a marker makes it NaN or a thousand times larger."""
     factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB), jnp.nan, 1.0)
     factor = jnp.where(jnp.any(tokens[:, 0] == VOCAB + 1), 1000.0, factor)
     return factor * bigram_loss(params, jnp.minimum(tokens, VOCAB - 1))
@@ -41,9 +41,9 @@ class Marked:
     """The toy's rows; some rows of a trainer get a marker as their first id."""
 
     trainers: tuple[int, ...]
-    first: int  # of each stream
+    first: int  # first marked row of each stream
     last: int = 10**9
-    marker: int = VOCAB  # not a number; one more: a spike
+    marker: int = VOCAB  # VOCAB gives NaN; VOCAB + 1 gives a spike
 
     def __getattr__(self, name):
         return getattr(corpus(), name)
@@ -61,7 +61,7 @@ def run(workdir, rows, groups=RUN, **others):
 
 
 def test_one_broken_sequence_costs_one_update_and_nothing_else(tmp_path):
-    # No other groups, whatever is measured, and no merge.
+    # The batches and the trainers stay the same whatever is measured.
     constant = RUN | {"num_rounds": 3, "batching": {"test": "constant"}}
     clean = run(tmp_path / "clean", corpus(), constant)
     broken = run(tmp_path / "broken", Marked((1,), first=8, last=9), constant)
@@ -88,7 +88,7 @@ def test_a_trainer_that_stays_broken_is_quarantined_and_the_others_go_on_as_with
     since = min(e["round"] for e in events(broken.workdir, "round") if e["skipped_updates"] == 6)
     assert fault["round"] == since
 
-    # The same slot taken out of a run in which nothing breaks.
+    # For comparison: the same trainer is removed from a run in which nothing breaks.
     def drop(control, outcomes):
         control, _ = count_skips(control, outcomes)
         gone = [m for m, t in enumerate(control.trainers) if t.id == 1 and control.round >= since]
@@ -111,7 +111,7 @@ def test_a_broken_trainer_has_no_part_in_merges(tmp_path):
     assert {q["trainer"] for q in broken.controller.quarantined} == {0, 1}
     assert events(broken.workdir, "merge") == []
     assert [trainer.id for trainer in broken.controller.trainers] == [2]
-    assert len(broken.controller.owners) == 2  # the others' workers have retired
+    assert len(broken.controller.owners) == 2  # the workers of the other trainers have left
 
 
 def test_when_all_are_broken_the_run_ends_and_names_what_is_saved(tmp_path):
@@ -128,8 +128,8 @@ def test_a_run_recovers_from_a_spike(tmp_path):
     groups = {
         "num_rounds": 14,
         "ensemble": {"num_trainers": 2, "num_workers": 2},
-        # Clipped: a gradient a thousand times too large stays in AdamW's second moment for
-        # 1/(1 - beta2) updates, in which parameters hardly move.
+        # Without clipping, a gradient a thousand times too large stays in AdamW's second moment
+        # for 1/(1 - beta2) updates, and parameters hardly move.
         "inner": {"steps_per_round": 6, "learning_rate": 0.02, "clip_norm": 1.0},
         "outer": {"tx": "sgd", "learning_rate": 0.7},
         "batching": {"test": "constant"},
@@ -162,7 +162,7 @@ def outcome(losses, skipped=()):
     ("rounds", "in_a_row", "is_broken"),
     [
         ([[0, 0, 1], [1, 0, 0]], 0, False),
-        ([[0, 0, 1], [1, 1, 0]], 0, False),  # three in a row, but it went on before the round ended
+        ([[0, 0, 1], [1, 1, 0]], 0, False),  # three skips in a row, but the last was usable
         ([[0, 0, 1], [1, 1, 1]], 4, True),
         ([[1, 1, 1]], 3, True),
     ],

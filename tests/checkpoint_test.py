@@ -1,4 +1,4 @@
-"""Checkpoint folders: complete or named as damaged, kept and deleted by rule, never trusted."""
+"""Checkpoint folders: complete or reported as damaged, kept and deleted by rule, never trusted."""
 
 import collections
 import contextlib
@@ -49,7 +49,7 @@ def template(arrays=ARRAYS):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A folder with the checkpoint of round 3, not to be changed."""
+    """A folder with the checkpoint of round 3; tests must not change it."""
     folder = tmp_path_factory.mktemp("good")
     save(folder, 3)
     return folder
@@ -57,7 +57,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def path(good, tmp_path):
-    """A copy of that checkpoint, to be damaged."""
+    """A copy of that checkpoint, which a test may damage."""
     return shutil.copytree(good / "3", tmp_path / "3")
 
 
@@ -66,7 +66,7 @@ def files_of(path):
 
 
 def reseal(path, change):
-    """Changes a manifest and gives it the hash that fits, as an attacker would."""
+    """Changes a manifest and updates its hash, as an attacker would."""
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]
     change(manifest)
@@ -147,7 +147,7 @@ def test_damage_to_any_file_is_found_and_named(good, path):
     for file in files_of(path):
         content, middle = file.read_bytes(), file.stat().st_size // 2
         damaged = [content + b"\0", None, file.relative_to(path)]
-        if content:  # Orbax marks a success with an empty file
+        if content:  # an empty file is Orbax's mark of success
             flipped = bytes([content[middle] ^ 1])
             damaged += [content[:-1], content[:middle] + flipped + content[middle + 1 :]]
         for new in damaged:  # extended, deleted, a link, cut, flipped
@@ -184,7 +184,7 @@ def test_the_newest_complete_one_is_read_and_damaged_ones_set_aside(tmp_path):
     found, damage = newest(tmp_path, checkpoint.read_host)
     assert found == {"at": 2} and len(damage) == 1 and "3/host.json" in damage[0]
     assert list_rounds(tmp_path) == [2, 1] and (tmp_path / "3.damaged").is_dir()
-    save(tmp_path, 3, keep=3)  # its name is free again
+    save(tmp_path, 3, keep=3)  # the name can be used again
     assert newest(tmp_path, checkpoint.read_host) == ({"at": 3}, [])
 
 

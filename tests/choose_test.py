@@ -45,11 +45,11 @@ def spec_of(settings, device_bytes=None, platform=None):
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        # Largest micro-batches by mode; 8 workers of 512 tokens, buckets up to 32.
+        # The largest micro-batch of each mode; 8 workers, 512 tokens, buckets up to 32.
         ([4], AT_ONCE),  # 4 x 8 x 512 = 16,384 tokens
         ([3, 32], IN_TURN),  # the largest bucket
         ([3, 24, 4], AT_ONCE_REMAT),
-        ([3, 24, 3, 24], AT_ONCE),  # 12,288 tokens in all: the earliest
+        ([3, 24, 3, 24], AT_ONCE),  # both modes have 12,288 tokens: the earlier one wins
         ([None, 16, 2, 24], IN_TURN_REMAT),  # the most tokens
         ([None, None, None, 1], IN_TURN_REMAT),
     ],
@@ -122,13 +122,13 @@ def test_the_largest_micro_batch_is_found_in_three_compilations(fixed, budget, b
 
     found = find_max_batch(peak, sizes=SIZES, budget=budget, resting=90, busy=busy)
     largest = max((n for n in SIZES if 90 + fixed + 10 * n <= budget), default=None)
-    assert found == largest or (busy == 1 and found <= largest)  # of one point: what is safe
+    assert found == largest or (busy == 1 and found <= largest)  # from one size: no more
     assert len(tried) <= 3 and len(set(tried)) == len(tried)
 
 
 @pytest.mark.parametrize("budget", [110, 130, 170, 410])
 def test_memory_that_activations_do_not_decide_at_first_is_not_taken_for_constant(budget):
-    """One worker's gradient and slices need 20; a sequence 1."""
+    """The gradient and slices of one worker need 20 units, each sequence 1."""
 
     def peak(size):
         return 90 + max(20, size)

@@ -1,4 +1,4 @@
-"""Classification: labelled rows, balanced held-out texts, scores by class, whole runs."""
+"""Classification: labelled rows, held-out texts, scores by class, whole runs."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def write(path: Path, records) -> str:
 
 
 def reviews(count: int, seed: int = 0):
-    """Ten words of noise, among which one word decides."""
+    """Reviews of ten random words, one of which determines the class."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         words = ["".join(rng.choice(list("abcde"), 3)) for _ in range(rng.integers(2, 9))]
@@ -77,7 +77,7 @@ def test_a_text_that_is_held_out_too_is_not_trained_on_whatever_its_class(tmp_pa
     held = load(write(tmp_path / "a.jsonl", records)).heldout_rows[0]
     text = bytes(held[3:6].tolist()).decode()
     copies = [{"text": text, "label": label} for label in (0, 1)]
-    # The held-out places of the first 40 stay as they are.
+    # The held-out positions among the first 40 do not change.
     data = load(write(tmp_path / "a.jsonl", [*records, *copies]))
     assert data.manifest.copies == 2 and len(data.rows) == 30
     assert not (data.rows[:, 1:] == held[1:]).all(axis=1).any()
@@ -153,7 +153,7 @@ def test_scores_by_class_against_counts_by_hand(monkeypatch):
     rows = np.stack([labels, predicted], axis=1)
 
     def losses(programs, params, rows, batch_size):
-        return np.where(rows[:, 0] == rows[:, 1], 0.1, 2.0)  # likeliest: the second column
+        return np.where(rows[:, 0] == rows[:, 1], 0.1, 2.0)  # the second column is likeliest
 
     monkeypatch.setattr(evaluate, "_losses", losses)
     scores = evaluate.class_report(None, None, rows, 4, 4)
@@ -185,7 +185,7 @@ def bert_config(path: str):
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory):
-    """A run that learns which word decides."""
+    """A run that learns which word determines the class."""
     folder = tmp_path_factory.mktemp("classified")
     config = bert_config(write(folder / "reviews.jsonl", reviews(600)))
     config.num_rounds, config.inner.steps_per_round = 4, 40
@@ -200,7 +200,7 @@ def test_a_run_learns_to_tell_classes_apart(classified):
     assert evals[-1]["loss"] < 0.3 < 0.6 < evals[0]["loss"]
     assert [scores["support"] for scores in evals[-1]["classes"]] == [30, 30]
     rounds = [e for e in read(classified.workdir / "ledger.jsonl") if e["event"] == "round"]
-    assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # of two workers, padding included
+    assert rounds[0]["tokens"] == 2 * 40 * 8 * 48  # two workers, padding included
     table = summary.closing_table(classified.workdir)
     assert "nats/example" in table and "accuracy" in table and "class 1 " in table
     assert "perplexity" not in table

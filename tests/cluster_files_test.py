@@ -1,4 +1,4 @@
-"""The files for systemd, Slurm and Kubernetes against the program."""
+"""The files for systemd, Slurm and Kubernetes call the program with valid arguments."""
 
 import configparser
 import os
@@ -57,7 +57,7 @@ def test_a_slurm_job_is_requeued_unless_it_is_done_mistaken_or_restarted_too_oft
 
 
 def test_a_signal_to_the_batch_shell_waits_for_the_processes(tmp_path):
-    # As at a preemption, where it may reach the shell beside its steps.
+    # At a preemption the signal may reach the shell as well as its steps.
     _, requeued, _ = slurm_job(tmp_path, "kill -TERM $PPID; sleep 0.3; exit 75")
     assert requeued == "requeue 17\n"
 
@@ -95,7 +95,7 @@ def test_systemd_and_kubernetes_know_the_exit_codes():
 
 
 def command(words, workdir):
-    """A file's command for this machine: one process, a toy's config, another folder."""
+    """A file's command, changed for this machine: one process, a small config, another folder."""
     text = shlex.join(word for word in words if word != "--distributed")
     text = re.sub(r"--config[= ]\S+", "--config=faults", text)
     text = re.sub(r"--workdir[= ]\S+", f"--workdir={workdir}", text)
@@ -109,7 +109,7 @@ def test_the_command_of_each_file_trains(tmp_path, monkeypatch, scheduler):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     workdir = tmp_path / "run"
     if scheduler == "slurm":
-        # As srun sets the environment of the only task of a job.
+        # The environment that srun sets for the only task of a job.
         place = {"STEP_NODELIST": "localhost", "NTASKS": 1, "PROCID": 0, "LOCALID": 0}
         names = " ".join(f"SLURM_{name}={value}" for name, value in place.items())
         code, _, said = slurm_job(tmp_path, f'shift; {names} exec "$@" --config.num_rounds=1')

@@ -1,4 +1,4 @@
-"""A run's seconds on a cluster, against cases added by hand and published tables."""
+"""A run's seconds on a cluster, against cases computed by hand and published tables."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ from published import STREAMING_GBITS
 
 from adloco_jax.study.cluster import Cluster, blocked_s, ring_s, run_seconds
 
-# 250 parameters: 6 x 250 FLOPs of a token take a millisecond, 1000 bytes 10 s.
+# 250 parameters: the 6 x 250 FLOPs of a token take 1 ms, and 1000 bytes take 10 s.
 SLOW = Cluster(bandwidth=100.0, latency_s=0.5, flops=1.5e6)
 TOKEN_S = 1e-3
 
 
 def line(number, trainer=0, workers=2, *, syncs=1, **changes):
-    """A round of 100 tokens of each worker, synchronised in float32."""
+    """A ledger line: a round of 100 tokens per worker, synchronised in float32."""
     spent = {"syncs": syncs if workers > 1 else 0, "bytes": 2 * (workers - 1) * 1000}
     return round_line(number, trainer, workers, **{"tokens": 100 * workers} | spent | changes)
 
@@ -53,7 +53,7 @@ def test_trainers_wait_for_one_another_only_at_a_merge(kind):
     after = [line(2, trainer, 1, tokens=1000) for trainer in (1, 2)]
     seconds = run_seconds([start_line(), *alone, merge, joined, *after], SLOW)
     assert seconds == pytest.approx({1: 3 + 2.5, 2: 5.5 + 1})
-    # Trainer 1 was not held up: it ends at 2 + 1 + 1.
+    # Trainer 1 did not have to wait: it ends at 2 + 1 + 1.
     slow = [line(2, 1, 1, tokens=3000), line(2, 2, 1, tokens=1000)]
     assert run_seconds([start_line(), *alone, merge, joined, *slow], SLOW)[2] == pytest.approx(6.5)
 
@@ -69,18 +69,18 @@ def test_a_synchronisation_of_everything_comes_on_top_for_trainers_of_several_wo
     "outer, accum, transfer_s",
     [
         ({}, 1, 11),
-        ({"fragments": 5}, 1, 5 * (2 + 1)),  # each with a latency of its own
+        ({"fragments": 5}, 1, 5 * (2 + 1)),  # each fragment has a latency
         ({"fragments": 2, "delay_updates": 2}, 1, 2 * (6 - 2)),
         ({"fragments": 2, "delay_updates": 1}, 1, 2 * (6 - 1)),
-        ({"fragments": 2, "delay_updates": 2}, 2, 2 * (6 - 1)),  # a delay of micro-batches
-        ({"fragments": 2, "delay_updates": 9}, 1, 2 * (6 - 2)),  # the other's turn comes before
+        ({"fragments": 2, "delay_updates": 2}, 2, 2 * (6 - 1)),  # the delay counts micro-batches
+        ({"fragments": 2, "delay_updates": 9}, 1, 2 * (6 - 2)),  # the other fragment is sent before
         ({"delay_updates": 4}, 1, 11 - 4),
     ],
 )
 def test_a_trainer_waits_for_what_its_updates_do_not_hide(outer, accum, transfer_s):
     start = start_line(config={"outer": {"fragments": 1, "delay_updates": 0} | outer})
     fragments = outer.get("fragments", 1)
-    own = line(1, syncs=fragments, accum=accum, tokens=8000, updates=4)  # 4 s of each worker
+    own = line(1, syncs=fragments, accum=accum, tokens=8000, updates=4)  # 4 s for each worker
     assert run_seconds([start, own], SLOW)[1] == pytest.approx(4 + transfer_s)
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: what runs, what its ledgers come to, and the tables."""
+"""Comparisons: which runs are made, the costs in their ledgers, and the tables."""
 
 import functools
 import itertools
@@ -112,7 +112,7 @@ def test_the_comparisons_of_this_project_can_run(name, tmp_path):
 
 
 def ledger(*, rounds, merges=(), evals=(), num_params=10):
-    """Events of rounds [(index, trainer, workers, updates)] of batches of 4 sequences."""
+    """Ledger events of rounds [(index, trainer, workers, updates)] with batches of 4 sequences."""
     events = [start_line(num_params=num_params, time="2026-11-23T10:00:00+00:00", jax="0.10.2")]
     for index, own in itertools.groupby(rounds, key=lambda row: row[0]):
         for _, trainer, workers, updates in own:
@@ -171,10 +171,10 @@ def test_a_merge_leaves_fewer_to_average_and_the_report_counts_the_same():
     evals += [(2, spent(2.6, 960, 2, 160) | {"trainer": trainer}) for trainer in (0, 2)]
     events = ledger(rounds=rounds, merges=[(1, (0, 1))], evals=evals)
     first, second = curve(events, Cluster())
-    assert (first["syncs"], first["bytes"]) == (1, 80)  # the best needs no average
+    assert (first["syncs"], first["bytes"]) == (1, 80)  # the best trainer needs no average
     assert (first["updates"], first["rounds"], first["tokens"]) == (5, 1, 480)
     assert (second["syncs"], second["bytes"]) == (3, 160 + 40)
-    assert second["updates"] == 5 + 9  # in a row: of the trainer that makes the most
+    assert second["updates"] == 5 + 9  # serial updates are those of the trainer with the most
     totals = summary.totals(events)
     assert second["syncs"] == totals["syncs_total"] + totals["consensus_syncs"]
     assert second["bytes"] == totals["bytes_total"] + totals["consensus_bytes"]
@@ -194,14 +194,14 @@ def test_loss_at_equal_tokens_is_interpolated():
     points = [{"loss": 3.0, "tokens": 100, "bytes": 8}, {"loss": 2.0, "tokens": 300, "bytes": 16}]
     assert compare._lowest(points, "tokens", 200) == pytest.approx(2.5)
     assert compare._lowest(points, "tokens", 300) == 2.0
-    assert compare._lowest(points, "tokens", 99) is None  # nothing is known before the first
-    assert compare._lowest(points, "bytes", 12) == 3.0  # which jump: the next 8 are not yet spent
+    assert compare._lowest(points, "tokens", 99) is None  # before the first evaluation
+    assert compare._lowest(points, "bytes", 12) == 3.0  # bytes jump: the next 8 are not spent yet
     worse = [*points, {"loss": 4.0, "tokens": 400}]
-    assert compare._lowest(worse, "tokens", 350) == 2.0  # the lowest reached, not the last
+    assert compare._lowest(worse, "tokens", 350) == 2.0  # the lowest loss reached, not the last
 
 
 def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
-    """Loss of each seed after 320, 640 and 960 tokens; the last of DiLoCo runs 640 only."""
+    """Seeds have losses after 320, 640 and 960 tokens; DiLoCo's last seed stops at 640."""
     losses = {"DiLoCo": [(5, 4, 3), (5, 4)], "AdLoCo": [(4, 3, 2), (3, 2, 1)]}
     what = comparison(variants={name: {} for name in losses}, seeds=(0, 1), target_losses=(3, 0))
     for run in runs_of(what, tmp_path):
@@ -247,7 +247,7 @@ def test_the_table_has_the_numbers_of_the_ledgers(tmp_path):
 
 
 def a_table(*losses_reached, values=(2,)):
-    """Two variants; the first reaches the target losses marked as reached."""
+    """A table of two variants, the first of which reaches the given target losses."""
     spread, never = compare._spread(values), compare._spread([None] * len(values))
     every, nothing = dict.fromkeys(compare.MEASURES, spread), dict.fromkeys(compare.MEASURES, never)
     costs = [every if ok else nothing for ok in losses_reached]
@@ -269,7 +269,7 @@ def a_table(*losses_reached, values=(2,)):
 
 
 def drawn(table):
-    """Titles of the panels of a table's front, and all its text on one line."""
+    """The panel titles of the figure front.svg, and all its text on one line."""
     root = ET.fromstring(figure(table, command="c"))
     texts = [element for element in root.findall(".//{*}text")]
     titles = [text.text for text in texts if text.get("class") == "heading"]
@@ -286,7 +286,7 @@ def test_a_loss_that_no_variant_reached_has_no_row_in_table_or_figure():
     assert "first reached 1.5 nats" in caption and "of the seeds: b." in caption
     nothing, caption_of_nothing = drawn(a_table(False))
     assert nothing == [] and "No variant reached 1.5 nats/token" in caption_of_nothing
-    for shown in (caption, text):  # the simulated cluster and model, and what is charged
+    for shown in (caption, text):  # the simulated cluster and model, and the costs it counts
         assert "10 Gbit/s and 30 ms between them, as if the model had 300,000,000" in shown
         assert "gathering them is counted too" in shown
 
@@ -306,7 +306,7 @@ def test_a_spread_counts_what_was_not_reached_as_more_than_all():
     assert spread(3, 1, 2) == [2, 1, 3, 3, 3]
     assert spread(None, 5, 2) == [5, 2, None, 2, 3]
     assert spread(None, 5, None) == [None, 5, None, 1, 3]
-    assert spread(1, 2, 3, None) == [3, 1, None, 3, 4]  # of an even number the upper one
+    assert spread(1, 2, 3, None) == [3, 1, None, 3, 4]  # the higher of the two middle values
 
 
 def test_a_cell_has_the_median_and_the_range_of_its_seeds():
@@ -319,7 +319,7 @@ def test_a_cell_has_the_median_and_the_range_of_its_seeds():
 
 
 def spent_by(variants):
-    """A table of variants, each with its median of every measure, which both losses took."""
+    """A table of variants with the given medians, for both target losses."""
     table = a_table(True, True)
     every = {name: dict.fromkeys(compare.MEASURES, compare._spread([v])) for name, v in variants}
     ends = {"final": {"loss": compare._spread([2])}}
@@ -340,8 +340,8 @@ def test_the_front_has_each_variant_where_its_costs_are(values):
         if "mark" in curve.get("class")
     ]
     at = [[int(part) for part in re.findall(r"[0-9]+", mark)[:2]] for mark in marks]
-    assert at == sorted(at) and len({x for x, _ in at}) == len(values)  # more is further right
-    assert all(abs(x + y - chart._UNITS) <= 1 for x, y in at)  # and further up: both are one cost
+    assert at == sorted(at) and len({x for x, _ in at}) == len(values)  # higher costs to the right
+    assert all(abs(x + y - chart._UNITS) <= 1 for x, y in at)  # and up: both axes have one cost
 
 
 def test_the_front_is_drawn_at_the_lowest_loss_that_most_reached():
@@ -353,7 +353,7 @@ NAMES += ("<script>&lt;", "`tick`", "[x](y)", "# no\ntitle")
 
 
 def test_a_variants_name_is_plain_text_in_every_file(tmp_path):
-    """Where names have a meaning: Markdown and its tables, mathematics, HTML, SVG."""
+    """A name may have a meaning in Markdown and its tables, mathematics, HTML or SVG."""
     names = [*NAMES, "bell \x07"]
     table = spent_by([(name, number + 1) for number, name in enumerate(names)])
     table |= {"baseline": names[0], "name": NAMES[-2], "ran": NAMES[4]}
@@ -403,7 +403,7 @@ def test_a_whole_comparison_its_tables_and_its_second_call(tmp_path):
 
 
 def execute(what, folder):
-    """Whether all runs are finished, and of each that was reached, whether it was made now."""
+    """Whether all runs are finished; and for each run that was reached, whether it was made now."""
     made = []
 
     def note(run, by_this):
@@ -442,7 +442,7 @@ def test_a_run_that_another_process_ends_and_deletes_meanwhile_is_no_error(
 
 
 def raising(error, *, first=lambda: None):
-    """A function that calls another, and raises."""
+    """A function that calls another function and then raises."""
 
     def fail(*_, **__):
         first()

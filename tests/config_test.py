@@ -19,7 +19,7 @@ from adloco_jax.settings import KNOBS
 DEFAULTS = default_config().to_dict()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NUMERIC = [key for key, knob in KNOBS.items() if config_module._base(knob.kind) in (int, float)]
-# Written out once more, so that a range in the schema cannot lose its lower end unseen.
+# Repeated here, so that a test fails if a range in the schema loses its lower end.
 ZERO_IS_ALLOWED = """
     checkpoint.every_s engine.grace_s seed model.loss_chunk inner.warmup_updates
     inner.weight_decay inner.beta1 inner.beta2 inner.final_lr_frac outer.momentum
@@ -148,7 +148,7 @@ def test_what_is_removed_is_refused_with_what_to_do():
 
 
 def test_help_names_the_entries_that_ship():
-    # In a process of its own: the studies add entries when they are imported.
+    # In a separate process, because studies add entries to the tables when they are imported.
     code = "from adloco_jax.settings import KNOBS; print({key: list(knob.entries()) for key, knob"
     code += " in KNOBS.items() if knob.table})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

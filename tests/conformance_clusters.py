@@ -1,4 +1,4 @@
-"""The lines of docs/conformance.md on clusters: tables, formulas, and measured times.
+"""The rows of docs/conformance.md on clusters: tables, formulas, and measured times.
 
 `python tests/conformance_clusters.py` prints the table of docs/CLUSTER.md, which states what the
 paper says and what we assume.
@@ -27,25 +27,25 @@ from adloco_jax.study.summary import markdown_table
 
 AT_95 = UTILISATIONS.index(0.95)
 NUM_LAYERS, NUM_FRAGMENTS, STEPS_PER_ROUND = 24, 8, 100
-BACKWARD_FRAC = 2 / 3  # of a step: a layer has one node forward and two of the same cost backward
-PRINTED_STEP_S = 0.1  # as the paper prints it, to one digit
-GRID_STEP_S = 0.12  # prints the same, and on the paper's grid meets 23 of its 25 figures
-STEP_S = 0.11  # between the two, where no figure at 95 % is far off without the grid
+BACKWARD_FRAC = 2 / 3  # of a step: a layer has one unit of work forward and two backward
+PRINTED_STEP_S = 0.1  # as the paper prints it, with one digit
+GRID_STEP_S = 0.12  # rounds to the same digit, and meets 23 of 25 figures on the paper's grid
+STEP_S = 0.11  # between the two; no figure at 95 % is far off without the grid
 # Bandwidths in Gbit/s that the paper must have tried: they include all figures of its Table 4.
 GRID = np.logspace(-1, 3, 50).round(2)
 
 
 class Traffic(NamedTuple):
-    """How outer gradients travel between two sites."""
+    """How outer gradients are sent between two sites."""
 
-    num_steps: int  # between two synchronisations of a fragment
+    num_steps: int  # inner steps between two synchronisations of a fragment
     bits_per_param: float = 16.0
     num_fragments: int = 1
-    hidden_steps: float = 0.0  # that pass while a fragment travels
+    hidden_steps: float = 0.0  # inner steps that run while a fragment is sent
 
 
 def _early_frac(num_fragments: int) -> float:
-    """Part of a step that is left when a fragment has its first gradient, mean over fragments.
+    """Part of a step that remains when a fragment has its first gradient, mean over fragments.
 
     Gradients are computed from the last layer to the first, so the fragment's last layer is first.
     """
@@ -84,7 +84,7 @@ def needed_gbits(
 
 
 def on_grid(gbits: float) -> float:
-    """Smallest sufficient bandwidth of the paper's grid, in Gbit/s, as printed there."""
+    """The smallest sufficient bandwidth of the paper's grid, in Gbit/s, as the paper prints it."""
     return float(f"{min(GRID[gbits <= GRID], default=math.inf):.1f}")
 
 
@@ -104,7 +104,7 @@ def table() -> str:
 
 
 def _agreement(needed: Callable, tables: Mapping[str, tuple[float, ...]]) -> str:
-    """How far ours, `needed(row, utilisation)`, and theirs are apart, in points of their grid."""
+    """The distance between `needed(row, utilisation)` and the paper's figures, in grid points."""
     printed = [float(f"{gbits:.1f}") for gbits in GRID] + [math.inf]
     cells = {
         f"{row} at {100 * utilisation:g} %": (needed(row, utilisation), figure)
@@ -177,7 +177,7 @@ def measured() -> list[Row]:
 
 
 def _measured_row(name: str) -> Row:
-    """A ring of four over links of the bandwidth that was achieved, in float32, blocking."""
+    """A row: a blocking float32 ring all-reduce of four machines at the achieved bandwidth."""
     mbits, sync_s = MEASURED_SYNC_S[name]
     step_s, start = MEASURED_STEP_S, start_line(num_params=MEASURED_PARAMS)
     token_s = step_s / start["config"]["data"]["sequence_length"]
@@ -215,7 +215,7 @@ DEVICES, FLOPS, STEPS_A, TOKENS_A, PARAMS_A = 64, 300e12, 30, 4096, 10**9
 
 
 def _appendix_a_s(num_models: int) -> float:
-    """Seconds of communication in a round as appendix A counts them; 0 models: data parallel."""
+    """Communication seconds of a round as appendix A counts them; 0 models: data parallel."""
     num_bits = 32 * PARAMS_A
 
     def all_reduce_s(link, share):
@@ -228,7 +228,7 @@ def _appendix_a_s(num_models: int) -> float:
 
 
 def _rings_s(num_models: int) -> float:
-    """The same by `ring_s`, whose latency is that of each of a ring's transfers."""
+    """The same by `ring_s`, which adds a latency for each transfer of a ring."""
     workers = max(1, num_models)
 
     def reduce_s(num_members, link):

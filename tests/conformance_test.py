@@ -1,7 +1,7 @@
-"""The lines of docs/conformance.md: what others publish or compute, beside what this computes.
+"""The rows of docs/conformance.md: numbers of others, and the numbers of this code.
 
 `python tests/conformance_test.py` prints the table. `make conformance` installs drjax, which one
-line needs, and checks that the page has what is computed.
+row needs, and checks that the page has the computed rows.
 """
 
 import functools
@@ -34,7 +34,7 @@ def torchft() -> list[Row]:
 
 
 def _torchft(delay: int, alpha: float) -> Row:
-    """Two workers; the parameters before every inner step are the loss function's own output."""
+    """A run of two workers; the loss function outputs the parameters before every inner step."""
     rates = {"inner_tx": optax.sgd(1.0), "outer_tx": optax.sgd(2.0)}
     ensemble = init({"w": jnp.ones(2)}, num_trainers=1, num_workers=2, own_params=True, **rates)
 
@@ -56,7 +56,7 @@ def _torchft(delay: int, alpha: float) -> Row:
         ensemble, workers, (_, _, before_TR), _ = turn(ensemble, workers, index % 2)
         seen += [*np.asarray(before_TR)]
     theirs = np.transpose(TORCHFT[delay, alpha])
-    ours = np.stack(seen)[: len(theirs)]  # of each worker both weights
+    ours = np.stack(seen)[: len(theirs)]  # both weights of each worker
     assert np.array_equal(ours, np.stack([theirs, theirs], axis=1))
     return Row(
         "torchft, golden trajectory of Streaming DiLoCo",
@@ -67,7 +67,7 @@ def _torchft(delay: int, alpha: float) -> Row:
     )
 
 
-# --- Other optimizers' algebra: a small network, 20 rounds
+# --- The algebra of other optimizers: a small neural network, 20 rounds
 
 ROUNDS, STEPS, BATCH = 20, 5, 8
 TOLERANCE = 1e-6
@@ -88,18 +88,18 @@ def _loss(params: dict, batch: dict) -> jax.Array:
 
 
 def _batches(*shape: int) -> dict:
-    """Inputs, and targets that a network like this one could compute, with noise."""
+    """Inputs and noisy targets that a neural network of this kind could compute."""
     x = _draw(*shape, 3, seed=2)
     return {"x": x, "y": np.sin(x[..., :2]) + _draw(*shape, 2, seed=3) / 10}
 
 
 def _scanned(one: Callable, carry, batch: dict):
-    """What `one(carry, batch of a round)` returns beside its carry, of all rounds."""
+    """The outputs of `one(carry, batch of a round)` in all rounds."""
     return jax.jit(lambda: lax.scan(one, carry, batch)[1])()
 
 
 def _alone(tx: optax.GradientTransformation, start, state, batches, *, at=lambda params: params):
-    """(parameters, state) after one update with each batch; `at` is where gradients are taken."""
+    """(parameters, state) after one update with each batch; gradients are taken at `at`."""
 
     def step(carry, batch):
         params, state = carry
@@ -124,7 +124,7 @@ def _ours(batch: dict, inner_tx, outer_tx) -> dict:
 
 
 def _theirs(tx: optax.GradientTransformation, start, batch: dict, **how):
-    """Parameters after every round of an optimizer on its own, on the batches of all workers."""
+    """Parameters after every round of the other optimizer, on the batches of all workers."""
 
     def one(carry, batch_SB):
         carry = _alone(tx, *carry, batch_SB, **how)
@@ -135,7 +135,7 @@ def _theirs(tx: optax.GradientTransformation, start, batch: dict, **how):
 
 
 def _compared(whose: str, run: str, theirs: dict, ours: dict) -> Row:
-    """Parameters after every round, and the loss that the last ones have on fixed examples."""
+    """Parameters after every round, and the final loss on fixed examples."""
     gaps = jax.tree.map(lambda a, b: np.max(np.abs(np.asarray(a) - np.asarray(b))), theirs, ours)
     assert max(jax.tree.leaves(gaps)) <= TOLERANCE
     moved = jax.tree.map(lambda leaf, start: np.max(np.abs(leaf[-1] - start)), ours, PARAMS)
@@ -160,14 +160,16 @@ def lookahead() -> list[Row]:
 
 class WrappedState(NamedTuple):
     inner: optax.OptState
-    start: optax.Params  # of the round
+    start: optax.Params  # at the start of the round
     momentum: optax.Updates  # u
     count: jax.Array
 
 
 def _diloco_wrapper(inner, *, period: int, learning_rate: float, momentum: float):
-    """DiLoCo of one worker as MuLoCo writes it: u <- mu u + eta Delta, theta <- theta - mu u - eta
-    Delta, with Delta the round's start minus its end.
+    """DiLoCo of one worker, as MuLoCo writes it.
+
+    u <- mu u + eta Delta; theta <- theta - mu u - eta Delta. Delta is the parameters at the
+    round's start minus those at its end.
     """
 
     def init_fn(params):
@@ -208,7 +210,7 @@ def delayed() -> list[Row]:
     batch = _batches(ROUNDS, STEPS, num_workers, BATCH)
 
     def one(carry, batch_SR):
-        """The pushes of four workers that started alike, one after the other."""
+        """The pushes of four workers with equal start parameters, one after another."""
         params, momentum, states = carry
         start, pushed = params, jax.tree.map(jnp.zeros_like, params)
         for worker in range(num_workers):

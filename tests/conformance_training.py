@@ -1,4 +1,4 @@
-"""The lines of docs/conformance.md on training results, from runs whose figures are committed."""
+"""The rows of docs/conformance.md on training results, from committed figures of runs."""
 
 import itertools
 import statistics
@@ -15,7 +15,7 @@ STUDIES = Path(__file__).parents[1] / "studies"
 
 
 def shakespeare() -> list[Row]:
-    """A line per variant."""
+    """A row for each variant."""
     comparison = compare_shakespeare.get_comparison()
     rows = []
     for name, lines in _recorded(comparison, "shakespeare").items():
@@ -37,7 +37,7 @@ def shakespeare() -> list[Row]:
 
 
 def order() -> list[Row]:
-    """A line per pair of neighbours in the paper's order, of which the first has the lower loss."""
+    """A row for each pair of neighbours in the paper's order, the lower loss first."""
     comparison, rows = compare_order_seeds.get_comparison(), []
     found = {name: _heldout(lines) for name, lines in _recorded(comparison, "order").items()}
     for low, high in itertools.pairwise(SCALING_ORDER):
@@ -57,7 +57,7 @@ def order() -> list[Row]:
 
 
 def _recorded(comparison: Comparison, name: str) -> dict[str, list[dict]]:
-    """Finished runs by variant; those of another config than today's do not count."""
+    """Finished runs by variant; runs of an outdated config do not count."""
     found, lines = results.read(STUDIES / f"{name}.jsonl"), {v: [] for v in comparison.variants}
     for run in runs_of(comparison, ""):
         lines[run.variant].append(found[results.key(run)])

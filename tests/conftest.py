@@ -1,4 +1,4 @@
-"""What every test runs under: eight emulated CPU devices, strict shapes, checked annotations."""
+"""The setting of every test: eight emulated CPU devices, strict shapes, checked annotations."""
 
 import dataclasses
 import gc
@@ -13,16 +13,16 @@ import jaxtyping
 import pytest
 from hubs import make_hub
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a hub
-# Through jax's own settings, not the environment: a command line under test starts with one device.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
+# Set through jax, not the environment, so that a command under test starts with one device.
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests compile the same program: it is compiled once per session, in a folder of its own.
+# Many tests compile the same program. A cache folder compiles it once per session.
 _cache = tempfile.TemporaryDirectory()
-os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are made once per session, too
+os.environ["XDG_CACHE_HOME"] = _cache.name  # rows of text are also prepared once per session
 jax.config.update("jax_compilation_cache_dir", _cache.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 # Compiling is most of the work, and LLVM's optimization a good part of it, which tiny programs do
@@ -52,7 +52,7 @@ hypothesis.settings.load_profile("adloco")
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_given_back():
-    """A program has some twenty memory maps; a process may have 65,530, and XLA aborts it there."""
+    """Frees programs. Each has some twenty memory maps, and a process may have 65,530."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -60,8 +60,8 @@ def programs_given_back():
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs(programs_given_back):
-    """Runs in a module that have the same model and settings trace and compile a program once."""
-    if not {"adloco_jax.training", "adloco_jax.main"} & set(sys.modules):  # nothing is run here
+    """Runs of a module with the same model and settings trace and compile a program once."""
+    if not {"adloco_jax.training", "adloco_jax.main"} & set(sys.modules):  # these tests make no run
         yield
         return
     from adloco_jax import training
@@ -84,14 +84,14 @@ def shared_programs(programs_given_back):
         return models[key]
 
     def one_spec(settings, *functions, **more):
-        """The first of those alike: optimizers are, where their settings are."""
+        """The first of equal specs; optimizers are equal if their settings are."""
         spec = program_spec(settings, *functions, **more)
         made = {"params": str(spec.params), "inner_tx": settings.inner, "outer_tx": settings.outer}
         fields = vars(spec) | made
         return specs.setdefault((machine(), *fields.values()), spec)
 
     def compile_once(self, key, *, background):
-        # Whatever a test has replaced in the module may have a part in its programs.
+        # A program may depend on anything that a test has replaced in the module.
         used = [*vars(self.spec).values(), *vars(programs).values()]
         place = (key, *map(id, used))
         if place not in compiled:
@@ -112,9 +112,9 @@ def shared_programs(programs_given_back):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """For a whole module (`pytestmark`): its runs see one device, whose programs compile fast.
+    """For a whole module (`pytestmark`): runs see one device, for which programs compile fast.
 
-    Gives all devices, for a test that patches some of them back.
+    Yields all devices, for tests that need some of them.
     """
     everything = jax.devices()
     first = everything[:1]
@@ -126,7 +126,7 @@ def one_device():
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """The folder of prepared real text; tests that want it are skipped without it."""
+    """The folder of prepared real text; tests that need it are skipped without it."""
     if "ADLOCO_DATA_DIR" not in os.environ:
         pytest.skip("ADLOCO_DATA_DIR is not set: no prepared text on this machine")
     return Path(os.environ["ADLOCO_DATA_DIR"])
@@ -134,13 +134,13 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def hub_root(tmp_path_factory, data_dir) -> Path:
-    """The folder of a hub's repositories, see `hubs`."""
+    """The folder of the local hub's repositories, see `hubs`."""
     return make_hub(tmp_path_factory.mktemp("hub") / "root", data_dir)
 
 
 @pytest.fixture
 def unchecked():
-    """Annotations are not checked, as for a user: the functions' own errors come to light."""
+    """Turns off the check of annotations, as for a user, to see the functions' own errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

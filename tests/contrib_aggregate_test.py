@@ -36,13 +36,13 @@ LABELS = {
 
 
 def rule_of(name):
-    """An entry of the table, with the labels where it takes some."""
+    """An entry of the table; gets the labels if it takes them."""
     return with_knobs(AGGREGATORS[name], {"label_params": lambda params: LABELS})
 
 
 @functools.cache
 def update_of(rule, precision="float32"):
-    """The pseudo-gradients [M] of workers that have moved by given differences [R]."""
+    """The pseudo-gradients [M] of workers with the given differences [R]."""
     how = {"aggregate": rule_of(rule), "precision": precision}
     return jax.jit(functools.partial(pseudo_gradients, **how), static_argnums=2)
 
@@ -55,7 +55,7 @@ def by_tensor(rule, tensor_W, weights, *, plain=False):
 
 
 def by_hand(rule, difference_W, weights):
-    """The oracle's pseudo-gradient of one trainer: each tensor on its own, embeddings averaged."""
+    """The oracle's pseudo-gradient of one trainer, tensor by tensor; embeddings are averaged."""
     tensor = functools.partial(by_tensor, rule, weights=weights)
     wide = jax.tree.map(np.float64, difference_W)
     layers = jax.tree.map(
@@ -99,7 +99,7 @@ def test_the_length_is_the_workers_mean_length_unless_their_directions_cancel():
 
 @pytest.mark.parametrize("rule", OTHERS)
 def test_without_labels_each_leaf_goes_by_its_own_shape_whatever_its_name(rule):
-    """The same matrix as a layer, an embedding, and by itself; four of them are no one matrix."""
+    """One matrix as a layer, as an embedding and alone; four stacked ones are not one matrix."""
     matrix_W, share_W = jnp.asarray(draw({"w": (4, 3)}, 2)["w"]), jnp.float32([0.5, 0.5])
     names = ("w", "layers", "layers_0", "players", "embedding", "lm_head")
     moved = AGGREGATORS[rule](dict.fromkeys(names, matrix_W), share_W)
@@ -122,7 +122,7 @@ def test_quantised_differences_are_aggregated_after_they_have_arrived():
 
 @pytest.mark.parametrize("rule", OTHERS)
 def test_a_run_on_eight_devices_aggregates_as_one_device_does(rule, monkeypatch):
-    """The engine's own program, with the labels that the architecture declares."""
+    """Uses the engine's program, with the labels of the architecture."""
     own = dataclasses.replace(ARCHITECTURES["llama"], label_params=lambda params: LABELS)
     monkeypatch.setitem(ARCHITECTURES, "llama", own)
     configured = settings_of(

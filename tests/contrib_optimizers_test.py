@@ -1,4 +1,4 @@
-"""Muon, against NumPy and AdamW, and Nesterov's momentum by the length of rounds."""
+"""Muon against NumPy and AdamW; Nesterov momentum scaled by the length of rounds."""
 
 import dataclasses
 
@@ -41,14 +41,14 @@ def normal(seed):
 
 
 def moved(tx, params, grads):
-    """The updates of a rate of 1, one after another, each added to the parameters."""
+    """The updates at rate 1, one after another, each added to the parameters."""
 
     @jax.jit
     def step(params, state, grad):
         updates, state = tx.update(grad, state, params)
         return optax.apply_updates(params, updates), state, updates
 
-    # The steps of Newton-Schulz enlarge what is small, rounding included, up to 500 times.
+    # Newton-Schulz steps enlarge small values, rounding errors included, up to 500 times.
     with jax.enable_x64(True):
         params = jax.tree.map(jnp.asarray, params)
         state, made = tx.init(params), []
@@ -73,7 +73,7 @@ def newton_schulz(matrix, num_steps=5):
 
 
 def by_numpy(params, grads):
-    """The updates of one matrix [in, out]."""
+    """Muon's updates of one matrix [in, out]."""
     momentum, made = 0.0, []
     for grad in grads:
         momentum = INNER.beta1 * momentum + grad
@@ -118,7 +118,7 @@ def test_a_model_without_hidden_matrices_is_refused():
 
 
 def sums(tx, grads, extras):
-    """How far updates one after another move parameters, and the momentum after them."""
+    """The sum of successive updates, and the momentum after them."""
     with jax.enable_x64(True):
         state, moved = tx.init(jnp.zeros(5)), jnp.zeros(5)
         for grad, extra in zip(grads, extras, strict=True):
@@ -149,7 +149,7 @@ def test_a_round_of_so_many_base_rounds_is_so_many_updates_of_nesterov(momentum,
 
 @MOMENTA
 def test_a_round_is_its_parts_wherever_it_is_cut(momentum):
-    """Lengths are any positive numbers: 0.3 and 1.9 base rounds are 2.2."""
+    """Lengths are any positive numbers: 0.3 and 1.9 base rounds equal 2.2."""
     shares = np.array([[1], [0.3 / 2.2], [1.9 / 2.2]])
     whole = by_interval(momentum, GRADS[[0, 1]], [1.0, 2.2])
     parts = by_interval(momentum, GRADS[[0, 1, 1]] * shares, [1.0, 0.3, 1.9])

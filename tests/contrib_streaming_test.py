@@ -1,4 +1,4 @@
-"""Fragments of the parameters synchronised in turn: what a run computes, and what moves."""
+"""Streaming DiLoCo: what a run with fragments computes, and which bytes it sends."""
 
 import functools
 import re
@@ -48,7 +48,7 @@ SHAPES = {"layers": (6, 3, 2), "embed": (7, 4), "norm": (4,), "tiny": (2, 3), "g
 
 
 def drifted(owner_R):
-    """An ensemble with momentum, its workers at places of their own."""
+    """An ensemble with momentum whose workers all have different parameters."""
     return filled(ensemble_of(owner_R, draw(SHAPES), inner_tx=SGD, own_params=True))
 
 
@@ -68,7 +68,8 @@ def test_fragments_part_every_leaf(shape, num_fragments, lead):
         part = take_fragment({"w": leaf}, fragment, num_fragments=num_fragments)
         again = put_fragment({"w": again}, part, fragment, num_fragments=num_fragments)["w"]
         found += np.asarray(part["w"])[np.asarray(part["w"]) != 0].tolist()
-    assert sorted(found) == np.asarray(leaf).ravel().tolist()  # each entry in one of them
+    # each entry is in exactly one fragment
+    assert sorted(found) == np.asarray(leaf).ravel().tolist()
     np.testing.assert_array_equal(again, leaf)
 
 
@@ -196,7 +197,7 @@ def linear_grad(params, rows):
 
 
 def belongs(fragment, num_fragments):
-    """Where the fragment's entries are, by leaf, as masks."""
+    """Masks of the fragment's entries, by leaf."""
     rows = np.arange(VOCAB) % num_fragments == fragment
     small = np.array(fragment == 0)
     return {"w": np.repeat(rows[:, None], VOCAB, axis=1), "b": rows, "gain": small}
@@ -205,8 +206,8 @@ def belongs(fragment, num_fragments):
 def stream_diloco(rounds, *, num_fragments, delay, mixing):
     """Streaming DiLoCo (arXiv 2501.18512) for one trainer, then the mean of its workers.
 
-    `rounds` are pairs of micro-batches by time and worker, and how many of them make an update.
-    Returns the trainer's parameters, and the momentum of its outer steps.
+    `rounds` are pairs: micro-batches by time and worker, and the number that make an update.
+    Returns the trainer's parameters and the momentum of its outer steps.
     """
     outer = start_params()
     velocity = {name: np.zeros_like(leaf) for name, leaf in outer.items()}
@@ -291,7 +292,7 @@ def test_a_run_is_streaming_diloco(tmp_path, num_fragments, delay, mixing):
     expected, velocity = stream_diloco(
         rounds, num_fragments=num_fragments, delay=delay, mixing=mixing
     )
-    # Taken as it arrives, all that a worker has is its trainer's.
+    # With mixing 0 a worker takes all of its trainer's parameters.
     assert len(events(tmp_path / "r", "sync")) == (num_fragments > 1 or mixing > 0)
     trace = optax.tree_utils.tree_get(result.ensemble.outer_state_M, "trace")
     for name, leaf in velocity.items():
@@ -330,7 +331,7 @@ def whole(tmp_path_factory):
 
 
 def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole):
-    part, all_of_it = 2 * 3 + 4, 6 * 3 + 4  # of a 6 x 6 table in int4, with one scale
+    part, all_of_it = 2 * 3 + 4, 6 * 3 + 4  # a 6 x 6 table in int4, with one scale
     rounds, syncs, merges = (events(whole.workdir, name) for name in ("round", "sync", "merge"))
     for line in rounds:
         several = line["workers"] > 1
@@ -339,12 +340,12 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
     assert (
         [(line["round"], line["trainers"], line["syncs"]) for line in syncs]
         == [
-            (2, [0, 1], 1),  # one of them has a single worker
+            (2, [0, 1], 1),  # one trainer has a single worker
             (4, merges[0]["members"][:1], 1),
         ]
     )
     assert [line["bytes"] for line in syncs] == [2 * all_of_it, 2 * 2 * all_of_it]
-    # Whole parameters and momentum; to a worker that joins, parameters and AdamW's moments.
+    # The trainer sends parameters and momentum; a joining worker gets parameters and moments.
     assert merges[0]["bytes"] == 2 * 144 + (144 + 2 * 144)
     (end,) = events(whole.workdir, "end")
     everything = [*rounds, *syncs, *merges]
@@ -361,7 +362,7 @@ def test_the_ledger_has_every_fragment_and_what_merges_and_the_end_absorb(whole)
 
 
 class Stopping:
-    """The toy's rows; a signal is sent once, while those of a round are read."""
+    """The toy's rows; sends a signal once, while the rows of a round are read."""
 
     def __init__(self, at_round):
         self.at_round, self.starts, self.sent = at_round, set(), False
@@ -389,7 +390,7 @@ def test_a_run_that_is_stopped_ends_as_the_uninterrupted_one(tmp_path, whole):
 
 @pytest.mark.slow
 def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whole):
-    """Trainers of two workers and of one have a device each, then share one."""
+    """Trainers with two workers and one first have a device each, then share a device."""
     with pytest.raises(Preempted):
         run(tmp_path / "r", settings_of(**RUN), table=Stopping(2), num_devices=2)
     result = run(tmp_path / "r", settings_of(**RUN))
@@ -402,7 +403,7 @@ def test_another_number_of_devices_goes_on_with_what_workers_have(tmp_path, whol
 def test_where_the_mean_of_one_worker_is_taken_as_it_is_fragments_change_nothing(
     tmp_path, monkeypatch
 ):
-    """However a round is made up: whole or in parts, its updates are the same."""
+    """The updates of a round are the same, whole or in parts."""
     monkeypatch.setitem(BATCH_TESTS, "eight", BatchTest(lambda stats: 8.0))
     batching = ONE_TRAINER["batching"] | {"test": "eight", "ramp": (), "growth": ("rounds",)}
     adamw = {"tx": "adamw", "state": "reset", "max_steps_per_round": 32}
@@ -438,7 +439,7 @@ def layered_loss(params, tokens):
 
 @functools.cache
 def compiled(*, fragments=1, delay=0, precision="float32"):
-    """What eight workers on eight devices exchange when they synchronise, and in which program."""
+    """The collectives of a synchronisation of eight workers on eight devices, and its program."""
     configured = settings_of(
         ensemble={"num_trainers": 1, "num_workers": 8, "model_shards": 1},
         inner={"steps_per_round": 16},
@@ -458,7 +459,7 @@ def test_a_fragment_of_four_moves_a_quarter():
     spec, _, whole = compiled()
     part_spec, _, part = compiled(fragments=4, delay=2)
     assert packed_bytes(part_spec.params, part_spec.outer.precision) == spec.sync_bytes
-    assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # the gain is in each
+    assert part_spec.sync_bytes == (spec.sync_bytes - 4) / 4 + 4  # each message is smaller
     accounted = 2 * 7 / 8 * part_spec.sync_bytes
     assert accounted <= sum(found.num_bytes for found in part) <= accounted + 1024  # losses, flags
     largest, largest_part = (max(one.num_bytes for one in found) for found in (whole, part))
@@ -491,7 +492,7 @@ def test_what_is_on_its_way_neither_waits_for_the_last_steps_nor_they_for_it(pre
     assert all(first in needed(name) and last not in needed(name) for name in sent)
 
 
-# --- What is said
+# --- Messages
 
 
 def test_the_plan_says_how_fragments_travel(monkeypatch):

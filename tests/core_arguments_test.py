@@ -1,4 +1,4 @@
-"""Parameters, losses and meshes of other people's code: `outer_step` and its parts take them."""
+"""`outer_step` and its parts take parameters, losses and meshes of other libraries."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def residual(w, b, batch):
 )
 @dataclasses.dataclass
 class Module:
-    """As Equinox's are: a static field, and None where `eqx.partition` took out no array."""
+    """Like an Equinox module: a static field, and None where `eqx.partition` found no array."""
 
     w: Any
     b: Any
@@ -95,7 +95,7 @@ def test_parameters_may_be_of_any_kind():
 
 
 def bits_loss(params, batch, key):
-    """Reports the key that it is given, and how many examples."""
+    """A loss that reports its key and the number of examples."""
     aux = {"bits": jax.random.key_data(key)[1] % 2**20, "size": jnp.int32(len(batch["x"]))}
     return of_dict(params, batch), aux
 
@@ -153,7 +153,7 @@ def test_statistics_use_one_key_and_leave_auxiliary_output_out():
 
 
 def test_a_repeated_round_with_smaller_micro_batches_has_the_same_keys():
-    """In a run a sequence's key is of its trainer, its stream and its place there."""
+    """A sequence's key depends only on its trainer, its stream and its position there."""
     settings = settings_of()
     control = start(settings, 4)
     control.trainers[2].cursors["3"] = 50
@@ -179,7 +179,7 @@ def test_a_run_gives_its_loss_keys(tmp_path, outer, test):
     assert np.isfinite(fit(settings, loss_fn=loss, **how).loss)
 
 
-# --- What is refused, with what to do
+# --- Refused arguments, with the remedy
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The batch-size tests against the oracle, the caps as properties, switch mode as a table."""
+"""Batch-size tests against the oracle, limits as properties, switch mode as a table."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ TESTS = {
 
 
 def sums_of(t=12, shift=0.4, seed=0, width=6):
-    """The oracle's sums of t random gradients; `shift` sets how much of them is signal."""
+    """The oracle's sums of t random gradients; `shift` sets the size of the signal."""
     grads = np.random.default_rng(seed).normal(size=(t, width)) + shift
     return oracle.gradient_sums(list(grads))
 
@@ -58,7 +58,7 @@ def stats_from(sums, scale=1.0, dtype=np.float64):
     )
 
 
-# Strong, weak and (negative estimate) no signal.
+# A strong signal, a weak signal, and none (a negative estimate).
 SIGNALS = [(2.0, 0), (0.4, 0), (0.0, 3)]
 
 
@@ -81,7 +81,7 @@ def test_requests_agree_with_the_oracle_on_numpy_and_on_jax(test, mode, unchecke
     single = [stats_from(sums, dtype=jnp.float32) for sums in every]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *single)
     np.testing.assert_allclose(jax.jit(jax.vmap(call))(stacked), expected, rtol=2e-5)
-    # Without a batch size the tested examples are the whole batch.
+    # Without a batch size, the tested examples count as the whole batch.
     value = by_hand(every[0], **thresholds, workers=1, mode=mode, total_batch=12)
     np.testing.assert_allclose(package(stats_from(every[0]), mode=mode), value, rtol=1e-12)
     with pytest.raises(ValueError, match="mode='papre': expected unbiased or paper"):
@@ -116,7 +116,7 @@ def test_next_batch_is_a_whole_number_within_growth_and_cap(
         assert new >= batch_size
     if isinstance(max_growth, int):
         assert new == oracle.limited(requested, batch=batch_size, cap=batch_cap, **limits)
-    # An answer that the limits allow is met exactly.
+    # A request within the limits is met exactly.
     if batch_size <= requested <= min(int(max_growth * batch_size), batch_cap):
         assert new == math.ceil(requested)
 
@@ -170,14 +170,14 @@ def test_ramp_refuses_rounds_that_do_not_increase_from_zero(rounds):
 
 @pytest.mark.parametrize(("test", "mode"), [("inner_product", "paper"), ("augmented", "unbiased")])
 def test_statistics_without_inner_products_are_refused(test, mode):
-    """They would give NaN, or with the paper's plug-in values a request of zero."""
+    """Without inner products the tests would give NaN, or in paper mode a request of zero."""
     package, _, _ = TESTS[test]
     stats = stats_from(sums_of())
     zero = np.float64(0)
     without = stats.replace(ip_sum=zero, ip_weight=zero, plugin_ip_sum=zero, plugin_orth_sum=zero)
     with pytest.raises(ValueError, match="stats: taken without inner products"):
         package(without, mode=mode)
-    with np.errstate(invalid="ignore"):  # of too few examples for them
+    with np.errstate(invalid="ignore"):  # too few examples for inner products
         few = package(stats.replace(ip_sum=zero, ip_weight=zero), mode=mode)
     assert np.isnan(few) == (mode == "unbiased")
 
