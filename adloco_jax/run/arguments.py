@@ -1,4 +1,4 @@
-"""Checks the arguments of `fit` before anything is compiled or created; faults name them."""
+"""Check the arguments of `fit` before anything is compiled or created."""
 
 import math
 import os
@@ -31,10 +31,10 @@ def check_arguments(
     inner_tx: optax.GradientTransformation | None,
     outer_tx: optax.GradientTransformation | None,
 ) -> None:
-    """Refuses arguments of `fit` that cannot be what their names say.
+    """Raise ConfigError if arguments of `fit` have wrong types, shapes or structures.
 
     Raises:
-      ConfigError: A line for each fault.
+      ConfigError: With one line for each fault, which names the argument.
     """
     faults = []
     if not isinstance(settings, Settings):
@@ -66,7 +66,7 @@ def check_arguments(
             if given is not None and named != (default := KNOBS[key].default):
                 faults.append(f"{name}: given beside {key}={named!r}; leave {key} at {default!r}")
             faults += [] if given is None else _of_transform(name, given, drawn)
-        if inner_tx is None:  # the config may name an entry of the user's own
+        if inner_tx is None:  # the config may name an entry that the user has added
             faults += _of_transform("inner_tx", inner_transform(settings), drawn)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -75,13 +75,13 @@ def check_arguments(
 def _of_params(init_fn: Callable[..., PyTree], params: PyTree | None) -> list[str]:
     try:
         drawn = jax.eval_shape(init_fn, jax.random.key(0))
-    except TypeError as error:  # a leaf that is no array, or a mistake within
+    except TypeError as error:  # a leaf that is not an array, or a mistake in the function
         need = "its leaves must all be arrays: leave others out of the tree"
         return [f"init_fn: {reason(error)}; {need}"]
     if not jax.tree.leaves(drawn):
         return ["init_fn: its parameters hold no array; expected at least one"]
     faults = _unsaved("init_fn: params", drawn)
-    # As the export joins the keys of a leaf, and as Orbax does.
+    # The export joins the keys of a leaf by "/", Orbax joins them by ".".
     for separator in "/.":
         paths = (path for path, _ in jax.tree.leaves_with_path(drawn))
         names = Counter(jax.tree_util.keystr(p, simple=True, separator=separator) for p in paths)
@@ -127,7 +127,7 @@ def _of_transform(name: str, tx: optax.GradientTransformation, params: PyTree) -
             return faults
         update = optax.with_extra_args_support(tx).update
         _, after = jax.eval_shape(update, params, before, params)
-    # What third-party code raises where it lacks an argument.
+    # Third-party code raises these if it lacks an argument.
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         return [
             f"{name}: {' '.join(str(error).split())[:300]}; a round passes only"

@@ -1,4 +1,4 @@
-"""From settings to functions: the model, its loss, the optimizers, what programs are made of."""
+"""Build functions from settings: the model, its loss, the optimizers, the inputs of programs."""
 
 import dataclasses
 import re
@@ -38,11 +38,11 @@ InitFn = Callable[[Array], PyTree]
 
 
 def load_data(settings: Settings, commit: str = "") -> Corpus:
-    """The configured text or tokens, or labelled texts if the model is a classifier.
+    """Load the configured text or tokens, or labelled texts if the model is a classifier.
 
     Args:
-      settings: The run's.
-      commit: Commit of a data set on the hub, in place of that of `data.revision`.
+      settings: The run's settings.
+      commit: Commit of a data set on the hub; empty for the present commit of `data.revision`.
 
     Raises:
       ConfigError, DataError: See `load_corpus`.
@@ -57,26 +57,26 @@ def class_count(settings: Settings) -> int | None:
 
 
 def row_length(settings: Settings) -> int:
-    """Integers in the longest row: the tokens, and a last target or the fields of `labelled`."""
+    """Number of integers in the longest row: L + 1, or L + 2 for labelled texts."""
     fields = 1 if class_count(settings) is None else NUM_FIELDS
     return settings.data.sequence_length + fields
 
 
 def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
-    """The attention of the configured model: "cudnn" where its conditions hold, else "xla".
+    """The attention kernel of the configured model: "cudnn" if its conditions hold, else "xla".
 
-    cuDNN's limits are those that `jax.nn.dot_product_attention` states, the smallest of all GPUs'.
+    The conditions are those of `jax.nn.dot_product_attention`, for the most limited GPU.
     """
     model, device = settings.model, machine.devices[0]
     head_size = model.width // model.num_heads
-    # Other makers' GPUs report no pair of numbers.
+    # GPUs of other vendors do not report a pair of numbers.
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     is_served = (
         takes(ARCHITECTURES[model.arch].build, "attention")
         and model.dtype == "bfloat16"
         and head_size <= 128
         and head_size % 8 == 0
-        and not measures_inner_products(settings)  # in forward mode, which it lacks
+        and not measures_inner_products(settings)  # these need forward mode, which cuDNN lacks
         and machine.platform == "gpu"
         and capability is not None
         and int(capability[1]) >= 8
@@ -87,13 +87,14 @@ def attention(settings: Settings, machine: Machine) -> Literal["xla", "cudnn"]:
 def build_network(
     settings: Settings, machine: Machine | None = None, mode: Mode | None = None
 ) -> nn.Module:
-    """The configured model, as its architecture builds it.
+    """Build the Flax module of the configured model.
 
     Args:
-      settings: The run's.
-      machine: The machine to compile for. None: only for shapes, or to compare results.
-      mode: How a device's workers run; None: one after another, rematerialised if `model.remat` is
-        set. At once, XLA would hold the state of a scanned layer twice: as it comes, and by layer.
+      settings: The run's settings.
+      machine: The machine to compile for. None: the module is used for shapes or comparisons.
+      mode: How a device's workers run. None: one after another, with rematerialisation if
+        `model.remat` is set. If workers run at once, layers are not scanned, because XLA would hold
+        the state of scanned layers twice.
     """
     mode = mode or Mode(in_turn=True, remat=bool(settings.model.remat))
     how: dict[str, Any] = {}
@@ -107,7 +108,7 @@ def build_network(
 def build_model(
     settings: Settings, machine: Machine | None = None, mode: Mode | None = None
 ) -> tuple[InitFn, LossFn]:
-    """The configured model as two plain functions; arguments are those of `build_network`."""
+    """Build the configured model as two functions; the arguments are those of `build_network`."""
     network = build_network(settings, machine, mode)
 
     def init_fn(key):
@@ -117,15 +118,15 @@ def build_model(
 
 
 def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
-    """The weights that `model.init_from` names, for the configured model.
+    """Load the weights that `model.init_from` names, for the configured model.
 
     Returns:
-      The parameters; and a line for a head that the checkpoint lacks, which is random, and a line
-      for tensors of other heads, which are left out.
+      The parameters, and lines to show. A line says if the checkpoint lacks the head, which is then
+      random. Another line names tensors of other heads, which are left out.
 
     Raises:
-      ConfigError: If the checkpoint is of another size, or its name leads nowhere.
-      DataError: If it cannot be used.
+      ConfigError: If the checkpoint has other sizes, or does not exist.
+      DataError: If the checkpoint cannot be used.
     """
     source = settings.model.init_from
     loaded = hf.load(source, head=False)
@@ -144,10 +145,10 @@ def pretrained_params(settings: Settings) -> tuple[PyTree, list[str]]:
 
 
 def require_same_network(settings: Settings, found: hf.Description) -> None:
-    """Compares the model of `model.init_from` with the configured one.
+    """Compare the model of `model.init_from` with the configured model.
 
     Raises:
-      ConfigError: Naming all sizes that differ.
+      ConfigError: If the models differ. The message names all sizes that differ.
     """
     model, network = settings.model, build_network(settings)
     names = hf.weight_map(network)
@@ -174,14 +175,14 @@ def measures_inner_products(settings: Settings) -> bool:
 def inner_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """The workers' optimizer at learning rate 1: the rate is an input of each update.
+    """The workers' optimizer at learning rate 1, because the rate is an input of each update.
 
     Args:
-      settings: The run's.
-      tx: Replaces the one that `inner.tx` names.
+      settings: The run's settings.
+      tx: A transformation that replaces the one of `inner.tx`.
     """
     inner = settings.inner
-    # A state of one structure with and without clipping, so that a run may change it.
+    # With and without clipping the state has the same structure, so that a run may change it.
     norm = inner.clip_norm
     clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     if tx is None:
@@ -190,7 +191,7 @@ def inner_transform(
 
 
 def _labels(settings: Settings) -> dict[str, Any]:
-    """The model's labels, as a knob of rules that treat parameters apart."""
+    """The argument `label_params` for rules that treat parameters differently by label."""
     label_params = ARCHITECTURES[settings.model.arch].label_params
     return {} if label_params is None else {"label_params": label_params}
 
@@ -198,14 +199,15 @@ def _labels(settings: Settings) -> dict[str, Any]:
 def outer_transform(
     settings: Settings, tx: optax.GradientTransformation | None = None
 ) -> tuple[optax.GradientTransformation, tuple[str, ...]]:
-    """The trainers' optimizer on the pseudo-gradient, at the configured rate, and its extras.
+    """The trainers' optimizer at the configured learning rate.
 
     Args:
-      settings: The run's.
-      tx: Replaces the one that `outer.tx` names.
+      settings: The run's settings.
+      tx: A transformation that replaces the one of `outer.tx`.
 
     Returns:
-      The transformation, and the names in `EXTRAS` that its update takes.
+      The transformation of the pseudo-gradient, and the names of the extra arguments in `EXTRAS`
+      that its update takes.
     """
     outer = settings.outer
     chosen = OUTER_OPTIMIZERS[outer.tx](outer) if tx is None else tx
@@ -214,18 +216,18 @@ def outer_transform(
 
 
 def examples_per_pass(settings: Settings, machine: Machine) -> int | None:
-    """How many rows of a micro-batch a device takes forward and backward together; None: all.
+    """Largest number of rows in one forward and backward pass; None: the whole micro-batch.
 
-    A CPU is faster if its cache keeps the activations between layers. Cutting a batch of 16 rows
-    with 131,072 numbers each took 0.8 of the time. Cutting a batch that fits the cache took up to
-    1.12 times the time.
+    A CPU is faster if the activations between layers stay in its cache. With 16 rows of 131,072
+    numbers each, smaller passes took 0.8 of the time. If the whole batch fits in the cache, smaller
+    passes took up to 1.12 times the time.
     """
     if machine.platform != "cpu":
         return None
     return max(1, _NUMBERS_IN_A_PASS // (settings.data.sequence_length * settings.model.width))
 
 
-_NUMBERS_IN_A_PASS = 2**19  # between two layers: 2 MiB in float32
+_NUMBERS_IN_A_PASS = 2**19  # activations between two layers: 2 MiB in float32
 
 
 def program_spec(
@@ -239,7 +241,7 @@ def program_spec(
     inner_tx: optax.GradientTransformation | None = None,
     outer_tx: optax.GradientTransformation | None = None,
 ) -> Spec:
-    """The data that all programs share, from the settings and the model's functions."""
+    """Collect the data that all programs share, from the settings and the model's functions."""
     batching = settings.batching
     uses_inner_products = measures_inner_products(settings)
     chosen_outer_tx, extras = outer_transform(settings, outer_tx)
@@ -261,8 +263,8 @@ def program_spec(
         reset_inner_state=settings.inner.state == "reset",
         aggregate=with_knobs(AGGREGATORS[settings.outer.aggregator], knobs),
         key_seed=settings.seed if takes(loss_fn, "key") else None,
-        # A CPU has few cores, which one worker's batch fills: four workers at once took 1.2 times
-        # the time of four in turn, and twice the memory.
+        # One worker's batch uses all cores of a CPU. Four workers at once took 1.2 times the time,
+        # and twice the memory, of four workers one after another.
         in_turn=machine.platform == "cpu",
         examples_per_pass=examples_per_pass(settings, machine),
     )
@@ -290,15 +292,15 @@ class Run:
     command: str
     accept_data_change: bool
     init_fn: InitFn
-    params: PyTree | None  # that trainers start from; None: drawn by `init_fn`
-    num_classes: int | None  # of labelled rows
-    unit: str  # of the loss; empty for a plain number
-    loss_of: Callable[[Mode], LossFn]  # in each of the modes
-    modes: tuple[Mode, ...]  # to choose from
+    params: PyTree | None  # parameters that trainers start from; None: drawn by `init_fn`
+    num_classes: int | None  # number of classes of labelled rows; None for text
+    unit: str  # unit of the loss; empty for a plain number
+    loss_of: Callable[[Mode], LossFn]  # returns the loss function for a mode
+    modes: tuple[Mode, ...]  # the modes to choose from
 
 
 def initial_ensemble(run: Run, control: Control) -> Ensemble:
-    """The trainers and workers that a run begins with."""
+    """Make the trainers and workers with which a run begins."""
     settings, spec = run.settings.ensemble, run.spec
     key = jax.random.key(run.settings.seed)
 

@@ -1,11 +1,13 @@
 """Checkpoints that are complete, verified and never overwritten.
 
-A checkpoint is a folder named by its round: `arrays/` by Orbax, `host.json`, and `manifest.json`
-with the size and SHA-256 of every file. A checkpoint is written as `.staging` beside the others,
-synced to disk, renamed, and read back. An older one is deleted after that. Orbax alone restores a
-flipped bit without an error and fails at a damaged newest step: hence the hashes and the fall-back.
+A checkpoint is a folder whose name is the number of its round. It contains `arrays/` (written by
+Orbax), `host.json`, and `manifest.json` with the size and SHA-256 of every file. A checkpoint is
+written to the folder `.staging`, synced to disk, renamed, and read back. Only then is an older
+checkpoint deleted. Orbax alone would restore a flipped bit without an error, and fail if the newest
+step is damaged. So files have hashes, and a damaged checkpoint is skipped for an older one.
 
-With several processes, each writes its own shards to a shared file system; process 0 does the rest.
+With several processes, each process writes its own shards to a shared file system; process 0 writes
+the other files.
 """
 
 import concurrent.futures
@@ -30,8 +32,8 @@ from adloco_jax.errors import CheckpointError, ResourceError, reason
 from adloco_jax.files import file_sha256, read_json, sync
 from adloco_jax.run import processes
 
-FORMAT = 3  # increases when an older reader could not understand a newer run's folder
-EXPORTED = (2, FORMAT)  # formats of which `adloco export` reads the parameters
+FORMAT = 3  # is increased when older versions cannot read a newer run's folder
+EXPORTED = (2, FORMAT)  # formats from which `adloco export` can read parameters
 _STAGING = ".staging"
 _ARRAYS, _HOST, _MANIFEST = "arrays", "host.json", "manifest.json"
 
@@ -49,14 +51,14 @@ class Saver:
     """Writes the checkpoints of one run, in the background, one at a time."""
 
     def __init__(self, folder: Path, *, keep: int, on_saved: Callable[[dict], None]):
-        """Removes what a killed run left incomplete.
+        """Prepare for saving; delete an incomplete checkpoint of a killed process.
 
         Args:
-          folder: Holds the checkpoints; made at the first save.
+          folder: The folder of the checkpoints; created by the first save.
           keep: Number of newest checkpoints to keep, beside the one with the lowest held-out loss.
-          on_saved: Called on the writing thread after a save is verified, with the fields of its
-            line in the ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and
-            `save_s` (seconds in all).
+          on_saved: Called on the writing thread after a save is verified, with fields for the
+            ledger: `round`, `bytes`, `blocked_s` (seconds that the run waited) and `save_s`
+            (seconds in all).
         """
         self.folder, self._keep, self._on_saved = folder, keep, on_saved
         self._orbax = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -66,16 +68,16 @@ class Saver:
             shutil.rmtree(folder / _STAGING, ignore_errors=True)
 
     def save(self, round_index: int, arrays: PyTree, host: dict, *, loss: float | None) -> None:
-        """Starts to write a checkpoint; the arrays may be donated when this returns.
+        """Start to write a checkpoint; the arrays may be donated as soon as this method returns.
 
         Args:
-          round_index: Rounds completed; names the folder.
+          round_index: Number of completed rounds, which becomes the name of the folder.
           arrays: A dataclass of pytrees of JAX arrays.
-          host: Plain JSON.
-          loss: Held-out loss of the consensus, if it was evaluated after this very round.
+          host: The host's part of the state, as plain JSON.
+          loss: Held-out loss of the consensus model after this round; None if not evaluated.
 
         Raises:
-          ResourceError: If the save before this one failed, or this one cannot begin.
+          ResourceError: If the previous save failed, or this save cannot begin.
           CheckpointError: If the checkpoints were deleted meanwhile.
         """
         start_s = time.perf_counter()
@@ -101,10 +103,10 @@ class Saver:
         self._pending = self._thread.submit(finish)
 
     def wait(self, *, only_if_ended: bool = False) -> None:
-        """Waits until the last save is verified.
+        """Wait until the last save is verified.
 
         Args:
-          only_if_ended: Whether to return at once if a save is still under way.
+          only_if_ended: Whether to return at once if the save has not ended yet.
 
         Raises:
           ResourceError: If the save failed. The message names the checkpoint to resume from.
@@ -116,13 +118,13 @@ class Saver:
             pending.result()
 
     def close(self) -> None:
-        """Waits for the last save, ignoring its errors, and ends the thread."""
+        """Wait for the last save, ignore its errors, and end the thread."""
         self._thread.shutdown()
         self._orbax.close()
 
     @contextlib.contextmanager
     def _write_errors(self, round_index: int, *, has_begun: bool = True) -> Iterator[None]:
-        """Turns errors of writing into user errors that name the checkpoint to resume from."""
+        """Turn errors of writing into user errors that name the checkpoint to resume from."""
         try:
             yield
         except _FAULTS as error:
@@ -145,7 +147,7 @@ class Saver:
             staging.mkdir(parents=True)
 
     def _finish(self, round_index: int, host: dict, loss: float | None) -> int:
-        """Completes the checkpoint in process 0, and returns its size in bytes."""
+        """Complete the checkpoint in process 0, and return its size in bytes."""
         if not processes.is_first():
             return 0
         staging, target = self.folder / _STAGING, self.folder / str(round_index)
@@ -171,7 +173,7 @@ class Saver:
         return sum(file["size"] for file in files.values())
 
     def _delete_old(self) -> None:
-        """Deletes all but the newest few and the best; a damaged one is left alone."""
+        """Delete old checkpoints, except the best one; damaged checkpoints are not deleted."""
         losses = {}
         for number in list_rounds(self.folder):
             with contextlib.suppress(Damaged):
@@ -180,7 +182,7 @@ class Saver:
         kept = [*list(losses)[: self._keep], *sorted(known, key=lambda n: losses[n])[:1]]
         for number in [number for number in losses if number not in kept]:
             crash_point("retention.begin")
-            # Renamed first: a half deleted folder must not look like a damaged checkpoint.
+            # Rename first: a partly deleted folder must not look like a damaged checkpoint.
             os.rename(self.folder / str(number), self.folder / _STAGING)
             crash_point("retention.renamed")
             shutil.rmtree(self.folder / _STAGING)
@@ -188,7 +190,7 @@ class Saver:
 
 
 def list_rounds(folder: Path) -> list[int]:
-    """The rounds of the checkpoints in a folder, newest first; anything else there is ignored."""
+    """The rounds of the checkpoints in a folder, newest first; other files are ignored."""
     if not folder.is_dir():
         return []
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
@@ -196,20 +198,20 @@ def list_rounds(folder: Path) -> list[int]:
 
 
 def last(folder: Path) -> str:
-    """The newest checkpoint in a folder, in words."""
+    """Name the newest checkpoint in a folder, in words."""
     saved = list_rounds(folder)[:1]
     return f"the last checkpoint is {folder / str(saved[0])}" if saved else "none was saved"
 
 
 def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
-    """Compares every file of a checkpoint with its manifest, which is returned.
+    """Compare every file of a checkpoint with its manifest; return the manifest.
 
     Args:
-      checkpoint: The folder.
+      checkpoint: The checkpoint's folder.
       formats: Formats that are accepted.
 
     Raises:
-      Damaged: If a file is missing, not a regular file, or changed; names it.
+      Damaged: If a file is missing, not a regular file, or has changed. The message names the file.
       CheckpointError: If the checkpoint was written in another format.
     """
     manifest = read_manifest(checkpoint, formats)
@@ -225,14 +227,14 @@ def verify(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
 
 
 def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dict:
-    """A checkpoint's manifest: format, round, loss and files, without a look at the files.
+    """Read a checkpoint's manifest (format, round, loss, files) without checking the files.
 
     Args:
-      checkpoint: The folder.
+      checkpoint: The checkpoint's folder.
       formats: Formats that are accepted.
 
     Raises:
-      Damaged: If it is missing or not what was written.
+      Damaged: If the manifest is missing or has changed.
       CheckpointError: If the checkpoint was written in another format.
     """
     path = checkpoint / _MANIFEST
@@ -257,21 +259,21 @@ def read_manifest(checkpoint: Path, formats: tuple[int, ...] = (FORMAT,)) -> dic
 
 
 def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """Reads the newest complete checkpoint; damaged newer ones are set aside.
+    """Read the newest complete checkpoint; newer damaged checkpoints are renamed.
 
     Args:
-      folder: Holds the checkpoints.
+      folder: The folder of the checkpoints.
       read: Reads a verified checkpoint. If it raises `Damaged`, the next older one is tried.
 
     Returns:
       The result of `read`, and a line for each damaged checkpoint; None if there is no checkpoint.
 
     Raises:
-      CheckpointError: If all checkpoints are damaged, which leaves them as they are, or if one was
-        written in another format.
+      CheckpointError: If all checkpoints are damaged (then none is renamed), or if one was written
+        in another format.
     """
     damage = []
-    # Process 0 lists and verifies; all of them read the same checkpoint.
+    # Process 0 lists and verifies; all processes read the same checkpoint.
     rounds = processes.broadcast(list_rounds(folder))
     for index, number in enumerate(rounds):
         path = folder / str(number)
@@ -297,48 +299,48 @@ def newest(folder: Path, read: Callable[[Path], T]) -> tuple[T, list[str]] | Non
 
 
 def read_host(checkpoint: Path) -> dict:
-    """The host's half of a verified checkpoint."""
+    """Read the host's part of a verified checkpoint."""
     return read_json(checkpoint / _HOST, Damaged)
 
 
 def read_arrays(checkpoint: Path, template: PyTree) -> PyTree:
-    """The arrays of a verified checkpoint, with the template's shardings.
+    """Read the arrays of a verified checkpoint, with the template's shardings.
 
     Args:
-      checkpoint: The folder.
+      checkpoint: The checkpoint's folder.
       template: The saved dataclass, with `jax.ShapeDtypeStruct` leaves of the saved shapes.
 
     Raises:
-      Damaged: If they do not have the template's structure, shapes and types.
+      Damaged: If the arrays do not have the template's structure, shapes and types.
     """
     return dataclasses.replace(template, **_read_fields(checkpoint, _fields(template)))
 
 
 def read_params(checkpoint: Path, template: PyTree) -> PyTree:
-    """The trainers' parameters alone, from a verified checkpoint in one of the `EXPORTED` formats.
+    """Read only the trainers' parameters of a verified checkpoint in one of the `EXPORTED` formats.
 
     Args:
-      checkpoint: The folder.
+      checkpoint: The checkpoint's folder.
       template: `jax.ShapeDtypeStruct`s of the parameters, with a leading axis of trainers and with
         shardings.
 
     Raises:
-      Damaged: If they do not have the template's structure, shapes and types.
+      Damaged: If the arrays do not have the template's structure, shapes and types.
     """
     return _read_fields(checkpoint, {"params_M": template})["params_M"]
 
 
 def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyTree]:
-    """All fields of the saved dataclass, or its parameters alone."""
+    """Read all fields of the saved dataclass, or only the parameters."""
     arrays, partial = checkpoint.absolute() / _ARRAYS, [*expected] == ["params_M"]
-    # Each process reads alone: where one cannot read, the others must not wait within Orbax.
+    # Each process reads separately: if one cannot read, the others must not wait inside Orbax.
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     kind = ocp.PyTreeCheckpointHandler if partial else ocp.StandardCheckpointHandler
     handler = kind(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
         try:
-            # Shapes are compared first: arrays of another size are not read and take no memory.
+            # Compare shapes first, so that arrays of another size are not read into memory.
             metadata = reader.metadata(arrays).item_metadata
             stored, wanted = shapes(metadata), shapes(expected)
             for name in sorted(wanted if partial else stored.keys() | wanted.keys()):
@@ -356,7 +358,7 @@ def _read_fields(checkpoint: Path, expected: dict[str, PyTree]) -> dict[str, PyT
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
-    """Type and shape of every leaf, by a path that is the same with and without the classes."""
+    """Dtype and shape of every leaf by its path; the path does not depend on pytree classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
@@ -365,7 +367,7 @@ def shapes(tree: PyTree) -> dict[str, str]:
 
 
 def _fields(state: PyTree) -> dict[str, PyTree]:
-    """A state's pytree fields by name; those that are None are left out, as older versions do."""
+    """A state's pytree fields by name, without fields that are None, as in older versions."""
     fields = [f.name for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
     named = {name: getattr(state, name) for name in fields}
     return {name: value for name, value in named.items() if value is not None}
@@ -387,7 +389,7 @@ def _describe_files(folder: Path) -> dict[str, dict]:
 
 
 def _seal(manifest: dict) -> bytes:
-    """A manifest's file: its content and the hash of that."""
+    """The bytes of a manifest's file: the content with its hash."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return _encode(manifest | {"sha256": digest})
 
@@ -397,5 +399,5 @@ def _encode(content: dict) -> bytes:
 
 
 def _on_all(name: str, faults: type[Exception] | tuple[type, ...], act: Callable[[], T]) -> T:
-    """Runs part of a save or restore in every process; an error in one is `Damaged` in others."""
+    """Run a part of a save or restore in every process; an error in one is `Damaged` in others."""
     return processes.run_on_all(act, name=name, faults=faults, elsewhere=Damaged)

@@ -1,4 +1,4 @@
-"""Writes the consensus of a run; reads a model out of a run: the consensus or one trainer."""
+"""Write the consensus model of a run, and read a model from a run's folder."""
 
 import contextlib
 import dataclasses
@@ -36,17 +36,17 @@ from adloco_jax.settings import Settings
 def write_consensus(
     params: PyTree, folder: Path, settings: Settings, tokenizer: Tokenizer | None
 ) -> None:
-    """Writes a model for others to load, and prints where it is and in which layout.
+    """Write a model to a folder, and print the path and the layout.
 
-    If the parameters are those of the configured model, and that has Hugging Face names, the folder
-    is one that `transformers` loads. Otherwise it holds `params.safetensors`: every leaf in its own
-    type, under its keys in the tree joined by `/`, such as `decoder/0/kernel`.
+    If the parameters fit the configured model, and the model has Hugging Face names, `transformers`
+    can load the folder. Otherwise the folder contains `params.safetensors`: every leaf in its own
+    dtype, under its keys in the tree joined by `/`, such as `decoder/0/kernel`.
 
     Args:
       params: One model's parameters, on the host.
-      folder: Replaced as a whole.
-      settings: The run's.
-      tokenizer: Written too in Hugging Face layout, if there is one.
+      folder: The folder to write; an existing folder is replaced.
+      settings: The run's settings.
+      tokenizer: Written too in Hugging Face layout; None: no tokenizer is written.
 
     Raises:
       OSError: If the folder cannot be written.
@@ -73,11 +73,12 @@ class Trained(NamedTuple):
     """One model of a run.
 
     Attributes:
-      settings: The run's.
+      settings: The run's settings.
       params: The model's parameters.
-      tokenizer: What its ids mean.
-      round: The checkpoint's.
-      source: `trainer 3`, or where the consensus comes from: `only`, `best` or `average`.
+      tokenizer: The tokenizer of the run.
+      round: The round of the checkpoint.
+      source: Such as `trainer 3`; for a consensus model `only`, `best` or `average`, see
+        `engine.evaluate.consensus`.
     """
 
     settings: Settings
@@ -90,20 +91,21 @@ class Trained(NamedTuple):
 def read_trained(
     workdir: str | Path, *, round: int | None = None, trainer: int | None = None
 ) -> Trained:
-    """Reads a model from a run's folder, which is left as it is.
+    """Read a model from a run's folder, without changing the folder.
 
     Args:
       workdir: The run's folder.
-      round: Round of the checkpoint; None: the newest.
-      trainer: A trainer's id; None: the consensus. Where more than one trainer is left, the run's
-        data are read for it: held-out text chooses between the best trainer and the average.
+      round: Round of the checkpoint; None: the newest checkpoint.
+      trainer: A trainer's id; None: the consensus model. If the run still has several trainers, the
+        consensus needs the run's data: held-out text chooses between the best trainer and the
+        average.
 
     Returns:
       The model.
 
     Raises:
-      ConfigError: If there is no such checkpoint or trainer; says which there are.
-      CheckpointError: If the folder holds no run, or the checkpoint is damaged.
+      ConfigError: If there is no such checkpoint or trainer. The message lists those that exist.
+      CheckpointError: If the folder does not contain a run, or the checkpoint is damaged.
       DataError: If the data are needed and cannot be used.
     """
     workdir = Path(workdir)

@@ -1,8 +1,7 @@
-"""The run's record: `ledger.jsonl`, one JSON object per line, appended as things happen.
+"""The log of a run, `ledger.jsonl`: one JSON object per line for each event of the run.
 
-Tables, figures and comparisons of runs read this file and nothing else. A killed process can
-leave at most its last line incomplete; readers drop it, and a `Ledger` opened on such a file
-repairs it, so that the next event starts on a line of its own.
+Tables, figures and comparisons of runs read only this file. A killed process can leave an
+incomplete last line. Readers drop this line, and a `Ledger` that opens the file removes it.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from adloco_jax.loop.adloco import StateBytes
 from adloco_jax.settings import Settings
 
 _DETERMINISTIC_EVENTS = frozenset({"round", "sync", "eval", "merge", "refusal", "spawn"})
-# Written again when rounds are run again.
+# Events that are written again when rounds are run again.
 _REPEATED_EVENTS = _DETERMINISTIC_EVENTS | {"fault", "memory"}
 
 _ADVICE = "restore the file from a copy; `adloco export` makes a model of a checkpoint without it"
@@ -51,7 +50,7 @@ _MERGE = (
     | _fields(float | None, "loss_after barrier")
     | _COSTS
 )
-# By event, the kind of each field. A number is null where it was not finite, or not measured.
+# For each event, the type of each field. A number that was not finite, or not measured, is null.
 EVENTS: dict[str, dict[str, Any]] = {
     "start": _fields(str, "run command data_fingerprint")
     | _fields(Size, "num_params max_batch_size")
@@ -99,27 +98,27 @@ def _position(content: bytes) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-START = _position(b"")  # of an empty ledger, see `cut`
+START = _position(b"")  # the position in an empty ledger, see `cut`
 
 
 class Ledger(contextlib.AbstractContextManager):
-    """Appends events to a JSONL file; each is on disk (in the kernel) when `write` returns."""
+    """Appends events to a JSONL file; when `write` returns, the kernel has the line."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         on_write: Callable[[dict], None] = lambda line: None,
     ):
-        """Opens `path` for appending, creating it if need be.
+        """Open `path` for appending; create the file if it does not exist.
 
         Args:
-          path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder exists.
-          on_write: Called with each line once it is on disk, on the thread that wrote it.
+          path: The ledger's file, by convention `<workdir>/ledger.jsonl`; its folder must exist.
+          on_write: Called with each line after it was written, on the thread that wrote it.
         """
         self._path = Path(path)
         self._on_write = on_write
         content = _content(self._path)
-        rest = content[content.rfind(b"\n") + 1 :]  # of a last line without a newline
+        rest = content[content.rfind(b"\n") + 1 :]  # the last line if it has no newline
         with write_errors(self._path):
             self._file = open(path, "ab", buffering=0)
             if rest and _parse(rest) is None:
@@ -131,18 +130,17 @@ class Ledger(contextlib.AbstractContextManager):
         self._hash, self._num_bytes = hashlib.sha256(content), len(content)
 
     def write(self, event: str, **fields: object) -> None:
-        """Appends one line: `event` first, then the fields in the order given.
+        """Append one line: `event` first, then the fields in the given order.
 
-        Scalars and arrays of NumPy and JAX become plain numbers and lists, and a number that is
-        not finite becomes null, wherever it stands. A JAX array that is still being computed
-        makes the call wait for it.
+        Scalars and arrays of NumPy and JAX become plain numbers and lists. Numbers that are not
+        finite become null. The call waits for JAX arrays that are still being computed.
 
         Args:
-          event: What happened, e.g. "round" or "merge".
-          **fields: Strings, numbers, booleans, None, and lists, tuples and dicts of them.
+          event: The kind of event, such as "round" or "merge".
+          **fields: Strings, numbers, booleans, None, and lists, tuples and dicts of these.
 
         Raises:
-          TypeError: If a value has no plain JSON form; nothing is written.
+          TypeError: If a value cannot be converted to JSON; nothing is written.
           ResourceError: If the disk is full or cannot be written.
         """
         line = _plain({"event": event, **fields})
@@ -151,7 +149,7 @@ class Ledger(contextlib.AbstractContextManager):
             with write_errors(self._path):
                 crash_point("ledger.write")
                 rest = memoryview(text)
-                while rest:  # a full disk takes a part first, and then raises
+                while rest:  # a full disk first accepts a part of the line, and then raises
                     rest = rest[self._file.write(rest) :]
                 crash_point("ledger.written")
                 self._hash.update(text)
@@ -159,13 +157,13 @@ class Ledger(contextlib.AbstractContextManager):
         self._on_write(line)
 
     def position(self) -> dict:
-        """Size and hash of the file, synced to disk; `cut` returns to this position."""
+        """Sync the file to disk; return its size and hash, with which `cut` can truncate it."""
         with self._lock, write_errors(self._path):
             os.fsync(self._file.fileno())
             return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
 
     def close(self) -> None:
-        """Closes the file; further writes raise ValueError."""
+        """Close the file; further writes raise ValueError."""
         self._file.close()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -173,7 +171,7 @@ class Ledger(contextlib.AbstractContextManager):
 
 
 def read(path: str | os.PathLike[str]) -> list[dict]:
-    """Reads a ledger, also one that is being written.
+    """Read a ledger; another process may still write to it.
 
     Args:
       path: The ledger's file.
@@ -182,8 +180,8 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
       One dict per line, in order. An incomplete last line is left out.
 
     Raises:
-      DataError: If the file cannot be read; if a line other than an incomplete last one is no
-        event, or a field of it is not what `EVENTS` says.
+      DataError: If the file cannot be read, if a line is not an event (except an incomplete last
+        line), or if a field differs from its type in `EVENTS`.
     """
     try:
         content = Path(path).read_bytes()
@@ -208,11 +206,11 @@ def read(path: str | os.PathLike[str]) -> list[dict]:
 
 
 def _fault(event: dict, rounds: int) -> str:
-    """What is wrong with a line after so many rounds; empty if nothing is."""
+    """Describe what is wrong with an event that follows `rounds` rounds; empty if it is right."""
     name = event["event"]
     if fault := files.fault(event, EVENTS.get(name, {}), name):
         return fault
-    # Trainers have clocks of their own: a slower one's round may come after a later one.
+    # If trainers run at their own pace, an earlier round of one may follow a later one of another.
     first, last = (1, rounds + 1) if name == "round" else (0, rounds)
     if name in _DETERMINISTIC_EVENTS and not first <= event["round"] <= last:
         return f"{name}.round: have {event['round']} after round {rounds}"
@@ -221,23 +219,23 @@ def _fault(event: dict, rounds: int) -> str:
 
 
 def finish(events: Iterable[dict]) -> dict | None:
-    """The `end` line of a run that has finished and has not been started again since."""
+    """The `end` line of a finished run; None if the run is not finished or was started again."""
     marks = [event for event in events if event["event"] in ("start", "end")]
     return marks[-1] if marks and marks[-1].get("reason") == "finished" else None
 
 
 def cut(path: str | os.PathLike[str], position: dict) -> None:
-    """Truncates a ledger to what it held when a checkpoint was written.
+    """Truncate a ledger to its content at the time when a checkpoint was written.
 
-    Later rounds run again and are recorded again. Lines that are not written again (starts, compile
-    events, checkpoints, ends) are kept. The file is replaced as a whole.
+    Later rounds are run again and recorded again. Lines of events that are not repeated (starts,
+    compile events, checkpoints, ends) stay in the file. The file is replaced atomically.
 
     Args:
       path: The ledger's file.
-      position: From `Ledger.position`; zero bytes for a run without a checkpoint.
+      position: From `Ledger.position`; `START` for a run without a checkpoint.
 
     Raises:
-      CheckpointError: If the ledger does not begin with what it held at that position.
+      CheckpointError: If the beginning of the ledger has changed since the checkpoint.
     """
     content, end = _content(Path(path)), position["bytes"]
     if _position(content[:end]) != position:
@@ -260,9 +258,9 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
 
 
 class _Line(NamedTuple):
-    text: bytes  # with its newline, if it has one
-    event: dict | None  # None if the text holds no event
-    end: int  # in bytes from the beginning of the file
+    text: bytes  # the line, with its newline if there is one
+    event: dict | None  # None if the line is not an event
+    end: int  # end of the line, in bytes from the beginning of the file
 
 
 def _lines(content: bytes) -> Iterator[_Line]:
@@ -277,7 +275,7 @@ def _content(path: Path) -> bytes:
 
 
 def deterministic_lines(events: Iterable[dict]) -> list[dict]:
-    """The lines that two runs with one seed share, for comparing them with `==`.
+    """The lines that are equal in two runs with the same seed, to compare the runs with `==`.
 
     Args:
       events: Ledger lines, from `read`.
@@ -294,7 +292,7 @@ def deterministic_lines(events: Iterable[dict]) -> list[dict]:
 
 
 def _parse(line: bytes) -> dict | None:
-    """The event on a line, or None if there is none."""
+    """The event on a line; None if the line is not an event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
@@ -303,7 +301,7 @@ def _parse(line: bytes) -> dict | None:
 
 
 def _plain(value: object) -> Any:
-    """`value` as plain JSON."""
+    """Convert a value to plain JSON."""
 
     def from_array(value: object) -> object:
         if isinstance(value, np.generic | np.ndarray | jax.Array):

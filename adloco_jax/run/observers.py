@@ -1,7 +1,7 @@
 """Observers of a run: ledger, evaluation, terminal, checkpoints and compilation ahead of time.
 
-Observers are called after every round, in the order that `training` declares. Each sees the state
-of the boundary it is called at, and changes nothing in the run.
+Observers are called after every round, in the order that `training` declares. Each observer
+receives the state after that round, and must not change it.
 """
 
 import dataclasses
@@ -35,35 +35,35 @@ from adloco_jax.settings import Settings
 
 
 class RunEngine(Engine, Protocol):
-    """An engine of a run, with what evaluates and saves its states."""
+    """An engine with the attributes that observers need to evaluate and save states."""
 
     programs: Programs
     heldout: evaluate.HeldOut
-    underway: Control  # before the round under way
+    underway: Control  # the control before the current round
 
     def complete(self, state: State) -> Ensemble:
-        """The state's ensemble with all that learners hold; waits."""
+        """The state's ensemble, including the parts that learners hold; waits for them."""
 
 
 @dataclass
 class Recorder:
-    """Writes what happened in a round and at its boundary.
+    """Writes the results of a round to the ledger and to the terminal.
 
-    The other observers log through it.
+    The other observers also write through the recorder.
     """
 
     settings: Settings
     engine: "RunEngine"
     ledger: Ledger
     progress: Progress
-    start_s: float  # on this process's clock, earlier by the seconds of earlier processes
-    loss: float  # of the last consensus, on the reported rows
-    evaluated_round: int = -1
-    tokens: int = 0  # of the rounds of this process
-    seconds: float = 0.0  # of these rounds, without compilation
+    start_s: float  # start of the run on this process's clock, as if earlier processes were here
+    loss: float  # loss of the last consensus model on the reported rows
+    evaluated_round: int = -1  # round after which `loss` was measured
+    tokens: int = 0  # tokens of the rounds of this process
+    seconds: float = 0.0  # seconds of these rounds, without compilation
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Writes a line for each trainer, then one for each change."""
+        """Write a line for each trainer, then a line for each change."""
         metrics = boundary.metrics
         self.tokens += sum(line["tokens"] for line in metrics.lines)
         self.seconds += metrics.step_s - metrics.stall_s
@@ -85,7 +85,7 @@ class Recorder:
                 self.progress.note(note)
 
     def show(self, state: State, boundary: Boundary) -> None:
-        """Shows the round on the terminal, with the newest held-out loss."""
+        """Show the round on the terminal, with the newest held-out loss."""
         metrics, control = boundary.metrics, state.control
         losses = [outcome.mean_loss for outcome in metrics.outcomes]
         how = {"heldout": self.loss, "pool": self.settings.ensemble.num_workers}
@@ -94,7 +94,7 @@ class Recorder:
         self.progress.round(control.round, done, text)
 
     def record(self) -> dict:
-        """The recorder's part of a checkpoint."""
+        """The recorder's fields of a checkpoint."""
         return {
             "loss": self.loss if np.isfinite(self.loss) else None,
             "wall_s": time.perf_counter() - self.start_s,
@@ -102,15 +102,15 @@ class Recorder:
         }
 
     def wall_s(self) -> float:
-        """Seconds of the run so far, those of earlier processes included."""
+        """Seconds of the run so far, including earlier processes."""
         return round(time.perf_counter() - self.start_s, 3)
 
     def write_memory(self, control: Control) -> None:
-        """Records the most memory that the process has held so far."""
+        """Write the peak memory of the process so far to the ledger."""
         self.ledger.write("memory", round=control.round, **measured_peaks())
 
     def write_end(self, control: Control, reason: str) -> None:
-        """Records the end of the run, or of this process's part of it."""
+        """Write the end of the run, or of this process's part of the run, to the ledger."""
         self.write_memory(control)
         fields: dict[str, Any] = {"rounds": control.round, **_totals(control)}
         if self.seconds:
@@ -119,9 +119,9 @@ class Recorder:
 
 
 def _decided(decision: Decision, settings: Settings) -> dict:
-    """A decision's fields of the ledger.
+    """The ledger fields of a decision.
 
-    If a rule sets the length of a round at its start, the next length is None.
+    If a rule determines the length of a round at its start, the next length is not known: None.
     """
     fields, inner = decision._asdict(), settings.inner
     size, is_known = fields.pop("size"), inner.round_length == "fixed"
@@ -139,15 +139,15 @@ def _totals(control: Control) -> dict[str, int]:
 
 @dataclass
 class Evaluator:
-    """Records the held-out loss of each trainer and of the consensus, every so many rounds."""
+    """Measures and records the held-out loss of each trainer and of the consensus model."""
 
     recorder: Recorder
-    num_classes: int | None  # of labelled rows
-    unit: str  # of the loss
-    params: PyTree | None = None  # the last consensus
+    num_classes: int | None  # number of classes of labelled rows; None for text
+    unit: str  # unit of the loss
+    params: PyTree | None = None  # parameters of the last consensus model
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Evaluates the state of this boundary if an evaluation is due, and shows the round."""
+        """Evaluate the state if an evaluation is due, and show the round on the terminal."""
         if not boundary.advanced:
             return
         recorder, control = self.recorder, state.control
@@ -162,7 +162,7 @@ class Evaluator:
         recorder.show(state, boundary)
 
     def consensus(self, state: State, *, record: bool = False) -> None:
-        """Finds the consensus and its loss, and keeps both."""
+        """Choose the consensus model, measure its loss, and store both."""
         engine = self.recorder.engine
         self.params, source = evaluate.consensus(
             state.ensemble, engine.programs, engine.heldout, state.control.demands
@@ -182,7 +182,7 @@ class Evaluator:
     def _record(self, control: Control, trainer: int | str, params: PyTree, **more: Any) -> float:
         loss = evaluate.mean_loss(*self._given(params))
         if self.unit == "nats/token":
-            with np.errstate(over="ignore"):  # not finite: null in the ledger
+            with np.errstate(over="ignore"):  # infinity becomes null in the ledger
                 more["perplexity"] = float(np.exp(loss))
         if self.num_classes is not None:
             more |= evaluate.class_report(*self._given(params), self.num_classes)
@@ -194,22 +194,22 @@ class Evaluator:
 
 @dataclass
 class Checkpoints:
-    """Saves the state at a round's boundary when a save is due; after a signal saves and stops."""
+    """Saves the state after a round if a save is due; after a signal it saves and stops the run."""
 
     recorder: Recorder
     saver: Saver
     stop: Callable[[], bool]  # whether the process has received a signal
-    host: Callable[[State], dict]  # what is saved of a state beside its arrays, as plain JSON
+    host: Callable[[State], dict]  # returns the host's part of a checkpoint, as plain JSON
     _last_save_s: float = field(default_factory=time.perf_counter)
 
     def __call__(self, state: State, boundary: Boundary) -> None:
-        """Saves if a save is due, and ends the run at a signal.
+        """Save if a save is due, and end the run after a signal.
 
         Raises:
           Preempted: After a signal, once everything is saved.
           ResourceError: If a save has failed.
         """
-        if not boundary.advanced:  # what is saved is named by the slowest trainer's count
+        if not boundary.advanced:  # a checkpoint's name is the round of the slowest trainer
             return
         settings, index = self.recorder.settings, state.control.round
         last, every = is_over(state.control, settings), settings.checkpoint.every_rounds
@@ -226,11 +226,11 @@ class Checkpoints:
             folder = self.saver.folder
             raise Preempted(
                 f"{folder.parent}: stopped by a signal after round {index};"
-                f" {checkpoint.last(folder)}; the same command goes on from there"
+                f" {checkpoint.last(folder)}; the same command continues from there"
             )
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by now; also reports a failure of the one before."""
+        """Whether a checkpoint is due by the clock; raises the error of a failed earlier save."""
         self.saver.wait(only_if_ended=True)
         due_s = self._last_save_s + self.recorder.settings.checkpoint.every_s
         return processes.is_first() and time.perf_counter() >= due_s
@@ -245,7 +245,7 @@ class Checkpoints:
 
 
 def watchdog(seconds: float) -> Observer:
-    """Ends the process with every thread's traceback if no round ends for so many seconds."""
+    """Print all threads' tracebacks and end the process if no round ends for `seconds`."""
 
     def observe(state: State, boundary: Boundary) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -254,7 +254,7 @@ def watchdog(seconds: float) -> Observer:
 
 
 def compile_fields(compiled: Compiled) -> dict:
-    """The fields of a `compile` line."""
+    """The fields of a `compile` line of the ledger."""
     return {
         "key": str(compiled.key),
         "seconds": round(compiled.seconds, 3),
@@ -267,7 +267,7 @@ def compile_fields(compiled: Compiled) -> dict:
 def write_start(
     run: Run, ledger: Ledger, control: Control, damage: list[str], faults: Sequence[dict]
 ) -> None:
-    """Writes the `start` line of an attempt, and the faults that led to it."""
+    """Write the `start` line of an attempt to the ledger, and the faults that led to it."""
     settings, spec = run.settings, run.spec
     ledger.write(
         "start",

@@ -1,4 +1,4 @@
-"""A description of a run and its needs as text: the header of a run, and `adloco plan`."""
+"""Describe a run and its needs as text: the header of a run, and the output of `adloco plan`."""
 
 import inspect
 from pathlib import Path
@@ -44,17 +44,18 @@ def plan(
     accept_config_change: bool = False,
     memory: bool = False,
 ) -> str:
-    """Describes what a run would hold and move; trains nothing and reads no text.
+    """Describe the memory, communication and tokens of a run, without training or reading text.
 
     Args:
       config: A config that `train` accepts.
-      workdir: The run's folder, which need not exist; None leaves it out.
-      accept_config_change: Whether a run there may resume with other settings that change it.
-      memory: Whether to compile the programs of the first rounds, and describe them: the largest
-        micro-batch, and device memory from the compiler's own analysis.
+      workdir: The run's folder, which need not exist. None: no folder is checked.
+      accept_config_change: Whether an existing run in that folder may resume with changed settings.
+      memory: Whether to compile the programs of the first rounds, and describe the largest
+        micro-batch and the device memory by the compiler's analysis.
 
     Returns:
-      Parameters, states, bytes per round, tokens to come; at the end what was not checked.
+      Lines on parameters, states, bytes per round and tokens; the last lines name what was not
+      checked.
 
     Raises:
       UserError: See `check_inputs`.
@@ -79,20 +80,20 @@ def check_inputs(
     *,
     accept_config_change: bool = False,
 ) -> list[str]:
-    """Checks everything that a run checks before it reads text or weights.
+    """Check everything that a run checks before it reads text or weights.
 
     Args:
-      settings: The run's.
-      workdir: Its folder, which need not exist; None leaves it out.
-      accept_config_change: Whether a run there may resume with other settings that change it.
+      settings: The run's settings.
+      workdir: The run's folder, which need not exist. None: no folder is checked.
+      accept_config_change: Whether an existing run in that folder may resume with changed settings.
 
     Returns:
-      One line for each check that only a run makes.
+      One line for each check that is left to the run.
 
     Raises:
       ConfigError: If paths, tokenizer, vocabulary and the other settings contradict one another, or
         an extra is not installed.
-      DataError: If a path leads nowhere, or to what is damaged as far as its description shows.
+      DataError: If a path leads nowhere, or the description of prepared data is damaged.
       CheckpointError: If the folder's record of its config cannot be read.
     """
     model, unchecked = settings.model, []
@@ -113,10 +114,11 @@ def check_inputs(
 
 
 def require_memory(settings: Settings) -> None:
-    """Refuses a run whose state alone is too large for this machine, before anything is loaded.
+    """Refuse a run whose state is too large for this machine, before anything is loaded.
 
     Raises:
-      ResourceError: Says how much is needed, and what to run instead.
+      ResourceError: If the state is too large. The message gives the bytes, and what to run
+        instead.
     """
     machine, memory_frac = here(), settings.batching.memory_frac
     functions, classes = build_model(settings, machine), class_count(settings)
@@ -134,7 +136,7 @@ def require_memory(settings: Settings) -> None:
 
 
 def run_header(settings: Settings, spec: Spec, max_batch: int | None) -> list[str]:
-    """The run in four lines at most: model, trainers, batches, and fragments if there are any."""
+    """Describe a run in at most four lines: model, trainers, batches, and fragments if any."""
     model, ensemble, inner = settings.model, settings.ensemble, settings.inner
     batching, outer = settings.batching, settings.outer
     owners = tuple(start(settings, max_batch or batching.initial_batch_size).owners)
@@ -164,7 +166,7 @@ _THRESHOLDS = ("eta", "vartheta", "nu")
 
 
 def _growth(settings: Settings) -> str:
-    """Describes what changes the batch size."""
+    """Describe what determines the batch size."""
     batching = settings.batching
     if not measures_gradients(settings):
         return f"then by batching.test={batching.test} {batching.ramp or ''}".rstrip()
@@ -181,7 +183,7 @@ def _growth(settings: Settings) -> str:
 
 
 def _fragments(settings: Settings, spec: Spec) -> list[str]:
-    """A line on how fragments are synchronised, if they are in turn or late."""
+    """Describe the synchronisation of fragments in a line, for Streaming DiLoCo only."""
     outer = settings.outer
     if not outer.own_params:
         return []
@@ -195,7 +197,7 @@ def _fragments(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
-    """Lines that need no compilation: states, communications, tokens."""
+    """Describe states, communications and tokens, which needs no compilation."""
     ensemble, batching = settings.ensemble, settings.batching
     num_trainers, num_workers = ensemble.num_trainers, ensemble.num_workers
     first = batching.initial_batch_size
@@ -229,7 +231,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
         *run_header(settings, spec, batching.max_batch_size),
         f"optimizer states: outer {_human(outer_bytes)} per trainer,"
         f" inner {_human(inner_bytes)} per worker",
-        f"state at rest: {_human(num_bytes(state))} for {num_trainers} trainers,"
+        f"state between rounds: {_human(num_bytes(state))} for {num_trainers} trainers,"
         f" {num_workers} workers",
         "placement in the first round:",
         *drawn,
@@ -241,7 +243,7 @@ def _plan_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
-    """The compiler's analysis of the programs of the first rounds."""
+    """Describe the memory of the first rounds' programs, by the compiler's analysis."""
     batching = settings.batching
     choice = choose(
         settings,
@@ -268,7 +270,7 @@ def _memory_lines(settings: Settings, spec: Spec) -> list[str]:
 
 
 def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[ProgramKey]:
-    """The programs of this pool's rounds while its trainers are alike, and of evaluation."""
+    """The programs of rounds in which all trainers have the same plan, and of evaluation."""
     batching, max_batch, keys = settings.batching, control.max_batch_size, []
     for size in (size for size in batching.buckets if size <= max_batch):
         sums = size == max_batch and accumulates(settings, size)
@@ -280,7 +282,7 @@ def reachable_keys(settings: Settings, spec: Spec, control: Control) -> list[Pro
 
 
 def _merge_lines(settings: Settings, spec: Spec) -> list[str]:
-    """The bytes of merges and of workers that join, if trainers may merge or the pool may grow."""
+    """Describe the bytes of merges and joining workers, if trainers may merge or workers join."""
     ensemble, lines = settings.ensemble, []
     joining = merge_cost(spec.state_bytes, num_joining=1)["bytes"]
     if ensemble.initial_workers is not None:

@@ -1,9 +1,9 @@
-"""The processes of one run: how they connect, what they agree on, and how signals stop them.
+"""The processes of one run: connect them, exchange values between them, stop them by signals.
 
 Every process runs the same program on the same host state; only process 0 prints and writes.
-Some things only one process can know: a clock, a signal, a full disk. The processes exchange them
-here before they decide anything by them. The exchange goes through JAX's coordinator, so that no
-process waits for its devices.
+A clock, a signal or a full disk is known to one process only. So the processes exchange such facts
+before they decide by them. The exchange goes through JAX's coordinator, so that no process waits
+for its devices.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from adloco_jax.errors import ConfigError, ResourceError, UserError
 from adloco_jax.files import write_errors
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_EXCHANGE_MS = 2 * 60 * 60 * 1000  # the slowest load or save; heartbeats notice a dead process
-_END_MS = 10 * 1000  # for which a process that ends waits for the others to do so
+_EXCHANGE_MS = 2 * 60 * 60 * 1000  # time limit of an exchange: longer than any load or save
+_END_MS = 10 * 1000  # time for which a process that ends waits for the others to end
 
 T = TypeVar("T")
 
-_num_sent: Counter[str] = Counter()  # by the name of an exchange
+_num_sent: Counter[str] = Counter()  # number of values sent, by the name of the exchange
 
 
 def connect(
@@ -41,17 +41,17 @@ def connect(
     process_id: int | None = None,
     timeout_s: int = 300,
 ) -> None:
-    """Makes this process one of several. To be called before anything else of JAX.
+    """Connect this process with the other processes of a run, before any other use of JAX.
 
     Args:
-      coordinator: HOST:PORT of process 0. None: JAX detects the launcher (Slurm, Open MPI,
-        Kubernetes) and takes all three from it.
+      coordinator: HOST:PORT of process 0. None: JAX reads all three values from the launcher
+        (Slurm, Open MPI, Kubernetes).
       num_processes: Number of processes.
       process_id: Index of this process, from 0.
       timeout_s: Seconds to wait for the other processes.
 
     Raises:
-      ConfigError: If the three contradict one another, or JAX detects no launcher.
+      ConfigError: If the three values contradict one another, or JAX detects no launcher.
       ResourceError: If the processes cannot connect. If they have not connected in time, this
         process exits with the error's code.
     """
@@ -68,7 +68,7 @@ def connect(
     failure = f"{whose}not all processes connected{f' at {coordinator}' if coordinator else ''}"
 
     def give_up():
-        # JAX would abort the process with a stack trace, and its waiting cannot be interrupted.
+        # JAX's wait cannot be interrupted, and its own timeout would abort with a stack trace.
         print(f"{failure} within {timeout_s} s", file=sys.stderr, flush=True)
         os._exit(ResourceError.exit_code)
 
@@ -91,7 +91,7 @@ def connect(
 
 
 def _check_port(coordinator: str) -> None:
-    """Refuses a port in use, at which JAX would abort."""
+    """Raise ResourceError for a port in use, because JAX would abort the process."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,14 +109,14 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def only_first_prints() -> Iterator[None]:
-    """Discards the standard output of all other processes."""
+    """Discard the standard output of all processes except process 0."""
     with open(os.devnull, "w", errors="backslashreplace") as null:
         with contextlib.redirect_stdout(sys.stdout if is_first() else null):
             yield
 
 
 def _send(name: str, value: object) -> int:
-    """Sends a value to all processes; returns its number among the exchanges of this name."""
+    """Send a value to all processes; return its number among the exchanges of this name."""
     _num_sent[name] += 1
     number = _num_sent[name]
     _client().key_value_set(f"{name} ({number})/{jax.process_index()}", json.dumps(value))
@@ -124,37 +124,37 @@ def _send(name: str, value: object) -> int:
 
 
 def _receive(name: str, number: int) -> list:
-    """Waits for the values that all processes send under a name and number."""
+    """Wait for the values that all processes send under a name and number."""
     client = _client()
     keys = [f"{name} ({number})/{index}" for index in range(jax.process_count())]
     values = [json.loads(client.blocking_key_value_get(key, _EXCHANGE_MS)) for key in keys]
-    if number > 1:  # all others have sent this one, so all have received the one before
+    if number > 1:  # all others have sent this value, so they have received the previous one
         client.key_value_delete(f"{name} ({number - 1})/{jax.process_index()}")
     return values
 
 
 def gather(value: T, name: str = "gather") -> list[T]:
-    """All-gathers a value: one of each process, in the order of the processes.
+    """All-gather one value of each process, in the order of the processes.
 
-    All processes must call it.
+    All processes must call this function.
 
     Args:
-      value: Plain JSON data.
-      name: Name of the exchange; each thread uses names of its own.
+      value: This process's value, plain JSON data.
+      name: Name of the exchange. Threads must use different names.
     """
     return [value] if jax.process_count() == 1 else _receive(name, _send(name, value))
 
 
 def broadcast(value: T) -> T:
-    """Broadcasts process 0's value, which is plain JSON data; all processes must call it."""
+    """Broadcast process 0's value, plain JSON data; all processes must call this function."""
     return gather(value)[0]
 
 
 def barrier(name: str) -> None:
-    """Waits until all processes have called it.
+    """Wait until all processes have called this function.
 
     Args:
-      name: Name of the barrier; each thread uses names of its own.
+      name: Name of the barrier. Threads must use different names.
     """
     gather(None, name)
 
@@ -166,21 +166,23 @@ def run_on_all(
     faults: type[Exception] | tuple[type[Exception], ...] = UserError,
     elsewhere: type[Exception] | None = None,
 ) -> T:
-    """Runs a function in every process, and broadcasts an error of one to all.
+    """Run a function in every process, and broadcast an error of one process to all.
 
-    A process that ended alone would leave the others waiting for it.
+    Without the broadcast, the others would wait for the process that failed.
 
     Args:
       act: The function. It must not exchange anything with other processes.
-      name: Name of the exchange; each thread uses names of its own.
+      name: Name of the exchange. Threads must use different names.
       faults: Classes of errors that are broadcast.
-      elsewhere: Class that is raised for another process's error. None: that error's own class.
+      elsewhere: Class of the error that is raised for another process's error. None: the same
+        class as that error.
 
     Returns:
       The result of `act` in this process.
 
     Raises:
-      Exception: One of `faults`, in every process: its own error, or else the first of the others.
+      Exception: One of `faults`, in every process: the process's own error, or else the first error
+        of the others.
     """
     try:
         outcome, fault = act(), None
@@ -198,10 +200,10 @@ def run_on_all(
 
 
 def end_others(message: str) -> None:
-    """Ends all other processes, which print the message and exit with 5 (`ending_together`).
+    """End all other processes: they print the message and exit with code 5 (`ending_together`).
 
-    They may be waiting for a collective of this process, which nothing interrupts. Without this,
-    the end of process 0 aborts them all.
+    The other processes may be waiting for a collective with this process, which cannot be
+    interrupted. Without this call, the end of process 0 would abort them.
     """
     failure = json.dumps([jax.process_index(), message])
     _client().key_value_set("failure", failure, allow_overwrite=True)
@@ -209,14 +211,14 @@ def end_others(message: str) -> None:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Ends this process with 5 as soon as another one has called `end_others`."""
+    """End this process with exit code 5 as soon as another process has called `end_others`."""
     done = threading.Event()
 
     def watch(client) -> None:
         while not done.wait(1):
             try:
                 index, message = json.loads(client.key_value_try_get("failure"))
-            except jax.errors.JaxRuntimeError:  # nobody has failed
+            except jax.errors.JaxRuntimeError:  # no process has failed
                 continue
             if index != jax.process_index():
                 print(message, file=sys.stderr, flush=True)
@@ -232,10 +234,10 @@ def ending_together() -> Iterator[None]:
 
 
 def all_end() -> bool:
-    """Whether all other processes end, too. If not, JAX's shutdown must not wait for them.
+    """Whether all other processes end now too. If not, JAX's shutdown must not wait for them.
 
-    At exit JAX waits five minutes for processes that may be waiting for this one, and then aborts
-    them all, whatever their exit codes.
+    At exit JAX waits five minutes for the other processes, which may be waiting for this one. Then
+    JAX aborts all processes, and their exit codes are lost.
     """
     if jax._src.distributed.global_state.client is None:
         return True
@@ -244,7 +246,7 @@ def all_end() -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     if is_first():
-        time.sleep(1)  # the coordinator: its answers to the others are on their way
+        time.sleep(1)  # process 0 is the coordinator, whose answers must reach the others
     return True
 
 
@@ -255,14 +257,14 @@ def _client():
 
 
 def require_equal(what: dict[str, str], advice: str) -> None:
-    """Checks that all processes have the same values.
+    """Check that all processes have the same values.
 
     Args:
       what: Strings by name, such as hashes; the same names in every process.
       advice: Last line of the message.
 
     Raises:
-      ConfigError: In every process, naming what differs and in which process.
+      ConfigError: In every process, if values differ. The message names values and processes.
     """
     first, *others = gather(dict(what))
     lines = []
@@ -274,7 +276,7 @@ def require_equal(what: dict[str, str], advice: str) -> None:
 
 
 def require_shared(folder: Path) -> None:
-    """Checks that all processes see the folder in which process 0 writes.
+    """Check that all processes see the folder to which process 0 writes.
 
     Raises:
       ConfigError: In every process, if one of them sees another folder of this name.
@@ -282,7 +284,7 @@ def require_shared(folder: Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    # A fresh name: a file system may remember for a while that an older name was missing.
+    # A new name, because a file system may cache for a while that an older name is missing.
     mark = folder / f".seen-{broadcast(os.urandom(8).hex())}"
 
     def make() -> None:
@@ -307,13 +309,14 @@ def require_shared(folder: Path) -> None:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """Yields an event that the first SIGTERM or SIGINT sets; the second ends the process at once.
+    """Yield an event that the first SIGTERM or SIGINT sets; a second signal ends the process.
 
     Python runs signal handlers between two bytecodes of the main thread, which may be compiling for
-    minutes. The interpreter also writes the number of each signal to a pipe at once, and a thread
-    reads that pipe.
+    minutes. But the interpreter writes the number of each signal to a pipe at once, and here a
+    thread reads that pipe.
 
-    If the caller is not on the main thread, no handler can be set, and signals keep their effect.
+    If the caller is not on the main thread, handlers cannot be set, and signals keep their usual
+    effect.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
-"""A run's folder: who may use it, and what may change when the run is resumed.
+"""A run's folder: its lock, its recorded config, and the state to resume from.
 
-`config.json` in the run's folder holds the resolved config. Every key has a class: harmless ones
-change freely, some only with `--accept-config-change`, and the rest make another run.
+`config.json` in the run's folder holds the resolved config. When a run is resumed, some keys may
+change freely, others only with `--accept-config-change`, and the rest may not change.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def require_utf8(option: str, path: Path) -> None:
-    """Refuses a name that is not UTF-8, because libraries that write there accept no other.
+    """Refuse a path that is not UTF-8, because libraries that write to it accept only UTF-8.
 
     Raises:
-      ConfigError: Names the option.
+      ConfigError: If the path is not UTF-8. The message names the option.
     """
     try:
         str(path).encode()
@@ -55,17 +55,17 @@ def require_utf8(option: str, path: Path) -> None:
 
 
 def check_workdir(workdir: str | Path) -> None:
-    """Refuses a folder that cannot hold a run.
+    """Refuse a folder in which a run cannot be stored.
 
     Raises:
-      ConfigError: Says why, and what to do.
+      ConfigError: If a run cannot be stored there. The message says why, and what to do.
     """
     folder = Path(workdir)
     require_utf8("--workdir", folder)
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it is made later, or the file in its place is named below
+        pass  # the folder is made later, or the code below names a file in its place
     except (OSError, ValueError) as error:  # a name too long, with NUL in it, a loop of links
         raise ConfigError(f"--workdir {str(workdir)[:200]!r}: {error}; name another") from error
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -81,13 +81,13 @@ def check_workdir(workdir: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(workdir: Path) -> Iterator[None]:
-    """Makes a run's folder and locks it; the lock of a dead process does not count.
+    """Make a run's folder and lock it; the lock of a dead process does not count.
 
-    Process 0 does this for all processes of a run, which must all see the folder.
+    Process 0 locks the folder for all processes of a run, which must all see the folder.
 
     Raises:
-      ConfigError: If another process is at work there, or the folder cannot be written, or is not
-        the same folder for all processes.
+      ConfigError: If another process uses the folder, if the folder cannot be written, or if it is
+        not the same folder for all processes.
       ResourceError: If the disk is full.
     """
     lock = FileLock(workdir / ".lock", timeout=0)
@@ -120,20 +120,21 @@ def finished(
     *,
     accept_config_change: bool = False,
 ) -> list[str] | None:
-    """Whether a folder holds a run with nothing left to do.
+    """Check whether a folder contains a finished run.
 
     Args:
       workdir: The run's folder; it need not exist.
-      config: The run's config, compared with the recorded one.
-      accept_config_change: Whether a resumed run may go on with another learning rate and the like.
+      config: The run's config, which is compared with the recorded config.
+      accept_config_change: Whether a resumed run may change settings such as the learning rate.
 
     Returns:
-      None if there is something to do; else what is damaged in the newest checkpoint, a line each.
+      None if the run is not finished. For a finished run, a list of faults of its newest
+      checkpoint; the list is empty if the checkpoint is not damaged.
 
     Raises:
       ConfigError: If the config or the folder cannot be used.
-      CheckpointError: If the folder holds a run whose config cannot be read.
-      DataError: If its ledger cannot be read.
+      CheckpointError: If the recorded config of a run in the folder cannot be read.
+      DataError: If the run's ledger cannot be read.
     """
     folder, settings = Path(workdir), validate(config)
     check_config(folder, settings, accept=accept_config_change)
@@ -154,17 +155,17 @@ def finished(
 
 
 def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
-    """Compares the settings of a run to be resumed with those recorded in its folder.
+    """Compare the settings of a run to be resumed with the settings recorded in its folder.
 
-    A folder that cannot hold a run is refused first (`check_workdir`).
+    The folder itself is checked first (`check_workdir`).
 
     Args:
-      workdir: The run's folder; nothing is compared if it holds no run.
-      settings: Of the run to be resumed.
+      workdir: The run's folder. If it contains no run, nothing is compared.
+      settings: The settings of the run to be resumed.
       accept: Whether changes that alter the rest of the run are accepted.
 
     Raises:
-      ConfigError: Listing the changes that are refused, or that need `accept`.
+      ConfigError: If changes are refused, or need `accept`. The message lists them.
       CheckpointError: If the recorded config cannot be read.
     """
     check_workdir(workdir)
@@ -189,7 +190,7 @@ def check_config(workdir: Path, settings: Settings, *, accept: bool) -> None:
 
 
 def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
-    """A line for each key whose value differs from the one that a run's folder records."""
+    """A line for each key whose value differs from the value recorded in a run's folder."""
     before, now = _read(workdir / "config.json"), flat_settings(settings)
     changed: dict[Change, list[str]] = {"harmless": [], "accepted": [], "refused": []}
     for key in KNOBS:
@@ -200,13 +201,14 @@ def changes(workdir: Path, settings: Settings) -> dict[Change, list[str]]:
 
 
 def recorded_settings(workdir: Path) -> Settings:
-    """The settings of the run that a folder holds; keys of later versions are at their defaults.
+    """Read the settings that are recorded in a run's folder.
 
-    The revision of a data set on the hub is the commit that the run began with.
+    Keys that the record lacks, because a later version added them, have their defaults. The
+    revision of a data set on the hub is the commit with which the run began.
 
     Raises:
-      CheckpointError: If there is no record, or it cannot be read.
-      ConfigError: If the run uses an entry that this library does not define.
+      CheckpointError: If there is no record, or the record cannot be read.
+      ConfigError: If the run uses an entry of a table that this library does not define.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -234,7 +236,7 @@ def recorded_settings(workdir: Path) -> Settings:
 
 
 def recorded_commit(workdir: Path) -> str:
-    """The commit of the hub's data set that a folder's run began with; empty if there is none.
+    """The commit of the hub's data set with which a run began; empty if it uses no such data set.
 
     Raises:
       CheckpointError: If the record cannot be read.
@@ -256,10 +258,10 @@ def _as_tuples(value: object) -> object:
 
 
 def write_config(workdir: Path, settings: Settings, **more: object) -> None:
-    """Records the resolved config, replacing an older record as a whole.
+    """Write the resolved config to the run's folder; an older record is replaced atomically.
 
     Raises:
-      ResourceError: If it cannot be written.
+      ResourceError: If the file cannot be written.
     """
     path = workdir / "config.json"
     record = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(settings), **more}
@@ -271,9 +273,9 @@ def write_config(workdir: Path, settings: Settings, **more: object) -> None:
 
 
 def _class(key: str, settings: Settings) -> Change:
-    # A decaying schedule is stretched over the remaining rounds or tokens; a rule for the length of
-    # rounds may be, too. Where rounds leave worker updates unsynchronised, the last round of the
-    # run has synchronised them.
+    # A decaying schedule depends on the total number of rounds or tokens, and so may a rule for the
+    # length of rounds. If rounds leave worker updates unsynchronised, the last round of the run has
+    # synchronised them.
     inner = settings.inner
     lasting = inner.schedule == "constant" and inner.round_length == "fixed"
     lasting = lasting and not settings.outer.leaves_unsynchronised
@@ -283,7 +285,7 @@ def _class(key: str, settings: Settings) -> Change:
 
 
 def flat_settings(settings: Settings) -> dict[str, object]:
-    """Every setting by its key, as JSON returns it: tuples are lists."""
+    """Every setting by its key, as it is read from JSON: tuples are lists."""
     return _flat(json.loads(json.dumps(dataclasses.asdict(settings))))
 
 
@@ -292,14 +294,15 @@ def _flat(config: dict) -> dict[str, object]:
 
 
 def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
-    """The config of a run, from the record in its folder.
+    """Read the recorded config of a run.
 
     Args:
-      path: The record.
-      exported: Whether the run may be of 0.2, of which the model and the data are read alone.
+      path: The file of the record.
+      exported: Whether the run may be of version 0.2, from whose record only the groups for an
+        export are read.
 
     Raises:
-      CheckpointError: If it cannot be read, or is of a run of another version.
+      CheckpointError: If the record cannot be read, or was written by another version.
     """
     try:
         record = files.read_json(path, Damaged)
@@ -319,7 +322,7 @@ def _read(path: Path, *, exported: bool = False) -> dict[str, object]:
     return _flat(record["config"])
 
 
-# Of a checkpoint's `host.json`, the fields that are read.
+# The fields that are read from a checkpoint's `host.json`, with their types.
 _HOST: dict[str, Any] = {
     "control": Control,
     "max_batch_size_given": int | None,
@@ -331,17 +334,17 @@ _HOST: dict[str, Any] = {
 
 
 class Restored(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     state: State
     host: dict
 
 
 def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
-    """The run's state as a verified checkpoint holds it.
+    """Read the run's state from a verified checkpoint.
 
     Raises:
-      Damaged: If it is not a state of this run.
+      Damaged: If the content is not a state of this run.
     """
     host = checkpoint.read_host(path)
     if fault := files.fault(host, _HOST, "host"):
@@ -353,15 +356,15 @@ def read_state(path: Path, settings: Settings, spec: Spec) -> Restored:
 
 
 def read_control(path: Path, data: Any, settings: Settings) -> Control:
-    """A run's control from JSON; fields of other versions are left out.
+    """Convert a checkpoint's JSON to a control, and check that it fits the run.
 
     Args:
-      path: The checkpoint.
-      data: Its host's `control`.
-      settings: The run's.
+      path: The checkpoint's folder.
+      data: The field `control` of the checkpoint's `host.json`. Unknown fields are ignored.
+      settings: The run's settings.
 
     Raises:
-      Damaged: If it is not a control of this run.
+      Damaged: If the data are not a control of this run.
     """
     if fault := files.fault(data, Control, "host.control"):
         raise Damaged(f"{path}: {fault}")
@@ -375,7 +378,7 @@ def read_control(path: Path, data: Any, settings: Settings) -> Control:
 
 
 def control_from_json(data: dict) -> Control:
-    """The inverse of `dataclasses.asdict` on a control; fields of other versions are left out."""
+    """The inverse of `dataclasses.asdict` for a control; unknown fields are ignored."""
     fields = {each.name: data[each.name] for each in dataclasses.fields(Control)}
     names = [each.name for each in dataclasses.fields(Trainer)]
     trainers = [Trainer(**{name: trainer[name] for name in names}) for trainer in data["trainers"]]
@@ -388,13 +391,13 @@ def begin_control(
     max_batch: int | None,
     on_compile: Callable[[Compiled], None],
 ) -> tuple[Control, Programs]:
-    """The control to start or to resume with, and the programs of the mode that is chosen.
+    """Choose the largest micro-batch and how workers run; return the control and the programs.
 
     Args:
       run: The run.
-      restored: The checkpoint to resume from; None: the run begins.
-      max_batch: Replaces the control's `max_batch_size`, after memory ran out.
-      on_compile: Called with each program that is compiled.
+      restored: The checkpoint to resume from; None: the run starts.
+      max_batch: After memory ran out, the value that replaces the control's `max_batch_size`.
+      on_compile: Called after each compilation.
     """
     settings = run.settings
     size, control = settings.batching.max_batch_size, restored.state.control if restored else None
@@ -408,7 +411,7 @@ def begin_control(
 
     choice = chosen(run.modes)
     mode = Mode(choice.programs.spec.in_turn, choice.programs.spec.remat)
-    last = max(processes.gather(run.modes.index(mode)))  # of several processes that have chosen
+    last = max(processes.gather(run.modes.index(mode)))  # all processes use the most frugal choice
     if run.modes[last] != mode:
         choice.programs.close()
         choice = chosen(run.modes[last : last + 1])
@@ -419,12 +422,17 @@ def begin_control(
 
 
 def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
-    """The newest whole checkpoint, what is damaged in newer ones, and the ledger's `end` line."""
+    """Restore the newest undamaged checkpoint.
+
+    Returns:
+      The checkpoint's content, or None; a line for each damaged newer checkpoint; the ledger's
+      `end` line if the run is finished.
+    """
     folder, path = run.workdir / "checkpoints", run.workdir / "ledger.jsonl"
     found = checkpoint.newest(folder, lambda at: read_state(at, run.settings, run.spec))
     restored, damage = found or (None, [])
     events = read(path) if path.exists() else []
-    processes.gather(None)  # all have read what the first one is about to change
+    processes.gather(None)  # a barrier: process 0 changes the ledger after all have read it
     if restored is None and any(event["event"] == "checkpoint" for event in events):
         raise CheckpointError(
             f"{folder}: the checkpoints that {path.name} records are gone; restore them from a"
@@ -442,7 +450,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
 
 
 def host(run: Run, recorded: dict, state: State) -> dict:
-    """What a checkpoint holds of a state beside its arrays; `recorded` is the recorder's part."""
+    """The host's part of a checkpoint; `recorded` are the recorder's fields."""
     return {
         "control": dataclasses.asdict(state.control),
         "max_batch_size_given": run.settings.batching.max_batch_size,
@@ -458,17 +466,17 @@ def host(run: Run, recorded: dict, state: State) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that may change a run's bits, by name."""
+    """Versions, by name, of all software that may change the numbers of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax.checkpoint", "numpy")
     installed = {name: metadata.version(name.replace(".", "-")) for name in packages}
     return {"adloco_jax": __version__, "python": platform.python_version(), **installed}
 
 
 def require_equal_processes(run: Run) -> None:
-    """Checks that all processes have the same run.
+    """Check that all processes have the same config, data, weights and versions.
 
     Raises:
-      ConfigError: In every process, naming what differs.
+      ConfigError: In every process, if something differs. The message names it.
     """
     if jax.process_count() == 1:
         return

@@ -17,8 +17,8 @@ with warnings.catch_warnings():  # without ipywidgets a notebook gets the text b
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-_MOST_LISTED = 4  # trainers whose batches are shown one by one
-# Of a change at a round's boundary.
+_MOST_LISTED = 4  # up to this number of trainers, each one's batch is shown
+# The line for each kind of change at the end of a round.
 _CHANGES = {
     "learner": "learner {learner} {what}: {why}",
     "spawn": "trainer {trainer}: workers {workers_before} -> {workers_after} ({why})",
@@ -38,7 +38,10 @@ _WHY = {
 
 
 class Progress:
-    """Writes lines, above a bar where the output is a terminal or a notebook."""
+    """Writes lines to the terminal, above a progress bar if there is one.
+
+    There is a bar if the output is a terminal or a notebook.
+    """
 
     def __init__(
         self,
@@ -48,13 +51,13 @@ class Progress:
         share_done: float = 0.0,
         file: TextIO | None = None,
     ):
-        """Starts the clock, and draws the bar if there is one.
+        """Start the clock, and draw the bar if there is one.
 
         Args:
-          num_rounds: Rounds of the whole run; None where tokens end it.
-          every: Rounds between two lines; the last round always has one.
+          num_rounds: Rounds of the whole run; None if the run ends by tokens.
+          every: Rounds from one line to the next; the last round always has a line.
           share_done: Fraction of the whole run that earlier processes have done.
-          file: Where to write; None is standard output.
+          file: The file to write to; None: standard output.
         """
         self._file = sys.stdout if file is None else file
         self._num_rounds = num_rounds
@@ -62,7 +65,7 @@ class Progress:
         self._last_s, self._last_share = time.perf_counter(), share_done
         self._seconds_per_run: float | None = None
         self._bar = None
-        # A Jupyter kernel's output is no terminal, yet shows bars; this is how tqdm.auto decides.
+        # The output of a Jupyter kernel is not a terminal but shows bars; tqdm.auto tests the same.
         in_notebook = self._file is sys.stdout and "ipykernel.zmqshell" in sys.modules
         if self._file.isatty() or in_notebook:
             style = "{percentage:3.0f}%|{bar}| {elapsed}{postfix}"
@@ -72,19 +75,19 @@ class Progress:
             )
 
     def note(self, line: str) -> None:
-        """Writes a line of its own, above the bar."""
+        """Write a line above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._file)
         else:
             print(line, file=self._file, flush=True)
 
     def round(self, index: int, share_done: float, text: str) -> None:
-        """Writes a finished round's line, if it is due, and moves the bar.
+        """Write the line of a finished round, if one is due, and move the bar.
 
         Args:
           index: The round's number, from 1.
           share_done: Fraction of the whole run that is done; may exceed 1.
-          text: What the line says of the round, see `describe_round`.
+          text: The round in words, see `describe_round`.
         """
         share = min(share_done, 1.0)
         left = f"{tqdm.format_interval(self._seconds_left(share))} left"
@@ -99,12 +102,12 @@ class Progress:
             self.note(f"round {number}: {text}, {left}")
 
     def close(self) -> None:
-        """Leaves the bar on the terminal and ends its line."""
+        """Stop the bar and end its line; the bar stays on the terminal."""
         if self._bar is not None:
             self._bar.close()
 
     def _seconds_left(self, share: float) -> float:
-        """By the pace of the last rounds: the first one also compiles."""
+        """Estimate the remaining seconds from the last rounds, because the first ones compile."""
         now_s = time.perf_counter()
         pace = (now_s - self._last_s) / max(share - self._last_share, 1e-9)
         before = pace if self._seconds_per_run is None else self._seconds_per_run
@@ -116,14 +119,14 @@ class Progress:
 def describe_round(
     lines: Sequence[dict], losses: Sequence[float], *, heldout: float, pool: int, seconds: float
 ) -> str:
-    """A finished round in words.
+    """Describe a finished round in words.
 
     Args:
       lines: The ledger's line of each trainer.
-      losses: Mean training loss of each trainer; the mean of those that are finite is shown.
-      heldout: Newest held-out loss of the consensus; NaN if there is none yet.
-      pool: Workers of the whole pool.
-      seconds: How long the round took.
+      losses: Mean training loss of each trainer; the mean over finite losses is shown.
+      heldout: Newest held-out loss of the consensus model; NaN if there is none yet.
+      pool: Number of workers of the whole pool.
+      seconds: Duration of the round.
     """
     loss = np.mean([loss for loss in losses if np.isfinite(loss)] or [np.nan])
     names = ("micro_batch_size", "num_accum_steps", "workers")
@@ -141,12 +144,12 @@ def describe_round(
 
 
 def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[str]:
-    """Lines on a trainer's round: skipped updates, growth and its reason.
+    """Describe a trainer's growth with its reason, and its skipped updates, one line each.
 
     Args:
-      line: The trainer's in the ledger, with the fields of the decision.
-      decision: On its next round.
-      settings: The run's.
+      line: The trainer's ledger line, with the fields of the decision.
+      decision: The decision on the trainer's next round.
+      settings: The run's settings.
     """
     batching, requested = settings.batching, f"the test asks for {decision.test_value or 0.0:.1f}"
     limit = "batching.max_growth"
@@ -174,7 +177,7 @@ def describe_growth(line: dict, decision: Decision, settings: Settings) -> list[
 
 
 def describe_change(change: dict) -> str:
-    """The line on a change at a round's boundary; empty if the terminal shows none."""
+    """Describe a change at the end of a round; empty if the terminal does not show it."""
     reason = change.get("action", change.get("reason", ""))
     words = {"why": change.get("why", _WHY.get(reason, ""))}
     words["listed"] = ", ".join(map(str, change.get("members", ())))

@@ -1,7 +1,7 @@
 """The ledger, and the trackers that it feeds: TensorBoard and Weights & Biases, off by default.
 
-A tracker is third-party code that uses disks and networks. It is called directly, between two
-rounds; one that raises is dropped with a `fault` line.
+A tracker is third-party code that uses disks and networks. Trackers are called directly, between
+two rounds. A tracker that raises an error is dropped, and a `fault` line records this.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from adloco_jax.settings import Log
 
 Send = Callable[[dict], None]
 
-# By event, the fields that are scalars, under the ledger's own names. A step is a round.
+# For each event, the ledger fields that are sent as scalars. A tracker's step is a round.
 _SCALARS = {
     "round": "train_loss requested_batch_size micro_batch_size num_accum_steps workers"
     " learning_rate noise signal test_value pseudo_grad_norm",
@@ -33,15 +33,15 @@ _AS_TEXT = ("merge", "refusal", "spawn", "fault")
 
 
 def scalars(event: dict) -> dict[str, float]:
-    """The numbers of a ledger line, without those that are null (not finite).
+    """The numbers of a ledger line by name, without numbers that are null (not finite).
 
-    Names are `field/trainer_0` or `field/consensus`, or `field/event` of a line of no trainer.
+    Names are `field/trainer_0` or `field/consensus`, or `field/event` for a line without a trainer.
     """
     kind, trainer = event["event"], event.get("trainer")
     is_consensus = trainer == "consensus"
     who = kind if trainer is None else "consensus" if is_consensus else f"trainer_{trainer}"
     fields = _SCALARS.get(kind, "").split()
-    # Totals are the whole run's, and on each trainer's line the same.
+    # Totals are of the whole run and equal on all trainers' lines, so they are sent once.
     fields = [name for name in fields if is_consensus or not name.endswith("_total")]
     named = {f"{name}/{who}": event.get(name) for name in fields}
     if event.get("step_s"):
@@ -53,7 +53,7 @@ def scalars(event: dict) -> dict[str, float]:
 
 @contextlib.contextmanager
 def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Writes to `tensorboard/` in the run's folder, replacing older files there.
+    """Write to `tensorboard/` in the run's folder; older files there are replaced.
 
     Args:
       workdir: The run's folder.
@@ -62,7 +62,7 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
     from tensorboardX import SummaryWriter
 
     folder = str(workdir / "tensorboard")
-    # Everything is written again: a killed process lost what it had not flushed.
+    # The whole history is written again, because a killed process may have lost some of it.
     with SummaryWriter(folder, purge_step=0, flush_secs=10) as writer:
 
         def send(event):
@@ -76,10 +76,11 @@ def tensorboard(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
 
 @contextlib.contextmanager
 def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
-    """Sends to Weights & Biases, or with `WANDB_MODE=offline` to `wandb/` in the run's folder.
+    """Send to Weights & Biases, or with `WANDB_MODE=offline` to `wandb/` in the run's folder.
 
-    A run's id is a hash of the first `start` line in its ledger, so that a resumed run goes on in
-    the same W&B run. Steps that it already has are not sent again: W&B cannot overwrite them.
+    A run's id is a hash of the first `start` line in its ledger, so that a resumed run continues
+    the same W&B run. Steps that W&B already has are not sent again, because they cannot be
+    overwritten.
 
     Args:
       workdir: The run's folder.
@@ -105,7 +106,7 @@ def wandb(workdir: Path, history: Sequence[dict]) -> Iterator[Send]:
             if numbers := scalars(event):
                 run.log(numbers, step=event["round"])
             if event["event"] in _AS_TEXT:
-                # To the step it is at: a fault may name the next round, which would close this.
+                # At W&B's current step: a fault may name the next round, which would end this step.
                 run.log({event["event"]: json.dumps(event)}, commit=False)
 
         yield send
@@ -115,10 +116,10 @@ _TRACKERS = {"tensorboard": ("tensorboardX", tensorboard), "wandb": ("wandb", wa
 
 
 def check_installed(log: Log) -> None:
-    """Refuses trackers that the config names but are not installed.
+    """Refuse trackers that the config names but that are not installed.
 
     Raises:
-      ConfigError: Naming the extras to install.
+      ConfigError: If a tracker is not installed. The message names the extra to install.
     """
     missing = [
         f"log.{name} = True: the package {package} is not installed;"
@@ -140,20 +141,20 @@ class Trackers:
         history: Sequence[dict],
         on_fault: Callable[[str, int, str], None],
     ):
-        """Opens nothing yet: each tracker is opened at the `start` line.
+        """Store the arguments; each tracker is opened at the `start` line.
 
         Args:
-          log: Which trackers.
+          log: The config's group that names the trackers.
           workdir: The run's folder.
-          history: The ledger of a resumed run, sent again to each tracker.
-          on_fault: Called when a tracker is dropped: its name, the round, the cause.
+          history: The ledger of a resumed run, which is sent again to each tracker.
+          on_fault: Called when a tracker is dropped, with its name, the round and the cause.
         """
         self._names = [name for name in _TRACKERS if getattr(log, name)]
         self._workdir, self._history, self._on_fault = workdir, history, on_fault
         self._opened: dict[str, tuple[contextlib.ExitStack, Send]] = {}
 
     def __call__(self, event: dict) -> None:
-        """Sends a line to every tracker."""
+        """Send a line to every tracker."""
         is_start = event["event"] == "start"
         for name in self._names if is_start else [*self._opened]:
             with self._dropped_if_it_raises(name, event.get("round", 0)):
@@ -163,8 +164,8 @@ class Trackers:
                     self._opened[name][1](event)
 
     def close(self) -> None:
-        """Closes every tracker, which sends what it still holds."""
-        self._on_fault = lambda *_: None  # the ledger closes next
+        """Close every tracker, which sends its buffered data."""
+        self._on_fault = lambda *_: None  # faults are no longer recorded: the ledger closes next
         for name, (stack, _) in [*self._opened.items()]:
             with self._dropped_if_it_raises(name, 0):
                 stack.close()
@@ -193,12 +194,12 @@ class Trackers:
 def open_ledger(
     run: Run, stack: contextlib.ExitStack, position: dict, progress: Progress
 ) -> Ledger:
-    """Opens a run's ledger, cut to the restored state, and the trackers that it feeds.
+    """Open a run's ledger, truncated to the restored state, and its trackers.
 
     Args:
-      run: The run; process 0 records its config again.
-      stack: Closes the ledger and the trackers.
-      position: Position of the restored checkpoint, see `Ledger.position`.
+      run: The run; process 0 writes its config to the folder again.
+      stack: Receives the ledger and the trackers, to close them.
+      position: Position in the ledger at the restored checkpoint, see `Ledger.position`.
       progress: Shows the name of a tracker that is dropped.
     """
     if not processes.is_first():
