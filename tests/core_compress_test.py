@@ -1,4 +1,4 @@
-"""Outer gradients in fewer bits: rounding, blocks, what they weigh."""
+"""Outer gradients in fewer bits: rounding, blocks, sizes in bytes."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 def leaf_of(*shape, seed=0):
-    """Entries of very different sizes, from block to block."""
+    """A leaf whose blocks have entries of very different sizes."""
     rng = np.random.default_rng(seed)
     sizes = np.exp(rng.normal(size=shape) * 2)
     return (rng.normal(size=shape) * sizes).astype(np.float32)
@@ -38,7 +38,7 @@ def test_agrees_with_the_oracle_within_half_a_scale(shape):
     for worker in range(3):
         expected, scales = oracle.in_blocks(leaf[worker], LARGEST_CODE, SCALE_BLOCK)
         np.testing.assert_allclose(actual[worker], expected, rtol=3e-7)
-        # Half a unit, and the rounding of float32 at the largest code.
+        # At most half a unit, plus the rounding of float32 at the largest code.
         assert np.all(np.abs(actual[worker] - leaf[worker]) <= 0.500_02 * scales)
 
 
@@ -46,7 +46,7 @@ def test_agrees_with_the_oracle_within_half_a_scale(shape):
 def test_what_can_be_said_exactly_arrives_exactly(precision):
     rng = np.random.default_rng(1)
     codes = rng.integers(-7, 8, size=(2, 300, 40)).astype(np.float32)
-    # Of each block the largest is 7 units, a unit being a power of two.
+    # The largest entry of each block is 7 units; a unit is a power of two.
     codes[:, ::50] = LARGEST_CODE
     tree = {"w": codes * np.float32(2.0**-13), "zero": np.zeros((2, 130), np.float32)}
     arrived = round_trip_of(precision)(tree)
@@ -69,7 +69,7 @@ def test_what_is_not_finite_stays_with_its_worker(precision):
         leaf = clean.copy()
         leaf[1, 100, 7] = broken
         arrived, expected = round_trip_of(precision)(leaf), round_trip_of(precision)(clean)
-        assert not np.isfinite(arrived[1, 100, 7])  # never mistaken for a number
+        assert not np.isfinite(arrived[1, 100, 7])  # stays non-finite
         for worker in (0, 2):
             np.testing.assert_array_equal(arrived[worker], expected[worker])
 
@@ -91,7 +91,7 @@ def test_large_leaves_take_the_bits_that_are_promised(shape):
 
 
 def test_blocks_keep_clear_of_the_axis_that_devices_share():
-    """A part of the longest axis is packed as it is within the whole."""
+    """A part of the longest axis is quantised as it is within the whole leaf."""
     leaf = leaf_of(2, 3, 96, 70)
     whole = pack(leaf, "int4")
     assert whole.codes.shape == (2, 96, 2, 53) and whole.scales.shape == (2, 96, 2)

@@ -1,4 +1,4 @@
-"""Gradient statistics: against gradients by hand, their identity, their expectation."""
+"""Gradient statistics against gradients by hand, their identity, their expected values."""
 
 import functools
 
@@ -43,12 +43,12 @@ def tapped_loss(params, batch, tap_B=None):
 
 
 def loss_fn(params, batch):
-    """The same, without taps."""
+    """The same loss without taps."""
     return tapped_loss(params, batch)
 
 
 def linear_loss(weights, batch):
-    """The gradient of an example is the example."""
+    """A loss whose gradient for an example is the example."""
     return jnp.mean(batch @ weights)
 
 
@@ -61,7 +61,7 @@ def grads_by_hand(batch):
 
 
 def in_true_units(stats):
-    """The oracle's names and units: the scale multiplied in."""
+    """The statistics with the oracle's names and units; the scale is multiplied in."""
     s = {name: np.float64(value) for name, value in vars(stats).items()}
     return {
         "examples": s["num_examples"],
@@ -78,7 +78,7 @@ def in_true_units(stats):
 
 def assert_same(actual, expected, rtol=2e-5):
     assert actual.keys() == expected.keys()
-    # Noise and signal are differences of sums of this size, in float32.
+    # Noise and signal are float32 differences of sums of this size.
     size = abs(expected["noise"]) + abs(expected["signal"])
     for name in expected:
         atol = 1e-6 * size if name in ("noise", "signal") else 0.0
@@ -113,7 +113,7 @@ def test_number_of_examples_as_data_is_slicing(estimator, chunk_size, inner_prod
         expected = oracle.gradient_sums(grads_by_hand(batch)[:t])
         if not inner_products:
             expected |= dict.fromkeys(("ip", "ip_weight", "plugin_ip", "plugin_orth"), 0.0)
-        batch["x"][t:] = np.nan  # padding may hold anything
+        batch["x"][t:] = np.nan  # padding may have any value
         assert_same(in_true_units(stats(batch, t)), expected)
     assert stats._cache_size() == 1
 
@@ -124,7 +124,7 @@ def test_number_of_examples_as_data_is_slicing(estimator, chunk_size, inner_prod
 )
 def test_tiny_and_huge_gradients_neither_vanish_nor_overflow(estimator, factor):
     def scaled_loss(params, batch, tap_B=None):
-        # Of the mean loss times a factor, the taps' squared norms are so times its square.
+        # A factor on the mean loss multiplies the taps' squared norms by its square.
         return tapped_loss(params, batch, tap_B) * factor
 
     expected = stats_by()(batch_of(16))
@@ -141,7 +141,7 @@ def test_tiny_and_huge_gradients_neither_vanish_nor_overflow(estimator, factor):
 
 
 def test_degenerate_batches():
-    """Equal examples have no noise; zero gradients and a broken example no usable statistics."""
+    """Equal examples have no noise. Zero gradients or a broken example make statistics unusable."""
     batch = jax.tree.map(lambda leaf: np.repeat(leaf, 8, axis=0), batch_of(1))
     equal = stats_by()(batch)
     assert abs(float(equal.noise)) < 1e-5 * float(equal.signal)
@@ -177,7 +177,8 @@ def test_norms_and_products_of_single_examples(estimator):
 
 
 def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():
-    def wrapped(params, batch, **kwargs):  # may drop the keyword, and would then have no noise
+    # a wrapper might drop the keyword, and the noise would be 0
+    def wrapped(params, batch, **kwargs):
         return tapped_loss(params, batch, **kwargs)
 
     assert resolve_estimator("auto", tapped_loss) == resolve_estimator("taps", wrapped) == "taps"
@@ -194,7 +195,8 @@ def test_auto_is_taps_for_a_loss_that_takes_them_and_vmap_for_another():
 )
 def test_a_tap_that_the_loss_does_not_use_is_refused_while_tracing(estimator, wrap, chunk_size):
     def loss(params, batch, tap_B=None):
-        taken = 0.0 if tap_B is None else jnp.sum(tap_B < 0)  # its value alone is no use of it
+        # reading the value alone does not count as use
+        taken = 0.0 if tap_B is None else jnp.sum(tap_B < 0)
         return loss_fn(params, batch) + 0.0 * taken
 
     stats = functools.partial(
@@ -260,7 +262,7 @@ def standard_errors_off(values, truth):
 
 
 def test_noise_signal_and_inner_product_variance_are_unbiased():
-    """Of DRAWS samples of nine gradients from a skewed law of known mean and covariance."""
+    """Averages over DRAWS samples of nine gradients of a skewed law with known moments."""
 
     def one(key):
         skewed = jax.random.exponential(key, (9, 3)) - 1.0  # mean 0, variance 1
@@ -274,14 +276,14 @@ def test_noise_signal_and_inner_product_variance_are_unbiased():
     truths = {"noise": np.trace(covariance), "signal": MEAN @ MEAN, "ip": MEAN @ covariance @ MEAN}
     for name, truth in truths.items():
         assert abs(standard_errors_off(sums[name] / sums[f"{name}_weight"], truth)) < 4
-    # The plug-in forms that these replace are off by far more.
+    # The biased plug-in estimates are off by far more.
     mean_squared = (sums["signal"] + sums["noise"]) / sums["signal_weight"]
     plugin_ip = sums["plugin_ip"] / sums["noise_weight"]
     assert standard_errors_off(mean_squared, truths["signal"]) > 20
     assert abs(standard_errors_off(plugin_ip, truths["ip"])) > 20
 
 
-# --- From mean gradients that a loop has already
+# --- From mean gradients that a training loop already has
 
 
 def of_means(grads_N, batch_size):
@@ -291,7 +293,7 @@ def of_means(grads_N, batch_size):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_statistics_of_means_are_the_same_formulas_on_means(batch_size):
-    """Of single examples they are the exact ones."""
+    """With one example per mean they equal the exact statistics."""
     grads = grads_by_hand(batch_of(12))
     sums = oracle.gradient_sums(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
     means = jnp.float32(grads.reshape(-1, batch_size, grads.shape[1]).mean(axis=1))
@@ -321,7 +323,7 @@ def test_statistics_of_means_are_unbiased_and_spread_as_stated():
 
 
 def test_means_on_eight_devices_agree_with_exact_statistics_of_the_quickstarts_model():
-    """Within the spread; and beside the loop's own all-reduce devices send scalars alone."""
+    """They agree within the spread. Besides the loop's all-reduce, devices send only scalars."""
     mesh = jax.make_mesh((8,), ("device",), axis_types=(AxisType.Auto,))
     at, whole = NamedSharding(mesh, P("device")), NamedSharding(mesh, P())
     init_fn, loss_of = build_model(validate(quickstart.get_config()))
@@ -339,7 +341,7 @@ def test_means_on_eight_devices_agree_with_exact_statistics_of_the_quickstarts_m
     _, stats = compiled(jax.device_put(params, whole), jax.device_put(rows, at))
     exact = functools.partial(gradient_stats, loss_of, estimator="taps", inner_products=False)
     exact = jax.jit(exact)(params, rows.reshape(-1, 33))
-    dimensions = 20  # effective ones of this noise, at least
+    dimensions = 20  # a lower bound of the effective number for this noise
     assert abs(stats.noise / exact.noise - 1) < 4 * np.sqrt(2 / (7 * dimensions))
     assert abs(stats.signal / exact.signal - 1) < 0.1
     plain = jax.jit(lambda *a: means(*a)[0], in_shardings=(whole, at), out_shardings=whole)
@@ -363,7 +365,7 @@ def test_one_mean_gradient_weighs_nothing_and_keeps_the_batch():
 
 
 def several_stats(factors, sizes):
-    """Per worker: its gradients, and their statistics as NumPy float32."""
+    """Several workers' gradients, and their statistics as NumPy float32."""
     linear = jax.jit(lambda x, t: gradient_stats(linear_loss, jnp.zeros(4), x, num_examples=t))
     rng = np.random.default_rng(0)
     each = [

@@ -1,4 +1,4 @@
-"""Who merges, how workers are divided, and the merge itself: laws, broken members, the oracle."""
+"""The choice of members, the division of workers, and the merge: laws, broken members, oracle."""
 
 import functools
 
@@ -26,9 +26,10 @@ BATCHES = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 
 
 @given(BATCHES, st.sampled_from(["worst_with_worst", "best_with_worst"]), st.integers(2, 5))
-@example([9, 3, 5, 5], "worst_with_worst", 2)  # ties: the lower position, also to represent
+# ties go to the lower position, for the representative too
+@example([9, 3, 5, 5], "worst_with_worst", 2)
 @example([9, 3, 9, 3], "best_with_worst", 2)
-@example([2, 6], "worst_with_worst", 5)  # at most all of them
+@example([2, 6], "worst_with_worst", 5)  # at most all trainers
 def test_choice_agrees_with_the_oracle(batches, policy, width):
     members = choose_merge(batches, policy=policy, width=width)
     assert list(members) == oracle.merge_members(batches, policy=policy, width=width)
@@ -41,12 +42,12 @@ def test_choice_refuses_what_it_does_not_know(unchecked):
         choose_merge([1, 2], policy="best", width=2)
 
 
-# --- Who works for whom
+# --- The division of workers
 
 
 @given(BATCHES, st.integers(0, 30))
-@example([100, 1, 1], 1)  # at least one each
-@example([5, 5, 1, 1, 1], 1)  # ties to the lower position, also where the minimum is paid for
+@example([100, 1, 1], 1)  # at least one worker each
+@example([5, 5, 1, 1, 1], 1)  # ties go to the lower position, also for the minimum of one
 def test_allocation_is_exact_leaves_nobody_out_and_agrees_with_fractions(batches, spare):
     num_workers = len(batches) + spare
     workers = allocate_workers(batches, num_workers)
@@ -75,7 +76,8 @@ def different(owner_R, **txs):
     return filled(ensemble_of(owner_R, params, **txs))
 
 
-jitted = jax.jit(adloco_jax.merge, static_argnames="members")  # op by op it would compile for long
+# without jit each operation compiles separately
+jitted = jax.jit(adloco_jax.merge, static_argnames="members")
 
 
 def merge(ensemble, members, weights):
@@ -90,7 +92,7 @@ def merge(ensemble, members, weights):
         (np.inf, "outer_state_M", 0, (5, 2, 3), (0.625, 0, 0.375)),
         (0, "params_M", 1, (3, 0, 1), (0.75, 0, 0.25)),
         (0, "params_M", 1, (3, np.inf, 1), (0.75, 0, 0.25)),
-        (np.nan, "params_M", 0, (0, 0, np.nan), (0.5, 0, 0.5)),  # no usable weight: alike
+        (np.nan, "params_M", 0, (0, 0, np.nan), (0.5, 0, 0.5)),  # no usable weight: equal weights
     ],
 )
 def test_merge_is_the_weighted_mean_of_usable_members_and_keeps_the_order_of_the_others(
@@ -113,7 +115,7 @@ def test_merge_moves_the_absorbed_workers_to_the_representative():
     ensemble = different([0, 1, 2, 3, 2])
     merged = merge(ensemble, (2, 0), weights=(1, 1))
     assert merged.owner_R.tolist() == [1, 0, 1, 2, 1] and merged.owner_R.dtype == jnp.int32
-    # The others and the representative's own keep their state; who joins takes their mean.
+    # The other workers and the representative's keep their states; joining workers take the mean.
     assert_equal(rows(merged.inner_state_R, 1, 2, 3, 4), rows(ensemble.inner_state_R, 1, 2, 3, 4))
     own = rows(ensemble.inner_state_R, 2, 4)
     assert_close(
@@ -179,7 +181,7 @@ def test_spawning_and_averaging_at_once_changes_nothing():
 
 
 def constants(tx):
-    """`tx` with constants in its state: three of 0.1 have another mean, infinities have none."""
+    """`tx` with constants in its state: the mean of three 0.1 is not 0.1, that of inf is NaN."""
 
     def init(params):
         return tx.init(params), np.float32([0.1, 0.7]), np.float32(np.inf)
@@ -240,7 +242,7 @@ def test_impossible_merges_are_refused_while_tracing(members, weights, words):
 
 
 def test_equal_float64_trainers_merge_into_what_they_were():
-    """Through float32 they would move by a part in ten million."""
+    """In float32 they would change by one part in ten million."""
     with jax.enable_x64(True):
         params = np.random.default_rng(0).normal(size=(2, 3))
         ensemble = ensemble_of([0, 1, 2], params, inner_tx=PLAIN, outer_tx=PLAIN)

@@ -35,7 +35,7 @@ def fragment(ensemble):
     return aj.outer_update_fragment(ensemble, sent_R, 1, outer_tx=NESTEROV, **F)
 
 
-# Of an ensemble, a round's batch, one model's parameters, and examples.
+# Shardings of an ensemble, a round's batch, one model's parameters, and examples.
 CALLS = {
     "init": lambda e, b, p, x: aj.init(p, num_trainers=4, num_workers=8, **TXS),
     "take": lambda e, b, p, x: aj.take(e, [0, 2]),

@@ -1,4 +1,4 @@
-"""One round: the laws, the written-out oracle, shapes, sharding and the compiled loop."""
+"""One round: laws, the oracle, shapes, sharding and the compiled loop."""
 
 import functools
 
@@ -54,7 +54,7 @@ def inner_steps_of(inner_tx, **fixed):
 
 
 def plain_updates(tx, params, batches):
-    """The optimizer on its own; `batches` one after the other."""
+    """The inner optimizer alone, on `batches` one after another."""
     state = tx.init(params)
     for batch in batches:
         updates, state = jax.jit(tx.update)(grad_fn(params, batch), state, params)
@@ -81,7 +81,7 @@ def different_trainers(owner_R, inner_tx=ADAMW, outer_tx=NESTEROV, seed=0):
     ],
 )
 def test_workers_in_turn_and_batches_in_passes_are_all_at_once(accumulates, how):
-    """Also where the number at once does not divide them, and with a worker that skips."""
+    """Also if the number at once does not divide the workers, and if a worker skips."""
     batch = batch_of(4, 4, 6)
     batch["y"][1, 2, 4] = np.nan
     data = {"learning_rate_TR": jnp.asarray(np.linspace(0.1, 1.0, 16).reshape(4, 4), jnp.float32)}
@@ -94,7 +94,7 @@ def test_workers_in_turn_and_batches_in_passes_are_all_at_once(accumulates, how)
 
 
 def test_the_gradients_of_passes_are_summed_in_float32():
-    """512 of one each, on a bfloat16 parameter: bfloat16's own sum would stay at 256."""
+    """512 gradients of 1 on a bfloat16 parameter: a bfloat16 sum would stop at 256."""
     ensemble = ensemble_of([0], jnp.bfloat16(0), inner_tx=PLAIN, outer_tx=PLAIN)
     workers, *_ = inner_steps(
         start_round(ensemble),
@@ -169,9 +169,9 @@ plain_outer_update = jax.jit(functools.partial(outer_update, outer_tx=PLAIN))
 @pytest.mark.parametrize(
     ("owner_R", "drift_R", "weights_R", "moved_M"),
     [
-        ([0, 1, 0, 1], [1, 5, 4, 9], [1, 300, 2, 100], [3, 6]),  # relative within a trainer
+        ([0, 1, 0, 1], [1, 5, 4, 9], [1, 300, 2, 100], [3, 6]),  # weights count within a trainer
         ([0, 0, 0], [1, np.nan, 3], [1, 0, 1], [2]),
-        ([0, 0, 1], [1, 3, 5], [0, 0, 1], [2, 5]),  # no positive weight: the plain mean
+        ([0, 0, 1], [1, 3, 5], [0, 0, 1], [2, 5]),  # without a positive weight: the plain mean
         ([0, 0, 1], [1, 3, 5], [np.nan, 1, 1], [3, 5]),
         ([0, 0, 1], [1, 3, 5], [np.inf, 3, 1], [3, 5]),
         ([0, 0, 1], [1, 3, 5], [-2, 7, 1], [3, 5]),
@@ -180,7 +180,7 @@ plain_outer_update = jax.jit(functools.partial(outer_update, outer_tx=PLAIN))
     ],
 )
 def test_weights_and_finite_workers_make_a_trainers_mean(owner_R, drift_R, weights_R, moved_M):
-    """`b` of each trainer moves as far as its workers went from it, on average."""
+    """`b` of each trainer moves by the weighted mean of its workers' moves."""
     ensemble = different_trainers(owner_R, SGD, PLAIN)
     workers = start_round(ensemble)
     moved_R = workers.params_R["b"] + jnp.asarray(drift_R, jnp.float32)[:, None]
@@ -207,14 +207,15 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
     ("inner_tx", "value"), [(CLIPPED, np.inf), (SGD, 1e30)], ids=["clipped", "sgd"]
 )
 def test_an_update_that_is_not_finite_is_skipped_by_its_worker_alone(inner_tx, value):
-    """In the first or the last step; the square of 1e30 overflows."""
+    """The bad update is in the first or the last step; the square of 1e30 overflows."""
     steps = inner_steps_of(inner_tx)
     for bad_step in (0, 2):
         clean = broken = start_round(different_trainers([0, 1, 1], inner_tx))
         for step in range(3):
             clean, *_ = steps(clean, batch_of(1, 3, 4, seed=step))
             before = broken
-            batch = batch_of(1, 3, 4, seed=step)  # its own: a step may still read what it was given
+            # a new batch: a step may still read the previous one
+            batch = batch_of(1, 3, 4, seed=step)
             if step == bad_step:
                 batch["y"][:, 1, 0] = value
             broken, loss_TR, skipped_TR = steps(broken, batch)
@@ -236,7 +237,7 @@ def steep_loss(params, batch_B):
 
 @pytest.mark.parametrize(("loss_fn", "value"), [(root_loss, 0.0), (steep_loss, 1.0)])
 def test_an_update_of_finite_loss_whose_gradient_is_not_is_skipped(loss_fn, value):
-    """The root's gradient at zero is NaN; the square of a steep one's norm overflows."""
+    """The gradient of a root at zero is NaN; the squared norm of a steep gradient overflows."""
     ensemble = ensemble_of([0], np.float32(1.0), inner_tx=SGD, outer_tx=PLAIN)
     start, batch_TRB = start_round(ensemble), np.full((1, 1, 2), value, np.float32)
     after, loss_TR, skipped_TR = inner_steps(start, batch_TRB, loss_fn, inner_tx=SGD)
@@ -293,7 +294,8 @@ def test_a_round_reports_its_skipped_updates_and_goes_on_without_them():
 
 def test_a_trainer_without_a_finite_pseudo_gradient_keeps_parameters_and_momentum():
     ensemble = different_trainers([0, 1])
-    ensemble, _ = step_of(ADAMW, NESTEROV)(ensemble, batch_of(2, 2, 3))  # momentum to lose
+    # now there is momentum that could be lost
+    ensemble, _ = step_of(ADAMW, NESTEROV)(ensemble, batch_of(2, 2, 3))
     workers = start_round(ensemble)
     poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), workers.params_R)
     after, norm_M = jax.jit(functools.partial(outer_update, outer_tx=NESTEROV))(
@@ -312,7 +314,7 @@ def flags(*pattern):
 
 
 def test_update_flags_as_data_are_the_static_accumulation_count_wherever_a_round_is_cut():
-    """Windows of three and a short last one, in calls of two micro-batches."""
+    """Updates of three micro-batches and a shorter last one, in calls of two micro-batches."""
     start = start_round(different_trainers([0, 1, 1]), accumulate=True)
     batch = batch_of(8, 3, 2)
     data = {
@@ -333,7 +335,7 @@ def test_update_flags_as_data_are_the_static_accumulation_count_wherever_a_round
 
 
 def test_defect_04_last_short_window_is_a_full_mean():
-    # Five micro-batches in windows of two: the last update is the plain gradient of the fifth.
+    # Five micro-batches, two per update: the last update is the plain gradient of the fifth.
     start, batch = different_trainers([0, 0], SGD), batch_of(5, 2, 3)
     workers, *_ = inner_steps_of(SGD)(
         start_round(start, accumulate=True), batch, update_T=flags(0, 1, 0, 1, 1)
@@ -354,7 +356,7 @@ def test_defect_10_inner_state_is_kept_and_outer_momentum_present():
     assert twice.inner_state_R[0].count.tolist() == [6, 6]
     reset, _ = step(once.replace(inner_state_R=start.inner_state_R), batch_of(3, 2, 4, seed=2))
     assert not np.allclose(reset.params_M["w"], twice.params_M["w"], atol=1e-3)
-    # With nothing learned in a round, momentum alone still moves the trainer.
+    # If a round changes nothing, momentum alone still moves the trainer.
     frozen, _ = step(once, batch_of(3, 2, 4), learning_rate_SR=jnp.zeros((3, 2)))
     coasting = once.params_M["w"] - 0.7 * 0.9 * 0.9 * once.outer_state_M[0].trace["w"]
     assert_close(frozen.params_M["w"], coasting)
@@ -420,7 +422,7 @@ def test_wrong_shapes_are_named_while_tracing(shapes, num_accum_steps, words):
     ],
 )
 def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
-    """A precision where nothing is sent, too."""
+    """A precision is refused too if nothing is sent."""
     with pytest.raises(ValueError, match=words):
         step_of(ADAMW, NESTEROV, jit=False)(ensemble_of([0, 1, 2]), batch_of(2, 3, 4), **wrong)
 
@@ -429,7 +431,7 @@ def test_what_a_round_cannot_use_is_named(wrong, words, unchecked):
 
 
 def test_float64_parameters_move_as_far_as_their_workers():
-    """Cast to float32 before they are subtracted, they were 41 % off."""
+    """Casting to float32 before the subtraction gave an error of 41 %."""
     with jax.enable_x64(True):
         params = np.full(1, 1.0 / 3)
         ensemble = ensemble_of([0], params, inner_tx=SGD, outer_tx=PLAIN)
@@ -441,7 +443,7 @@ def test_float64_parameters_move_as_far_as_their_workers():
 
 
 def test_random_keys_in_states_and_parameters_go_through_a_round():
-    """One worker, outer rate 1: the optimizer alone, noise included; the parameters' key stays."""
+    """One worker, outer rate 1: equal to the optimizer alone, noise included."""
     noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), SGD)
     params = dict(params_of(), key=jax.random.key(1), count=np.int32(7))
 
@@ -493,7 +495,7 @@ def test_each_trainers_extra_argument_reaches_an_outer_optimizer_that_takes_it(u
 
 @pytest.mark.parametrize("precision", ["float32", "int4"])
 def test_single_workers_may_go_on_without_the_outer_optimizer(precision):
-    """They end where they are, and their trainer's momentum waits; the others' rounds stay."""
+    """Their trainer takes their parameters and keeps its momentum; other trainers do not change."""
     batch, owner_R = batch_of(2, 3, 4), [0, 0, 1]
     start = different_trainers(owner_R, SGD)
     start, _ = step_of(SGD, NESTEROV)(start, batch)  # now there is a momentum

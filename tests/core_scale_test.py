@@ -1,4 +1,4 @@
-"""Cost by the number of trainers and workers; numbers and weights of any magnitude."""
+"""Cost for many trainers and workers; values and weights of any magnitude."""
 
 import functools
 
@@ -15,7 +15,7 @@ from adloco_jax import AGGREGATORS, merge, outer_update, reassign, start_round
 
 MAGNITUDES = st.floats(-30, 30).map(lambda exponent: np.float32(10.0**exponent))
 
-# 20 trainers of 10 workers each, and of 1 to 181.
+# 20 trainers with 10 workers each, and 20 with 1 to 181 workers.
 EQUAL, UNEQUAL = np.repeat(np.arange(20), 10), np.repeat(np.arange(20), [181, *[1] * 19])
 
 
@@ -46,7 +46,7 @@ def test_a_reduction_by_owner_needs_as_much_memory_for_unequal_trainers_as_for_e
     assert needed(UNEQUAL) < needed(EQUAL) + 1.5 * pool
 
 
-# --- Magnitudes: whatever multiplies all differences multiplies the result, and weights are ratios
+# --- Magnitudes: a factor on all differences multiplies the result; only ratios of weights count
 
 SHAPES = {"embed": (8, 3), "layers": {"w": (2, 3, 4)}, "head": (3, 8), "b": ()}
 DIFFERENCE_R, WEIGHTS_R = draw(SHAPES, 5), np.float32([0.3, 0.5, 0.1, 0.4, 0.8])
@@ -54,7 +54,7 @@ DIFFERENCE_R, WEIGHTS_R = draw(SHAPES, 5), np.float32([0.3, 0.5, 0.1, 0.4, 0.8])
 
 @functools.cache
 def update_of(rule):
-    """Pseudo-gradients and their norms, by the differences of workers and their weights."""
+    """Pseudo-gradients and their norms, from the workers' differences and weights."""
     how = {"owners": (0, 0, 1, 0, 1), "aggregate": AGGREGATORS[rule]}
     return jax.jit(functools.partial(pseudo_gradients, **how))
 

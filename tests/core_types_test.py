@@ -1,4 +1,4 @@
-"""Making the stack, taking parts of it and putting them back, moving workers."""
+"""Creating the ensemble, reading and writing parts of it, moving workers."""
 
 import functools
 
@@ -21,7 +21,7 @@ def different(owner_R):
     return filled(ensemble_of(owner_R, {"w": jnp.zeros((2, 3))}))
 
 
-# --- Making it
+# --- Creation
 
 
 def test_all_trainers_and_workers_start_alike():
@@ -59,12 +59,12 @@ def test_workers_are_spread_as_evenly_as_possible_or_as_given(num_workers, given
     assert ensemble.owners == tuple(owners) and ensemble.owner_R.tolist() == owners
 
 
-# --- Parts of it
+# --- Parts
 
 
 def test_take_and_put_round_trip():
     whole = different([3, 1, 0, 2, 1])
-    # The pool of trainers 2 and 1, in that order, is worker 3, then workers 1 and 4.
+    # Trainers 2 and 1, in that order, own worker 3, then workers 1 and 4.
     call_take, call_put = (
         jax.jit(functools.partial(part, trainers=(2, 1))) for part in (take, put)
     )
@@ -128,7 +128,7 @@ def test_workers_stay_move_retire_and_join():
     before, after = whole.inner_state_R, moved.inner_state_R
     assert_equal(rows(after, 0, 3), rows(before, 0, 4))  # kept
 
-    # The others have the mean of those who were there, whether or not they stay.
+    # Joining workers take the mean of the previous workers, whether or not these stay.
     for joined, there in [(1, (2,)), (2, (0, 1)), (4, (3, 4)), (5, (2,))]:
         mean = rows(before, *there)[0].mu["w"].mean(axis=0)
         np.testing.assert_allclose(after[0].mu["w"][joined], mean, rtol=1e-6)
@@ -161,7 +161,7 @@ def test_impossible_moves_are_refused(owner_R, words):
         reassign(different([0, 1, 1]), owner_R)
 
 
-# --- What is no parameter
+# --- State that is not a parameter
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ def test_keys_in_an_optimizers_state_are_taken_put_and_moved():
     np.testing.assert_array_equal(bits(sub), bits(whole)[2:])
     back = jax.jit(put, static_argnums=1)(whole, (1,), sub)
     np.testing.assert_array_equal(bits(back), bits(whole))
-    # Workers 0 and 1 are the first trainer's; one that joins takes its trainer's first one's key.
+    # Workers 0 and 1 belong to the first trainer. A joining worker takes the first worker's key.
     moved = jax.jit(reassign, static_argnums=1)(whole, (0, 1, 1, 0))
     np.testing.assert_array_equal(bits(moved), bits(whole)[np.array([0, 2, 2, 0])])

@@ -1,4 +1,4 @@
-"""Runs as variants, and curves and bands, against numbers worked out by hand."""
+"""Runs as variants, curves and bands, against numbers computed by hand."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def test_from_five_curves_on_the_band_is_of_quartiles():
     band = curves.band(flat)
     assert (band.low[0], band.median[0], band.high[0]) == (1, 2, 3)
     assert curves.band(flat[:4]).high[0] == 10
-    assert curves.band([flat[0], ([2, 3], [1.0, 1.0])]).x.size == 0  # nothing in common
+    assert curves.band([flat[0], ([2, 3], [1.0, 1.0])]).x.size == 0  # no common range
 
 
 def test_a_value_that_is_not_finite_breaks_the_band_only_next_to_it():
@@ -40,7 +40,7 @@ def test_a_value_that_is_not_finite_breaks_the_band_only_next_to_it():
 
 
 def runs(folder, **settings):
-    """Runs by the name of their folder, each with its own settings."""
+    """Runs by the name of their folder, each with other settings."""
     return [curves.read_run(write_run(folder / name, **own)) for name, own in settings.items()]
 
 
@@ -54,7 +54,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_variant(tmp_path):
     assert grouped(curves.variants(mixed)) == {"a": ["a", "c"], "b": ["b"]}
     labels = list(grouped(curves.variants(mixed, labels=["A", "B", "A"])))
     assert labels == ["A", "B"]
-    with Ledger(tmp_path / "a" / "ledger.jsonl") as ledger:  # resumed, with b's config
+    with Ledger(tmp_path / "a" / "ledger.jsonl") as ledger:  # a resumed run, with b's config
         ledger.write(**mixed[1].start)
     again = curves.read_run(tmp_path / "a")
     assert grouped(curves.variants([again, mixed[1]])) == {"a": ["a", "b"]}
@@ -99,4 +99,4 @@ def test_training_points_are_means_over_trainers_and_know_the_same_costs(tmp_pat
         assert [p[cost] for p in points] == [p[cost] for p in heldout]
     alone = curves.training_points(events, trainer=1)
     assert [(p["round"], p["value"]) for p in alone] == [(1, 5.52), (2, 4.72), (3, 4.12)]
-    assert alone[2]["tokens"] == 2816  # of all trainers
+    assert alone[2]["tokens"] == 2816  # all trainers together

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "own_loss.md"
 (SNIPPET,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are the same
+NUMBERED = np.arange(40 * (LENGTH + 1)).reshape(40, LENGTH + 1)  # no two rows are equal
 
 
 def sampled(rows, count, trainer=0, **groups):
-    """The first tokens of what each worker stream gives first."""
+    """The first token of each row that the worker streams give first."""
     settings = settings_of(ensemble={"num_workers": 4, "num_trainers": 2}, **groups)
     ordered = rows.ordered(settings)
     return [ordered.batch(trainer, stream, 0, count)[:, 0].tolist() for stream in range(4)]
@@ -31,7 +31,7 @@ def sampled(rows, count, trainer=0, **groups):
 def test_worker_streams_share_out_all_rows_and_trainers_and_seeds_order_them_anew():
     rows = ArrayRows(NUMBERED, heldout=0.1)
     first = sampled(rows, 9)
-    assert sorted(sum(first, [])) == rows.rows[:, 0].tolist()  # each row once, of one worker
+    assert sorted(sum(first, [])) == rows.rows[:, 0].tolist()  # each row once, to one worker
     assert sampled(rows, 9) == first
     assert sampled(rows, 9, trainer=1) != first != sampled(rows, 9, seed=1)
     subsets = [sum(sampled(rows, 4, m, data={"subset_frac": 0.5}), []) for m in (0, 1)]

@@ -27,7 +27,7 @@ def fifty(tmp_path):
 
 
 def test_defect_12_rows_are_the_documents_end_to_end_without_padding_or_gap(tmp_path, fifty):
-    """The reference pads each document to a fixed length and trains on the padding."""
+    """The reference code pads each document to a fixed length and trains on the padding."""
     heldout = write_documents(tmp_path, ["ü" * 40, "ab" * 10], "heldout.jsonl")
     corpus = load(fifty, heldout_path=str(heldout))
     stream = "".join(text + "\0" for text in numbered_documents(50))
@@ -35,7 +35,7 @@ def test_defect_12_rows_are_the_documents_end_to_end_without_padding_or_gap(tmp_
     assert as_stream(corpus.rows) == stream[: corpus.rows.size]
     assert documents_of(corpus) == (50, 2)
     assert as_stream(corpus.heldout_rows) == "ü" * 40 + "\0" + "ab" * 7 + "a"
-    assert corpus.tokens_per_byte == 102 / 100  # of UTF-8 bytes, with ends of text
+    assert corpus.tokens_per_byte == 102 / 100  # per UTF-8 byte, with end-of-text tokens
 
 
 def test_a_batch_is_int32_and_follows_the_order_of_its_run(fifty):
@@ -53,8 +53,8 @@ def test_the_split_is_by_document_and_independent_of_the_seed(tmp_path):
     assert documents_of(corpus) == (180, 20)
     train, heldout = numbers_in(corpus.rows), numbers_in(corpus.heldout_rows)
     assert not train & heldout
-    assert len(train | heldout) >= 198  # the dropped tails may hold one document each
-    # Spread over the reading order, not taken from one end.
+    assert len(train | heldout) >= 198  # each dropped tail may hold one document
+    # Held-out documents are spread over the reading order, not taken from one end.
     assert np.histogram([int(n) for n in heldout], bins=4, range=(0, 200))[0].min() >= 4
     np.testing.assert_array_equal(corpus.heldout_rows, load(path, seed=9).heldout_rows)
 
@@ -85,7 +85,7 @@ def test_num_sequences_bounds_the_rows_and_stops_reading_early(tmp_path, monkeyp
 def test_held_out_tokens_do_not_count_towards_num_sequences(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_CHUNK_CHARS", 1)  # reading may stop after every document
     texts = [f"<{n}>" * 8 for n in range(24)]
-    texts[1] = texts[3] = texts[0]  # which is held out
+    texts[1] = texts[3] = texts[0]  # this text is held out
     path = write_documents(tmp_path, texts)
     corpus = load(path, num_sequences=4, heldout_frac=0.5)
     assert len(corpus.rows) == 4

@@ -1,4 +1,4 @@
-"""Bad files and bad rows: refused by name and line."""
+"""Bad files and bad rows are refused, with the file and the line."""
 
 import gzip
 import json

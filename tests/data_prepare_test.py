@@ -1,4 +1,4 @@
-"""Prepared rows: the same bytes whatever the interruptions; whose they are; what is damaged."""
+"""Prepared rows: equal bytes after interruptions; who owns the folder; damage is found."""
 
 import json
 import os
@@ -27,13 +27,13 @@ LENGTH = 15
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Tokens are kept, and reading stops, after every few documents."""
+    """Tokens are saved, and reading may stop, after every few documents."""
     monkeypatch.setattr(rows, "_CHUNK_CHARS", 6000)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of the test's own."""
+    """A separate cache for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "adloco_jax" / "data"
 
@@ -65,7 +65,7 @@ def load(path, *, note=lambda line: None, **changes):
 
 
 def prepare(path, folder, *, note=lambda line: None, **changes):
-    """A folder of one's own."""
+    """Prepares a named folder."""
     settings = settings_of(path, **changes)
     job = corpus_module.make_job(settings.data, load_tokenizer(settings.data.tokenizer))
     return rows.prepare(job, folder, note=note)
@@ -76,11 +76,11 @@ def content(folder):
 
 
 class Stopped(BaseException):
-    """As a kill: nothing catches it."""
+    """Acts like a kill: nothing catches it."""
 
 
 def stop_at(patch, number, calls):
-    """Lets the n-th step fail that touches the disk."""
+    """Makes the n-th disk operation fail."""
 
     def stopping(real):
         def step(*arguments, **options):
@@ -162,7 +162,7 @@ def test_a_file_that_was_read_is_not_read_again(tmp_path, source, monkeypatch):
     assert not (tmp_path / "out").exists()
     first = source / "part-0.json.gz"
     stat = first.stat()
-    first.write_bytes(b"x" * stat.st_size)  # would be refused
+    first.write_bytes(b"x" * stat.st_size)  # this file would be refused
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     lines = []
     prepare(source, tmp_path / "out", note=lines.append)
@@ -183,7 +183,7 @@ def test_a_damaged_beginning_is_refused_in_a_line(tmp_path, source, monkeypatch)
             prepare(source, tmp_path / "out")
 
 
-# -- Whose folder it is ----------------------------------------------------------------------
+# -- Who owns a folder ------------------------------------------------------------------------
 
 
 def test_of_two_processes_one_makes_the_rows_and_the_other_waits_with_a_line(source, cache):
@@ -218,7 +218,7 @@ def test_a_second_run_finds_its_rows_and_a_changed_key_or_file_makes_others(sour
         load(change.pop("path", source), **change)
         assert len(folders()) == number
     os.utime(source / "part-1.json.gz", ns=(1, 1))
-    assert load(source).fingerprint == first.fingerprint  # the content is what it was
+    assert load(source).fingerprint == first.fingerprint  # the content has not changed
     assert len(folders()) == len(changes) + 2
 
 
@@ -305,7 +305,7 @@ def test_a_config_that_does_not_fit_is_refused(prepared_once, tmp_path):
 
 
 def edit(**changes):
-    """Writes other values into the description; None deletes."""
+    """Changes values of prepared.json; None deletes a key."""
 
     def apply(folder):
         manifest = json.loads((folder / "prepared.json").read_bytes()) | changes

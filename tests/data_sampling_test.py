@@ -51,7 +51,7 @@ def test_permute_sends_an_entry_everywhere_equally_often():
     for index in (0, num_items - 1):
         image = permute(np.full(len(keys), index), num_items=num_items, key=keys)
         expected = len(keys) / num_items
-        # Five standard deviations of a fair draw, and 6 % for the shortness of the network.
+        # Five standard deviations of a fair draw, plus 6 % because the Feistel network is short.
         np.testing.assert_allclose(
             np.bincount(image, minlength=num_items),
             expected,
@@ -60,13 +60,13 @@ def test_permute_sends_an_entry_everywhere_equally_often():
 
 
 def images_of(num_items, keys):
-    """Where each entry goes, under each key."""
+    """The position to which each entry goes, for each key."""
     places = range(num_items)
     return [permute(np.full(len(keys), i), num_items=num_items, key=keys) for i in places]
 
 
 def assert_uniform(counts, num_draws):
-    """Pearson's chi-squared over equally likely cells, at one in 10,000 (Wilson and Hilferty)."""
+    """Pearson's chi-squared test of equal cells at level 1e-4 (Wilson and Hilferty)."""
     cells = counts.size
     expected = num_draws / cells
     freedom = 2 / (9 * (cells - 1))
@@ -77,7 +77,7 @@ def assert_uniform(counts, num_draws):
 @pytest.mark.parametrize("num_items", [3, 6])
 def test_every_order_of_a_few_rows_is_equally_likely(num_items):
     orders = {order: k for k, order in enumerate(itertools.permutations(range(num_items)))}
-    keys = np.arange(50 * len(orders), dtype=np.uint64)  # also where keys are small and in a row
+    keys = np.arange(50 * len(orders), dtype=np.uint64)  # also for small consecutive keys
     found = [orders[order] for order in zip(*images_of(num_items, keys), strict=True)]
     assert_uniform(np.bincount(found, minlength=len(orders)), len(keys))
 

@@ -1,4 +1,4 @@
-"""Which files a path names, and what each source reads from them."""
+"""The files that a path names, and the texts that each source reads from them."""
 
 import gzip
 import os
@@ -57,7 +57,7 @@ def test_a_file_a_folder_and_a_glob_name_their_files_in_order(tmp_path):
 
 @pytest.fixture
 def linked(tmp_path):
-    """Six files, of which links lead to four; two loops; hidden names."""
+    """Six files, four of them behind links; two loops of links; hidden names."""
     for name in ("other/three.txt", "other/sub/four.txt", "far/five.txt", "six.txt"):
         write(tmp_path / name, f"text {name}\n" * 20)
     for name in ("data/one.txt", "data/two.txt", "data/.git/config", "data/.hidden.txt"):
@@ -80,8 +80,8 @@ def test_a_folder_and_a_glob_follow_links_once_and_leave_hidden_names_out(linked
     assert "data: 6 files; 5 documents to train on, 1 held out" in folder.describe()
     for name in ("one.txt", "two.txt", "6.txt"):
         (linked / name).unlink()
-    assert len(names(linked)) == 3  # links alone
-    assert names(linked / ".git" / "*") == ["config"]  # spelled, so meant
+    assert len(names(linked)) == 3  # a folder with only links
+    assert names(linked / ".git" / "*") == ["config"]  # a hidden name is read if the path spells it
     (linked / "lost.txt").symlink_to(linked / "nowhere")
     with pytest.raises(DataError, match="lost.txt is a link that leads nowhere"):
         names(linked)
@@ -172,7 +172,7 @@ def test_a_blank_line_far_from_the_held_out_share_gives_way_to_a_newline():
 # -- Tables ----------------------------------------------------------------------------------
 
 TEXTS = [f'{n}: words, "quoted"\nand a second line' for n in range(40)]
-TEXTS[3:7] = ["None", "NA", "null", "nan"]  # text like any other
+TEXTS[3:7] = ["None", "NA", "null", "nan"]  # text like any other text
 COLUMNS = {"id": range(40), "text": TEXTS, "label": [n % 2 for n in range(40)]}
 
 
@@ -231,7 +231,7 @@ def test_texts_and_classes_come_from_every_source_with_columns(tmp_path, kind):
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])
 def test_a_column_that_is_not_used_is_not_read(tmp_path, source):
-    """Nested and late in one file, of another type in the next."""
+    """The unused column is nested in one file and has another type in the next."""
     expected = corpus(write_documents(tmp_path / "texts", TEXTS * 2), source="jsonl").rows
     nested = [None] * 30 + [{"a": [{"b": n}]} for n in range(10)]
     for number, extra in enumerate((nested, [f"{n}" for n in range(40)])):

@@ -71,7 +71,7 @@ def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == 1
     assert_round_trip(tokenizer)
-    plain = byte_level_tokenizer()  # without special tokens it gets an end of text
+    plain = byte_level_tokenizer()  # a tokenizer without special tokens gets an end of text
     plain.save(str(path))
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.eot_id == plain.get_vocab_size() == tokenizer.vocab_size - 1
@@ -82,7 +82,7 @@ def test_tokenizer_json_round_trips_and_knows_its_end_of_text(tmp_path):
 
 
 def test_defect_12_truncation_padding_and_special_tokens_saved_with_a_tokenizer_are_off(tmp_path):
-    """The reference trains on padding; a tokenizer.json can ask for it, and cut texts short."""
+    """A tokenizer.json can ask for padding and for truncation; the reference trains on padding."""
     tokenizer = byte_level_tokenizer("</s>", "<s>")
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 0)]

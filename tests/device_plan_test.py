@@ -1,4 +1,4 @@
-"""`adloco plan CONFIG --device`: what a run would hold on devices that are not there."""
+"""`adloco plan CONFIG --device`: the memory of a run on devices that are not there."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def tiny_config(**ensemble):
 
 
 def of_bytes(monkeypatch, device_bytes):
-    """Makes every described device one of this machine's, with that much memory."""
+    """Replaces every described device by one of this machine, with this memory."""
     machine = Machine(here().devices, device_bytes)
     monkeypatch.setattr(device_plan_module, "described", lambda name: machine)
 
@@ -37,7 +37,7 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     of_bytes(monkeypatch, 2**30)
     lines, record = device_plan(tiny_config(), "h100")
     assert record["fits"] and record["max_batch_size"] == 4
-    assert record["mode"] == "workers one after another"  # of a CPU
+    assert record["mode"] == "workers one after another"  # the default on a CPU
     (tried,) = record["tried"]
     kinds = {name.split()[0] for name in tried["programs"]}
     assert kinds == {"stats", "start", "steps", "outer", "loss", "merge"}
@@ -47,9 +47,9 @@ def test_a_plan_has_every_program_with_the_state_beside_it(monkeypatch):
     assert text.startswith("Compiled for h100, not run.")
     assert all(f"| {name} |" in text for name in tried["programs"])
     assert f"{record['programs']} programs can be reached" in text
-    # One pool of two trainers, one of the merged one: statistics, start and its accumulating one,
-    # the outer update of each; of four sizes the steps, of the largest one the accumulating ones;
-    # the loss.
+    # Two trainers, then the merged one. Each of these has statistics, start (with and without
+    # accumulation) and the outer update. Four sizes have steps; the largest has accumulating steps.
+    # The loss comes last.
     sizes = validate(tiny_config()).batching.buckets
     assert record["programs"] == 2 * 3 + len(sizes) + 1
 
@@ -62,7 +62,8 @@ def test_what_does_not_fit_is_said_with_a_change_that_would(monkeypatch):
         _, fewer[each] = device_plan(tiny_config(num_workers=2 * each), "h100")
     room = {each: record["tried"][0]["programs"] for each, record in fewer.items()}
     needed = max(p["program"] + p["beside"] for p in room[2].values())
-    of_bytes(monkeypatch, int(needed / 0.8) - 400)  # less than two workers each need at their best
+    # less memory than two workers need at their smallest
+    of_bytes(monkeypatch, int(needed / 0.8) - 400)
     config = tiny_config()
     config.batching.initial_batch_size = config.batching.max_batch_size = 4
     config.batching.max_batch_size = "auto"

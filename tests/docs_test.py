@@ -1,4 +1,4 @@
-"""What the README and the documentation show runs as printed, and nothing public is missing."""
+"""Code in the README and the documentation runs, and every public name is documented."""
 
 import importlib
 import json
@@ -14,17 +14,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))  # not what is built, nor the notebooks
+PAGES += sorted((ROOT / "docs").glob("[!_n]*/*.md"))  # without docs/_build and docs/notebooks
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
 def blocks(language):
-    """Of every page, the blocks of a language that a test here is to run, with an id each."""
+    """The code blocks of a language in all pages that a test here runs, each with an id."""
     found = []
     for page in PAGES:
         pattern = rf"(?:<!-- not run: .+ -->\n)?^```{language}\n(.*?)^```$"
         for match in re.finditer(pattern, page.read_text(encoding="utf-8"), re.M | re.S):
-            if match[0].startswith("```") and page.name != "extend.md":  # that is extend_test.py's
+            # extend_test.py runs those of extend.md
+            if match[0].startswith("```") and page.name != "extend.md":
                 line = match[1].lstrip().splitlines()[0][:40]
                 found.append(pytest.param(match[1], id=f"{page.stem}: {line}"))
     return found
