@@ -1,4 +1,4 @@
-"""Who is there, without Ray: where workers run, when a round ends, who is lost, who counts."""
+"""Membership without Ray: where workers run, when rounds end, which learners are lost or count."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ def there(*streams):
     return [Learner(n, 0, 0.0, joined=True, streams=[*own]) for n, own in enumerate(streams)]
 
 
-TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # by stream
+TRAINERS = {0: 0, 1: 0, 2: 1, 3: 1}  # trainer by stream
 
 
 def divided(learners, *, movable=TRAINERS, returning=()):
@@ -36,20 +36,22 @@ def test_workers_are_spread_and_a_trainers_workers_are_neighbours():
 
 
 def test_a_worker_stays_and_a_spare_replaces_a_lost_learner_at_once():
-    with_spare = there((0,), (1,), (3,), ())  # stream 2's learner is lost
+    with_spare = there((0,), (1,), (3,), ())  # the learner of stream 2 is lost
     assert divided(with_spare, returning={2}) == {0: 0, 1: 1, 3: 2, 2: 3}
 
 
 def test_without_a_spare_workers_wait_for_their_learner_and_are_then_divided():
     rest = there((0,), (1,), (3,))
     assert divided(rest, returning={2}) == {0: 0, 1: 1, 3: 2}
-    assert divided(rest) == {0: 0, 1: 1, 3: 2, 2: 2}  # with a worker of its own trainer
+    # joins a learner that has a worker of the same trainer
+    assert divided(rest) == {0: 0, 1: 1, 3: 2, 2: 2}
 
 
 def test_a_learner_that_joins_takes_a_worker_only_where_one_has_two_at_a_boundary():
     crowded = there((0, 1), (2,), ())
     assert divided(crowded, movable={0, 1})[1] == 2
-    assert divided(crowded, movable={2, 3})[1] == 0  # its trainer is in the middle of a round
+    # its trainer is in the middle of a round: it stays
+    assert divided(crowded, movable={2, 3})[1] == 0
     assert divided(there((0,), (1,), (2,), (3,), ())) == {0: 0, 1: 1, 2: 2, 3: 3}  # a spare
 
 
@@ -62,8 +64,8 @@ def test_workers_that_are_gone_are_forgotten():
     [
         (2, 0, None, 0.0, True),
         (1, 1, None, None, False),
-        (1, 1, None, 1e9, False),  # all are waited for
-        (0, 0, 1, 9.0, False),  # none has answered: it begins again
+        (1, 1, None, 1e9, False),  # the round waits for all
+        (0, 0, 1, 9.0, False),  # no learner has answered: the round begins again
         (3, 1, 3, 4.9, False),
         (3, 1, 3, 5.0, True),
         (2, 2, 3, None, False),
@@ -91,7 +93,7 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
     assert asked.fault(110.0, **limits) == "" and "no sign" in asked.fault(110.1, **limits)
     idle = Learner(0, 0, 0.0, joined=True)
     assert idle.fault(1e9, **limits) == ""
-    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is not known
+    assert deadline(idle, 100, 50.0, heartbeat_s=10.0) is None  # its speed is unknown
     idle.sequence_s = 0.1
     assert deadline(idle, 100, 50.0, heartbeat_s=10.0) == pytest.approx(50 + 5 * 10)
     idle.due_s = deadline(idle, 1, 50.0, heartbeat_s=10.0)
@@ -100,7 +102,7 @@ def test_a_learner_is_lost_when_silent_late_to_start_or_slower_than_its_own_spee
 
 
 def test_updates_by_speed_are_dylus():
-    """floor(v / max v * H), at least one; of unknown speed as many as the fastest."""
+    """floor(v / max v * H), at least 1; learners of unknown speed make as many as the fastest."""
     assert updates_by_speed(50, {0: 0.1, 1: 0.4, 2: None, 3: 0.3}) == {0: 50, 1: 12, 2: 50, 3: 16}
     assert updates_by_speed(2, {0: 0.1, 1: 10.0}) == {0: 2, 1: 1}
     assert updates_by_speed(7, {0: None}) == {0: 7}
@@ -111,4 +113,5 @@ def test_an_update_beyond_its_peers_or_without_a_finite_norm_is_rejected():
     assert rejected(norms, None) == [3, 4]
     assert rejected(norms, 5.0) == [3, 4, 2]
     assert rejected(norms, 9.0) == [3, 4]
-    assert rejected({0: 1.0, 1: 100.0}, 5.0) == []  # which of the two is it?
+    # of two updates neither can be called the outlier
+    assert rejected({0: 1.0, 1: 100.0}, 5.0) == []

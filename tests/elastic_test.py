@@ -1,4 +1,4 @@
-"""Runs in learners on a Ray cluster: what a local run decides, and what deaths leave of it."""
+"""Runs in learners on a Ray cluster: they decide like a local run, and survive deaths."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import chaos  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_device")
-slow = pytest.mark.slow  # a cluster takes its time to start
+slow = pytest.mark.slow  # a cluster starts slowly
 
 RAY = {"kind": "ray", "heartbeat_s": 5.0, "restart_s": 60.0}
 ELASTIC = toy_runs.GROWING | {"engine": RAY}
@@ -35,13 +35,13 @@ ELASTIC = toy_runs.GROWING | {"engine": RAY}
 
 @pytest.fixture(autouse=True)
 def marked(monkeypatch, tmp_path):
-    """Processes that a test starts are known by it."""
+    """Marks the processes that a test starts, so that it can find them."""
     monkeypatch.setenv("CHAOS", str(tmp_path))
 
 
 @dataclasses.dataclass(frozen=True)
 class Slow(Table):
-    """The toy's rows, which take their time."""
+    """The toy's rows, read slowly."""
 
     seconds: float = 0.2
 
@@ -51,14 +51,14 @@ class Slow(Table):
 
 
 class Other(Table):
-    """Rows that are others in a learner."""
+    """Rows that differ between the driver and a learner."""
 
     def __getstate__(self):
         return vars(self) | {"fingerprint": "others"}
 
 
 def when_it_has_read(workdir, number, rounds, act):
-    """Acts once on a learner's process, when it has logged so many rounds; on a thread."""
+    """Acts once on a learner's process, in a thread, when it has logged this many rounds."""
 
     def watch():
         for _ in range(1200):
@@ -128,7 +128,7 @@ def test_a_killed_driver_leaves_nothing_and_its_command_goes_on(tmp_path):
         assert saved and chaos.left_running(folder) > 4
         pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
         (cluster,) = {chaos.cluster_folder(pid, folder) for pid in pids} - {None}
-        assert len(chaos.with_open_files(cluster)) > 6  # agents, too
+        assert len(chaos.with_open_files(cluster)) > 6  # Ray's agents too
         process.kill()
         killed_s = time.time()
 
@@ -152,7 +152,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_refuses_a_client_without_t
 
         address = ray.get_runtime_context().gcs_address
         found = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout
-        listeners = {}  # of Ray's processes, by port
+        listeners = {}  # Ray's processes by port
         for line in found.splitlines():
             address_of, owner = line.split()[3], re.search(r"pid=(\d+)", line)
             if owner and chaos.is_of(int(owner[1]), tmp_path):

@@ -1,4 +1,4 @@
-"""What the engine compiles: the public functions, and no more programs than the plan says."""
+"""The engine compiles the public functions, and no more programs than the plan lists."""
 
 import dataclasses
 import functools
@@ -63,12 +63,12 @@ def test_a_program_is_traced_through_the_public_functions(monkeypatch, kind, fun
     settings = settings_of(outer=in_parts)
     spec = program_spec(settings, init_fn, bigram_loss, LENGTH + 1, machine=here())
     lower(spec, ProgramKey(kind, OWNERS, 2, accumulates=kind in ("start", "steps", "fragment")))
-    # What a program is given has the shapes that `start_round` makes.
+    # The arguments of a program have the shapes that `start_round` makes.
     assert traced - ({"start_round"} - functions) == functions
 
 
 def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch):
-    """All trainers grow alike here: one batch in both buckets, then an accumulated one."""
+    """All trainers grow alike: a batch in each of two buckets, then an accumulated one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_module, "build_model", lambda *_: (init_fn, bigram_loss))
     growing = {"num_rounds": 4, "batching": {"eta": 0.5}, "merge": {"policy": "none"}}
@@ -99,7 +99,7 @@ def test_a_run_without_merges_compiles_what_the_plan_lists(tmp_path, monkeypatch
 
 
 def test_the_engines_round_is_the_public_outer_step():
-    """With unequal trainers; 12 sequences are 3 micro-batches of 4, accumulated."""
+    """Trainers are unequal; 12 sequences are accumulated in 3 micro-batches of 4."""
     batch_size = 12
     settings = settings_of(switch={"mode": "accumulate"}, batching={"test": "constant"})
     rows, params = corpus(), {"w": jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))}
@@ -139,7 +139,7 @@ def test_the_engines_round_is_the_public_outer_step():
 
 @pytest.mark.parametrize("state", ["keep", "reset"])
 def test_a_round_of_unequal_trainers_in_turn_is_the_one_at_once(state):
-    """One runs single micro-batches, one of another size, one accumulates three."""
+    """One trainer has a small micro-batch, one a larger one, and one accumulates three."""
     settings = settings_of(
         switch={"mode": "accumulate"}, batching={"test": "constant"}, inner={"state": state}
     )
@@ -205,15 +205,15 @@ def test_a_merge_in_parts_is_the_whole_one_and_deletes_what_it_replaces(monkeypa
 
 
 class Read(Table):
-    """Rows that note which are read."""
+    """Rows that record which of them are read."""
 
     def __init__(self):
-        """Starts with none read."""
+        """Records no read yet."""
         super().__init__(corpus().rows)
         object.__setattr__(self, "reads", [])
 
     def batch(self, *read):
-        """Notes the read."""
+        """Records the read."""
         self.reads.append(read)
         return super().batch(*read)
 

@@ -10,12 +10,12 @@ from adloco_jax import init, outer_update, start_round
 ADAMW = optax.adamw(0.05, weight_decay=0.1)
 SGD = optax.sgd(0.1)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
-PLAIN = optax.sgd(1.0)  # as outer step it takes the workers' mean as it is
+PLAIN = optax.sgd(1.0)  # as outer optimizer it takes the mean of the workers
 TXS = {"inner_tx": ADAMW, "outer_tx": NESTEROV}
 
 
 def draw(shapes, *lead, seed=0):
-    """A tree of float32 arrays, by a tree of their shapes without the leading axes."""
+    """Random float32 arrays, from a tree of their shapes without the leading axes."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda shape: rng.normal(size=(*lead, *shape)).astype(np.float32),
@@ -38,7 +38,7 @@ def loss_fn(params, batch):
 
 
 def ensemble_of(owner_R, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_params=False):
-    """Trainers that start alike, and the workers that they own."""
+    """An ensemble of equal trainers with the given owners of workers."""
     return init(
         params_of() if params is None else params,
         num_trainers=max(owner_R) + 1,
@@ -51,7 +51,7 @@ def ensemble_of(owner_R, params=None, *, inner_tx=ADAMW, outer_tx=NESTEROV, own_
 
 
 def pseudo_gradients(difference_R, weights_R, owners, **how):
-    """Pseudo-gradients [M] and their norms, of workers that moved by these differences."""
+    """Pseudo-gradients [M] and their norms for workers with these differences."""
     zeros = jax.tree.map(lambda leaf_R: jnp.zeros(leaf_R.shape[1:]), difference_R)
     ensemble = ensemble_of(owners, zeros, inner_tx=PLAIN, outer_tx=PLAIN)
     workers = start_round(ensemble)
@@ -61,7 +61,7 @@ def pseudo_gradients(difference_R, weights_R, owners, **how):
 
 
 def filled(ensemble, seed=0):
-    """All its entries drawn; whole numbers are ten times their positions."""
+    """A tree with random entries; integers are ten times their positions."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf):

@@ -1,4 +1,4 @@
-"""Checkpoints to start from, models out of a run's folder, and text from them."""
+"""Runs that start from a checkpoint, models exported from a run's folder, generated text."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def trainer_of(params_M, position):
     return jax.tree.map(lambda x: x[position], params_M)
 
 
-# --- Out of a run -----------------------------------------------------------------------------
+# --- Export from a run ------------------------------------------------------------------------
 
 
 def test_a_run_leaves_its_consensus_for_hugging_face(trained):
@@ -102,7 +102,7 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
     assert_equal(hf.load(out).params, trainer_of(trained.ensemble.params_M, 1))
     code, _, fault = run("export", workdir=workdir, out=out)
     assert code == 2 and "exists already" in fault
-    # More tokens than the model can read become as many as it can.
+    # A request for more tokens than the model can read gives as many as it can.
     code, text, note = run("generate", model=out, prompt="def", tokens=99, samples=2)
     assert code == 0 and text.count("-" * 72 + "\ndef") == 2
     assert note == "--tokens 99: the model reads 32 tokens and the prompt has 4; writing 28\n"
@@ -115,7 +115,7 @@ def test_commands_export_and_write(trained, tmp_path, capsys):
 
 
 def test_a_run_of_0_2_is_exported_and_not_resumed(tmp_path, capsys):
-    """The run was made with tag v0.2.0; `expected` is what that version exported."""
+    """The run was made with tag v0.2.0; `expected` is the export of that version."""
     with tarfile.open(Path(__file__).parent / "run-0.2.0.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     assert cli.main(["export", str(tmp_path / "run"), f"--out={tmp_path / 'out'}"]) == 0
@@ -135,7 +135,7 @@ def test_all_trainers_start_from_the_checkpoint_which_going_on_does_not_need(tra
     found = vars(validate(config).model)
     config.model.update({name: found[name] for name in SIZES})
     params_M = train(config, tmp_path / "r").ensemble.params_M
-    for position in (0, 1):  # after two steps of at most 0.01 and an outer update
+    for position in (0, 1):  # the weights move by two steps of at most 0.01 and an outer update
         assert_close(trainer_of(params_M, position), far, rtol=0, atol=0.1)
     (tmp_path / "far").rename(tmp_path / "elsewhere")
     config.num_rounds = 2

@@ -1,4 +1,4 @@
-"""What a user's own config file adds: every snippet of docs/extend.md runs through `fit`."""
+"""Entries that a user's config file adds: every snippet of docs/extend.md runs through `fit`."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-# Those with a model or data of their own are run by architectures_test.py and own_source_test.py.
+# architectures_test.py and own_source_test.py run the snippets with a model or a data source.
 OWN = ("DATA_SOURCES[", "ARCHITECTURES[")
 SNIPPETS = [snippet for snippet in SNIPPETS if not any(name in snippet for name in OWN)]
 
@@ -64,7 +64,7 @@ def test_a_snippet_trains(index, tmp_path):
         eval={"every_rounds": 3},
     )
     result = run(tmp_path / "run", settings)
-    assert np.isfinite(result.loss) and result.loss < 1.79  # log 6 without training
+    assert np.isfinite(result.loss) and result.loss < 1.79  # an untrained model has log 6
     events = read(tmp_path / "run" / "ledger.jsonl")
     if test == "noise_scale":
         assert any(e["test_value"] for e in events if e["event"] == "round")
@@ -72,11 +72,12 @@ def test_a_snippet_trains(index, tmp_path):
         assert [e["updates"] for e in events if e["event"] == "round"] == [3, 3, 12]
     if policy == "highest_losses":
         (merge,) = (e for e in events if e["event"] == "merge")
-        assert merge["loss_before"] == sorted(merge["loss_before"])  # the best represents
+        # the best is the representative
+        assert merge["loss_before"] == sorted(merge["loss_before"])
 
 
 def test_fit_takes_the_callers_optimizers_at_the_configured_rate(tmp_path):
-    """AdamW given is AdamW named; so is Nesterov outside."""
+    """AdamW and Nesterov as arguments equal AdamW and Nesterov by name."""
     named = settings_of(num_rounds=2, ensemble={"num_trainers": 1, "num_workers": 2})
     given = {
         "inner_tx": optax.adamw(1.0, weight_decay=named.inner.weight_decay),

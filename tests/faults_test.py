@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    seed = int.from_bytes(os.urandom(4))  # other kills every time; the folder names them
+    # kills differ in each run of the test; the folder records the seed
+    seed = int.from_bytes(os.urandom(4))
     print("seed", seed)
     return faults.Bench(tmp_path_factory.mktemp("faults"), random.Random(seed))
 

@@ -1,4 +1,4 @@
-"""What charts draw, as they are given it and as SVG, against numbers added by hand."""
+"""The data of charts and their SVG, against numbers computed by hand."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from adloco_jax.study.chart import Curve
 from adloco_jax.study.curves import Variant
 from adloco_jax.study.summary import short
 
-# Tokens after each round, all trainers: 512, +896, +1408, +4864, then twice +5120.
+# Tokens of all trainers after each round: 512, +896, +1408, +4864, then +5120 twice.
 TOKENS = [512, 1408, 2816, 7680, 12800, 17920]
 CONSENSUS = [5.25, 4.15, 3.35, 2.65, 2.25, 2.0]
 
@@ -27,7 +27,7 @@ def rounds_of(run, **having):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every chart that is drawn, by its label up: the label across, and curves by their label."""
+    """All charts by the label of the vertical axis: the horizontal label, and curves by label."""
     made, chart_chart = {}, chart.chart
 
     def record(x, y, shown, **settings):
@@ -59,7 +59,7 @@ def test_loss_of_a_run_is_drawn_over_every_cost(tmp_path, drawn):
     for ((up, _), lines), x in zip(drawn.items(), spent, strict=True):
         assert up == "held-out loss (nats/token)"
         assert points(lines["consensus"]) == near(x, CONSENSUS)
-        absorbed = points(lines["1", "c1 thin"])  # in round 3
+        absorbed = points(lines["1", "c1 thin"])  # absorbed in round 3
         assert absorbed == near(x[:2], [5.32, 4.52])
     assert str(loss.CLUSTER) in loss.reading()
 
@@ -71,7 +71,7 @@ def test_costs_that_stay_zero_have_no_chart(tmp_path):
 
 
 def test_training_losses_gaps_and_accuracies_are_drawn(tmp_path, drawn):
-    loss.charts([variant(read(tmp_path / "a", evals=False))])  # before an evaluation
+    loss.charts([variant(read(tmp_path / "a", evals=False))])  # a run without an evaluation
     lines = drawn["training loss (nats/token)", "tokens, all trainers"]
     assert points(lines["1", "c1 thin"]) == near(TOKENS[:3], [5.52, 4.72, 4.12])
     run = read(tmp_path / "c", accuracy=0.75, no_loss=(2,))
@@ -101,13 +101,13 @@ def test_a_steep_start_is_cut_off_and_named(tmp_path, drawn):
     rows = [(n, 0, 2, 2, 2, 1, y, 2, "kept") for n, y in enumerate(losses, start=1)]
     loss.charts([variant(read(tmp_path, rounds=rows, merge=False))])
     [(label, _), *_] = drawn
-    assert "at first up to 11.8" in label  # held out: 0.2 below
+    assert "at first up to 11.8" in label  # held-out losses are 0.2 below
     [lines, *_] = drawn.values()
     assert math.isnan(lines["consensus"].y[0]) and lines["consensus"].y[1] == pytest.approx(2.75)
 
 
 def coordinates(html, kind="line"):
-    """Of each curve's path, the points: fractions from the left and from the bottom."""
+    """The points of each curve's path, as fractions from the left and from the bottom."""
     paths = [e for e in ET.fromstring(html).iter("path") if e.get("class") == kind]
     return [
         [
@@ -125,12 +125,12 @@ def test_a_chart_has_each_point_where_its_axes_say():
     first, second = coordinates(html)
     assert first == near([0, 0.25, 1], [0, 0.5, 1]) and second == near([0.5], [0.5])
     ends = [e.get("d").count("M") for e in ET.fromstring(html).iter("path")]
-    assert ends == [2, 1]  # a gap
+    assert ends == [2, 1]  # the curve has a gap
     assert ET.fromstring(html).find("svg").get("aria-label") == "<both>"
 
 
 def test_long_curves_are_thinned_and_keep_their_extremes():
-    """The page of forty variants has four such charts, and may take two megabytes."""
+    """A page of forty variants has four such charts and must stay below two megabytes."""
     values = [math.sin(n * n) for n in range(4000)]
     values[1_234] = 5.0
     lines = [Curve(range(4000), values, "c0", band=(values, values)) for _ in range(40)]
@@ -179,19 +179,20 @@ def test_the_trainers_lanes_show_batches_and_what_happened(tmp_path):
         [
             {"event": "fault", "kind": "quarantine", "round": 6, "trainer": 2},
             {"event": "spawn", "round": 4, "trainer": 0, "workers_before": 2, "workers_after": 3},
-            {"event": "spawn", "round": 5},  # of another version: nothing to show
+            {"event": "spawn", "round": 5},  # a line of another version: nothing is shown
         ]
     )
     html = run_figures.life(run)
     root = ET.fromstring(html)
     rows = [e.text for e in root.iter("text") if "left" in e.get("class", "")]
-    assert rows == ["0", "2", "1"]  # 1 beside whom it goes into
+    assert rows == ["0", "2", "1"]  # 1 is drawn beside the trainer that absorbs it
     lane = [e for e in root.iter("rect") if "trainer 0" in e.find("title").text]
     assert [round(float(e.get("x")[:-1]) * 6 / 100) for e in lane] == [0, 1, 2, 3]
     heights = [float(e.get("height")[:-1]) for e in lane]
     assert heights == sorted(heights)
     sizes = [e.text for e in root.iter("text") if e.get("class") == "size"]
-    assert sizes[:4] == ["4", "8", "16", "72"]  # two workers of 2; at last three of 8, 3 times
+    # two workers of batch 2; at the end three of 8, accumulated 3 times
+    assert sizes[:4] == ["4", "8", "16", "72"]
     titles = [e.find("title").text for e in root.iter("g") if "event" in e.get("class", "")]
     assert titles == [
         "round 2: 2 + 1 not merged into 2, barrier +0.9500 nats",
@@ -211,7 +212,7 @@ def test_batches_that_change_all_the_time_do_not_fill_the_page(tmp_path):
 
 
 def test_no_vertical_line_of_a_merge_crosses_a_trainer_that_is_alive():
-    members = [(3, 1), (2, 0), (3, 4), (2, 3)]  # each into its first
+    members = [(3, 1), (2, 0), (3, 4), (2, 3)]  # each merges into its first member
     order = run_figures._lanes(range(6), [{"members": [*own], "into": own[0]} for own in members])
     assert sorted(order) == list(range(6))
     alive = set(range(6))
@@ -229,7 +230,7 @@ def test_batches_are_constant_within_a_round(tmp_path, drawn):
     assert points(lines["0", "c0 d4"]) == near(x, [2, 2, 4, 4, 8, 8, *[24] * 6])
     accumulated = drawn["accumulated micro-batches", "round"]["trainer 0"]
     assert points(accumulated) == near(x, [*[1] * 6, *[3] * 6])
-    assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # a round without the trainer
+    assert chart.steps([1, 3], [5, 6])[0] == [0, 1, 2, 2, 3]  # the trainer is missing in one round
 
 
 def test_noise_has_gaps_where_nothing_positive_was_measured(tmp_path, drawn):

@@ -1,4 +1,4 @@
-"""The shipped configs as they stand, from a hub on this machine; small by overrides alone."""
+"""The shipped configs with a hub on this machine; only overrides make them small."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from adloco_jax.run.ledger import read
 pytestmark = pytest.mark.slow
 
 MODEL = "keeeeenw/MicroLlama"
-SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "mlp_width")  # of the stand-in
+# sizes of the small stand-in model
+SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "mlp_width")
 SHORT = {
     **{f"model.{name}": "none" for name in SIZES},
     **{"model.dtype": "float32", "data.sequence_length": 32, "data.num_sequences": 200},
@@ -28,7 +29,7 @@ SHORT = {
 
 
 def adloco(environment, *words, cwd, **more) -> subprocess.CompletedProcess:
-    """A command as a user types it."""
+    """Runs a command as a user types it."""
     command = [sys.executable, "-m", "adloco_jax.main", *map(str, words)]
     env = os.environ | environment | more
     how = {"cwd": cwd, "capture_output": True, "text": True, "timeout": 300}
@@ -38,7 +39,7 @@ def adloco(environment, *words, cwd, **more) -> subprocess.CompletedProcess:
 
 
 def options(**more) -> list[str]:
-    """`data__path` as --config.data.path, with what makes a run short."""
+    """Options (`data__path` as --config.data.path), and those that make a run short."""
     given = SHORT | {key.replace("__", "."): value for key, value in more.items()}
     return [f"--config.{key}={value}" for key, value in given.items()]
 
@@ -48,7 +49,7 @@ CARD = ("--config", ROOT / "configs" / "microllama.py")
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory, hub_root):
-    """The environment of commands that ask a hub, and the folder with its log."""
+    """The environment of commands that use the hub, and the folder with the hub's log."""
     folder = tmp_path_factory.mktemp("hub")
     with served(hub_root, folder) as (environment, _):
         yield environment, folder
@@ -61,7 +62,8 @@ def test_the_card_runs_is_killed_and_resumes_without_the_hub(hub, tmp_path):
     assert killed.returncode == -signal.SIGKILL and killed.stderr == ""
     asked = (folder / "log").read_text()
     for file in (f"{MODEL}//model.safetensors", f"{TOKENIZER}//tokenizer.json"):
-        assert asked.count(f"GET /cdn/models/{file}") == 2  # once; a line names it twice
+        # one download; its log line has the name twice
+        assert asked.count(f"GET /cdn/models/{file}") == 2
     assert "c4//en/c4-train.00000" in asked and "c4//en/c4-validation.00000" in asked
     before = (folder / "log").read_text()
     resumed = adloco(environment, *words, cwd=tmp_path, HF_HUB_OFFLINE="1")
@@ -79,7 +81,7 @@ def test_a_state_too_large_is_refused_before_anything_is_downloaded(hub, tmp_pat
     environment, folder = hub
     before = (folder / "log").read_text() if (folder / "log").exists() else ""
     home = {"HF_HOME": str(tmp_path / "home")}
-    # The sizes are the config's own: 60 GiB of state in a share of this machine's memory.
+    # The sizes are those of the config: 60 GiB of state do not fit the memory of this machine.
     share = "--config.batching.memory_frac=1e-3"
     done = adloco(environment, *CARD, share, cwd=tmp_path, **home)
     line = done.stderr.removesuffix("\n")

@@ -1,4 +1,4 @@
-"""What scripts/gpu.py says of a GPU, tried where there is none: all of it runs at a toy's size."""
+"""scripts/gpu.py without a GPU: every part runs with a small model."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def rows_of(text):
 
 
 def started(monkeypatch, tmp_path, about, faults=()):
-    """The results, the page, and which parts were started, each at most for how long."""
+    """The results file, the page, and the time limit of each part that was started."""
     results, page, calls = tmp_path / "r" / "results.jsonl", tmp_path / "GPU.md", {}
     page.write_text("before\n<!-- table -->\nold\n<!-- end of the table -->\nafter\n")
 
@@ -60,7 +60,8 @@ def started(monkeypatch, tmp_path, about, faults=()):
 
 def test_a_second_start_measures_what_is_missing_and_the_page_keeps_its_text(monkeypatch, tmp_path):
     results, page, calls = started(monkeypatch, tmp_path, H200, faults=("round",))
-    gpu.append(results, H200 | {"part": "statistics", "device": "NVIDIA A100"})  # another card's
+    # a result of another card
+    gpu.append(results, H200 | {"part": "statistics", "device": "NVIDIA A100"})
     without = FIGURES["speed"] | {"torch": "torch is not installed"}
     gpu.append(results, H200 | {"part": "speed"} | without)
     assert gpu.main() == 1
@@ -138,7 +139,8 @@ def test_each_programs_peak_stands_beside_the_compilers():
     kinds = {name.split()[0] for name in found["bytes"]}
     assert kinds == {"stats", "start", "steps", "outer", "loss"}
     for peak in found["bytes"].values():
-        assert 0 < peak["planned"] < peak["measured"]  # of a CPU the whole process's
+        # on a CPU the peak is that of the whole process
+        assert 0 < peak["planned"] < peak["measured"]
     assert all(f"{name}: " in found["text"] for name in found["bytes"])
 
 
@@ -148,7 +150,7 @@ def test_the_run_that_is_resumed_is_a_valid_one(size):
     config.update_from_flattened_dict(size.changes)
     settings = validate(config)
     check_inputs(settings)
-    # It is stopped after the second round; the merge comes after that.
+    # The run is stopped after the second round, before the merge.
     assert 2 < settings.merge.every_rounds < settings.num_rounds == 4
 
 
@@ -170,7 +172,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_what_it_has_started(monkeypa
     monkeypatch.setattr(gpu, "__file__", str(script))
     options = argparse.Namespace(size="toy", results=tmp_path / "results.jsonl")
     assert gpu.run_part("round", options, 3) == "took more than 3 s"
-    # What is killed dies when it next runs; nobody waits for it, so it may stay a zombie.
+    # A killed process dies when it next runs. Nobody waits for it, so it may stay a zombie.
     child_id, until = int((tmp_path / "pid").read_text()), time.monotonic() + 30
     while is_running(child_id) and time.monotonic() < until:
         time.sleep(0.02)

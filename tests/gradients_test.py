@@ -1,4 +1,4 @@
-"""The gradient analysis: against closed forms, brute force, and the run's own test."""
+"""The gradient analysis against closed forms, brute force, and the run's own test."""
 
 import itertools
 import json
@@ -49,13 +49,13 @@ def test_batches_do_not_repeat_a_sequence():
 
 
 def quadratic(params, rows):
-    """The gradient of a row x is params - x."""
+    """A loss whose gradient for a row x is params - x."""
     x = jnp.concatenate([params["a"].reshape(-1), params["b"]])
     return 0.5 * jnp.mean(jnp.sum(jnp.square(x[None] - rows), axis=1))
 
 
 def rows_of(num_rows=40, width=12):
-    """Gradient -x of mean -1/2, its coordinates of unequal spread."""
+    """Rows whose gradients -x have mean -1/2 and coordinates of unequal spread."""
     noise = np.random.default_rng(5).standard_normal((num_rows, width)) * np.arange(1, width + 1)
     return (0.5 + noise).astype(np.float32)
 
@@ -95,7 +95,7 @@ def test_each_deviation_is_that_of_its_batch(measured):
         kurtosis = np.mean(scaled**4) / np.mean(scaled**2) ** 2 - 3
         assert scatter["excess_kurtosis"] == pytest.approx(kurtosis, rel=1e-4, abs=1e-4)
         counts = np.histogram(scaled, gradients.BIN_EDGES)[0]
-        assert np.abs(counts - scatter["counts"]).sum() <= 4  # rounding at an edge
+        assert np.abs(counts - scatter["counts"]).sum() <= 4  # rounding at the edge of a bin
 
 
 @pytest.mark.parametrize("pass_size, tolerance", [(1, 1e-13), (7, 1e-6)])
@@ -161,7 +161,7 @@ def test_the_ledger_is_compared_by_ratios():
 
 @pytest.mark.slow
 def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
-    """A run of two rounds with a checkpoint of each, one trainer with a single worker."""
+    """One trainer with a single worker makes two rounds, with a checkpoint after each."""
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abcdefgh "), rng.integers(3, 140))) for _ in range(80)]
     lines = [json.dumps({"text": t}) + "\n" for t in texts]
@@ -177,10 +177,10 @@ def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
     workdir = train(config, tmp_path / "r").workdir
     found = analyse(workdir, tmp_path / "analysis")
 
-    # Gradients at the checkpoint, float64 [60 + 8, P]: of all rows, and of the next test's.
+    # Gradients at the checkpoint, float64 [60 + 8, P], of all rows and of the next test's rows.
     trained = read_trained(workdir, round=1)
     data, (_, loss_fn) = load_data(trained.settings), build_model(trained.settings)
-    used = 2 * 4  # rows of the first round: two updates of batch 4
+    used = 2 * 4  # rows of the first round, two updates of batch 4
     rows = np.concatenate([data.rows, data.batch(0, 0, used, 8)]).astype(np.int32)
     grads_B = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))(trained.params, rows[:, None])
     leaves = [np.float64(leaf).reshape(68, -1) for leaf in jax.tree.leaves(grads_B)]
@@ -190,7 +190,7 @@ def test_a_run_is_measured_as_by_brute_force(one_device, tmp_path):
     assert found["num_params"] == grads.shape[1]
     assert found["noise"] == pytest.approx(noise, rel=1e-4)
     assert found["mean_gradient_norm"] == pytest.approx(mean_norm, rel=1e-4)
-    # The test after the checkpoint saw its parameters.
+    # The test after the checkpoint used the checkpoint's parameters.
     noise = grads[60:].var(axis=0, ddof=1).sum()
     before, after = found["ledger"]
     assert (before["round"], after["round"]) == (1, 2)
@@ -205,7 +205,7 @@ def analyse(workdir, out, **changed):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder with its ledger; its model is the quadratic, its data 60 rows."""
+    """A run's folder with a ledger; the model is the quadratic, the data are 60 rows."""
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         ledger.write(**start_line(run="r", max_batch_size=4, data_fingerprint="table"))
         for event in (line(1), line(2)):
@@ -228,7 +228,7 @@ def test_the_command_prints_and_writes_the_same(run, capsys):
     assert code == 2 and out == "" and "--batch-sizes: 4,x: expected integers" in err
     numbers = ["--num-sequences", "60", "--batch-sizes", "8,8", "--draws", "4", "--seed", "1"]
     code, out, err = script(*numbers, "--round", "1")
-    assert (code, err) == (0, "")  # and no progress bar where no one watches
+    assert (code, err) == (0, "")  # no progress bar without a terminal
     assert "noise scale tr(Sigma)/|G|^2" in out and "\n    2        0  " in out
     assert len(ET.parse(run / "report" / "gradient_analysis.svg").findall("{*}svg")) == 2
     written = json.loads((run / "report" / "gradient_analysis.json").read_text())
@@ -273,7 +273,7 @@ def result_of(measured, **changed):
 
 
 def curves_of(panel):
-    """By label the points of each curve, as fractions of the box from the left and from below."""
+    """The points of each curve by label, as fractions of the box from the left and from below."""
     found = {}
     for curve in panel.findall(".//{*}g"):
         pairs = re.findall(r"(\d+),(\d+)", curve.find("{*}svg/{*}path").get("d"))

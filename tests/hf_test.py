@@ -1,4 +1,4 @@
-"""Weights in and out of the Hugging Face layout, and files that are not what they claim to be."""
+"""Weights from and to the Hugging Face layout, and forged files."""
 
 import hashlib
 import importlib.util
@@ -45,7 +45,7 @@ def folder(tmp_path, params) -> Path:
 
 @pytest.fixture
 def bert(tmp_path):
-    """Drawn parameters, and the folder they were saved in."""
+    """Random parameters, and the folder with them."""
     params = drawn(BERT)
     hf.save(params, tmp_path / "bert", load_tokenizer("bytes"), network=BERT)
     return params, tmp_path / "bert"
@@ -100,7 +100,7 @@ def refused(path, kind=DataError) -> str:
 
 
 def test_an_export_may_hold_folders(tmp_path):
-    """As those of tokenizers with several chat templates do."""
+    """Tokenizers with several chat templates have such folders."""
     for text in ("first", "second"):
         with replaced_folder(tmp_path / "export") as partial:
             (partial / "additional_chat_templates").mkdir()
@@ -116,10 +116,10 @@ def test_what_is_saved_comes_back_bit_for_bit(folder, params):
     tensors = load_file(folder / "model.safetensors")
     assert len(tensors) == 3 + 9 * 3
     gate = tensors["model.layers.2.mlp.gate_proj.weight"]
-    assert gate.shape == (10, 12)  # outputs, inputs: the order of PyTorch
+    assert gate.shape == (10, 12)  # (outputs, inputs), as in PyTorch
     np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["kernel"][2].T)
     (folder / "stale.txt").write_text("x")
-    hf.save(params, folder, network=NETWORK, dtype="bfloat16")  # in its place, as a whole
+    hf.save(params, folder, network=NETWORK, dtype="bfloat16")  # replaces the folder as a whole
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
@@ -141,13 +141,14 @@ def test_old_and_new_keys_of_the_config(folder):
     for changes, theta in [
         (dict(rope_parameters=..., rope_theta=5e5), 5e5),
         (dict(rope_theta=..., rope_parameters=new | default), 7e5),
-        (dict(rope_theta=5e5, rope_parameters=new, rope_scaling=default), 5e5),  # the older one,
-        (dict(rope_scaling={"rope_theta": 9e5}), 9e5),  # as transformers 5 has it
+        (dict(rope_theta=5e5, rope_parameters=new, rope_scaling=default), 5e5),  # the older form,
+        (dict(rope_scaling={"rope_theta": 9e5}), 9e5),  # the form of transformers 5
         (dict(rope_theta=..., rope_parameters=..., rope_scaling=None, head_dim=None), 10_000.0),
     ]:
         edit_config(folder, **changes)
         assert hf.load(folder).network.rope_theta == theta
-    for absent in (..., None):  # as many key heads as heads, which these weights are not
+    # the default is one key head per head, which these weights do not have
+    for absent in (..., None):
         edit_config(folder, num_key_value_heads=absent)
         assert "k_proj.weight: have (4, 12), want (12, 12)" in refused(folder)
 
@@ -166,7 +167,8 @@ def test_the_hubs_cache_is_read_through_its_links(tmp_path, folder, params, monk
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("0" * 40)
     for file in sorted(folder.iterdir()):
-        blob = hashlib.sha256(file.read_bytes()).hexdigest()  # the hub's name for a large file
+        # the hub names a large file by its hash
+        blob = hashlib.sha256(file.read_bytes()).hexdigest()
         file.rename(root / "blobs" / blob)
         (snapshot / file.name).symlink_to(f"../../blobs/{blob}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -237,7 +239,7 @@ BUFFER = "model.layers.0.self_attn.rotary_emb.inv_freq"
     "name, array, fault",
     [
         (GAIN, None, "missing, want (12,)"),
-        ("lm_head.weight", None, "missing"),  # and not tied
+        ("lm_head.weight", None, "missing"),  # the head is not tied
         ("bias", np.ones(3, np.float32), "unexpected"),
         (GAIN, np.ones(13, np.float32), "have (13,), want (12,)"),
         (UP, np.ones((12, 10), np.float32), "have (12, 10), want (10, 12)"),
@@ -310,7 +312,7 @@ def test_a_damaged_file_is_named_and_takes_no_memory(folder, damage):
 
 
 class Payload:
-    """What runs when it is unpickled: it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -323,7 +325,7 @@ class Payload:
 def test_nothing_in_a_pickle_runs(folder, tmp_path, name):
     canary = tmp_path / "canary"
     (folder / "model.safetensors").unlink()
-    # Without PyTorch, whose reader of tensors refuses the others, no pickle is opened at all.
+    # Without PyTorch no pickle is opened; PyTorch's reader refuses anything but tensors.
     has_torch = importlib.util.find_spec("torch") is not None
     error = DataError if has_torch or name != "pytorch_model.bin" else ConfigError
     for content in (Payload(canary), np.ones(3), {GAIN: Payload(canary)}, [1, 2]):

@@ -1,4 +1,4 @@
-"""Reading compiled programs: which devices communicate, how much, and whether within a loop."""
+"""Reads compiled programs: which devices communicate, how much, and whether inside a loop."""
 
 import math
 import re
@@ -18,14 +18,14 @@ class Collective(NamedTuple):
     """One operation of a compiled program between devices."""
 
     kind: str
-    num_bytes: float  # that each device sends, by the cheapest known way (rings)
+    num_bytes: float  # bytes that each device sends, by the cheapest known algorithm (rings)
     groups: tuple[tuple[int, ...], ...]  # devices that communicate with one another
     in_loop: bool
     line: str
 
 
 def collectives(text: str, *, loops: bool = True) -> list[Collective]:
-    """All collectives of an optimised HLO text, of a program with loops unless said otherwise."""
+    """All collectives of an optimised HLO text."""
     computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -79,7 +79,7 @@ def _collective(match: re.Match, line: str, *, in_loop: bool) -> Collective:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """In each of the ways that versions of XLA write them."""
+    """The device groups of a collective, in each notation of XLA's versions."""
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line):
         return tuple(
             tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])

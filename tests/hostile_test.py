@@ -1,4 +1,4 @@
-"""Files that want to do harm: nothing is run, nothing outside is opened, no memory is taken."""
+"""Malicious files: no code runs, no outside file is opened, no memory is exhausted."""
 
 import ast
 import contextlib
@@ -25,7 +25,7 @@ from adloco_jax.run.ledger import EVENTS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("adloco_jax/**/*.py"), *ROOT.glob("scripts/*.py")])
 
-# Readers that run what they read, and ways to a shell.
+# Readers that execute what they read, and calls that start a shell.
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 MODULES |= {"torch", "yaml", "code", "codeop"}
 CALLS = {"eval", "exec", "compile", "__import__"}
@@ -34,7 +34,7 @@ TRUSTING = {"allow_pickle", "trust_remote_code", "shell"}
 
 
 def offences(source: str) -> list[str]:
-    """What a module does that could run somebody else's file."""
+    """The calls of a module that could execute somebody else's file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def offences(source: str) -> list[str]:
 def test_nothing_reads_a_file_that_can_run():
     loads = []
     for path in SOURCES:
-        # One measures PyTorch; the other reads a pytorch_model.bin.
+        # One script measures PyTorch; the other module reads a pytorch_model.bin.
         allowed = {"torch"} if path.name in ("side_by_side.py", "hf.py") else set()
         assert set(offences(path.read_text())) <= allowed, path
         loads += torch_loads(path.read_text())
@@ -68,7 +68,7 @@ def test_nothing_reads_a_file_that_can_run():
 
 
 def torch_loads(source: str) -> list[tuple[str, bool]]:
-    """The functions that name `torch.load`, and whether each reads tensors alone by it."""
+    """The functions that call `torch.load`, and whether each reads tensors only."""
     found = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef):
@@ -138,7 +138,7 @@ def test_a_forged_tokenizer_is_refused_in_a_line(tmp_path, name, content):
 @pytest.mark.parametrize(("name", "as_folder"), [("spiece.model", False), ("vocab.txt", True)])
 def test_a_tokenizer_of_a_terabyte_is_refused_unread(tmp_path, name, as_folder):
     with open(tmp_path / name, "wb") as file:
-        file.truncate(2**40)  # sparse
+        file.truncate(2**40)  # a sparse file
     path = tmp_path if as_folder else tmp_path / name
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="1099511627776 bytes"):
@@ -182,7 +182,7 @@ FROM_FOLDER = {
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory, one_device):
-    """A working folder with a config file, texts, and a finished run."""
+    """A folder with a config file, texts, and a finished run."""
     folder = tmp_path_factory.mktemp("honest")
     (folder / "texts").mkdir()
     for name in "abcdefgh":
@@ -232,7 +232,7 @@ READ_HOST = {"train", "export", "gradients"}
 
 
 def forge_ledger(run, event):
-    """Gives one field of one event a value of another kind."""
+    """Sets one field of one event to a value of another type."""
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     line = next((line for line in lines if line["event"] == event), {"event": event})
     if len(line) == 1:
@@ -249,7 +249,7 @@ def forge_json(path, change):
 
 
 def forge_host(run):
-    """Also the manifest, as an attacker would."""
+    """Changes host.json and its hash in the manifest, as an attacker would."""
     folder = run / "checkpoints" / "1"
     forge_json(folder / "host.json", lambda host: host["control"].update(round="x"))
     manifest = {"format": checkpoint.FORMAT, "round": 1, "loss": None}
@@ -261,7 +261,7 @@ def forge_host(run):
 def test_a_field_of_another_kind_ends_a_command_with_one_line(
     honest, tmp_path, monkeypatch, capsys, one_device, command
 ):
-    """Also: what a command does not need it does not read."""
+    """A command reads only what it needs."""
     monkeypatch.chdir(shutil.copytree(honest, tmp_path / "w"))
     run, words = Path(SENT), FROM_FOLDER[command][1]
     forgeries = [
@@ -278,7 +278,7 @@ def test_a_field_of_another_kind_ends_a_command_with_one_line(
     forgeries.append((READ_HOST, functools.partial(forge_host, run), "host.control.round"))
     for readers, forge, fault in forgeries:
         if command not in readers and readers is READ_LEDGER and "start" not in fault:
-            continue  # one is enough
+            continue  # one field of each type is enough
         shutil.rmtree(run)
         shutil.rmtree("model", ignore_errors=True)
         shutil.copytree(honest / SENT, run)

@@ -1,4 +1,4 @@
-"""A data set of a hub on this machine: its rows, and each fault told apart in one line."""
+"""A data set of a hub on this machine: its rows, and one line for each kind of fault."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 import pytest
 from hubs import TOKENIZER, served
 
-# One process for all cases: the libraries read the hub's address when they are imported.
+# One process runs all cases, because libraries read the hub's address at import.
 PROGRAM = """
 import dataclasses, json, os, pathlib, shutil, sys
 from toy import data_settings
@@ -72,13 +72,13 @@ CASES = {  # faults of the server, changes of the config, exit code, words of th
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, hub_root):
-    """What each case gives, by its name."""
+    """The result of each case, by name."""
     folder = tmp_path_factory.mktemp("hub")
     cases = [("good", {}, {}, False), ("kept", {"latency_s": 3}, {}, True)]
     cases += [("flaky", {"fail_every": 3}, {}, False)]
     cases += [(name, case[0], case[1], False) for name, case in CASES.items()]
     with served(hub_root, folder) as (environment, _):
-        # The address of a mirror may hold a password.
+        # The address of a mirror may contain a password.
         environment["HF_ENDPOINT"] = environment["HF_ENDPOINT"].replace("//", "//me:SecretOfMine@")
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(cases)],

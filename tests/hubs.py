@@ -17,7 +17,7 @@ TOKENIZER = "TinyLlama/TinyLlama-1.1B-step-50K-105b"
 
 
 def make_hub(root, data_dir, *options: str) -> Path:
-    """C4, MicroLlama's stand-in and TinyLlama's tokenizer."""
+    """Makes a hub with C4, a small stand-in for MicroLlama, and TinyLlama's tokenizer."""
     if "ADLOCO_LOCAL_HUB" not in os.environ:
         pytest.skip("ADLOCO_LOCAL_HUB is not set: no hub on this machine")
     tokenizer = data_dir / "tokenizers" / "mistral-v1.model"
@@ -28,7 +28,7 @@ def make_hub(root, data_dir, *options: str) -> Path:
 
 
 def add_bert(root, data_dir) -> None:
-    """IMDB's layout with other reviews, and a small BERT in the place of BERT base."""
+    """Adds reviews in IMDB's layout, and a small BERT as BERT base."""
     import jax
     import pyarrow
     import pyarrow.parquet
@@ -40,7 +40,7 @@ def add_bert(root, data_dir) -> None:
 
     with gzip.open(data_dir / "sentiment" / "movie_reviews.jsonl.gz") as lines:
         reviews = [json.loads(line) for line in lines][::10]
-    reviews.sort(key=lambda review: review["label"])  # as IMDB's
+    reviews.sort(key=lambda review: review["label"])  # sorted, like IMDB's
     folder = root / "datasets" / "stanfordnlp" / "imdb" / "plain_text"
     folder.mkdir(parents=True)
     for split, rows in (("train", reviews[::2]), ("test", reviews[1::2])):
@@ -78,7 +78,7 @@ def add_bert(root, data_dir) -> None:
 def served(root: Path, folder: Path):
     """Serves a hub; yields the environment of commands, and a function that stops it.
 
-    What stands as JSON in `folder / "faults"` is how the hub misbehaves.
+    The JSON in `folder / "faults"` says how the hub misbehaves.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "adloco_jax"
 
-# The house, each line standing on those above: what a room may import of ours beside itself. The
-# pure half is core, models, settings (the knobs, which name tables by strings) and the loop.
+# The packages of the project, each above its users, and which of our packages each may import. The
+# pure half is core, models, settings (config keys, which name tables by strings) and the loop.
 BELOW = {
     "core": set(),
     "contrib": {"core"},
@@ -34,7 +34,7 @@ BELOW["training"] = BELOW["study"] | {"study", "elastic"}
 BELOW["cli"] = BELOW["training"] | {"training"}
 BELOW["main"] = BELOW["cli"] | {"cli"}
 BELOW["__main__"] = {"main"}
-# What a module of `core` may import of the others.
+# The modules of `core` that each module of `core` may import.
 CORE = {name: {"types"} for name in ("arguments", "batching", "compress")}
 CORE["meshes"] = set()
 CORE["types"], CORE["merge"] = {"meshes"}, {"types", "meshes"}
@@ -54,7 +54,7 @@ PURE_LIBRARIES |= {
 }
 HOST_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent / "__init__.py" != path]
-# Rooms below the line.
+# The pure packages.
 PURE = ("core", "contrib", "models", "settings", "loop")
 
 
@@ -67,7 +67,7 @@ def name_of(path):
 
 
 def imported(path):
-    """Dotted names a module imports, wherever in it, with `from a import b` as `a.b`."""
+    """Dotted names that a module imports anywhere, with `from a import b` as `a.b`."""
     package = ["adloco_jax", *path.relative_to(PACKAGE).parent.parts]
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -81,7 +81,7 @@ def imported(path):
 
 
 def ours(path):
-    """What a module imports of ours, as parts below the package: [room, module, ...]."""
+    """The modules of this package that a module imports, as [package, module, ...]."""
     names = [name.split(".") for name in imported(path)]
     return [parts[1:] for parts in names if parts[0] == "adloco_jax"]
 
@@ -120,7 +120,7 @@ def test_in_the_core_all_stand_on_the_types(stem):
 
 
 def test_tables_are_read_with_the_entries_of_all_papers():
-    """Above the core they are imported from `contrib`, whose import registers all of its files."""
+    """Importing `contrib` registers all of its files; above the core, tables come from there."""
     tables = {"AGGREGATORS", "INNER_OPTIMIZERS", "OUTER_OPTIMIZERS", "ROUND_LENGTHS"}
     for path in MODULES:
         read = {parts[-1] for parts in ours(path) if parts[0] == "core"} & tables

@@ -24,8 +24,8 @@ def test_a_line_is_its_event_and_fields_in_order_and_reopening_appends(path):
     ledger = Ledger(path, lambda line: written.append((line, read(path)[-1])))
     ledger.write("note", round=1, loss=np.float32(2.5), noise=float("nan"), done=True)
     line = '{"event": "note", "round": 1, "loss": 2.5, "noise": null, "done": true}\n'
-    assert path.read_text() == line  # before it is closed
-    assert written == [(read(path)[0], read(path)[0])]  # on disk when observers get it
+    assert path.read_text() == line  # the line is there before the ledger is closed
+    assert written == [(read(path)[0], read(path)[0])]  # the line is on disk when observers get it
     ledger.close()
     with Ledger(path) as again:
         again.write("last")
@@ -70,7 +70,7 @@ LINES = b'{"event": "first", "seed": 1}\n{"event": "second", "loss": 2.5}\n'
 def test_a_last_line_cut_anywhere_is_dropped_and_repaired(path, cut):
     path.write_bytes(LINES[:cut])
     lines: list[dict] = [{"event": "first", "seed": 1}]
-    if cut == len(LINES) - 1:  # only its newline is missing
+    if cut == len(LINES) - 1:  # only the newline is missing
         lines.append({"event": "second", "loss": 2.5})
     assert read(path) == lines
     with Ledger(path) as ledger:
@@ -93,7 +93,7 @@ def test_damage_on_a_complete_line_raises_naming_file_and_line(path, damage, num
 
 
 def sample(kind):
-    """A value of a kind as `ledger.EVENTS` declares them."""
+    """A sample value of a type that `ledger.EVENTS` declares."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     plain = {int: 1, files.Size: 1, float: 1.0, str: "text", bool: True}
     if kind in (*plain,):
@@ -108,14 +108,14 @@ def sample(kind):
         return members[0]
     if isinstance(kind, files.Maybe):
         return sample(kind.kind)
-    if members:  # a union
+    if members:  # a union type
         return sample(members[0])
     fields = kind if isinstance(kind, dict) else typing.get_type_hints(kind)
     return {name: sample(part) for name, part in fields.items()}
 
 
 def places(value, name):
-    """The name of each value within a value, and a function that sets or deletes it there."""
+    """The name of each nested value, and a function that sets or deletes it."""
     items = enumerate(value) if isinstance(value, list) else value.items()
     for key, item in [*items]:
         path = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}"

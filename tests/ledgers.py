@@ -1,4 +1,4 @@
-"""Lines of ledgers, and a small run's whole one, whose sums can be added by hand."""
+"""Ledger lines, and the ledger of a small run whose sums are easy to compute by hand."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from adloco_jax.config import default_config, validate
 from adloco_jax.run.ledger import Ledger
 
 LENGTH = 16  # tokens per sequence; every trainer makes 4 updates per round
-# Six rounds, max_batch_size 8, switch multiplier 2, four workers; trainer 1 goes into 2 after
+# Six rounds, max_batch_size 8, switch multiplier 2, four workers; trainer 1 merges into 2 after
 # round 3. Columns: round, trainer, workers, requested, micro, accum, train loss, next, reason.
 ROUNDS = [
     (1, 0, 2, 2, 2, 1, 5.50, 4, "grew"),
@@ -69,7 +69,7 @@ def start_line(*, num_params=250, seed=0, learning_rate=1e-3, **changes):
 
 
 def round_line(round, trainer=0, workers=2, batch=4, *, accum=1, **changes):
-    """A trainer's line; `batch` is that of a device's pass."""
+    """A trainer's `round` line; `batch` is the micro-batch."""
     line = {"event": "round", "round": round, "trainer": trainer, "workers": workers}
     line |= {"requested_batch_size": batch, "micro_batch_size": batch, "num_accum_steps": accum}
     line |= {"updates": 4, "noise": 1.0, "signal": 0.1, "test_value": math.inf}
@@ -93,10 +93,10 @@ def write_run(
     loss_shift=0.0,
     accuracy=None,
 ):
-    """Writes the lines of a run; `no_loss` are the rounds whose losses are not finite.
+    """Writes the ledger of a run; losses of the rounds `no_loss` are not finite.
 
-    Evaluations follow the merge, as in a run. Held-out losses lie 0.2 below the training losses,
-    the consensus' 0.25 below the best.
+    Evaluations follow the merge, as in a run. Held-out losses are 0.2 below the training losses;
+    the consensus loss is 0.25 below the best.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     scores = {} if accuracy is None else {"accuracy": accuracy, "classes": []}
@@ -126,7 +126,7 @@ def write_run(
                 line |= {"tokens": per_update * 4 * LENGTH, "syncs": int(workers > 1)}
                 write(line | {"bytes": 500_000 * (workers if workers > 1 else 0)})
                 losses[line["trainer"]] = line["train_loss"]
-            consensus = min(losses.values()) - 0.25  # of all that took part
+            consensus = min(losses.values()) - 0.25  # the best of all trainers
             if merge and number == 3:
                 write(MERGE)
                 del losses[1]

@@ -1,4 +1,4 @@
-"""Machines with too little of something: a run works without it, or exits with 5 and one line."""
+"""Machines that lack a resource: a run works without it, or exits with 5 and one line."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOWHERE = "/dev/null/nowhere"  # nobody can write there, root included
+NOWHERE = "/dev/null/nowhere"  # nobody can write there, not even root
 COMMAND = [
     *(sys.executable, "-m", "adloco_jax.main", f"--config={ROOT}/configs/faults.py"),
     *("--workdir=run", "--config.num_rounds=1", "--config.ensemble.num_trainers=1"),
 ]
 
-# A process that limits itself and then becomes the command: JAX warns of forks in its own.
+# A process limits itself and then becomes the command, because JAX warns if its process forks.
 LIMITED = """
 import json, os, resource, sys
 for what, value in json.loads(sys.argv[1]):
@@ -26,7 +26,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def train(folder, *, limits=(), environment=None, stdout=subprocess.PIPE, programs=True):
-    """One round of the toy run in a process of its own."""
+    """One round of the toy run in a separate process."""
     base = dict(os.environ)
     if not programs:
         base.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -59,7 +59,7 @@ CONTINUES = {
 STOPS = {
     "1 GiB of addresses": [(resource.RLIMIT_AS, 2**30)],
     "12 open files": [(resource.RLIMIT_NOFILE, 12)],
-    # Too small for one array, however they are packed.
+    # Too small for a single array, whatever the packing.
     "files of 16 KiB": [(resource.RLIMIT_FSIZE, 2**14)],
 }
 
@@ -78,7 +78,7 @@ def test_a_run_works_without_what_it_does_not_need(tmp_path, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", STOPS.values(), ids=STOPS)
 def test_a_run_out_of_resources_exits_with_one_line(tmp_path, limits):
-    # Without a cache of programs: other tests would find those that the limit cut short in it.
+    # No program cache: the limit could leave cut files in it that other tests would read.
     done = train(tmp_path, limits=limits, environment={"JAX_ENABLE_COMPILATION_CACHE": "false"})
     assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
 

@@ -30,7 +30,7 @@ DEFAULT = "from adloco_jax.config import default_config as get_config\n"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch) -> Path:
-    """A fresh working folder that is not the checkout."""
+    """A fresh working folder outside the checkout."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -42,7 +42,7 @@ def configured(*overrides: str, config: str = "quickstart"):
 
 
 def refused(capsys, *argv: str) -> list[str]:
-    """The lines on stderr of a command that must end with 2 and leave nothing behind."""
+    """The stderr lines of a command that must end with exit code 2 and write nothing."""
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and os.listdir() == []
@@ -64,7 +64,7 @@ def test_overrides_reach_the_config():
     assert (settings.inner.learning_rate, settings.inner.clip_norm) == (1e-4, 1.0)
     assert settings.model.remat is True and settings.log.wandb is False
     assert settings.batching.ramp == ((0, 4), (3, 8))
-    # The last one wins.
+    # The last override wins.
     assert (settings.batching.buckets, settings.inner.tx) == ((8,), "adamw")
 
 
@@ -154,7 +154,7 @@ assert not {{"jax", "numpy"}} & set(sys.modules)
         assert f"adloco {name}" in text
 
 
-# What a new user writes first, and what the answer tells to write.
+# First guesses of a new user, and the command that the answer names.
 GUESSES = {
     "export": "write: adloco export runs/first",
     "export --run runs/first": "write: adloco export runs/first",
@@ -291,7 +291,7 @@ def test_no_line_and_no_traceback_shows_a_secret(capfd, monkeypatch):
         monkeypatch.setattr(cli, "_run", mock.Mock(side_effect=error))
         if isinstance(error, ValueError):
             monkeypatch.setattr(cli.sys, "exit", lambda code: None)
-            cli.command()  # a mistake of ours, with its traceback
+            cli.command()  # an internal error keeps its traceback
         else:
             cli.main([])
         shown = capfd.readouterr().err
@@ -342,7 +342,7 @@ def test_errors_end_with_their_own_code_and_one_line(capsys, monkeypatch):
 
 # --- As a process ---------------------------------------------------------------------------
 
-# D7 of the reliability matrix: twenty values out of range in one command.
+# Twenty values out of range in one command (docs/RELIABILITY.md).
 OUT_OF_RANGE = """
     num_rounds=0 model.num_layers=-1 model.norm_eps=0 data.heldout_frac=1 data.subset_frac=1.5
     ensemble.num_trainers=0 inner.steps_per_round=0 inner.learning_rate=-1 inner.warmup_updates=-1
@@ -443,7 +443,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(elsewhere, c
     monkeypatch.setattr("adloco_jax.run.resume.finished", lambda *args, **kwargs: [])
     write_run(elsewhere / "run")
     write_config(elsewhere / "run", validate(configured(*TINY[1:])))
-    (elsewhere / "run" / "report").touch()  # in the folder's place
+    (elsewhere / "run" / "report").touch()  # a file where the folder should be
     assert cli.main(TINY) == 0
     out, err = capsys.readouterr()
     assert "tokens          17,920" in out
@@ -491,7 +491,7 @@ def test_a_run_with_an_entry_of_a_config_file_is_read_with_that_file_again(own, 
     assert cli.main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "batching.test = 'own': no entry of this library; give --config the file" in line
-    assert cli.main([*command, "--config=own.py"]) == 2  # there is no checkpoint
+    assert cli.main([*command, "--config=own.py"]) == 2  # the run has no checkpoint
     assert "no checkpoint, have none" in capsys.readouterr().err
     assert recorded_settings(elsewhere) == settings
     with pytest.raises(ConfigError, match="'mine': must be 'norm' or .* 'own'"):

@@ -74,7 +74,7 @@ def test_logits_agree_with_a_slow_float64_forward_pass_of_the_real_tokens(change
     expected_BC = [oracle_logits(model, params, row[2 : 2 + row[1]]) for row in rows]
     np.testing.assert_allclose(logits_BC, expected_BC, rtol=1e-5, atol=1e-5)
     whole = rows[:, 1] == length
-    logits_BC = jax.jit(model.apply)({"params": params}, rows[whole, 2:])  # all tokens are real
+    logits_BC = jax.jit(model.apply)({"params": params}, rows[whole, 2:])  # no padding
     np.testing.assert_allclose(logits_BC, np.array(expected_BC)[whole], rtol=1e-5, atol=1e-5)
 
 
@@ -86,7 +86,7 @@ def test_loss_is_the_mean_over_examples_of_the_negative_log_softmax_of_the_label
     np.testing.assert_allclose(losses_of(MODEL)(params, rows), expected_B, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(step_of(MODEL)(params, rows)[0], expected_B.mean(), rtol=1e-5)
     faults = [(0, -1), (0, 3), (1, 0), (1, -2), (1, LENGTH + 1), (2, BERT["vocab_size"])]
-    for example, (column, value) in enumerate(faults):  # of a label, a length, an id
+    for example, (column, value) in enumerate(faults):  # a bad label, a bad length, a bad id
         rows[example, column] = value
     losses_B = losses_of(MODEL)(params, rows)
     assert np.isnan(losses_B[: len(faults)]).all()

@@ -1,4 +1,4 @@
-"""Llama against a slow NumPy forward pass, the laws its loss must obey, and text from it."""
+"""Llama against a slow NumPy forward pass, laws of its loss, and generated text."""
 
 import re
 
@@ -72,8 +72,9 @@ def oracle_logits(model, params, tokens):
     ("change", "length"),
     [
         ({"num_kv_heads": 1}, 7),  # one block of queries
-        ({"num_kv_heads": 4, "norm_eps": 0.1, "rope_theta": 50.0}, 33),  # the last of one query
-        ({}, 129),  # four, the last the shortest
+        # two blocks, the last with one query
+        ({"num_kv_heads": 4, "norm_eps": 0.1, "rope_theta": 50.0}, 33),
+        ({}, 129),  # four blocks, the last is the shortest
     ],
 )
 def test_logits_agree_with_a_slow_float64_forward_pass(change, length):
@@ -97,13 +98,14 @@ def test_defect_01_loss_is_that_of_the_next_token_shifted_once_and_nan_past_the_
     losses_of = jax.jit(sequence_losses(MODEL))
     np.testing.assert_allclose(losses_of(params, rows), expected_B, rtol=1e-5)
     np.testing.assert_allclose(step_of(MODEL)(params, rows)[0], np.mean(expected_B), rtol=1e-5)
-    rows[0, 0] = rows[1, -1] = MODEL.vocab_size  # as an input, and as a target
+    rows[0, 0] = rows[1, -1] = MODEL.vocab_size  # bad ids as an input and as a target
     losses_B = losses_of(params, rows)
     assert np.isnan(losses_B[:2]).all()
     np.testing.assert_allclose(losses_B[2:], expected_B[2:], rtol=1e-5)
 
 
-def test_chunked_losses_gradients_and_slopes_equal_the_whole(chunk=2):  # leaves a remainder
+# the length leaves a remainder
+def test_chunked_losses_gradients_and_slopes_equal_the_whole(chunk=2):
     params, direction = make_params(MODEL), make_params(MODEL, 1)
     rows = jnp.asarray(make_rows(MODEL))
     loss, grads = step_of(MODEL)(params, rows)

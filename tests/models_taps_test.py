@@ -1,4 +1,4 @@
-"""Gradient taps, and the statistics they give, against per-example gradients."""
+"""Gradient taps and their statistics, against per-example gradients."""
 
 import functools
 
@@ -74,7 +74,7 @@ def test_each_parameter_has_one_tap_which_changes_no_loss_and_is_chosen_by_auto(
 def test_negative_tap_leaves_out_an_example_of_nan(name, column):
     model = NETWORKS[name]
     params, rows = make_params(model), make_rows(model)
-    rows[2, column] = model.vocab_size  # NaN from the embedding on
+    rows[2, column] = model.vocab_size  # the embedding gives NaN
     others = np.arange(BATCH) != 2
     expected = flat(example_grads(model), axes=1)[others]
     backward = tapped_grad(model)
@@ -82,7 +82,7 @@ def test_negative_tap_leaves_out_an_example_of_nan(name, column):
     assert norms_B[2] == 0.0
     assert relative(BATCH**2 * norms_B[others], (expected**2).sum(axis=1)) < 1e-5
     np.testing.assert_allclose(flat(grads), expected.sum(axis=0) / BATCH, rtol=1e-4, atol=1e-6)
-    # Without the mask it reaches everything.
+    # Without the mask the NaN reaches every example.
     grads, norms_B = backward(params, rows, jnp.zeros(BATCH))
     assert np.isnan(norms_B[2]) and np.isfinite(norms_B[others]).all()
     assert np.isnan(flat(grads)).any()
@@ -124,7 +124,7 @@ def test_a_layers_tap_is_the_squared_norm_of_each_examples_weight_gradient(name)
     ]
     np.testing.assert_allclose(norms_B, [np.sum(np.square(g)) for g in alone], rtol=1e-5)
     np.testing.assert_allclose(grad, sum(alone), rtol=1e-4, atol=1e-6)
-    # Selection, not multiplication: NaN on either side of the product stays out.
+    # The mask selects and does not multiply, so NaN on either side of the product stays out.
     if name != "look_up":
         x_B = x_B.at[1].set(jnp.nan)
     dy_B = dy_B.at[1].set(jnp.nan)

@@ -1,4 +1,4 @@
-"""What holds for every model: names, starts, dtypes, memory for the backward pass, errors."""
+"""Properties of every model: names, initial weights, dtypes, backward-pass memory, errors."""
 
 import functools
 import re
@@ -49,7 +49,7 @@ def test_published_models_have_their_numbers_of_parameters():
     base = dict(vocab_size=30522, width=768, num_layers=12, num_heads=12, num_classes=2)
     for model, num_params in [
         (Llama(**micro, mlp_width=5632, max_length=2048), 304_636_928),
-        # As BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
+        # Equals BertForSequenceClassification(BertConfig()).num_parameters() of transformers 5.
         (Bert(**base, mlp_width=3072, max_length=512), 109_483_778),
     ]:
         assert sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model))) == num_params
@@ -136,7 +136,7 @@ def test_bfloat16_compute_keeps_parameters_sums_and_gradients_float32(name):
 
 
 def products(jaxpr):
-    """The matrix products of a jaxpr and of all that it calls."""
+    """The matrix products of a jaxpr and of everything it calls."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn
@@ -160,7 +160,7 @@ def test_in_bfloat16_no_product_multiplies_float32_matrices(name):
     ):
         for eqn in products(jax.make_jaxpr(function)(*inputs).jaxpr):
             types = {str(var.aval.dtype) for var in eqn.invars}
-            # The table's per-example norms are sums of float32 products on purpose.
+            # Per-example norms of the embedding table are deliberately sums of float32 products.
             assert types == {"bfloat16"} or "HIGHEST" in str(eqn.params["precision"]), eqn
 
 
@@ -175,7 +175,8 @@ def test_products_of_bfloat16_hardly_add_to_the_gradients_error(name, monkeypatc
         return np.linalg.norm(flat(grads) - expected)
 
     found = error()
-    for module in (layers, bert):  # JAX's own derivative: the cotangent stays float32
+    # with JAX's derivative instead of ours the cotangent stays float32
+    for module in (layers, bert):
         einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         monkeypatch.setattr(module, "multiply_float32", einsum)
     assert found < 1.1 * error() < 0.1 * np.linalg.norm(expected)

@@ -1,4 +1,4 @@
-"""Small models for tests: parameters under which every part matters, rows, and their losses."""
+"""Small models for tests: parameters for which every part matters, rows, and losses."""
 
 import functools
 
@@ -27,7 +27,7 @@ def make_params(model, seed=0):
 
 
 def make_rows(model, seed=0, batch=BATCH, length=LENGTH):
-    """Few ids and many positions, so that tokens repeat; of BERT, lengths from 1 to all."""
+    """Rows with few ids, so that tokens repeat; for BERT with lengths from 1 to the maximum."""
     rng = np.random.default_rng(seed)
     if isinstance(model, Llama):
         return rng.integers(0, model.vocab_size, (batch, length + 1), dtype=np.int32)
@@ -46,26 +46,26 @@ def loss_of(model, **options):
 
 @functools.cache
 def step_of(model, **options):
-    """(params, rows) -> the loss and its gradients."""
+    """A function (params, rows) -> the loss and its gradients."""
     return jax.jit(jax.value_and_grad(loss_of(model, **options)))
 
 
 @functools.cache
 def tapped_grad(model, **options):
-    """(params, rows, tap_B) -> gradients of the mean loss and the taps' cotangent."""
+    """A function (params, rows, tap_B) -> gradients of the mean loss and the taps' cotangent."""
     loss_fn = loss_of(model, **options)
     return jax.jit(jax.grad(lambda params, rows, tap_B: loss_fn(params, rows, tap_B=tap_B), (0, 2)))
 
 
 @functools.cache
 def example_grads(model):
-    """Gradient of each of `make_rows`' examples alone, leaves [B, ...], without taps."""
+    """The gradient of each example of `make_rows`, leaves [B, ...], without taps."""
     grads = jax.jit(jax.vmap(jax.grad(loss_of(model)), in_axes=(None, 0)))
     return grads(make_params(model.clone(dtype="float32")), make_rows(model)[:, None])
 
 
 def flat(tree, axes=0):
-    """All leaves as one float64 array, their first `axes` axes kept."""
+    """All leaves as one float64 array that keeps the first `axes` axes."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
 

@@ -1,6 +1,6 @@
-"""A slow, obvious AdLoCo in float64: the algorithm a second time, to test the package against.
+"""A slow, obvious AdLoCo in float64: a second implementation, to test the package against.
 
-Shares no code with the package. The model is a table of bigram logits, whose gradient is written by
+It shares no code with the package. The model is a table of bigram logits with a gradient written by
 hand. Section numbers are those of docs/algorithm.md.
 """
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-# --- The model: next-token logits are the row of a table W[V, V] that the present token chooses.
+# --- The model: the current token chooses a row of a table W[V, V], the next token's logits.
 
 
 def sequence_loss(table, tokens):
@@ -25,7 +25,7 @@ def sequence_loss(table, tokens):
 
 
 def sequence_grad(table, tokens):
-    """Gradient of `sequence_loss`: softmax minus one-hot, in the row of the present token."""
+    """Gradient of `sequence_loss`: softmax minus one-hot, in the row of the current token."""
     grad = np.zeros_like(table)
     for present, following in zip(tokens[:-1], tokens[1:], strict=True):
         exps = np.exp(table[present] - table[present].max())
@@ -120,7 +120,7 @@ def pooled(sums_of_workers):
 
 
 def averaged(old, new, decay=0.9):
-    """Numerators and denominators apart; the bias correction of both is the same and cancels."""
+    """Averages numerators and denominators separately; their equal bias corrections cancel."""
     if not old:
         old = dict.fromkeys(new, 0.0)
     return {name: decay * old[name] + (1 - decay) * new[name] for name in new}
@@ -164,7 +164,7 @@ def ip_variance(sums, mode):
 
 
 def limited(request, *, batch, max_growth, cap, monotone=True):
-    """Rounded up, never above the growth limit or the cap, never falling if monotone."""
+    """The request, rounded up and limited by growth and cap; it never falls if monotone."""
     if not math.isfinite(request):
         return batch
     new = math.ceil(request)
@@ -178,7 +178,7 @@ def limited(request, *, batch, max_growth, cap, monotone=True):
 
 
 def planned(batch, *, max_batch, multiplier, mode, buckets):
-    """(micro-batch, accumulation steps)."""
+    """The micro-batch and the number of accumulation steps."""
     if batch <= max_batch:
         micro, accum = batch, 1
     elif mode == "clip" or (mode == "threshold" and batch <= multiplier * max_batch):
@@ -191,10 +191,11 @@ def planned(batch, *, max_batch, multiplier, mode, buckets):
 
 
 def merge_members(batches, *, policy, width):
-    """Positions, the representative first."""
+    """Positions of the trainers to merge, the representative first."""
     if len(batches) < 2:
         return []
-    ascending = sorted(range(len(batches)), key=lambda i: batches[i])  # stable: ties by position
+    # a stable sort: ties by position
+    ascending = sorted(range(len(batches)), key=lambda i: batches[i])
     if policy == "worst_with_worst":
         candidates = ascending[:width]
         top = max(batches[i] for i in candidates)
@@ -207,7 +208,7 @@ def merge_members(batches, *, policy, width):
 
 
 def allocated(batches, workers):
-    """Largest remainder with at least one worker each; ties favour the lower position."""
+    """Divides workers by largest remainder, at least one each; ties favour lower positions."""
     shares = [Fraction(b * workers, sum(batches)) for b in batches]
     counts = [max(1, math.floor(share)) for share in shares]
     while sum(counts) < workers:
@@ -230,11 +231,11 @@ class Trainer:
     params: np.ndarray
     outer_state: object
     batch: int
-    length: int = 1  # of a round, in multiples of the steps it begins with
-    wanted: int = 0  # workers
+    length: int = 1  # of a round, in multiples of its initial length
+    wanted: int = 0  # number of workers that the test asks for
     updates: int = 0
     sums: dict = field(default_factory=dict)
-    cursors: dict = field(default_factory=dict)  # sequences read, by stream
+    cursors: dict = field(default_factory=dict)  # number of sequences read, by stream
 
 
 @dataclass
@@ -248,15 +249,15 @@ def run_oracle(settings, *, batch, table):
     """Plays a run.
 
     Args:
-      settings: Anything with the fields of a run's settings, by group; this model has no use for
-        the groups `model`, `data`, `eval` and `log`.
-      batch: `batch(trainer_id, stream, start, count)` gives token rows [count, L + 1].
+      settings: Anything with the fields of a run's settings, by group; the groups `model`, `data`,
+        `eval` and `log` are not used.
+      batch: `batch(trainer_id, stream, start, count)` returns token rows [count, L + 1].
       table: Initial parameters [V, V].
 
     Returns:
-      `rounds`: a dict per round and trainer alive in it; `merges`: a dict per merge; `spawns`:
-      (round, trainer's id, workers before and after) each; `trainers` and `workers`: as they are at
-      the end, in order.
+      `rounds`: a dict for each round and living trainer; `merges`: a dict for each merge; `spawns`:
+      tuples (round, trainer's id, workers before, workers after); `trainers` and `workers` at the
+      end, in order.
     """
     s = settings
     table = np.asarray(table, np.float64)
@@ -299,12 +300,12 @@ def run_oracle(settings, *, batch, table):
 
 
 def play_round(s, trainer, workers, batch, free):
-    """One round of one trainer, changed in place; returns what it did."""
+    """Plays one round of one trainer, which changes in place; returns a record of the round."""
     limits = {"max_batch": s.batching.max_batch_size, "buckets": s.batching.buckets}
     micro, accum = planned(trainer.batch, **limits, **vars(s.switch))
     per_update = micro * accum
     num_updates = s.inner.steps_per_round * trainer.length
-    # What each worker reads in this round, all its updates one after the other.
+    # The rows that each worker reads in this round, update after update.
     rows = []
     for worker in workers:
         start = trainer.cursors.get(worker.stream, 0)
@@ -313,7 +314,7 @@ def play_round(s, trainer, workers, batch, free):
 
     request, (next_workers, next_length, next_batch), sums = tested(s, trainer, rows, free)
 
-    # Inner updates, each worker for itself.
+    # Inner updates of each worker.
     ends, losses, rates = [], [], []
     for worker, worker_rows in zip(workers, rows, strict=True):
         params = trainer.params.copy()
@@ -332,7 +333,7 @@ def play_round(s, trainer, workers, batch, free):
             losses.append(loss_sum / accum)
         ends.append(params)
 
-    # Outer update: the only time the workers meet.
+    # Outer update: the only communication of the workers.
     pseudo_grad = trainer.params - sum(ends) / len(ends)
     if s.outer.skip_single and len(workers) == 1:
         trainer.params = ends[0]
@@ -359,7 +360,7 @@ def play_round(s, trainer, workers, batch, free):
 
 
 def tested(s, trainer, rows, free):
-    """The trainer's test on the first rows of its round: (request, what it grows to, its sums)."""
+    """The test on the first rows of a round: (request, workers/length/batch after it, sums)."""
     b = s.batching
     least = 2 if b.test == "norm" else 4
     sequences = sum(len(worker_rows) for worker_rows in rows)
@@ -393,7 +394,7 @@ def tested(s, trainer, rows, free):
 def grown(s, trainer, workers, free, request):
     """(workers, round length, batch): more workers first, then longer rounds, larger batches."""
     b, length, batch = s.batching, trainer.length, trainer.batch
-    largest = b.max_growth * workers * length * batch  # the product of the three
+    largest = b.max_growth * workers * length * batch  # limit of the product of the three
     total = min(workers * request, largest)
     wanted = max(math.ceil(total / (length * batch)), workers)
     now = workers if wanted == workers else min(2 * workers, workers + free)
@@ -408,7 +409,7 @@ def grown(s, trainer, workers, free, request):
 
 
 def learning_rate(s, update):
-    """By the trainer's own count of updates; only the schedules this file's tests use."""
+    """The rate for the trainer's count of updates; only the schedules that tests use."""
     warmup = s.inner.warmup_updates
     factor = (update + 1) / warmup if update < warmup else 1.0
     if s.inner.schedule == "cosine":
@@ -419,7 +420,7 @@ def learning_rate(s, update):
 
 
 def merge_trainers(s, trainers, workers, members):
-    """Makes one trainer of the members, the first; `trainers` and `workers` change in place."""
+    """Merges the members into the first of them; `trainers` and `workers` change in place."""
     representative, absorbed = members[0], members[1:]
     weights = [member.batch * member.length for member in members]
     total = sum(weights)
@@ -445,7 +446,7 @@ def merge_trainers(s, trainers, workers, members):
     for trainer in absorbed:
         trainers.remove(trainer)
 
-    # Who works for whom now: pool positions; a trainer's own workers come before those it absorbed.
+    # The new owners: a trainer's own workers come before those that it absorbed.
     absorbed_ids = [trainer.id for trainer in absorbed]
     before = [worker.trainer for worker in workers]
     own = {t.id: [w for w in range(len(workers)) if before[w] == t.id] for t in trainers}
@@ -464,7 +465,7 @@ def merge_trainers(s, trainers, workers, members):
             after[free.pop(0)] = trainer.id
     for w, worker in enumerate(workers):
         worker.trainer = after[w]
-        if after[w] != before[w]:  # joined: starts from the mean of those already there
+        if after[w] != before[w]:  # a joining worker starts from the mean of the workers there
             worker.inner_state = copy.deepcopy(mean_state[after[w]])
     return {
         "members": [member.id for member in members],
@@ -485,7 +486,7 @@ def mean_inner_state(s, workers):
 
 
 def in_blocks(leaf, largest_code, most):
-    """One worker's leaf rounded to whole numbers with block scales, and each entry's scale."""
+    """One worker's leaf rounded to integers with block scales, and each entry's scale."""
     dims = leaf.shape or (1,)
     length = max([dim for dim in dims if dim % 8 == 0] or dims)
     axis = max(d for d in range(len(dims)) if dims[d] == length)
@@ -494,9 +495,9 @@ def in_blocks(leaf, largest_code, most):
     rows = rows.reshape(length, math.prod(dims[:axis] + dims[axis + 1 :]))
     rounded, scales = np.zeros_like(rows), np.zeros_like(rows)
     num_rows, width = 1, rows.shape[1]
-    if width > most:  # cut into pieces as even as possible
+    if width > most:  # split into pieces as even as possible
         width = math.ceil(width / math.ceil(width / most))
-    while 0 < 2 * num_rows * width <= most:  # or taken together, by doubling
+    while 0 < 2 * num_rows * width <= most:  # or combined by doubling
         num_rows *= 2
     for i in range(0, length, num_rows):
         for j in range(0, rows.shape[1], max(width, 1)):
@@ -510,11 +511,11 @@ def in_blocks(leaf, largest_code, most):
     )
 
 
-# --- How workers' differences become a pseudo-gradient (of one tensor)
+# --- Aggregation: workers' differences become a pseudo-gradient (one tensor)
 
 
 def radial_directional(differences, weights):
-    """The mean direction at the mean length; the plain mean where directions cancel."""
+    """The mean direction at the mean length; the plain mean if directions cancel."""
     total = sum(weights)
     norms = [np.linalg.norm(difference) for difference in differences]
     direction, mean, length = 0.0, 0.0, 0.0

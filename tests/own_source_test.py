@@ -1,4 +1,4 @@
-"""A data source of the user's own config file, through the command line and `fit`."""
+"""A data source from a user's config file, through the command line and `fit`."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 
 @pytest.fixture
 def own_source(tmp_path, monkeypatch):
-    """The page's own data source, and files for it in the working directory."""
+    """The data source of docs/extend.md, and files for it in the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(DATA_SOURCES, "diary", None)  # so that the snippet's entry goes afterwards
+    monkeypatch.setitem(DATA_SOURCES, "diary", None)  # removes the snippet's entry afterwards
     Path("own.py").write_text(SNIPPET, encoding="utf-8")
     Path("diaries").mkdir()
     for name in "ab":

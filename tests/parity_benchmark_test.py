@@ -1,4 +1,4 @@
-"""The benchmark beside PyTorch compares like with like; needs the `parity` extra."""
+"""The benchmark gives PyTorch and this library the same work; needs the `parity` extra."""
 
 import sys
 from pathlib import Path
@@ -23,5 +23,5 @@ def test_both_train_the_same_models_by_the_same_steps(tmp_path):
     side_by_side.save_weights(settings, str(tmp_path))
     ours = side_by_side.InnerSteps(settings, tokens, hf.load(tmp_path).params)
     theirs = side_by_side.torch_steps(settings, tokens, str(tmp_path))
-    for _ in range(3):  # calls go on where the last one ended
+    for _ in range(3):  # each call continues where the last one ended
         np.testing.assert_allclose(ours(), theirs(), rtol=1e-5)

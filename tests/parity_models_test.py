@@ -1,4 +1,4 @@
-"""The same numbers as PyTorch's Llama and BERT, on the same weights; needs the `parity` extra."""
+"""Models give the numbers of PyTorch's Llama and BERT on equal weights; extra `parity`."""
 
 import json
 
@@ -43,11 +43,11 @@ CONFIGS |= {name: BertConfig(**SIZES | sizes) for name, sizes in BERTS.items()}
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS)
 def pair(request, tmp_path):
-    """A PyTorch model, and ours read from the files it wrote."""
+    """A PyTorch model, and our model read from its files."""
     is_llama = isinstance(request.param, LlamaConfig)
     torch.manual_seed(7)
     model = (LlamaForCausalLM if is_llama else BertForSequenceClassification)(request.param)
-    with torch.no_grad():  # far from the trivial start
+    with torch.no_grad():  # parameters far from their initial values
         for name, tensor in model.eval().named_parameters():  # eval: no dropout
             is_gain = name.lower().endswith("norm.weight")
             tensor.copy_(0.2 * torch.randn(tensor.shape) + is_gain)
@@ -56,7 +56,7 @@ def pair(request, tmp_path):
 
 
 def theirs_of(model, rows):
-    """What the PyTorch model returns for our rows."""
+    """The output of the PyTorch model for our rows."""
     if isinstance(model, LlamaForCausalLM):
         tokens = torch.from_numpy(rows).long()
         return model(tokens, labels=tokens)
@@ -81,7 +81,7 @@ def assert_same_logits(network, params, model, rows):
 def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
     model, (network, params, *_) = pair
     rows = make_rows(network, length=length)
-    if not isinstance(network, Llama):  # PyTorch gives the padding token's vector no gradient
+    if not isinstance(network, Llama):  # in PyTorch the padding token's vector gets no gradient
         rows[:, 2:] = np.maximum(rows[:, 2:], 1)
     model.double()
     assert_same_logits(network, params, model, rows)
@@ -93,7 +93,7 @@ def test_logits_loss_and_gradients_are_those_of_hugging_face(pair, length):
     ours = {t.name: t.of(leaves[t.path]) for t in hf.tensors(network, hf.weight_map(network))}
     theirs = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
     if model.config.tie_word_embeddings and isinstance(network, Llama):
-        # One matrix there, whose gradient is the sum of our two.
+        # PyTorch has one tied matrix; its gradient is the sum of our two gradients.
         ours["model.embed_tokens.weight"] = ours["model.embed_tokens.weight"] + ours.pop(
             "lm_head.weight"
         )
@@ -121,7 +121,7 @@ def test_export_to_torch_and_back_is_bit_identical(pair, tmp_path):
 @pytest.mark.parametrize("stored", [[], [EMBEDDING], [HEAD], [EMBEDDING, HEAD]])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, stored):
-    """Whichever are stored; what PyTorch would draw at random is refused."""
+    """Any stored tensors work; a tensor that PyTorch would draw at random is refused."""
     torch.manual_seed(3)
     LlamaForCausalLM(CONFIGS["grouped heads"]).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -141,7 +141,7 @@ def test_tied_and_untied_tensors_are_those_of_hugging_face(tmp_path, is_tied, st
 
 
 def test_logits_and_perplexity_of_a_checkpoint_of_a_foreign_tool(data_dir):
-    """The perplexity, on rows of contiguous text, to 1e-4 of torch's."""
+    """The perplexity on rows of contiguous text agrees with torch's to 1e-4."""
     folder = data_dir / "fixtures" / "opendiloco_llama-2m-fresh"
     network, params, *_ = hf.load(folder)
     model = LlamaForCausalLM.from_pretrained(folder).eval()

@@ -1,4 +1,4 @@
-"""Weights that PyTorch has written: a pytorch_model.bin, checked as safetensors are."""
+"""Weights that PyTorch wrote: a pytorch_model.bin is checked like safetensors."""
 
 from pathlib import Path
 
@@ -53,5 +53,6 @@ def test_without_pytorch_a_line_names_the_extra(folder, monkeypatch):
     monkeypatch.setattr(hf, "_has_torch", lambda: False)
     assert "pip install 'adloco-jax[torch]'" in refused(folder, ConfigError)
     monkeypatch.undo()
-    monkeypatch.setattr("torch.__version__", "2.5.1+cpu")  # weights_only could be tricked there
+    # weights_only was not safe in this version
+    monkeypatch.setattr("torch.__version__", "2.5.1+cpu")
     assert "PyTorch 2.5.1+cpu is installed" in refused(folder, ConfigError)

@@ -1,4 +1,4 @@
-"""What a run will need, known before it: programs, memory, bytes, and what would stop it."""
+"""The plan of a run: programs, memory, bytes, and faults that would stop it."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ TEXT = {"source": "text", "path": __file__}
     [
         ("nesterov", "keep", (144, 144, 288)),
         ("adamw", "keep", (144, 288, 288)),
-        ("sgd", "reset", (144, 0, 0)),  # what is about to be reset does not travel
+        ("sgd", "reset", (144, 0, 0)),  # a state that is reset anyway is not sent
     ],
 )
 def test_bytes_of_a_merge_are_those_of_the_optimizers_own_states(outer, state, expected):
@@ -77,7 +77,7 @@ def test_the_largest_micro_batch_is_found_from_memory():
     }
     assert sorted(needs.values()) == list(needs.values())
     for size, need in needs.items():
-        # One per cent to spare: padding of small arrays bends the line on which sizes are foreseen.
+        # One per cent of tolerance: padding of small arrays bends the line of the prediction.
         device = int(1.01 * need / 0.8)
         assert max_batch_size(settings, Programs(of_bytes(spec, device))) == size
     with pytest.raises(ResourceError, match=f"need {needs[2]} bytes") as error:
@@ -102,7 +102,7 @@ def test_the_batch_size_test_must_fit_the_memory_too():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A folder with a model in its folder EXPORT."""
+    """A folder with an exported model in its subfolder EXPORT."""
     folder = tmp_path_factory.mktemp("exported")
     network = Llama(257, 16, 2, 4, 2, 16, 512)
     shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -164,7 +164,7 @@ def test_a_state_too_large_is_refused_before_any_data_are_read(tmp_path):
     config.ensemble.num_trainers, config.ensemble.num_workers = 2, 3
     config.outer.tx, config.inner.tx, config.inner.weight_decay = "sgd", "adamw", 0.0
     num_params = 257 * 16 * 2 + 16 * 2 + 16 + 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 16
-    # Two trainers; of three workers each two moments and parameters; one gradient.
+    # Two trainers; two moments and parameters for each of three workers; one gradient.
     needed = 4 * num_params * (2 + 3 * 3 + 1)
     total = here().device_bytes
     for share, error, words in (

@@ -1,4 +1,4 @@
-"""Several processes of one run: what they exchange, and that their number changes no decision."""
+"""Several processes of one run: their messages; their number changes no decision."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ MEASURED += ("loss", "loss_before", "loss_after", "barrier")
 
 
 class Coordinator(dict):
-    """JAX's key-value store for two processes, of which one acts at a time."""
+    """A stand-in for JAX's key-value store of two processes that act in turn."""
 
     def key_value_set(self, key, value):
         assert key not in self
@@ -52,7 +52,8 @@ def test_exchanges_of_one_name_are_told_apart_and_old_ones_deleted(monkeypatch):
         for index in range(2):
             become(index)
             assert processes._receive("gather", number) == [*both]
-        assert len(store) == 2  # those of the last exchange, which another may not have read
+        # the messages of the last exchange, which the other may not have read
+        assert len(store) == 2
 
 
 def test_what_differs_is_named_in_every_process(monkeypatch):
@@ -80,13 +81,13 @@ def test_an_error_of_one_process_is_raised_in_all(monkeypatch):
 
 
 def test_a_folder_that_is_not_the_same_for_all_is_refused(tmp_path, monkeypatch):
-    processes.require_shared(tmp_path / "nowhere")  # alone, there is nobody to share it with
+    processes.require_shared(tmp_path / "nowhere")  # a single process need not share the folder
     monkeypatch.setattr(processes, "gather", lambda value, name="": [value, value])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     processes.require_shared(tmp_path)
     with pytest.raises(ResourceError, match="cannot be written"):
         processes.require_shared(tmp_path / "nowhere")
-    monkeypatch.setattr(jax, "process_index", lambda: 1)  # and process 0 is on another machine
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 is on another machine
     with pytest.raises(ConfigError, match="not the folder that process 0 has"):
         processes.require_shared(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -123,7 +124,7 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
 
 @contextlib.contextmanager
 def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
-    """The run of configs/faults.py on so many processes of so many devices; killed where left."""
+    """Starts configs/faults.py on several processes with several devices; kills leftovers."""
     command = [sys.executable, "-m", "adloco_jax.main"]
     command += [f"--config={ROOT}/configs/faults.py", f"--workdir={workdir}", *overrides]
     places = [[]]
@@ -152,7 +153,7 @@ def started(workdir, *overrides, num_processes=1, num_devices=1, cache):
 
 
 def run(workdir, *overrides, **where):
-    """The same to its end; its ledger's lines."""
+    """Runs it to its end; returns the lines of its ledger."""
     with started(workdir, *overrides, **where) as processes:
         for process in processes:
             assert process.wait(timeout=580) == 0, Path(f"{workdir}.log").read_text()[-3000:]
@@ -160,7 +161,7 @@ def run(workdir, *overrides, **where):
 
 
 def assert_alike(lines, expected):
-    """Every decision equal, every loss to 1e-5."""
+    """Checks that decisions are equal and losses agree to 1e-5."""
     for ours, theirs in zip(lines, expected, strict=True):
         decided = [{k: v for k, v in e.items() if k not in MEASURED} for e in (ours, theirs)]
         assert decided[0] == decided[1]
@@ -185,7 +186,7 @@ FRAGMENTS += ("--config.outer.mixing=0.5", "--config.inner.steps_per_round=4")
     ids=["whole", "fragments"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, settings, before, after, kinds):
-    """Also: what workers alone have, and what is on its way, is there in each number of them."""
+    """Workers' own parameters and fragments in flight survive the change of the number."""
     cache, overrides = tmp_path / "programs", (*TEN, *settings)
     expected = run(tmp_path / "whole", *overrides, cache=cache)
     ledger = tmp_path / "run" / "ledger.jsonl"

@@ -1,4 +1,4 @@
-"""What a run prints: lines, and above a bar where someone watches."""
+"""What a run prints: lines, and a progress bar on a terminal."""
 
 import io
 import math
@@ -21,11 +21,11 @@ class Terminal(io.StringIO):
 
 
 def round_of(*sizes, heldout=math.nan, loss=2.41349, tokens=51234.5):
-    """The words of a round of a second, from micro-batch, accumulation and workers of each."""
+    """The line of a round of one second, from each trainer's micro-batch, accumulation, workers."""
     names = ("micro_batch_size", "num_accum_steps", "workers")
     lines = [dict(zip(names, size, strict=True), tokens=0) for size in sizes]
     lines[0]["tokens"] = tokens
-    losses = [loss] + [math.nan] * (len(sizes) - 1)  # of the others no update was finite
+    losses = [loss] + [math.nan] * (len(sizes) - 1)  # no update of the others was finite
     return describe_round(lines, losses, heldout=heldout, pool=6, seconds=1.0)
 
 
@@ -69,9 +69,9 @@ def test_each_line_is_flushed_and_ends_with_the_time_left_at_the_pace_of_the_las
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     file = io.TextIOWrapper(io.BytesIO(), write_through=False)
     progress = Progress(10, file=file)
-    for index in (1, 2, 3):  # the first one compiles for ten minutes
+    for index in (1, 2, 3):  # the first round compiles for ten minutes
         progress.round(index, index / 10, "")
-    # 600, then 10 and 10 s for a tenth: 6000, 3050 and 1575 s for the whole run.
+    # Tenths of the run take 600, 10 and 10 s: estimates of the whole are 6000, 3050 and 1575 s.
     left = [line.rpartition(b", ")[2] for line in file.buffer.getvalue().splitlines()]
     assert left == [b"1:30:00 left", b"40:40 left", b"18:22 left"]
 
@@ -96,7 +96,7 @@ def test_a_resumed_bar_starts_where_the_run_stopped():
 
 
 def test_a_notebook_without_widgets_gets_a_bar_and_no_warning():
-    # A kernel's output is no terminal, and without ipywidgets tqdm warns when it is imported.
+    # A notebook's output is not a terminal; tqdm warns at import if ipywidgets is missing.
     script = """
 import sys, types
 sys.modules["ipykernel.zmqshell"] = types.ModuleType("zmqshell")

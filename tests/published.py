@@ -1,11 +1,11 @@
-"""Numbers that others published, and the line of docs/conformance.md that has ours beside them."""
+"""Published numbers of others, and the rows of docs/conformance.md that compare them with ours."""
 
 import math
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A line of the table, but for its command."""
+    """A row of the table, without its command."""
 
     whose: str
     run: str

@@ -1,4 +1,4 @@
-"""The demonstration, as a newcomer runs it: every mechanism shows in its ledger."""
+"""The demonstration: the ledger shows every mechanism."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(words, folder, *, cwd):
-    """The output of a command that trains, and its ledger."""
+    """The output of a training command, and its ledger."""
     command = [sys.executable, *words, "--workdir", str(folder / "run")]
     env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONPATH": str(ROOT)}
     env |= {"XLA_FLAGS": ""}
@@ -37,11 +37,12 @@ def test_the_quickstart_shows_growth_accumulation_a_merge_and_a_falling_loss(tmp
     assert not accumulated[0] and accumulated[-1]
     assert len([e for e in events if e["event"] == "merge"]) == 1
     compiled = [e["key"] for e in events if e["event"] == "compile"]
-    assert len([key for key in compiled if key.startswith("steps ")]) <= 4  # the slow ones
+    # the programs that compile slowly
+    assert len([key for key in compiled if key.startswith("steps ")]) <= 4
     assert len(compiled) == len(set(compiled)) <= 12
 
     per_byte = losses[-1] * events[0]["tokens_per_byte"]
-    assert per_byte < 2.3  # nats; uniform over 257 is 5.55
+    assert per_byte < 2.3  # nats; a uniform guess over 257 ids gives 5.55
 
     summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
     assert summary["num_merges"] == 1

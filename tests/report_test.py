@@ -1,4 +1,4 @@
-"""The closing table and the page, on a small written ledger whose numbers are added by hand."""
+"""The closing table and the page, on a small ledger with numbers computed by hand."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from adloco_jax.study import report, summary
 def test_the_table_has_the_hand_added_numbers(tmp_path):
     lines = summary.closing_table(write_run(tmp_path, refusal=True)).splitlines()
     assert set(lines[1]) == {"-"}
-    assert len({len(line) for line in lines[:5]}) == 1  # columns are flush
+    assert len({len(line) for line in lines[:5]}) == 1  # columns are aligned
     assert [line.split() for line in lines[2:5]] == [
         # 16 tokens x 4 updates = 64 per sequence of the batch: 64 x (2x2 + 2x4 + 2x8 + 3x3x24)
         ["0", "1-6", "-", "2", "->", "20", "3", "15,616", "24", "2.2500"],
@@ -34,7 +34,7 @@ def test_the_table_has_the_hand_added_numbers(tmp_path):
         "tokens          17,920",
         "updates         60",
         # 500,000 bytes x (3 rounds x 2 workers + 3 rounds x 3 workers) + the merge's 250,000
-        # + 125,000 of the refused one
+        # + 125,000 of the refused merge
         "communications  8 blocking, summed over trainers; 7.51 MiB moved",
         "merges          1, 1 refused",
         "batch growths   6, accumulating from round 4",
@@ -105,7 +105,7 @@ def test_the_table_of_a_run_that_was_cut_short_says_what_is_missing(tmp_path):
 
 
 class Page(HTMLParser):
-    """What a browser would see, and whether every element is closed where it should be."""
+    """Parses the page like a browser and checks that every element is closed correctly."""
 
     VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -113,7 +113,7 @@ class Page(HTMLParser):
         super().__init__()
         self.source = source
         self.tags, self.attributes, self.text, self.open = [], [], "", []
-        self.charts = []  # of each: its box' height, and texts by place
+        self.charts = []  # for each chart the height of its box, and texts by position
         self.feed(source)
         assert not self.open
 
@@ -147,7 +147,7 @@ HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y> & $a_$ \"'"
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The report on one run, by its command: the run's folder, and the page's path."""
+    """The report of one run, made by the command: the run's folder and the page's path."""
     folder = tmp_path_factory.mktemp("single")
     run = write_run(folder / "a run", refusal=True)
     out = io.StringIO()
@@ -160,7 +160,7 @@ def single(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """The report on three seeds of one variant, and on another that was never evaluated."""
+    """The report of three seeds of a variant, and of a variant that was never evaluated."""
     folder = tmp_path_factory.mktemp("many")
     runs = [write_run(folder / f"a{i}", seed=i, loss_shift=0.1 * i) for i in range(3)]
     runs.append(write_run(folder / "b", learning_rate=1.0, evals=False))
@@ -169,7 +169,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forty(tmp_path_factory):
-    """The page on forty variants with long names, of sixty evaluations each."""
+    """The page of forty variants with long names and sixty evaluations each."""
     folder = tmp_path_factory.mktemp("forty")
     rounds = [(n, 0, 2, 4, 4, 1, 2 + 3 / n, 4, "kept") for n in range(1, 61)]
     settings = {"rounds": rounds, "merge": False}
@@ -226,7 +226,7 @@ def test_nothing_on_the_page_is_fetched_or_run(single, many, forty):
 def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
     settings = {"rounds": ROUNDS[:3], "merge": False}
     command = f"python {HOSTILE}"
-    # Not evaluated, so its label is in a caption too.
+    # The variant was not evaluated, so a caption names it too.
     run = write_run(tmp_path / HOSTILE.replace("/", "|"), command=command, evals=False, **settings)
     strange = "_日本 𝔛 $a_$"
     plain = write_run(tmp_path / f"{strange}\udcff", learning_rate=1.0, **settings)
@@ -237,14 +237,14 @@ def test_text_from_ledgers_and_paths_is_escaped(tmp_path):
         and page.source.split("<body")[0].count("<title>") == 1
     )
     assert command in page.text and HOSTILE in page.text.replace(command, "")
-    assert f"{strange}?" in page.text  # a folder's name that is no text
+    assert f"{strange}?" in page.text  # the folder's name is not valid text
     assert f"not drawn: {HOSTILE}." in page.text
 
 
 def test_many_runs_are_a_table_that_is_the_legend_and_trainers_by_variant(many):
     page = Page(many.read_text(encoding="utf-8"))
     assert "2.1000 nats, a0, after 17.9 k tokens and 7 communications." in page.text
-    assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # losses at the end
+    assert "2.1000" in page.text and "2.0000 – 2.2000" in page.text  # the final losses
     assert "Never evaluated, so not drawn: b." in page.text
     assert "gathering them is counted too" in page.text
     assert len(page.charts) == 4 + 2
@@ -274,17 +274,17 @@ def test_workers_that_were_added_are_marked_and_counted(tmp_path):
 
 
 def left_and_right(text, box_px):
-    """Where a tick's text begins and ends, if each letter is as wide as a wide digit."""
+    """The left and right end of a tick's text, if each letter is as wide as a wide digit."""
     middle, half = float(text["x"].rstrip("%")) / 100 * box_px, 3.6 * len(text["text"])
     return middle - half, middle + half
 
 
 def test_no_text_lies_over_another_on_a_phone_also_of_forty_variants(single, forty):
-    """A phone of 390 pixels leaves a box of 280 between the margins that `page.html` sets."""
+    """A phone of 390 pixels leaves 280 for a chart between the margins of `page.html`."""
     assert len(forty.encode()) < 2_000_000
     charts = [(drawn, 6, 40) for drawn in Page(forty).charts[:4]]
     charts += [(drawn, 9, 1) for drawn in Page(single[1].read_text()).charts]
-    del charts[8]  # the lanes
+    del charts[8]  # the chart of trainers, which has no ticks to check
     for drawn, most_ticks, curves in charts:
         ticks = [t for t in drawn["texts"] if t["class"] == "tick"]
         spans = [left_and_right(text, 280) for text in ticks]
@@ -315,19 +315,20 @@ def test_a_watched_page_follows_the_run_from_its_start_to_its_end(tmp_path, monk
 
     monkeypatch.setattr(report.time, "sleep", go_on)
     assert cli.main(["report", str(run), "--watch"]) == 0
-    assert seen[:2] == ["", ""]  # no run, then no round yet
+    assert seen[:2] == ["", ""]  # no run yet, then no round yet
     refresh = '<meta http-equiv="refresh"'
     assert "1 rounds, unfinished" in seen[2] and "2 rounds, unfinished" in seen[3]
     assert refresh in seen[2] and refresh in seen[3]
     assert capsys.readouterr().out.count("report: ") == 1
     write_run(run)
-    assert cli.main(["report", str(run), "--watch"]) == 0  # by itself: the run has ended
+    # the command ends because the run has ended
+    assert cli.main(["report", str(run), "--watch"]) == 0
     assert "6 rounds, done" in page.read_text() and refresh not in page.read_text()
     assert {file.name for file in page.parent.iterdir()} == FILES
 
 
 def test_a_number_of_any_size_is_drawn(tmp_path):
-    """Of each kind of line, each number in turn: as large and as small as a ledger may hold."""
+    """Each number of each kind of line in turn, as large and as small as a ledger allows."""
     run = write_run(tmp_path / "run", refusal=True, rounds=ROUNDS[:9])
     path, seen = run / "ledger.jsonl", set()
     lines = path.read_text().splitlines(keepends=True)

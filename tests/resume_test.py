@@ -1,4 +1,4 @@
-"""A resumed run ends as the uninterrupted one: bit for bit, from any round."""
+"""A resumed run ends bit for bit like the uninterrupted one, from any round."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that is never interrupted."""
+    """The uninterrupted run."""
     result = run(tmp_path_factory.mktemp("whole") / "r")
     kinds = {line["event"] for line in lines(result.workdir)}
     assert kinds == {"round", "eval", "merge"} and len(result.controller.trainers) == 1
@@ -36,7 +36,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
-    """A run stopped by SIGTERM while round 3 is read, not to be changed."""
+    """A run stopped by SIGTERM while rows of round 3 are read; tests must not change it."""
     folder = tmp_path_factory.mktemp("stopped") / "r"
     stop_at(folder, at_read=10)
     return folder
@@ -44,7 +44,7 @@ def stopped_run(tmp_path_factory):
 
 @pytest.fixture
 def stopped(stopped_run, tmp_path):
-    """A copy of it."""
+    """A copy of the stopped run."""
     return shutil.copytree(stopped_run, tmp_path / "r")
 
 
@@ -57,7 +57,7 @@ def test_a_run_stopped_after_every_round_ends_as_the_uninterrupted_one(tmp_path,
 
 
 def one_merge(saves, evaluates, switches):
-    """Settings of a run with one merge, after round 2, and what else there is at its boundary."""
+    """Settings of a run with one merge, after round 2, and other events at the same boundary."""
     return settings_of(
         num_rounds=4,
         ensemble={"num_trainers": 2},
@@ -70,12 +70,12 @@ def one_merge(saves, evaluates, switches):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The run with one merge that saves nothing before its end, by what else it does."""
+    """Uninterrupted runs with one merge, by the other events; they save only at their end."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return functools.cache(lambda *flags: run(folder / str(flags), one_merge(0, *flags)))
 
 
-# Every pair of events.
+# All pairs of events.
 @pytest.mark.parametrize("saves, evaluates, switches", [(0, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1)])
 def test_the_last_merge_may_fall_on_any_other_event(
     tmp_path, monkeypatch, uninterrupted, saves, evaluates, switches
@@ -111,7 +111,7 @@ def test_a_finished_run_is_left_as_it_is_and_gives_its_result(tmp_path, whole):
 def test_a_finished_run_can_be_extended(tmp_path, whole):
     run(tmp_path / "r", settings_of(**GROWING | {"num_rounds": 4}))
     longer = run(tmp_path / "r")
-    # The evaluation that ends a run of four rounds is no part of one of seven.
+    # A run of four rounds ends with an evaluation that a run of seven does not have.
     ledger = [line for line in lines(tmp_path / "r") if line["event"] != "eval"]
     assert ledger == [line for line in lines(whole.workdir) if line["event"] != "eval"]
     assert longer.controller == whole.controller
@@ -184,7 +184,8 @@ def test_every_key_has_a_class():
 
 def test_changes_that_alter_the_run_need_the_flag(stopped):
     inner = {"learning_rate": 0.01, "clip_norm": 1.0}
-    batching = {"eta": 0.5, "max_batch_size": 8, "buckets": (2, 4, 8)}  # of a larger device
+    # the micro-batches of a larger device
+    batching = {"eta": 0.5, "max_batch_size": 8, "buckets": (2, 4, 8)}
     changed = settings_of(**GROWING | {"inner": inner, "batching": batching})
     before = (stopped / "config.json").read_bytes()
     with pytest.raises(ConfigError, match="--accept-config-change") as error:
@@ -209,7 +210,7 @@ def test_a_structural_change_is_refused_with_a_diff_and_whatever_the_flag(tmp_pa
         check_config(tmp_path, other, accept=True)
     assert "seed: was 0, is 1" in str(error.value)
     assert "ensemble.num_trainers: was 3, is 2" in str(error.value)
-    longer = settings_of(**decaying | {"num_rounds": 9})  # stretches the schedule, or the ramp
+    longer = settings_of(**decaying | {"num_rounds": 9})  # stretches the schedule or the ramp
     with pytest.raises(ConfigError, match="num_rounds: was 7, is 9"):
         check_config(tmp_path, longer, accept=False)
     check_config(tmp_path, longer, accept=True)
@@ -280,7 +281,7 @@ def test_signals_are_as_before_after_a_run_and_left_alone_on_another_thread(tmp_
 
 
 class Failing(Signalling):
-    """The toy's rows, whose reading fails at some of the reads."""
+    """The toy's rows; some reads fail."""
 
     def act(self):
         raise OSError(5, "Input/output error")

@@ -1,4 +1,4 @@
-"""How long a round is, by rule, and the outer step that knows it."""
+"""Rules for the length of a round, and the outer step that depends on the length."""
 
 import functools
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def a_control(*, updates=0, tokens=0, rounds=0, round_length=1):
-    """One trainer with two workers, which have batches of 4."""
+    """One trainer with two workers and batches of 4."""
     trainer = Trainer(0, 4, round_length=round_length, updates=updates)
     return Control([trainer], [0, 0], [0, 1], 4, 4, round=rounds, tokens_total=tokens)
 
@@ -38,7 +38,7 @@ def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps(m
     monkeypatch.setitem(ROUND_LENGTHS, "qsr", functools.partial(quadratic, alpha=0.2))
     inner = {"steps_per_round": 4, "learning_rate": 0.1, "schedule": "linear"}
     rule = {"round_length": "qsr", "warmup_updates": 9}
-    ending = {"num_tokens": 64_000, "num_rounds": 999}  # of 64 an update
+    ending = {"num_tokens": 64_000, "num_rounds": 999}  # an update has 64 tokens
     settings = settings_of(inner=inner | rule, **ending)
     # (0.2 / (0.1 left))^2 is 4, 11.1, 25, and 1600, but 50 updates are left.
     for done, length in ((0, 4), (0.4, 8), (0.6, 24), (0.95, 52)):
@@ -51,7 +51,7 @@ def test_rounds_lengthen_as_the_rate_falls_in_whole_base_rounds_up_to_the_caps(m
 
 
 def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
-    """Warm-up and schedule are in it."""
+    """The rate includes warm-up and schedule."""
     inner = {"learning_rate": 0.1, "schedule": "cosine"}
     settings = settings_of(inner=inner | {"warmup_updates": 5}, num_tokens=10_000)
     seen = []
@@ -72,7 +72,7 @@ def test_the_rule_sees_the_rate_of_the_next_update(monkeypatch):
 def test_a_linear_ramp_follows_the_share_of_the_run():
     ramp = {"steps_per_round": 4, "max_steps_per_round": 24, "round_length": "linear"}
     lengths = [steps(settings_of(inner=ramp, num_rounds=10), rounds=r) for r in range(10)]
-    assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20]  # of 4, 6, 8 to 22
+    assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20]  # the rule gives 4, 6, 8 to 22
 
 
 def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
@@ -84,12 +84,12 @@ def test_an_interval_is_the_sum_of_a_rounds_rates_over_a_base_rounds():
     for m, plan in plans.round_plans(control, settings).items():
         rate_T = plans.learning_rates(control, m, plan, settings, round_tokens=0)
         found[m] = plans.interval(rate_T, plan, settings)
-    # 4 updates of 5, 6, 7 and 8 eighths; 4, each of 3 micro-batches; 12, of which 8 warm up.
+    # 4 updates at 5, 6, 7 and 8 eighths of the rate; 4 of 3 micro-batches each; 12 with 8 warm-up.
     assert found == {0: pytest.approx(3.25 / 4), 1: pytest.approx(1), 2: pytest.approx(8.5 / 4)}
 
 
 def test_a_run_corrects_its_outer_steps_for_the_length_of_rounds(tmp_path, monkeypatch):
-    """Of rounds twice as long each outer step is two of Nesterov's with half the difference."""
+    """If rounds are twice as long, an outer step is two Nesterov steps with half the difference."""
     monkeypatch.setitem(ROUND_LENGTHS, "double", lambda *, steps_per_round: 2 * steps_per_round)
     plain = optax.sgd(1.0, momentum=0.9, nesterov=True)
 

@@ -1,4 +1,4 @@
-"""The whole runner against the written-out algorithm, round by round."""
+"""Whole runs against the oracle, round by round."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from adloco_jax.loop import adloco
 pytestmark = pytest.mark.usefixtures("one_device")
 
 CASES = {
-    # AdamW and Nesterov, the defaults; the worst two merge, then two remain.
+    # The defaults, AdamW and Nesterov; the worst two trainers merge, and two remain.
     "defaults": settings_of(num_rounds=7, batching={"eta": 0.8}, merge={"every_rounds": 4}),
     "paper": settings_of(
         num_rounds=6,
@@ -47,7 +47,7 @@ CASES = {
         switch={"mode": "clip"},
         merge={"every_rounds": 2},
     ),
-    # Workers join while the noise asks for more of them, then rounds and batches grow; a trainer's
+    # While the noise asks for more workers, workers join; then rounds and batches grow. A trainer's
     # momentum begins with its second worker.
     "growing pool": settings_of(
         num_rounds=7,
@@ -57,7 +57,7 @@ CASES = {
         merge={"every_rounds": 5},
         ensemble={"num_trainers": 2, "num_workers": 6, "initial_workers": 2},
     ),
-    # At the merge after round 2 tests ask for workers, which the merge divides otherwise.
+    # At the merge after round 2, tests ask for workers, but the merge divides them differently.
     "merge among requests": settings_of(
         num_rounds=5,
         inner={"max_steps_per_round": 9},
@@ -125,7 +125,7 @@ def test_runner_plays_the_algorithm(name, tmp_path):
 
 
 def test_the_cases_cover_what_they_are_for():
-    """Growth of all kinds, rounding up to a bucket, clipping, accumulation, workers that move."""
+    """All kinds of growth, rounding up to a bucket, clipping, accumulation, moving workers."""
     plans, merges, pools = set(), 0, set()
     for name in CASES:
         played = played_by_hand(name)
@@ -151,15 +151,15 @@ ONE = [(1, 1)]
     st.sampled_from(["worst_with_worst", "best_with_worst"]),
     st.integers(2, 4),
 )
-# Two free workers for two trainers that lack one.
+# Two trainers ask for one worker each, and two workers are free.
 @example([0, 1, 1, 1, 1, 2], [(10, 1), (5, 1), (30, 1)] + 2 * ONE, "worst_with_worst", 2)
 @example([0, 0, 0, 1, 1, 2, 3], 5 * [(9, 1)], "worst_with_worst", 2)
-# The representative has the first choice of what it absorbed, though another trainer comes before.
+# The representative chooses first among absorbed workers, although another comes before it.
 @example([0, 1, 2, 2], [(4, 1), (3, 1)] + 3 * ONE, "worst_with_worst", 2)
-# The member with the largest demand has the smaller batch.
+# The member with the largest product of batch and round length has the smaller batch.
 @example([0, 1], [(8, 1), (3, 3)] + 3 * ONE, "worst_with_worst", 2)
 def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
-    ids = sorted(set(owners))  # positions in the stack; ids are 10, 11, ... to tell the two apart
+    ids = sorted(set(owners))  # positions; ids are 10, 11, ... to tell them apart
     owners, sizes = [ids.index(owner) for owner in owners], sizes[: len(ids)]
     demands = [batch_size * length for batch_size, length in sizes]
     base = CASES["defaults"]
@@ -167,7 +167,7 @@ def test_workers_batches_and_sums_after_a_merge(owners, sizes, policy, width):
         base,
         merge=dataclasses.replace(base.merge, policy=policy, width=width, every_rounds=1),
     )
-    # Who asks for least has not been tested yet, and has no sums to average.
+    # The trainer with the smallest request has not been tested, so it has no sums to average.
     sums = [
         {"noise_sum": float(b), "noise_weight": 1.0} if b > min(demands) else {} for b in demands
     ]

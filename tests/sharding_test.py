@@ -1,4 +1,4 @@
-"""Where arrays live, and what the compiled programs therefore exchange; on eight devices."""
+"""The placement of arrays, and what compiled programs send; on eight devices."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ STEPS, BATCH, LENGTH = 3, 8, 16
 
 @functools.cache
 def spec_of(model_shards=1, in_turn=True):
-    config = default_config()  # of width 64, with two layers
+    config = default_config()  # width 64, two layers
     config.model.mlp_width = 128
     config.data.sequence_length = LENGTH
     config.inner.steps_per_round = STEPS
@@ -48,7 +48,7 @@ def owners_of(num_trainers, num_workers):
 
 @functools.cache
 def compiled(kind, owners, *, accumulates=False, **spread):
-    """The key and the program of some workers' inner steps, or of their synchronisation."""
+    """The key and the program of the workers' inner steps, or of their synchronisation."""
     key = ProgramKey(kind, owners, BATCH if kind == "steps" else 0, accumulates)
     return key, lower(spec_of(**spread)[0], key).compile()
 
@@ -95,8 +95,9 @@ def assert_same_steps(actual, expected):
         (8, owners_of(4, 8), 1, 1, (4, 2, 1, 1, 1)),
         (8, owners_of(16, 16), 8, 1, (8, 1, 1, 1, 1)),
         (8, owners_of(3, 8), 8, 1, (1, 8, 1, 1, 1)),
-        (8, (0, 1, 0, 1), 8, 1, (1, 4, 2, 1, 1)),  # not next to one another
-        (8, owners_of(6, 12), 8, 1, (1, 4, 2, 1, 1)),  # no block within a device: as if unequal
+        (8, (0, 1, 0, 1), 8, 1, (1, 4, 2, 1, 1)),  # workers of a trainer are not adjacent
+        # a device has no whole trainer: treated as unequal
+        (8, owners_of(6, 12), 8, 1, (1, 4, 2, 1, 1)),
         (8, owners_of(2, 4), 8, 4, (2, 1, 1, 4, 1)),
         (1, owners_of(3, 5), 4, 1, (1, 1, 1, 1, 1)),
     ],
@@ -145,7 +146,7 @@ def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumula
     for collective in found:
         for group in collective.groups:
             alone = any(set(group) <= home for home in homes)
-            # Nothing is exchanged in the loop, not even whether a worker skipped its update.
+            # The loop has no communication, not even of skipped updates.
             assert alone or not collective.in_loop, collective.line
     if model_shards == 1:
         assert sum(c.num_bytes for c in found if not c.in_loop) <= SCALARS
@@ -154,9 +155,9 @@ def test_nothing_passes_between_workers_in_the_inner_steps(num_workers, accumula
 @pytest.mark.parametrize(
     ("num_trainers", "per_worker_pair"),
     [
-        (1, 2 * 7),  # 2 (R - 1) P: what is accounted
-        (4, 4 * 2 * 1),  # the same for each of four trainers
-        (3, 7 * (1 + 3)),  # not 2 (2 + 2 + 1): all trainers go everywhere, as in processes
+        (1, 2 * 7),  # 2 (R - 1) P, as accounted
+        (4, 4 * 2 * 1),  # the same, for each of four trainers
+        (3, 7 * (1 + 3)),  # not 2 (2 + 2 + 1): all trainers go to all devices
     ],
 )
 def test_a_round_moves_the_bytes_that_are_accounted(num_trainers, per_worker_pair):
@@ -176,10 +177,10 @@ def test_a_worker_that_shares_its_parameters_computes_the_same_and_holds_less():
     gathered = [c for c in collectives(program.as_text()) if c.in_loop and c.kind == "all-gather"]
     assert gathered, "weights come together where they are used"
     largest = max(leaf.size * 4 / leaf.shape[0] for leaf in jax.tree.leaves(spec_of()[0].params))
-    assert max(c.num_bytes for c in gathered) <= max(largest, 257 * 64 * 4)  # a layer's at a time
+    assert max(c.num_bytes for c in gathered) <= max(largest, 257 * 64 * 4)  # one layer at a time
 
 
-@pytest.mark.slow  # core_outer_test.py compares the two on one device
+@pytest.mark.slow  # core_outer_test.py compares both on one device
 def test_a_devices_workers_in_turn_compute_as_at_once():
     at_once, in_turn = (after_steps(16, in_turn=in_turn) for in_turn in (False, True))
     assert_same_steps(in_turn, at_once)
@@ -217,7 +218,7 @@ def test_outer_states_are_sharded_and_parameters_whole_with_their_workers():
     states = jax.ShapeDtypeStruct((4, 64, 128), np.float32)
     assert at.by_worker(states).shard_shape(states.shape) == (1, 64, 128)
     odd = jax.ShapeDtypeStruct((2, 5, 7), np.float32)
-    assert at.sharded(odd).shard_shape(odd.shape) == (1, 5, 7)  # nothing divides: whole
+    assert at.sharded(odd).shard_shape(odd.shape) == (1, 5, 7)  # no dimension divides: not sharded
 
 
 def test_arrays_are_resharded_and_fetched_and_what_is_in_place_is_not_copied():

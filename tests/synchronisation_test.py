@@ -1,4 +1,4 @@
-"""A synchronisation in fewer bits: what it computes, and what moves between eight devices."""
+"""A quantised synchronisation: its result, and the bytes between eight devices."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def shapes_of(tree):
 
 @functools.cache
 def drifted(*owner_R):
-    """An ensemble with momentum, and its workers after a round: no two with equal parameters."""
+    """An ensemble with momentum after a round; no two workers have equal parameters."""
     rng, num_trainers, num_workers = np.random.default_rng(0), max(owner_R) + 1, len(owner_R)
 
     def draw(*lead, size=1.0):
@@ -64,7 +64,7 @@ def update_of(precision):
 
 
 def assert_close_but_for_ties(params, expected):
-    """Where rounding nearly ties, the last bit of a quotient decides the code."""
+    """Compares up to one code where rounding nearly ties: the last bit decides there."""
     for name, leaf in expected.items():
         off = np.abs(np.asarray(params[name]) - np.asarray(leaf))
         assert np.mean(off > 1e-6) < 2e-3 and np.max(off) < 0.02, name
@@ -75,7 +75,7 @@ def assert_close_but_for_ties(params, expected):
 
 @pytest.mark.parametrize("precision", ["float32", *LOW])
 def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(precision):
-    """Each packs alone and one is missing: as if the missing one were not finite."""
+    """Each worker packs alone. A missing worker counts like one that is not finite."""
     ensemble, workers = drifted(0, 1, 0, 1, 2, 0)
     sent = []
     for worker, owner in enumerate(ensemble.owners):
@@ -100,7 +100,7 @@ def test_workers_in_programs_of_their_own_send_what_the_outer_update_takes(preci
     assert int(after.round) == 1
 
 
-EVEN = (0, 0, 0, 1, 1, 1)  # one program for most of the tests that follow
+EVEN = (0, 0, 0, 1, 1, 1)  # one program for most tests below
 
 
 @pytest.mark.parametrize("owners", [EVEN, (1, 0, 1, 1, 0, 0)], ids=str)
@@ -115,7 +115,8 @@ def test_both_halves_are_rounded_and_the_mean_is_not(owners):
             ends = [np.asarray(workers.params_R[name][r]) for r in members]
             mean = np.mean([rounded(start - end)[0] for end in ends], axis=0)
             square += np.sum(np.square(mean))
-            # The outer optimizer sees the mean itself, but for ties: under one entry in a thousand.
+            # The outer optimizer sees the mean, except for ties: fewer than one entry in a
+            # thousand.
             seen = np.asarray(after.outer_state_M[0].trace[name][m])
             assert np.mean(~np.isclose(seen, mean, rtol=1e-5, atol=1e-8)) < 1e-3, name
             sent, scales = rounded(-0.7 * 1.9 * mean)
@@ -135,7 +136,7 @@ def test_beside_a_trainer_of_several_workers_one_of_one_is_not_rounded(precision
         states = (after.params_M, after.outer_state_M)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[m], states)
 
-    for m in (0, 2):  # compiled, two programs may fuse products and sums differently
+    for m in (0, 2):  # two compiled programs may fuse products and sums differently
         assert_close(states(precision, m), states("float32", m), rtol=3e-7, atol=3e-8)
     assert not same(states(precision, 1), states("float32", 1))
 
@@ -176,7 +177,7 @@ def test_a_worker_that_is_not_finite_harms_nobody(precision, broken):
 
 @functools.cache
 def sharded(precision, owners, model_shards):
-    """The compiled synchronisation on eight devices, with its arguments' shardings."""
+    """The compiled synchronisation on eight devices, with the shardings of its arguments."""
     shapes = tuple(map(shapes_of, drifted(*owners)))
     at = arrange(shapes[0].owners, 4, devices=jax.devices(), model_shards=model_shards)
     states = (at.ensemble(shapes[0]), at.by_worker(shapes[1]))
@@ -219,13 +220,13 @@ def test_sharded_is_unsharded_and_all_copies_agree(precision, owners, model_shar
 
 # --- What moves where trainers own unequal numbers of workers
 
-# Divides over one, two, three and five workers, in whole blocks.
+# A size that divides over one, two, three and five workers, in whole blocks.
 DIVIDES = {"layers": (2, 240, 480), "embed": (960, 120)}
 POWERS = {"layers": (2, 256, 512), "embed": (1024, 128)}
 
 
 def moved_and_charged(shapes, sizes, precision):
-    """Bytes that a round's compiled synchronisations move, and those that are accounted."""
+    """The bytes that a round's compiled synchronisations send, and the accounted bytes."""
     settings = settings_of(
         ensemble={"num_trainers": len(sizes), "num_workers": 8, "model_shards": 1},
         outer={"precision": precision},
@@ -248,7 +249,8 @@ def moved_and_charged(shapes, sizes, precision):
         (DIVIDES, (5, 2, 1), "float32", 10),
         (DIVIDES, (5, 2, 1), "bfloat16", 10),
         (DIVIDES, (2, 3, 3), "int4", 10),
-        # Nothing divides over five: codes go to each of them, 5 x 4, and 2 for the two.
+        # No dimension divides by five: each of five workers gets all codes, 5 x 4, and 2 for the
+        # two.
         (POWERS, (5, 2, 1), "float32", 10),
         (POWERS, (5, 2, 1), "int4", 22),
     ],
@@ -256,7 +258,7 @@ def moved_and_charged(shapes, sizes, precision):
 def test_unequal_trainers_move_the_bytes_that_are_accounted(shapes, sizes, precision, most):
     moved, charged, sync_bytes = moved_and_charged(shapes, sizes, precision)
     assert charged == 10 * sync_bytes  # 4 x 2 for five workers, and 2 for two
-    assert most * sync_bytes <= moved <= most * sync_bytes + 8 * 1024  # norms, who is finite
+    assert most * sync_bytes <= moved <= most * sync_bytes + 8 * 1024  # plus norms and flags
 
 
 # --- A run

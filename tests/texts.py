@@ -1,4 +1,4 @@
-"""Documents for tests of the data: written as JSON lines, and found again in rows of bytes."""
+"""Documents for data tests: written as JSON lines, and recovered from rows of bytes."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ END = 256
 
 
 def write_documents(folder, documents, name="docs.jsonl"):
-    """A JSON line for each text or record, compressed where the name says so."""
+    """Writes a JSON line for each text or record, compressed if the file name says so."""
     records = [{"text": given} if isinstance(given, str) else given for given in documents]
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
     folder.mkdir(parents=True, exist_ok=True)
@@ -20,13 +20,13 @@ def write_documents(folder, documents, name="docs.jsonl"):
 
 
 def numbered_documents(count):
-    """Texts of uneven length, each made of one number that no other has."""
+    """Texts of uneven length, each made of a unique number."""
     repeats = np.random.default_rng(0).integers(5, 60, count)
     return [f"<{number}>" * int(times) for number, times in enumerate(repeats)]
 
 
 def as_stream(rows):
-    """The text of consecutive rows, with end of text as a NUL."""
+    """The text of consecutive rows, with NUL for end of text."""
     flat = np.asarray(rows).reshape(-1).astype(int)
     return bytes(np.where(flat == END, 0, flat).astype(np.uint8)).decode()
 

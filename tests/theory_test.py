@@ -1,4 +1,4 @@
-"""The bounds' algebra, a quadratic on which they are tight, and ledgers without constants."""
+"""The algebra of the bounds, a quadratic on which they are tight, and incomplete ledgers."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_a_quadratic_has_its_constants_found_and_obeys_the_bounds():
         assert np.all(run["total_batch"] >= limit["total_batch_bound"])
         assert np.all(run["batch"] >= limit["batch_bound"])
         assert np.all(run["communications"] <= limit["communications_bound"])
-    # Both bounds are nearly met: the first at the end, the second from rounding alone.
+    # Both bounds are nearly met: the first at the end, the second up to rounding.
     assert run["signal"][-1] > 0.85 * limit["signal_bound"][-1]
     assert run["communications"][-1] > 0.8 * limit["communications_bound"][-1]
 

@@ -1,4 +1,4 @@
-"""Toys for tests of the runner: a bigram model on rows of a random Markov chain; a tiny Llama."""
+"""Small models for tests of runs: a bigram model on a random Markov chain, and a tiny Llama."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ VOCAB, LENGTH, NUM_ROWS = 6, 8, 997
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows in memory; each trainer and stream reads from a place of its own."""
+    """Rows in memory; each trainer and stream reads from a different position."""
 
     rows: np.ndarray
     fingerprint: str = "table"
@@ -45,7 +45,7 @@ def corpus() -> Table:
 
 
 def data_settings(*, num_streams=1, seed=0, vocab_size=257, num_classes=2, **data) -> Settings:
-    """Settings that differ from the default in what decides the rows of text; not validated."""
+    """Settings with changes to the keys that determine the rows of text; not validated."""
     base = validate(default_config())
     return dataclasses.replace(
         base,
@@ -66,7 +66,7 @@ def bigram_loss(params, tokens):
 
 
 def config_of(**groups) -> ConfigDict:
-    """The config of a small run; `groups` override, as `batching={"eta": 0.5}`."""
+    """The config of a small run; `groups` overrides it, as in `batching={"eta": 0.5}`."""
     config = default_config()
     config.data.sequence_length = LENGTH
     batching = {"initial_batch_size": 2, "max_batch_size": 4, "buckets": (2, 4)}
@@ -83,12 +83,12 @@ def config_of(**groups) -> ConfigDict:
 
 
 def settings_of(**groups) -> Settings:
-    """The same, checked."""
+    """The validated settings of `config_of`."""
     return validate(config_of(**groups))
 
 
 def tiny_config(**groups) -> ConfigDict:
-    """The config of a short round of a tiny Llama on the standard library; `groups` override."""
+    """The config of a short round of a tiny Llama on the standard library; `groups` overrides."""
     config = default_config()
     sizes = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
     common = {

@@ -1,4 +1,4 @@
-"""Whole runs of the toy, what they leave in their ledgers, and rows that break them off."""
+"""Whole runs of the toy, lines of their ledgers, and rows that interrupt them."""
 
 import dataclasses
 import signal
@@ -23,25 +23,25 @@ GROWING = {
 
 
 def run(workdir, settings=None, **others):
-    """`fit` of the toy; `others` are further arguments, or replace the toy's."""
+    """Runs `fit` with the toy; `others` adds or replaces arguments."""
     given = {"corpus": corpus(), "init_fn": init_fn, "loss_fn": bigram_loss} | others
     given.setdefault("loss_unit", "nats/token")
     return fit(settings or settings_of(**GROWING), workdir=workdir, **given)
 
 
 def events(workdir, name=None, **having):
-    """A run's ledger, or its lines of one kind, with these fields."""
+    """The lines of a run's ledger, or those of one kind, with these fields."""
     wanted = having if name is None else having | {"event": name}
     return [e for e in read(Path(workdir) / "ledger.jsonl") if wanted.items() <= e.items()]
 
 
 def lines(workdir):
-    """Those that a run with the same seed shares."""
+    """The lines that are equal in all runs with one seed."""
     return deterministic_lines(events(workdir))
 
 
 def assert_same_end(first, second, expected=None):
-    """The same state, and the second's lines in the ledger, or those expected of it."""
+    """Checks that two runs end with equal states and with the expected ledger lines."""
     assert first.controller == second.controller and first.loss == second.loss
     jax.tree.map(np.testing.assert_array_equal, first.ensemble, second.ensemble)
     assert lines(first.workdir) == (lines(second.workdir) if expected is None else expected)
@@ -51,7 +51,7 @@ def assert_same_end(first, second, expected=None):
 class Signalling:
     """The toy's rows; a signal is sent when the sequences of a round are read.
 
-    They are read ahead, in the round before theirs.
+    Rows are read one round ahead.
     """
 
     at_read: int
@@ -73,7 +73,7 @@ class Signalling:
 
 
 def stop_at(workdir, at_read, settings=None, number=signal.SIGTERM):
-    """A run that is stopped by a signal at one of its reads."""
+    """Makes a run that a signal stops at one of its reads."""
     with pytest.raises(Preempted, match="the same command goes on") as stopped:
         run(workdir, settings, corpus=Signalling(at_read, number))
     assert stopped.value.exit_code == 75

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: what they receive, and that no run depends on them."""
+"""TensorBoard and W&B: the values they receive; no run depends on them."""
 
 import importlib.machinery
 import os
@@ -21,7 +21,7 @@ BOTH = {"log": {"tensorboard": True, "wandb": True}}
 
 
 class Standin:
-    """SummaryWriter and a W&B run at once: records what it receives, and may fail."""
+    """Stands in for a SummaryWriter and a W&B run: records what it receives, and may fail."""
 
     def __init__(self, fail_at=None):
         self.calls, self.opened, self.closed = [], [], 0
@@ -49,7 +49,7 @@ class Standin:
 
     def log(self, numbers, step=None, commit=None):
         if step is not None and step < self.step:
-            return  # as W&B does
+            return  # like W&B
         self.step = self.step if step is None else step
         for name, value in numbers.items():
             self.receive(name, value, step)
@@ -84,7 +84,7 @@ def plain(tmp_path_factory):
 
 
 def feed(workdir, lines, *, history=(), **log):
-    """Sends ledger lines to trackers; the faults that they report."""
+    """Sends ledger lines to trackers; returns the faults that they report."""
     faults = []
     log = Log(1, log.get("tensorboard", False), log.get("wandb", False))
     sent = trackers.Trackers(log, workdir, history, lambda *fault: faults.append(fault))
@@ -142,7 +142,7 @@ def test_a_tracker_that_raises_is_dropped_and_changes_nothing(
     assert fault["cause"] == "RuntimeError: a tracker's own trouble"
     assert capsys.readouterr().out.count("log.tensorboard is off from here on") == 1
     assert len(board.calls) == 2 and board.closed == 1
-    assert len(wandb.values("loss/consensus")) == 2  # the other goes on
+    assert len(wandb.values("loss/consensus")) == 2  # the other tracker continues
     assert len(wandb.values("fault")) == 1
 
 
@@ -161,7 +161,7 @@ def test_a_resumed_run_continues_in_the_same_place(tmp_path, board, wandb, plain
     stop_at(tmp_path / "r", 10, settings)  # in the third round
     result = run(tmp_path / "r", settings)
     assert_same_end(result, plain)
-    run(tmp_path / "r", settings)  # finished: nothing is opened
+    run(tmp_path / "r", settings)  # the run is finished: no tracker is opened
     starts = [e["round"] for e in events(result.workdir, "start")]
     assert len(starts) == 2 and starts[1] > 0
     assert len(board.opened) == len(wandb.opened) == 2
@@ -195,7 +195,7 @@ def test_memory_is_measured_at_each_evaluation_and_at_the_end(plain):
     assert host == sorted(host)
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 50e6 < host[0] <= host[-1] < ram
-    assert lines[0]["device_peak_bytes"] == [None]  # a CPU's
+    assert lines[0]["device_peak_bytes"] == [None]  # a CPU reports no peak
     assert all(e["needed_bytes"] > 0 for e in events(plain.workdir, "compile"))
 
 
@@ -218,7 +218,7 @@ def test_the_real_tensorboardx_writes_files_that_hold_the_scalars(tmp_path, plai
     assert feed(tmp_path, events(plain.workdir), tensorboard=True) == []
     (path,) = (tmp_path / "tensorboard").iterdir()
     content, losses = path.read_bytes(), {}
-    while content:  # records: length, its checksum, data, its checksum
+    while content:  # a record: length, checksum, data, checksum
         length = int.from_bytes(content[:8], "little")
         data, content = content[12 : 12 + length], content[16 + length :]
         event = Event.FromString(data)

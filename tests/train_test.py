@@ -1,4 +1,4 @@
-"""Whole runs of the toy: what they record, refuse and repeat."""
+"""Whole runs of the toy: their records, refusals and repetitions."""
 
 import collections
 import dataclasses
@@ -38,7 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 FOUR = {"num_trainers": 1, "num_workers": 4}
 ONE = {"num_trainers": 1, "num_workers": 1}
-FULL = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4}  # as much as fits
+# the batch is as large as fits
+FULL = {"test": "constant", "initial_batch_size": 4, "max_batch_size": 4}
 APART = {"policy": "none"}
 
 
@@ -65,8 +66,8 @@ def test_the_ledger_records_growth_accumulation_and_merge(growing):
     merges = events(result.workdir, "merge")
     for cost in ("syncs", "bytes"):
         assert end[f"{cost}_total"] == sum(e[cost] for e in [*rounds, *merges])
-    # The last one: a table of 36 float32 and its momentum; each worker of the absorbed trainer
-    # joins the other, which takes the table and AdamW's two moments.
+    # The last merge sends a table of 36 float32 and its momentum. Workers of the absorbed trainer
+    # then receive the table and AdamW's two moments.
     (absorbed,) = merges[-1]["members"][1:]
     where = {"round": merges[-1]["round"], "trainer": absorbed}
     (joining,) = events(result.workdir, "round", **where)
@@ -98,7 +99,8 @@ def test_a_reported_loss_is_the_token_mean_of_the_consensus(growing):
 
 def test_held_out_rows_are_split_into_those_that_decide_and_those_reported():
     def split(count, **options):
-        rows = np.arange(count)[:, None] % 4 // 3  # the second class has a quarter of them
+        # a quarter of the rows belong to the second class
+        rows = np.arange(count)[:, None] % 4 // 3
         parts = split_heldout(rows, num_sequences=64, batch_size=4, **options)
         return len(parts.guard_EL), len(parts.report_EL)
 
@@ -166,7 +168,7 @@ class Pair(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Module:
-    """A node of its own kind with a function in it, as Equinox's modules are."""
+    """A pytree node of its own type that contains a function, like Equinox's modules."""
 
     w: jax.Array
     act: Callable = dataclasses.field(metadata={"static": True}, default=jnp.tanh)
@@ -263,7 +265,7 @@ def test_the_guides_way_to_read_an_export_reads_bfloat16_in_a_fresh_process(tmp_
 
 @dataclasses.dataclass(frozen=True)
 class Alike(type(corpus())):
-    """The toy's rows, those of every trainer alike."""
+    """The toy's rows, equal for all trainers."""
 
     def batch(self, trainer, stream, start, count):
         return super().batch(0, stream % 2, start, count)
@@ -273,7 +275,7 @@ def test_two_trainers_that_read_identical_rows_are_noticed(tmp_path):
     rows = Alike(corpus().rows)
     with pytest.raises(DataError, match="trainer 0, stream 0 and trainer 1, stream 2 the same 6 r"):
         run(tmp_path / "r", settings_of(), corpus=rows)
-    # A corpus of a few different rows may give them out in one order by chance.
+    # With few different rows, two orders may be equal by chance.
     few = Alike(np.tile(corpus().rows[:4], (8, 1)))
     run(tmp_path / "few", settings_of(num_rounds=1), corpus=few)
 
@@ -284,14 +286,14 @@ def test_evaluation_does_not_change_the_training(tmp_path, growing):
 
 
 def two_valleys(params, tokens):
-    """A loss with minima at x = -1 and 1, and a row's first id says towards which."""
+    """A loss with minima at x = -1 and 1; the first id of a row says which one is lower."""
     side = jnp.mean(jnp.where(tokens[:, 0] == 0, 1.0, -1.0))
     x = params["x"]
     return bigram_loss(params, tokens) + 0.1 * (x**2 - 1) ** 2 + 0.01 * side * x
 
 
 class Sided(type(corpus())):
-    """The toy's rows, of which each begins with the trainer's id."""
+    """The toy's rows, each with the trainer's id at its start."""
 
     def batch(self, trainer, stream, start, count):
         rows = super().batch(trainer, stream, start, count)
@@ -315,13 +317,13 @@ def test_a_merge_that_raises_the_loss_too_much_is_refused(tmp_path):
     (refusal,) = events(tmp_path / "r", "refusal")
     assert refusal["barrier"] > 0.01 and refusal["action"] == "retire"
     assert events(tmp_path / "r", "merge") == []
-    # Without its momentum, to know what the merge would be like; a worker is handed over.
+    # The refused merge sent parameters without momentum; a worker is handed over.
     assert (refusal["syncs"], refusal["bytes"]) == (1, 37 * 4 * (1 + 3))
     for cost in ("bytes", "syncs"):
         moved = sum(e[cost] for e in events(tmp_path / "r", "round"))
         assert getattr(result.controller, f"{cost}_total") == moved + refusal[cost]
     assert result.ensemble.num_trainers == 1
-    # Nobody was averaged: x is in its valley still.
+    # No trainer was averaged: x is still in its valley.
     np.testing.assert_allclose(np.abs(result.ensemble.params_M["x"]), 1.0, atol=0.3)
 
 
@@ -345,7 +347,7 @@ def test_the_inner_state_is_reset_each_round_or_kept(tmp_path, state, updates):
 
 
 class Exhausted:
-    """A device that runs out of memory above a micro-batch, from some call of its program on."""
+    """A device that runs out of memory above a micro-batch, from a given call on."""
 
     def __init__(self, monkeypatch, largest, from_call=1):
         real, self.calls = Programs.__getitem__, 0
@@ -366,7 +368,7 @@ class Exhausted:
             input_shardings = compiled.input_shardings
 
             def __call__(self, *arguments):
-                compiled(*arguments)  # its buffers are gone, as on a device that fails late
+                compiled(*arguments)  # the buffers are donated, as on a device that fails late
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory (a fake)")
 
         return Failing()
@@ -380,11 +382,11 @@ def plans_of(workdir):
 def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_batch(
     tmp_path, monkeypatch
 ):
-    """From there on the run is one that resumes with that size."""
+    """The run then equals one that resumes with that size."""
     each = {"every_rounds": 1}
     settings = settings_of(num_rounds=5, batching=FULL, checkpoint=each, eval=each)
     with monkeypatch.context() as patch:
-        Exhausted(patch, largest=2, from_call=9)  # of four workers, in the third round
+        Exhausted(patch, largest=2, from_call=9)  # a call of four workers, in the third round
         halved = run(tmp_path / "r", settings)
     (fault,) = events(tmp_path / "r", "fault")
     assert (fault["kind"], fault["round"]) == ("out_of_memory", 3)
@@ -392,7 +394,7 @@ def test_out_of_memory_goes_back_to_the_newest_checkpoint_with_half_the_micro_ba
     assert "batches may differ" in fault["effect"]
     assert [e["round"] for e in events(tmp_path / "r", "start")] == [0, 2]
     assert plans_of(tmp_path / "r") == [(1, 4, 1), (2, 4, 1), (3, 2, 1), (4, 2, 1), (5, 2, 1)]
-    assert halved.controller.max_batch_size == 2  # as saved
+    assert halved.controller.max_batch_size == 2  # as in the checkpoint
     run(tmp_path / "resumed", dataclasses.replace(settings, num_rounds=2))
     smaller = dataclasses.replace(settings.batching, max_batch_size=2)
     resumed = run(
@@ -442,7 +444,7 @@ def test_a_run_compiles_a_bounded_set_of_programs(growing):
     for shape in shapes:
         kinds = [key[0] for key in keys if tuple(key[1:3]) == shape]
         assert kinds.count("stats") <= 1 and kinds.count("outer") <= 1
-        assert kinds.count("start") <= 2  # with gradients to accumulate, and without
+        assert kinds.count("start") <= 2  # with and without accumulation
         assert kinds.count("steps") <= len((2, 4)) + 1
     assert [key[0] for key in keys].count("loss") == 1
     assert len(keys) == len(set(map(tuple, keys)))
@@ -472,7 +474,7 @@ def test_a_program_still_in_the_queue_is_compiled_by_who_needs_it(monkeypatch):
 
 
 def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monkeypatch):
-    """XLA's CPU client deadlocks at 32 of them where there are several devices."""
+    """XLA's CPU client deadlocks at 32 programs in flight on several devices."""
     waited = []
 
     class Result:
@@ -484,7 +486,8 @@ def test_few_programs_are_in_flight_and_donated_results_are_not_waited_for(monke
 
         def block_until_ready(self):
             waited.append(self.number)
-            raise jax.errors.JaxRuntimeError("out of memory")  # whoever reads the result says so
+            # the reader of the result gets the error
+            raise jax.errors.JaxRuntimeError("out of memory")
 
     def program(number):
         return "first", Result(number)
@@ -545,7 +548,8 @@ def test_a_run_ends_with_the_round_that_uses_up_its_tokens(tmp_path, growing):
     assert result.controller.round == 3
     (end,) = events(tmp_path / "r", "end")
     assert (end["reason"], end["tokens_total"]) == ("finished", used)
-    run(tmp_path / "r", settings_of(**GROWING, num_tokens=used + 1))  # a larger budget goes on
+    # a run with a larger budget continues
+    run(tmp_path / "r", settings_of(**GROWING, num_tokens=used + 1))
     assert [e["rounds"] for e in events(tmp_path / "r", "end")] == [3, 4]
 
 
@@ -557,7 +561,7 @@ def batches(workdir):
 
 
 def test_a_model_in_float64_stays_so_through_accumulation_a_merge_and_a_resume(tmp_path):
-    """As a context, which the thread that compiles ahead does not inherit."""
+    """float64 is enabled in a context, which the compiling thread does not inherit."""
     settings = settings_of(
         num_rounds=2,
         ensemble={"num_trainers": 2, "num_workers": 2},

@@ -1,4 +1,4 @@
-"""Pytrees compared leaf by leaf, and taken apart as NumPy: no program is compiled for a test."""
+"""Compares and indexes pytrees leaf by leaf in NumPy, so that tests compile no programs."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ def rows(tree, *positions):
 
 
 def same(left, right):
-    """Bit for bit."""
+    """Whether two pytrees are equal bit for bit."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
 

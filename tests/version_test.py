@@ -1,4 +1,4 @@
-"""One version: of the package, its citation and its changelog."""
+"""The package, its citation and its changelog have one version."""
 
 import re
 from pathlib import Path
