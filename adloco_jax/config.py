@@ -1,7 +1,7 @@
-"""A run's config: from a file and the command line to checked settings, all faults at once.
+"""Read a run's config from a file and the command line, and check it; report all faults at once.
 
-A config file starts from `default_config()`, a locked ConfigDict, and overrides what differs.
-`validate` turns it into frozen dataclasses; no code after it reads a ConfigDict. The knobs are
+A config file starts from `default_config()`, a locked ConfigDict, and overrides some knobs.
+`validate` turns the ConfigDict into frozen dataclasses, which the other modules read. The knobs are
 declared in `adloco_jax.settings`.
 """
 
@@ -30,11 +30,11 @@ from adloco_jax.settings import GROUPS, KNOBS, Knob, Settings
 # In the repository the package's folder is a link to the top-level one.
 SHIPPED = (Path(__file__).parent / "configs").resolve()
 
-# Keys and values of 0.2 that are gone, each with what to do.
+# Keys and values of version 0.2 that were removed, each with its replacement.
 REMOVED = {
     "data.on_bad_shard": "a damaged file is refused; leave it out by a glob",
-    "data.max_bad_rows": "a damaged line is refused; mend it",
-    "checkpoint.on_save_error": "a save that fails stops the run; the same command goes on",
+    "data.max_bad_rows": "a damaged line is refused; repair it",
+    "checkpoint.on_save_error": "a failed save stops the run; the same command continues it",
     "model.attention": "the fastest kernel that the model and the device allow is chosen",
     "model.reinit_head": "a head that the checkpoint lacks is random",
     "batching.test=branch": "set batching.test=norm",
@@ -47,9 +47,9 @@ REMOVED = {
     "inner.max_lr_growth": "the learning rate does not change with the batch",
     "batching.estimator": "taps are used where the model has them, else per-example gradients",
     "batching.monotone": "a batch never falls",
-    "inner.qsr_alpha": "its paper's 0.0175; make an entry of ROUND_LENGTHS for another",
+    "inner.qsr_alpha": "it is 0.0175, as in its paper; for another, add an entry to ROUND_LENGTHS",
     "outer.precision=int8": "set outer.precision=int4, or bfloat16",
-    "outer.weight_decay": "weights decay inside alone, by inner.weight_decay",
+    "outer.weight_decay": "only the inner optimizer decays weights: inner.weight_decay",
     "inner.unit": "steps_per_round counts updates",
     "inner.schedule=linear_after_merge": "set inner.schedule=linear",
     "ensemble.worker_parallelism": "one worker at a time on a CPU, elsewhere all",
@@ -68,33 +68,33 @@ T = TypeVar("T")
 
 
 def default_config() -> ConfigDict:
-    """Returns the locked config that every config file starts from: each knob at its default."""
+    """Return the locked config that every config file starts from: each knob at its default."""
     config: dict[str, Any] = {group: {} for group in GROUPS}
     for key, knob in KNOBS.items():
         group, _, name = key.rpartition(".")
         value = knob.default
         if knob.is_optional:
-            # A field made from "auto" would take no int; one of type object takes both.
+            # A field of type str, from the default "auto", would not accept an int.
             value = FieldReference(value, field_type=_base(knob.kind) if value is None else object)
         (config[group] if group else config)[name] = value
     return ConfigDict(config).lock()
 
 
 def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
-    """Checks a whole config and returns it as frozen dataclasses.
+    """Check a whole config and return it as frozen dataclasses.
 
     Args:
       config: The groups and knobs of `default_config()`; may be unlocked, or nested dicts.
 
     Returns:
-      The settings. `batching.buckets` is resolved to every size in use, ascending. Unset sizes of
-      the model are those of the checkpoint that `model.init_from` names.
+      The settings. `batching.buckets` lists every micro-batch size in use, ascending. Unset sizes
+      of the model are read from the checkpoint that `model.init_from` names.
 
     Raises:
-      ConfigError: If anything is unknown, missing, of a wrong type, out of range or contradictory.
-        The message has all faults at once, one line each. Also raised if sizes of the model are
-        unset and the checkpoint cannot be reached.
-      DataError: If that checkpoint cannot be used.
+      ConfigError: If a knob is unknown, missing, of a wrong type or out of range, or if knobs
+        contradict one another. The message lists all faults, one line each. Also raised if sizes of
+        the model are unset and the checkpoint cannot be reached.
+      DataError: If the checkpoint of `model.init_from` cannot be used.
     """
     given, faults = _flatten(config)
     values = {}
@@ -111,7 +111,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
         from adloco_jax import hf  # JAX
 
         found = hf.inspect(values["model.init_from"]).network
-        for key in read:  # of another architecture some are missing; the run refuses it
+        for key in read:  # another architecture lacks some sizes; the run refuses it later
             values[key] = getattr(found, key.removeprefix("model."), KNOBS[key].size)
         faults = _contradictions(values)
     if faults:
@@ -128,7 +128,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Settings:
 
 
 def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
-    """Keys of the model's sizes that the checkpoint of `model.init_from` decides."""
+    """Keys of the model's sizes that are read from the checkpoint of `model.init_from`."""
     if not values.get("model.init_from") or "model.arch" not in values:
         return set()
     names = KNOBS["model.arch"].entries()[values["model.arch"]].weight_map
@@ -136,7 +136,7 @@ def _sizes_of_checkpoint(values: Mapping[str, Any]) -> set[str]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """A line for each rule that allowed values break together."""
+    """A line for each broken rule, among the rules whose values are allowed on their own."""
     rules = [(keys.split(), holds, need) for need, (keys, holds) in RULES.items()]
     if arch := values.get("model.arch"):
         for names, holds, need in KNOBS["model.arch"].entries()[arch].rules:
@@ -153,11 +153,11 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 
 def allowed(key: str, names: tuple[str, ...] = ()) -> str:
-    """Describes what a known key may hold, and its default.
+    """Describe the allowed values of a known key, and its default.
 
     Args:
       key: The key.
-      names: The entries of its table; by default those that the library ships.
+      names: Names of the entries of the key's table. Empty: the entries that the library ships.
     """
     knob = KNOBS[key]
     names = names or knob.table[1:]
@@ -167,7 +167,7 @@ def allowed(key: str, names: tuple[str, ...] = ()) -> str:
 
 
 def value_fault(key: str, value: object) -> str:
-    """Returns the line that refuses a known key's value."""
+    """Return the error line for a value that a known key does not allow."""
     if instead := REMOVED.get(f"{key}={value}"):
         return f"{key} = {_shown(value)}: removed in 0.3: {instead}"
     names = tuple(KNOBS[key].entries()) if KNOBS[key].table else ()
@@ -175,7 +175,7 @@ def value_fault(key: str, value: object) -> str:
 
 
 def unknown_key_fault(key: str) -> str:
-    """Returns the line that refuses an unknown key and names the nearest known one."""
+    """Return the error line for an unknown key; it names the nearest known key."""
     if key in REMOVED:
         return f"{key}: removed in 0.3: {REMOVED[key]}"
     name = key.rpartition(".")[2]
@@ -185,7 +185,7 @@ def unknown_key_fault(key: str) -> str:
 
 
 def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
-    """The values of known keys, and a line for each key that is unknown, missing or no group."""
+    """The values of known keys, and a line for each key that is unknown, missing or misplaced."""
     if not isinstance(config, ConfigDict | Mapping):
         return {}, [f"config = {_shown(config)}: must be a config; start from default_config()"]
     given: dict[str, Any] = {}
@@ -210,7 +210,7 @@ def _flatten(config: object) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(knob: Knob, value: Any) -> Any:
-    """The value as Settings holds it; ValueError if the knob does not allow it."""
+    """Convert a value to its form in `Settings`; raise ValueError if the knob does not allow it."""
     if knob.is_optional and type(value) is type(knob.default) and value == knob.default:
         return None
     if not _fits(value, knob.kind) or knob.table and value not in knob.entries():
@@ -219,13 +219,13 @@ def _read(knob: Knob, value: Any) -> Any:
 
 
 def _base(annotation: Any) -> Any:
-    """A type without its interval; of tuples `tuple`."""
+    """The plain type of an annotation, without interval and type of items."""
     origin = get_origin(annotation)
     return get_args(annotation)[0] if origin is Annotated else origin or annotation
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has the type: a bool is no int, a list no tuple, but an int is a float."""
+    """Whether a value has the type; a bool is not an int, a list not a tuple; an int is a float."""
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type(value) is str and value in members
@@ -258,13 +258,13 @@ def _in_words(annotation: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value on one line, cut where it would fill the screen."""
+    """A value on one line of at most 200 characters."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ...]:
-    """The sizes to use, ascending: as given, else powers of two and their midpoints."""
+    """The micro-batch sizes, ascending: `buckets`, or powers of two and their midpoints."""
     powers = [2**n for n in range(largest.bit_length())]
     sizes = buckets or [*powers, *(3 * power // 2 for power in powers[1:]), largest]
     return tuple(sorted({size for size in sizes if size <= largest}))
@@ -274,7 +274,7 @@ def _resolve_buckets(buckets: tuple[int, ...], *, largest: int) -> tuple[int, ..
 
 
 def define_flags(options: flags.FlagValues) -> None:
-    """Defines an option `--config.KEY` for every knob; its value stays text."""
+    """Define a command-line option `--config.KEY` for every knob; its value is parsed later."""
     for key, knob in KNOBS.items():
         parser, is_bool = flags.ArgumentParser(), knob.kind is bool
         flag = flags.Flag(parser, None, f"config.{key}", None, knob.doc, boolean=is_bool)
@@ -282,15 +282,15 @@ def define_flags(options: flags.FlagValues) -> None:
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
-    """Sets a key to a value from the command line.
+    """Set a key of a config to a value from the command line.
 
     Raises:
-      ConfigError: If the text is no value of the key's type.
+      ConfigError: If the text cannot be parsed as the key's type.
     """
     group, _, name = key.rpartition(".")
     holder = config.get(group) if group else config
     if not isinstance(holder, ConfigDict) or name not in holder:
-        return  # `validate` says what is missing
+        return  # `validate` reports the missing key
     knob = KNOBS[key]
     try:
         if knob.is_optional and text == ("none" if knob.default is None else knob.default):
@@ -311,7 +311,7 @@ _PARSERS: dict[Any, type[flags.ArgumentParser]] = {
 
 
 def config_help() -> str:
-    """Every key by group: its meaning and unit, what it may hold, its default, how to unset it."""
+    """Describe every key, by group: meaning, unit, allowed values, default, how to unset it."""
     lines = []
     for group, keys in itertools.groupby(KNOBS, key=lambda key: key.rpartition(".")[0]):
         card = inspect.getdoc(GROUPS[group]) if group else "The whole run."
@@ -336,10 +336,10 @@ def _unset(knob: Knob) -> str:
 
 
 def find_config(name: str | None) -> Path:
-    """Finds a config file: a path from here, or the path or bare name of one that ships.
+    """Find a config file: by its path, or by the path or name of a config of this package.
 
     Raises:
-      ConfigError: If there is none; lists those that ship.
+      ConfigError: If there is no such file. The message lists the configs of this package.
     """
     if name is None:
         raise ConfigError(
@@ -358,10 +358,10 @@ def find_config(name: str | None) -> Path:
 
 
 def load_config(path: Path, function: str, kind: type[T]) -> T:
-    """Runs a config file and returns what one of its functions returns.
+    """Run a config file, call one of its functions, and return the result.
 
     Raises:
-      ConfigError: If the file does not run, lacks the function, or returns another kind.
+      ConfigError: If the file fails, lacks the function, or the result is not of type `kind`.
     """
     made = _run(path, function)
     if type(made) is not kind:
@@ -374,14 +374,14 @@ def load_config(path: Path, function: str, kind: type[T]) -> T:
 
 
 def add_entries(name: str | None) -> None:
-    """Runs a config file, if one is named, for the entries that it adds to the tables."""
+    """Run a config file, if one is named, so that its entries are added to the tables."""
     if name is not None:
         _run(find_config(name), "get_config", "get_comparison")
 
 
 def _run(path: Path, *functions: str) -> object:
-    """Runs a file and the first of these functions that it has; returns the function's result."""
-    root = str(path.resolve().parent.parent)  # for a config that imports its neighbours by folder
+    """Run a file and call the first of these functions that the file has; return its result."""
+    root = str(path.resolve().parent.parent)  # so that a config can import files beside it
     sys.path.insert(0, root)
     try:
         names = runpy.run_path(str(path))

@@ -1,8 +1,8 @@
-"""What the knobs of a config must satisfy together.
+"""Rules that relate several knobs of a config to one another.
 
-A rule is the keys that it reads and a predicate on their values, by the end of its message, which
-says what to do. It is checked if each of those values is allowed by itself; the message begins with
-them.
+The key of `RULES` is the end of a rule's message, which says what to do; the message begins with
+the values of the knobs. The value holds the knobs that the rule reads and a predicate on their
+values. A rule is checked only if each of these values is allowed on its own.
 """
 
 import math

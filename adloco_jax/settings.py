@@ -1,8 +1,9 @@
 """Every knob of a run: declared once with its type, range, default, meaning and resume rule.
 
-A config file gives a ConfigDict of these knobs; `config.validate` turns it into `Settings`, which
-is all that the training loop and its engine read. A new knob is one declaration in its group. No
-JAX is imported here: a knob names its table, which is read when a run is validated.
+A config file returns a ConfigDict of these knobs. `config.validate` turns it into `Settings`, from
+which the training loop and its engine read every setting. A new knob is one declaration in its
+group. This module does not import JAX: a knob has the name of its table, and the table is read
+when a config is validated.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 Change = Literal["harmless", "accepted", "refused"]
 
-# A type's interval is part of the annotation; counts are int32 on the device.
+# The annotation of a type contains the allowed interval. Counts are int32 on a device.
 Count: TypeAlias = Annotated[int, "[1, 2147483647]"]
 Number: TypeAlias = Annotated[int, "[0, 2147483647]"]
 Several: TypeAlias = Annotated[int, "[2, 2147483647]"]
@@ -33,14 +34,14 @@ class Knob:
     """A knob's declaration.
 
     Attributes:
-      default: Its value in `default_config()`; of an optional knob, how unset is written.
-      doc: Its meaning, with unit and source.
-      table: The public table whose names it takes, such as "BATCH_TESTS", and the names that the
-        table ships with.
-      resume: What a change means when a run is resumed: "harmless", "accepted" (with the flag
-        --accept-config-change) or "refused". Empty in a declaration: as the group says.
-      size: Of a model's size: its value where neither the config nor a checkpoint gives one.
-      type: Its annotation.
+      default: The knob's value in `default_config()`. For an optional knob, the way to write unset.
+      doc: The meaning of the knob, with unit and source.
+      table: Empty, or the name of a public table, such as "BATCH_TESTS", followed by the table's
+        shipped entries. The value of the knob is then the name of an entry.
+      resume: Whether the knob may change when a run is resumed: "harmless" (yes), "accepted" (with
+        the flag --accept-config-change) or "refused". Empty in a declaration: the group's rule.
+      size: Only for a size of the model: the value if neither config nor checkpoint sets the size.
+      type: The annotation of the knob.
     """
 
     default: Any
@@ -52,16 +53,16 @@ class Knob:
 
     @property
     def is_optional(self) -> bool:
-        """Whether the knob may be unset, which is None in `Settings`, or there a model's size."""
+        """Whether the knob may be unset; in `Settings` it is then None, or a size of the model."""
         return NoneType in get_args(self.type) or self.size is not None
 
     @property
     def kind(self) -> Any:
-        """The annotation of a value that is set."""
+        """The annotation of the knob's value if it is set."""
         return get_args(self.type)[0] if NoneType in get_args(self.type) else self.type
 
     def entries(self) -> Mapping[str, Any]:
-        """The table as it is now, with entries that a config file has added."""
+        """The table's present entries, including those that a config file has added."""
         return getattr(importlib.import_module("adloco_jax"), self.table[0])
 
 
@@ -69,7 +70,7 @@ def _knob(default: object, doc: str, **more: Any) -> Any:
     return dataclasses.field(metadata={"knob": Knob(default, doc, **more)})
 
 
-# Knobs whose resume rule is not their group's.
+# Declare knobs whose resume rule differs from their group's rule.
 _free = functools.partial(_knob, resume="harmless")
 _live = functools.partial(_knob, resume="accepted")
 _fixed = functools.partial(_knob, resume="refused")
@@ -77,11 +78,11 @@ _fixed = functools.partial(_knob, resume="refused")
 
 def _size(value: float, doc: str) -> Any:
     """A knob for a size of the model, read from the checkpoint of `model.init_from` if unset."""
-    return _knob(None, f"{doc} Unset: the checkpoint's, else {value}.", size=value)
+    return _knob(None, f"{doc} Unset: read from the checkpoint, else {value}.", size=value)
 
 
 def _group(resume: Change) -> Any:
-    """A group of knobs, and the resume rule of those that declare none."""
+    """A group of knobs, with the resume rule of the knobs that declare no rule."""
     return dataclasses.field(metadata={"resume": resume})
 
 
@@ -100,15 +101,20 @@ class Model:
     norm_eps: Part = _size(1e-5, "Added to the variance in each normalisation.")
     rope_theta: Annotated[float, "[1, 1e9]"] = _size(1e4, "Base of rotary wavelengths; llama only.")
     num_classes: Several = _size(2, "C, classes of texts; bert only.")
-    dtype: Literal["float32", "bfloat16"] = _live("float32", "Type of the computations alone.")
+    dtype: Literal["float32", "bfloat16"] = _live(
+        "float32", "Type of the model's computations; parameters stay float32."
+    )
     remat: bool | None = _live(
-        "auto", "Recompute layers in the backward pass: less memory, more time; auto: if it must."
+        "auto",
+        "Recompute layers in the backward pass: less memory, more time. auto: only if memory"
+        " requires it.",
     )
     loss_chunk: Number = _live(0, "Sequences per chunk of the cross-entropy; 0: all at once.")
     init_from: str = _knob(
         "",
-        "Folder in Hugging Face layout, or hub name, of weights to start from; sizes that are set"
-        " must be the checkpoint's, and a head that it lacks is random. Empty: random weights.",
+        "Weights to start from: a folder in Hugging Face layout, or a hub name. Sizes that the"
+        " config sets must equal the checkpoint's. A head that the checkpoint lacks is random."
+        " Empty: random weights.",
     )
 
 
@@ -118,29 +124,35 @@ class Data:
 
     source: str = _knob(
         "stdlib",
-        "Kind of text. stdlib: this Python's standard library. hf: a data set of the Hugging Face"
-        " hub, a saved one, or files by their endings. tokens: a folder that adloco prepare made.",
+        "Kind of text. stdlib: the standard library of the running Python. hf: a data set on the"
+        " Hugging Face hub, a saved data set, or files. tokens: a folder that adloco prepare made.",
         table=("DATA_SOURCES", "stdlib", "text", "jsonl", "parquet", "hf", "tokens"),
     )
-    # The fingerprint of the data is compared on resume, so that a path may change.
+    # A path may change on resume, because the fingerprint of the data is compared.
     path: str = _free("", "File, folder or glob; for hf also a hub name.")
     name: str = _knob("", "Configuration of a data set; hf only.")
     split: Name = _knob("train", "Split of a data set to train on; hf only.")
     revision: str = _knob("main", "Branch, tag or commit of a data set on the hub; hf only.")
-    heldout_split: str = _knob("", "Split to evaluate on; hf only. Empty: as heldout_path.")
-    heldout_path: str = _free("", "As path, to evaluate on. Empty: a fraction of the documents.")
+    heldout_split: str = _knob(
+        "", "Split to evaluate on; hf only. Empty: a fraction of the documents."
+    )
+    heldout_path: str = _free(
+        "", "File, folder or glob to evaluate on. Empty: a fraction of the documents."
+    )
     text_column: Name = _knob("text", "Field or column that holds a row's text.")
     label_column: Name = _knob("label", "Field of a row's class, an integer from 0; bert only.")
     tokenizer: Name = _knob("bytes", "bytes, a tokenizer.json, a *.model, a folder, or a hub name.")
     sequence_length: Count = _knob(128, "L, predicted tokens per row.")
     num_sequences: Count | None = _knob(None, "Upper limit of the training rows; unset: all.")
-    heldout_frac: Part = _knob(0.05, "Fraction of documents held out, if nothing else is.")
+    heldout_frac: Part = _knob(
+        0.05, "Fraction of documents to hold out if no held-out text is configured."
+    )
     subset_frac: PartOrAll = _knob(1.0, "Fraction of the training rows that each trainer draws.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ensemble:
-    """Trainers, and the workers they share."""
+    """The trainers, and the workers that are divided among them."""
 
     num_trainers: Count = _knob(4, "M, trainers at the start, before merges (AdLoCo table A.2).")
     num_workers: Count = _knob(4, "R, workers of the whole pool, not per trainer.")
@@ -152,7 +164,8 @@ class Ensemble:
     spawn_frac: Part | None = _knob(None, "Fraction of the run after which all workers join.")
     model_shards: Count | None = _free(
         "auto",
-        "Devices that share one worker's parameters and states. auto: as few as memory allows.",
+        "Devices over which one worker's parameters and states are sharded. auto: as few as memory"
+        " allows.",
     )
 
 
@@ -164,7 +177,7 @@ class Inner:
     max_steps_per_round: Count | None = _knob(
         None,
         "Upper limit of a round in updates, a multiple of steps_per_round. Unset: the batch-size"
-        " test lengthens no round, and a round_length rule has no limit.",
+        " test does not lengthen rounds, and a round_length rule has no limit.",
     )
     round_length: str = _knob(
         "fixed",
@@ -174,21 +187,32 @@ class Inner:
     )
     tx: str = _fixed(
         "adamw",
-        "The workers' optimizer. muon: for the matrices of hidden layers, with adamw for the rest,"
-        " at one rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3 (arXiv 2505.23725).",
+        "The workers' optimizer. muon: muon for the matrices of hidden layers and adamw for the"
+        " rest, at the same rate; MuLoCo uses 0.02, with weight_decay from 5e-4 to 5e-3"
+        " (arXiv 2505.23725).",
         table=("INNER_OPTIMIZERS", "adamw", "muon", "sgd"),
     )
     learning_rate: Rate = _knob(4e-4, "Peak rate; AdLoCo continues a trained model at 2e-5.")
-    warmup_updates: Number = _knob(0, "A trainer's updates while the rate rises from zero.")
+    warmup_updates: Number = _knob(0, "Updates of a trainer in which the rate rises from zero.")
     schedule: Literal["constant", "cosine", "linear"] = _knob(
         "constant", "Rate after the warm-up; cosine and linear fall over the run's planned updates."
     )
-    final_lr_frac: Decay = _knob(0.0, "Fraction of the peak that a schedule ends at; nanoGPT: 0.1.")
-    weight_decay: Weight = _knob(0.1, "Weight decay, times the rate (AdLoCo 6.1); not for sgd.")
+    final_lr_frac: Decay = _knob(
+        0.0, "Rate at the end of a schedule, as a fraction of the peak; nanoGPT: 0.1."
+    )
+    weight_decay: Weight = _knob(
+        0.1, "Weight decay, which is multiplied by the rate (AdLoCo 6.1); not for sgd."
+    )
     beta1: Decay = _knob(0.9, "Decay of the first moment (Kingma & Ba 2015); muon's momentum.")
     beta2: Decay = _knob(0.999, "Decay of the second moment (Kingma & Ba 2015).")
-    clip_norm: Positive | None = _knob(None, "Limit of an update's gradient norm; unset: none.")
-    state: Literal["keep", "reset"] = _knob("keep", "Moments at a new round; AdLoCo's code: reset.")
+    clip_norm: Positive | None = _knob(
+        None, "Limit of the gradient norm of an update. Unset: no clipping."
+    )
+    state: Literal["keep", "reset"] = _knob(
+        "keep",
+        "Whether a new round keeps or resets the moments of the workers' optimizer; AdLoCo's code"
+        " resets them.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +227,8 @@ class Outer:
     learning_rate: Rate = _knob(0.7, "Rate of the pseudo-gradient (DiLoCo: 0.7).")
     momentum: Decay = _knob(0.9, "Decay of earlier pseudo-gradients; nesterov only.")
     skip_single: bool = _knob(
-        False, "A trainer with one worker takes the worker's parameters; tx begins with a second."
+        False,
+        "Whether a trainer with one worker takes the worker's parameters without outer.tx.",
     )
     aggregator: str = _knob(
         "mean",
@@ -211,21 +236,28 @@ class Outer:
         table=("AGGREGATORS", "mean", "rda", "isotropic"),
     )
     precision: Literal["float32", "bfloat16", "int4"] = _knob(
-        "float32", "Format of sent outer gradients, which are added in float32 (arXiv 2501.18512)."
+        "float32",
+        "Format in which outer gradients are sent; they are added in float32 (arXiv 2501.18512).",
     )
-    # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. Whether workers keep parameters of
-    # their own is part of the state.
+    # Streaming DiLoCo, arXiv 2501.18512, sections 2.2 and 2.3. These knobs decide whether the state
+    # contains workers' own parameters, so they cannot change on resume.
     fragments: Count = _fixed(
-        1, "Parts of the parameters, synchronised in turn within a round; 1: all at its end."
+        1,
+        "Number of parts of the parameters, which are synchronised one after another within a"
+        " round. 1: all parameters are synchronised at the end of a round.",
     )
     delay_updates: Number = _fixed(
         0, "Micro-batches from the sending of a fragment to its arrival; Streaming DiLoCo: 1."
     )
-    mixing: Decay = _knob(0.0, "Share of a worker's own numbers that stays; Streaming DiLoCo: 0.5.")
+    mixing: Decay = _knob(
+        0.0,
+        "Share of a worker's own parameters in the mixture with a synchronised fragment;"
+        " Streaming DiLoCo: 0.5.",
+    )
 
     @property
     def own_params(self) -> bool:
-        """Whether workers keep parameters of their own from one synchronisation to the next."""
+        """Whether workers keep their own parameters from one synchronisation to the next."""
         return self.fragments > 1 or self.delay_updates > 0
 
     @property
@@ -240,68 +272,100 @@ class Batching:
 
     test: str = _knob(
         "norm",
-        "Batch-size test, which requests the next batch; constant and ramp measure nothing.",
+        "Batch-size test, which requests the next batch. constant and ramp do not measure"
+        " gradients.",
         table=("BATCH_TESTS", "norm", "inner_product", "augmented", "constant", "ramp"),
     )
-    mode: Literal["unbiased", "paper"] = _knob("unbiased", "paper: the tests as AdLoCo has them.")
-    scope: Literal["trainer", "worker"] = _knob("trainer", "Whose gradient is tested.")
-    eta: Rate = _knob(0.8, "Noise to signal allowed by the norm test (AdLoCo table A.2).")
-    vartheta: Rate = _knob(0.9, "Noise along the gradient, inner-product tests; AdLoCo: 0.01.")
-    nu: Rate = _knob(1.0, "Orthogonal noise allowed by the augmented test.")
+    mode: Literal["unbiased", "paper"] = _knob(
+        "unbiased", "Estimator of the tests. unbiased: without bias. paper: as in AdLoCo."
+    )
+    scope: Literal["trainer", "worker"] = _knob(
+        "trainer",
+        "Gradient that is tested. trainer: the mean of the trainer's workers. worker: of one"
+        " worker.",
+    )
+    eta: Rate = _knob(
+        0.8, "Largest ratio of noise to signal that the norm test allows (AdLoCo table A.2)."
+    )
+    vartheta: Rate = _knob(
+        0.9, "Largest noise along the gradient that inner-product tests allow; AdLoCo: 0.01."
+    )
+    nu: Rate = _knob(
+        1.0, "Largest noise orthogonal to the gradient that the augmented test allows."
+    )
     initial_batch_size: Count = _fixed(1, "Sequences per worker at the start (AdLoCo table A.2).")
-    max_batch_size: Count | None = _knob("auto", "Largest micro-batch per worker; auto: as fits.")
-    memory_frac: PartOrAll | None = _free(  # max_batch_size is found once, and saved
-        None, "Fraction of a device's memory for auto; unset: 0.92, of RAM 0.8."
+    max_batch_size: Count | None = _knob(
+        "auto", "Largest micro-batch per worker. auto: the largest that fits in memory."
+    )
+    memory_frac: PartOrAll | None = _free(  # harmless: max_batch_size is found once, and saved
+        None,
+        "Fraction of a device's memory that a run may use. Unset: 0.92, on a CPU 0.8 of the RAM.",
     )
     batch_cap: Count = _knob(1024, "Upper limit of a request, in sequences per worker.")
-    max_growth: Count = _knob(4, "Largest factor from one request to the next.")
+    max_growth: Count = _knob(4, "Largest factor by which one test may raise a request.")
     growth: tuple[Literal["workers", "rounds", "batch"], ...] = _knob(
         ("workers", "rounds", "batch"),
-        "What a larger request raises, in this order: the number of workers (at most twofold at a"
-        " time), the length of rounds (up to inner.max_steps_per_round), the batch.",
+        "Quantities that grow with the request, in this order: workers (at most twofold at a time),"
+        " the length of rounds (up to inner.max_steps_per_round), the batch.",
     )
     max_blind_growth: Count | None = _knob(
         None,
-        "Without a signal: largest factor over the last batch that had one; unset: no limit.",
+        "Largest growth while the estimated signal is not positive, as a factor over the last batch"
+        " with a positive signal. Unset: no limit.",
     )
-    smoothing: Decay = _knob(0.9, "Decay per test of the averaged statistics.")
+    smoothing: Decay = _knob(
+        0.9, "Decay of the moving averages of gradient statistics, per batch-size test."
+    )
     test_batch_size: Annotated[int, "[8, 2147483647]"] | None = _knob(
-        "auto", "Sequences per trainer and test. auto: 4 % of the round's, 8 to 256."
+        "auto",
+        "Sequences of a trainer's batch-size test. auto: 4 % of the round's sequences, 8 to 256.",
     )
     buckets: tuple[Count, ...] = _knob((), "Micro-batch sizes; empty: 1, 2, 3, 4, 6, 8, 12, ...")
     ramp: tuple[tuple[Number, Number], ...] = _knob(
-        (), "Pairs (from round, batch) of test=ramp, such as ((0, 4), (10, 8))."
+        (), "Schedule of test=ramp: pairs (first round, batch), such as ((0, 4), (10, 8))."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """When a batch that no device holds is accumulated (docs/algorithm.md, 3)."""
+    """When a batch that is too large for a device is accumulated (docs/algorithm.md, 3)."""
 
     mode: Literal["threshold", "accumulate", "clip"] = _knob(
-        "threshold", "threshold: accumulate only above the multiplier. clip: never accumulate."
+        "threshold",
+        "What to do with a batch above max_batch_size. threshold: clip it up to the multiplier,"
+        " accumulate above. accumulate: always accumulate. clip: always clip.",
     )
-    multiplier: Count = _knob(2, "Multiple of max_batch_size above which threshold accumulates.")
+    multiplier: Count = _knob(
+        2, "Multiple of max_batch_size above which mode=threshold accumulates."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Which trainers become one, and when (docs/algorithm.md, 4)."""
+    """Which trainers are merged into one, and when (docs/algorithm.md, 4)."""
 
     policy: str = _knob(
         "worst_with_worst",
-        "Which trainers merge, by requested batch.",
+        "Rule that selects the trainers to merge by their requested batches.",
         table=("MERGE_POLICIES", "worst_with_worst", "best_with_worst", "none"),
     )
     every_rounds: Count = _knob(3, "Rounds from one merge to the next (AdLoCo table A.2).")
-    width: Several = _knob(2, "Trainers that become one.")
-    max_barrier: Amount | None = _knob(None, "Nats/token that a merge may cost; unset: no limit.")
-    on_refusal: Literal["keep", "retire"] = _knob("keep", "For a refused merge's weaker trainer.")
+    width: Several = _knob(2, "Number of trainers that are merged into one.")
+    max_barrier: Amount | None = _knob(
+        None,
+        "Largest rise of the held-out loss, in nats/token, that a merge may cause; a merge that"
+        " costs more is refused. Unset: no limit.",
+    )
+    on_refusal: Literal["keep", "retire"] = _knob(
+        "keep",
+        "After a refused merge. keep: all its trainers continue. retire: only the one with the"
+        " largest request continues.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Loss on held-out text: on the same rows whatever the seed."""
+    """Loss on held-out text; the rows do not depend on the seed."""
 
     every_rounds: Count = _knob(1, "Rounds from one evaluation to the next.")
     num_sequences: Count = _knob(64, "Upper limit of the held-out rows of a reported loss.")
@@ -309,46 +373,60 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """When the whole state is saved, besides at the end and at a signal."""
+    """When the whole state is saved; it is also saved at the end and at a signal."""
 
-    every_rounds: Count | None = _knob(None, "Rounds from save to save; unset: by time alone.")
-    every_s: Amount = _knob(300.0, "Seconds from save to save, at the end of a round.")
-    keep: Count = _knob(2, "Newest checkpoints to keep, beside that of the lowest loss.")
+    every_rounds: Count | None = _knob(
+        None, "Rounds from one save to the next. Unset: only every_s decides."
+    )
+    every_s: Amount = _knob(
+        300.0, "Seconds from one save to the next; a save waits for the end of a round."
+    )
+    keep: Count = _knob(
+        2, "Number of newest checkpoints to keep, beside the one with the lowest loss."
+    )
     watchdog_s: Positive | None = _knob(
         None,
-        "Seconds without a new round after which the process prints its stacks and ends; more than"
-        " a round, its compilation, evaluation and save take. Unset: never.",
+        "Seconds without a new round after which the process prints its stacks and ends. Choose"
+        " more than a round takes with compilation, evaluation and save. Unset: never.",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Where workers run: in this process, or in learners that come and go (guide: elastic)."""
+    """Where workers run: in this process, or in learner processes that may come and go."""
 
     kind: Literal["local", "ray"] = _knob(
-        "local", "local: in this process. ray: in learners, processes of a Ray cluster; an extra."
+        "local",
+        "local: in this process. ray: in learners, which are processes of a Ray cluster; needs the"
+        " extra ray.",
     )
     address: str = _knob(
-        "", "HOST:PORT of the Ray cluster to join. Empty: one of the run's own on this machine."
+        "",
+        "HOST:PORT of the Ray cluster to join. Empty: start a cluster on this machine.",
     )
     max_learners: Count | None = _knob(
-        None, "Number of learners to start and restart. Unset: one for each worker that begins."
+        None, "Number of learners to start. Unset: one for each worker at the start of the run."
     )
     quorum: Count | None = _knob(
-        None, "Learners of a trainer whose answers are enough for its round; unset: all."
+        None,
+        "Number of a trainer's learners whose results are enough to end its round. Unset: all.",
     )
-    grace_s: Amount = _knob(5.0, "Seconds for which the others are waited for after a quorum.")
+    grace_s: Amount = _knob(
+        5.0, "Seconds to wait for the other learners after the quorum is reached."
+    )
     heartbeat_s: Positive = _knob(
-        20.0, "Seconds without a sign of life after which a learner is lost."
+        20.0, "Seconds without a heartbeat after which a learner counts as lost."
     )
     restart_s: Positive = _knob(
-        120.0, "Seconds for a learner to start, after which others take over its workers."
+        120.0, "Seconds to wait for a learner to start; then others take over its workers."
     )
     steps: Literal["equal", "by_speed"] = _live(
         "equal", "by_speed: slower learners make fewer updates in a round (arXiv 2401.09135)."
     )
     max_norm_ratio: Positive | None = _live(
-        None, "An update longer than so many times its peers' median does not count; unset: all."
+        None,
+        "A learner's update is rejected if its norm is larger than the median norm of its peers by"
+        " this factor. Unset: no limit.",
     )
 
 
@@ -356,14 +434,16 @@ class Engine:
 class Log:
     """What the terminal and trackers show; see `adloco_jax.run.trackers`."""
 
-    every_rounds: Count = _knob(1, "Rounds from line to line, on the terminal alone.")
-    tensorboard: bool = _knob(False, "Write tensorboard/ in the run's folder; an extra.")
-    wandb: bool = _knob(False, "Send to Weights & Biases; an extra.")
+    every_rounds: Count = _knob(1, "Rounds from one line on the terminal to the next.")
+    tensorboard: bool = _knob(
+        False, "Write tensorboard/ in the run's folder; needs the extra tensorboard."
+    )
+    wandb: bool = _knob(False, "Send metrics to Weights & Biases; needs the extra wandb.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A whole run, checked: plain Python values, unset is None, test_batch_size "auto" is None."""
+    """The checked settings of a run, as plain Python values; a knob that is unset is None."""
 
     model: Model = _group("refused")
     data: Data = _group("refused")
@@ -377,16 +457,19 @@ class Settings:
     checkpoint: Checkpoint = _group("harmless")
     log: Log = _group("harmless")
     engine: Engine = _group("harmless")
-    seed: Annotated[int, "[0, 4294967295]"] = _fixed(0, "Of parameters, data order, a loss's keys.")
+    seed: Annotated[int, "[0, 4294967295]"] = _fixed(
+        0, "Random seed of the parameters, the data order, and the keys of a loss."
+    )
     num_rounds: Count = _free(20, "Outer steps (AdLoCo table A.2).")
     num_tokens: Annotated[int, "[1, 4e18]"] | None = _free(
         None,
-        "The run ends at so many tokens of all trainers, over which schedules fall. Unset: never.",
+        "Number of tokens, of all trainers together, after which the run ends; schedules then"
+        " depend on tokens. Unset: num_rounds ends the run.",
     )
 
 
 def _declared(group: Any, prefix: str = "", resume: str = "") -> dict[str, Knob]:
-    """The knobs of a group and of the groups in it, by full key."""
+    """The knobs of a group and of its subgroups, by full key."""
     knobs = {}
     for field in dataclasses.fields(group):
         if knob := field.metadata.get("knob"):
