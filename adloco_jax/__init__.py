@@ -1,8 +1,8 @@
-"""AdLoCo in JAX: several trainers side by side, adaptive batches, few communications.
+"""AdLoCo in JAX: train several model instances with adaptive batches and little communication.
 
-Most of the names below are pure functions on arrays that know no model, config, clock or file.
-`train` runs a whole experiment. Each name is imported on first use, so a command without arrays
-does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
+Most of the names below are pure functions on arrays, without models, configs, clocks or files.
+`train` runs a whole experiment. Each name is imported on first use, so a command that needs no
+arrays does not wait for JAX. Source: "AdLoCo", arXiv 2508.18182.
 """
 
 import ast
@@ -125,7 +125,7 @@ __all__ = [
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """The module that each name is imported from above."""
+    """For each name in `__all__` the module that defines it, from the imports above."""
     source = ast.parse(inspect.getsource(sys.modules[__name__]))
     (block,) = (node for node in source.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

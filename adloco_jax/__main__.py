@@ -1,4 +1,4 @@
-"""`python -m adloco_jax` is the command `adloco`."""
+"""Make `python -m adloco_jax` the same as the command `adloco`."""
 
 from adloco_jax.main import command
 

@@ -1,7 +1,8 @@
 """Named points of a run at which a test kills the process or makes a write fail.
 
-`ADLOCO_CRASH_AT=name:n` kills the process at the n-th arrival at a point, as SIGKILL does: nothing
-is flushed or cleaned up. `ADLOCO_FAIL_AT=name:n:ENOSPC` raises that error there, once.
+With `ADLOCO_CRASH_AT=name:n` the process kills itself by SIGKILL when it reaches a point for the
+n-th time, so nothing is flushed or cleaned up. With `ADLOCO_FAIL_AT=name:n:ENOSPC` an OSError with
+this number is raised there, once.
 """
 
 import collections
@@ -11,11 +12,11 @@ import signal
 import threading
 
 _arrivals: collections.Counter[str] = collections.Counter()
-_lock = threading.Lock()  # checkpoints are written on a thread of their own
+_lock = threading.Lock()  # checkpoints are written on another thread
 
 
 def crash_point(name: str) -> None:
-    """Kills the process, or raises, if the environment names this point."""
+    """Kill the process, or raise an error, if the environment names this point."""
     crash, fail = os.environ.get("ADLOCO_CRASH_AT"), os.environ.get("ADLOCO_FAIL_AT")
     if crash is None and fail is None:
         return

@@ -2,7 +2,7 @@
 
 import re
 
-# Secrets in addresses and in messages of libraries, which no file and no screen may show.
+# Patterns of secrets in addresses and in messages of libraries. Secrets are never shown or saved.
 _SECRETS = {
     r"(\w://)[^\s/@]+@": r"\1",  # user and password
     r"(\w://[^\s?'\"]*)\?[^\s'\")]*": r"\1",  # a signature in a query
@@ -12,22 +12,22 @@ _SECRETS = {
 
 
 def without_secrets(text: str) -> str:
-    """A text without passwords, signatures and tokens of the addresses and headers in it."""
+    """Remove passwords, signatures and tokens from the addresses and headers in a text."""
     for pattern, replacement in _SECRETS.items():
         text = re.sub(pattern, replacement, text)
     return text
 
 
 def reason(error: BaseException, limit: int = 300) -> str:
-    """What a library's error says, in one line without secrets; else the name of its class."""
+    """The message of a library's error in one line without secrets, or else its class name."""
     return without_secrets(" ".join(str(error).split()))[:limit] or type(error).__name__
 
 
 class UserError(Exception):
-    """A mistake outside the program: one clear line says what, where and what to do.
+    """An error that the user can correct: one clear line says what, where and what to do.
 
-    The command line prints the message without a traceback and ends with `exit_code`.
-    Several faults found together are given one per line. Secrets are left out of the message.
+    The command line prints the message without a traceback and ends with `exit_code`. If several
+    faults are found together, the message has one line for each. Secrets are removed from it.
     """
 
     exit_code: int = 2
@@ -37,7 +37,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A config key, value or combination, or a command-line argument, that cannot run (exit 2)."""
+    """A config or a command-line argument is invalid (exit 2)."""
 
     exit_code = 2
 
@@ -67,6 +67,6 @@ class DivergedError(UserError):
 
 
 class Preempted(UserError):
-    """Stopped by a signal with everything saved; the same command continues (exit 75)."""
+    """The run was stopped by a signal and is saved; the same command continues it (exit 75)."""
 
     exit_code = 75

@@ -1,8 +1,8 @@
 """Read and write the Hugging Face layout: `config.json`, safetensors, tokenizer files.
 
-JSON and safetensors are read. The only pickle that is read is a `pytorch_model.bin` without
-safetensors beside it, by PyTorch's reader that loads only tensors. The name, shape and type of
-every tensor are checked. The names are those of `models.weight_maps`.
+The files that are read are JSON and safetensors. The only pickle that is read is a
+`pytorch_model.bin` in a folder without safetensors, by PyTorch's reader that loads only tensors.
+The name, shape and type of every tensor are checked. The names are defined in `models.weight_maps`.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ from adloco_jax.models.layers import param_shapes
 from adloco_jax.models.llama import rotary_frequencies
 from adloco_jax.models.weight_maps import WeightMap
 
-_JSON: Any = {"max_bytes": 2**26, "links": True}  # config.json, an index
+_JSON: Any = {"max_bytes": 2**26, "links": True}  # for config.json and an index
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLED = "pytorch_model.bin"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".msgpack", ".h5")
-# Buffers that old versions saved, and the values that our model computes instead.
+# Buffers that old versions of transformers saved, and the values that this package's model uses.
 _BUFFERS: dict[str, Callable[[Any], np.ndarray]] = {
     r".*\.rotary_emb\.inv_freq": lambda network: rotary_frequencies(
         network.width // network.num_heads, network.rope_theta
@@ -52,9 +52,9 @@ class Loaded(NamedTuple):
     """A model with its weights.
 
     Attributes:
-      network: The model, in float32 arithmetic; `network.clone(dtype=...)` changes it.
-      params: Float32 parameter tree of NumPy arrays.
-      stored_as: Types of the stored weights, such as `("bfloat16",)`.
+      network: The model, which computes in float32; `network.clone(dtype=...)` changes the dtype.
+      params: Parameter tree of NumPy float32 arrays.
+      stored_as: Dtypes of the stored weights, such as `("bfloat16",)`.
       left_out: Stored tensors of heads that the model does not have.
     """
 
@@ -65,12 +65,12 @@ class Loaded(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A checkpoint without its numbers.
+    """A description of a checkpoint, without the weights.
 
     Attributes:
-      network: As in `Loaded`.
+      network: The model, which computes in float32.
       has_head: Whether the head is stored, or tied to a stored tensor.
-      has_tensors: Whether names, shapes and types of its tensors were checked.
+      has_tensors: Whether names, shapes and dtypes of the checkpoint's tensors were checked.
     """
 
     network: nn.Module
@@ -84,13 +84,13 @@ def weight_map(network: nn.Module) -> WeightMap | None:
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and its position in our parameters.
+    """A tensor of a checkpoint, and its position in this package's parameter tree.
 
     Attributes:
-      name: Name of the tensor.
-      path: Path of our leaf.
-      layer: The layer's index in the leaf; `...` for the whole leaf.
-      transposed: Whether the tensor is the transpose of ours.
+      name: Name of the tensor in the checkpoint.
+      path: Path of the leaf in the parameter tree.
+      layer: The index of the tensor's layer in the leaf; `...` for the whole leaf.
+      transposed: Whether the tensor is the transpose of the leaf.
     """
 
     name: str
@@ -99,12 +99,12 @@ class Tensor(NamedTuple):
     transposed: bool
 
     def of(self, leaf: np.ndarray) -> np.ndarray:
-        """The tensor as a view of our leaf."""
+        """The tensor as a view of the leaf at `path`."""
         return leaf[self.layer].T if self.transposed else leaf[self.layer]
 
 
 def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
-    """All tensors of a model's checkpoint."""
+    """List all tensors of a model's checkpoint."""
     found = []
     for path, leaf in _leaves(param_shapes(network)).items():
         module, kind = names.modules["/".join(path[:-1])], path[-1]
@@ -115,7 +115,7 @@ def tensors(network: nn.Module, names: WeightMap) -> list[Tensor]:
 
 
 def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_from") -> Loaded:
-    """Reads a model of an architecture that has a weight map: Llama, or BERT for classification.
+    """Read a model of an architecture that has a weight map: Llama, or BERT for classification.
 
     Args:
       path_or_name: A folder in Hugging Face layout, or a hub name. A folder has `config.json` and
@@ -126,16 +126,16 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
       key: Key or option that gave the name, for messages.
 
     Returns:
-      Model, float32 weights, and the types of the stored weights. A tied head becomes a separate
-      matrix: the stored head, or else a copy of the embedding. A tied embedding that is not stored
-      is a copy of the head.
+      The model, its float32 weights, and the dtypes of the stored weights. A tied head becomes a
+      separate matrix: the stored head, or else a copy of the embedding. A tied embedding that is
+      not stored becomes a copy of the head.
 
     Raises:
       ConfigError: If the hub has no such name, or PyTorch is needed and not installed.
       ResourceError: If the hub cannot be reached.
-      DataError: If the folder has another architecture, no such weights, tensors that are
-        missing, unexpected, stored twice, misshapen, not of a float type or not finite, or buffers
-        with other values than our model computes. The message names all of them.
+      DataError: If the folder has another architecture or no weights; if tensors are missing,
+        unexpected, stored twice, of a wrong shape, not of a float dtype or not finite; or if
+        buffers differ from the values that the model computes. The message names all faults.
     """
     name = str(path_or_name)
     folder = _local(name)
@@ -155,23 +155,23 @@ def load(path_or_name: str | Path, *, head: bool = True, key: str = "model.init_
 
 
 def inspect(path_or_name: str | Path) -> Description:
-    """Check a checkpoint as `load(..., head=False)` does, without reading the numbers.
+    """Check a checkpoint as `load(..., head=False)` does, without reading the weights.
 
     Args:
-      path_or_name: A folder or hub name; of a hub name only `config.json` is fetched.
+      path_or_name: A folder or a hub name; from the hub only `config.json` is downloaded.
 
     Returns:
       The model, and the results of the checks.
 
     Raises:
       ConfigError: If the hub has no such name, or cannot be reached.
-      DataError: As `load`, except for numbers that are not finite.
+      DataError: In the same cases as `load`, except for weights that are not finite.
     """
     name = str(path_or_name)
     folder = _local(name)
     if folder is None:
         network, names, config = _described(_of_hub(name, ["config.json"], key="model.init_from"))
-        # Without a list of classes, the weights are assumed to be of our class.
+        # Without a list of classes, the weights are assumed to be of the supported class.
         classes = config.get("architectures") or [names.class_name]
         return Description(network, names.class_name in classes, has_tensors=False)
     network, stored, _ = _checked(folder, needs_head=False)
@@ -193,9 +193,9 @@ def save(
 
     Args:
       params: One model's parameters.
-      folder: The folder. If it exists, it is replaced as a whole after everything is written.
-      tokenizer: Written beside the weights, with the same ids.
-      network: The model of the parameters.
+      folder: The folder. An existing folder is replaced after everything is written.
+      tokenizer: Tokenizer to write to the same folder; None: no tokenizer.
+      network: The model to which the parameters belong.
       dtype: "float32", which is lossless, or "bfloat16".
 
     Raises:
@@ -235,7 +235,7 @@ def _weight_maps() -> list[WeightMap]:
 
 
 def _local(name: str) -> Path | None:
-    """The local folder of that name; None if it may be a hub name."""
+    """The local folder with this name; None if the name may be a hub name."""
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -258,7 +258,7 @@ def _of_hub(name: str, one_of: Sequence[str], *, key: str) -> Path:
 
 
 def _described(folder: Path) -> tuple[Any, WeightMap, dict]:
-    """A model, its names and its config.json; DataError names all faults at once."""
+    """Read config.json: the model, its weight map and the content; a DataError lists all faults."""
     path, faults = folder / "config.json", []
 
     def fault(key: str, have: object, need: object) -> None:
@@ -306,12 +306,12 @@ class _Stored(NamedTuple):
     file: Path
     name: str
     shape: tuple[int, ...]
-    kind: str  # in safetensors' words
+    kind: str  # dtype, as safetensors names it
     read: Callable[[], np.ndarray]
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """All tensors of a folder."""
+    """Find all tensors that are stored in a folder, by name."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return _open(_inside(folder, whole.name, whole))
@@ -340,7 +340,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _inside(folder: Path, name: str, index: Path) -> Path:
-    """The path of a file in the folder; a link may only point into the hub's cache."""
+    """Return the path of a file in the folder; a link may only point into the hub's cache."""
     if name != _PICKLED and not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
         raise ConfigError(
             f"{index}: {name[:200]!r} is not the name of a .safetensors file beside it"
@@ -357,7 +357,7 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
 
 
 def _open(file: Path) -> dict[str, _Stored]:
-    """The tensors of a file; opening it checks that the header describes each byte once."""
+    """List the tensors of a file; safetensors checks that the header describes each byte once."""
     try:
         opened, found = safetensors.safe_open(file, framework="numpy"), {}
         for name in opened.keys():
@@ -374,9 +374,10 @@ def _has_torch() -> bool:
 
 
 def _unpickled(file: Path) -> dict[str, _Stored]:
-    """The tensors of a `pytorch_model.bin`: the one pickle that is opened, and nothing in it runs.
+    """List the tensors of a `pytorch_model.bin`, the only pickle that is opened.
 
-    `weights_only` refuses everything except tensors. Before PyTorch 2.6 it was not safe.
+    PyTorch's option `weights_only` refuses everything except tensors, so no code in the file is
+    run. Before PyTorch 2.6 this option was not safe.
     """
     if not _has_torch():
         raise ConfigError(f"{file}: {_TORCH}")
@@ -386,7 +387,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
         raise ConfigError(f"{file}: PyTorch {torch.__version__} is installed; {_TORCH}")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own
+    except Exception as error:  # deliberately broad: zip, pickle and PyTorch raise their own kinds
         why = reason(error, 120)
         raise DataError(f"{file}: damaged, or holds more than tensors ({why})") from error
     for name, tensor in content.items() if isinstance(content, dict) else [("", None)]:
@@ -412,7 +413,7 @@ def _unpickled(file: Path) -> dict[str, _Stored]:
 
 
 def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """A mapping of pairs; DataError if two tensors have the same name."""
+    """Make a mapping from pairs; raise DataError if two tensors have the same name."""
     found: dict[str, _Stored] = {}
     for name, where in pairs:
         if (other := found.setdefault(name, where)) is not where:
@@ -424,7 +425,11 @@ def _joined(pairs: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
 def _checked(
     folder: Path, *, needs_head: bool
 ) -> tuple[nn.Module, dict[Tensor, _Stored], tuple[str, ...]]:
-    """A model, its tensors, and those left out; DataError if a name, shape or type is wrong."""
+    """Read a model, its stored tensors, and the names of tensors that are left out.
+
+    Raises:
+      DataError: If a name, shape or dtype is wrong. The message names all faults.
+    """
     network, names, config = _described(folder)
     # Google's converted BERT names the gains and biases of norms gamma and beta.
     stored = _joined(
@@ -459,7 +464,7 @@ def _checked(
     for name, expected in buffers.items():
         where = stored[name]
         values = np.asarray(where.read(), np.float64).reshape(-1)
-        # They may be stored in 8 bits of precision.
+        # Buffers may be stored with 8 bits of precision.
         if values.shape != expected.shape or not np.allclose(values, expected, rtol=0.01):
             faults.append(f"{where.file}: {name}: have other values than config.json gives")
     for tensor, name in wanted.items():

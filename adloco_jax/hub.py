@@ -1,4 +1,4 @@
-"""The Hugging Face hub: commits, downloads of whole files, and messages for each fault."""
+"""The Hugging Face hub: find commits, download files, and turn errors into clear messages."""
 
 import contextlib
 import fnmatch
@@ -19,7 +19,7 @@ from adloco_jax.errors import ConfigError, DataError, ResourceError, UserError, 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_ANSWER_S, PATIENCE_S = 10.0, 60.0
-_LOGGERS = ("huggingface_hub", "datasets")  # whose lines are ours to word
+_LOGGERS = ("huggingface_hub", "datasets")  # loggers whose lines are replaced by clearer ones
 
 
 class Unreachable(ResourceError):
@@ -27,7 +27,7 @@ class Unreachable(ResourceError):
 
 
 def commit_of(name: str, revision: str, *, where: str) -> str:
-    """The commit of a data set's revision, if the hub answers within 10 s.
+    """Ask the hub, for at most 10 s, for the commit of a data set's revision.
 
     Args:
       name: Name of the data set.
@@ -48,24 +48,26 @@ def commit_of(name: str, revision: str, *, where: str) -> str:
 def download(
     name: str, wanted: Sequence[str], *, one_of: Sequence[str], where: str, hint: str = ""
 ) -> Path:
-    """Download files of a model's repository, unless the cache has them.
+    """Download files of a model's repository, unless they are in the cache.
 
-    A lost connection is retried for 60 s. Every file is compared with the hash that the hub states.
+    A lost connection is retried for 60 s. Every file is compared with its hash on the hub.
 
     Args:
       name: Name of the repository.
-      wanted: Patterns of file names; the files need not exist.
-      one_of: Patterns, best first. Files of the first pattern with a match are fetched.
+      wanted: Patterns of optional files.
+      one_of: Patterns of alternative files, in order of preference. The files of the first pattern
+        that matches a file are downloaded.
       where: Key and value of the config, for messages.
-      hint: What to do if the repository has none of them.
+      hint: For the error message, what to do if no pattern of `one_of` matches.
 
     Returns:
-      The folder that holds the files.
+      The folder with the files.
 
     Raises:
       Unreachable: If the hub does not answer.
-      ConfigError: If the hub has no such repository or none of the files, or no access to it.
-      DataError: If a file has another hash than the hub states.
+      ConfigError: If there is no such repository, no access to it, or no file that matches
+        `one_of`.
+      DataError: If the hash of a file differs from its hash on the hub.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -125,22 +127,22 @@ def _check_content(file: Path, where: str) -> None:
 
 
 class _Patience(logging.Handler):
-    """Prints a line for each wait of the libraries, and ends after 60 s without an answer."""
+    """Prints a line each time a library waits for the hub, and gives up after 60 s."""
 
     def __init__(self, where: str):
         super().__init__(logging.WARNING)
         self._where = where
-        self._since: float | None = None  # the first failure after the last answer
+        self._since: float | None = None  # time of the first failure after the last answer
 
     def answered(self) -> None:
-        """Notes that data arrived."""
+        """Record that data have arrived."""
         self._since = None
 
     def wait(self, seconds: float) -> float:
-        """Announces a pause and returns its length.
+        """Announce a pause and return its length.
 
         Raises:
-          Unreachable: If it would end more than 60 s after the first failure.
+          Unreachable: If the pause would end more than 60 s after the first failure.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -158,17 +160,17 @@ class _Patience(logging.Handler):
         return seconds
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes the seconds out of a library's own line, which may name an address."""
+        """Read the seconds from a library's line; the line itself may contain an address."""
         if match := re.search(r"(?:Retrying in|Waiting) ([\d.]+) ?s", record.getMessage()):
             self.wait(float(match[1]))
 
 
 @contextlib.contextmanager
 def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """What the libraries of the hub raise is one of our errors, and what they log is a line.
+    """Turn errors of the hub's libraries into `UserError`s, and their log lines into clear lines.
 
     Args:
-      where: The keys and values that name what is asked for.
+      where: Keys and values of the config, for messages.
       repo: Name of the repository.
     """
     patience = _Patience(where)
@@ -188,7 +190,7 @@ def faults(where: str, repo: str) -> Iterator[_Patience]:
 
 
 def _fault(error: BaseException, where: str, repo: str) -> UserError:
-    """What an error of a library means; the reasons that it carries are looked through."""
+    """Turn an error of a library into a `UserError`, by the error or one of its causes."""
     from huggingface_hub import constants, errors, get_token
 
     chain = [error]
@@ -197,7 +199,7 @@ def _fault(error: BaseException, where: str, repo: str) -> UserError:
     for cause in chain:
         if isinstance(cause, UserError):
             return cause
-        # `datasets` words it without a cause.
+        # `datasets` raises an error without a cause, so its text is compared.
         if isinstance(cause, errors.GatedRepoError) or "is a gated dataset" in str(cause):
             return ConfigError(
                 f"{where}: gated; request access at {constants.ENDPOINT}/{repo} and log in"

@@ -1,6 +1,6 @@
-"""The command `adloco`: its first word says what to do. `train` and `plan` are here.
+"""The command line `adloco COMMAND`, with the commands `train` and `plan`.
 
-Each other command is a function in `adloco_jax.cli`, imported when it is named.
+Each other command is a function in `adloco_jax.cli`, which is imported when the command is called.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from adloco_jax.settings import KNOBS
 
 COMMANDS = {
     "train": "train what a config describes, or resume a stopped run",
-    "plan": "print the memory and communication of such a run, and stop",
+    "plan": "print the memory and communication of a run, without training",
     "configs": "list the configs that come with the package",
-    "prepare": "tokenise and pack text once, for runs to read as rows",
-    "compare": "run variants with several seeds, and report what each loss costs",
-    "report": "draw the report on one run or several",
+    "prepare": "tokenise and pack text into a folder of rows, which runs can read",
+    "compare": "run variants with several seeds, and report the cost of each loss",
+    "report": "draw a report on one or more runs",
     "export": "turn a checkpoint into a folder that transformers loads",
     "generate": "write text with an exported model",
     "gradients": "measure the gradient noise at a checkpoint",
 }
 
-_TRAIN = """Trains what a config describes, prints the plan, or resumes a stopped run.
+_TRAIN = """Trains what a config describes, resumes a stopped run, or prints the plan of a run.
 
 adloco train CONFIG [--config.GROUP.KEY=VALUE ...] [--workdir DIR]
 adloco plan CONFIG [--config.GROUP.KEY=VALUE ...] [--memory | --device KINDxN [--save FILE]]
@@ -48,67 +48,67 @@ resumes a stopped run. Every key of the config is an option; if it is given twic
 counts. To run on several processes, start each with this command and --distributed (under Slurm,
 Open MPI, Kubernetes) or --coordinator, --num-processes and --process-id.
 """
-# Of each: type, name, default, help, and limits.
+# For each flag: type, name, default, help, and limits.
 _FLAGS: tuple[tuple[Any, ...], ...] = (
-    (flags.DEFINE_string, "config", None, "as CONFIG", {"allow_overwrite": False}),
+    (flags.DEFINE_string, "config", None, "same as CONFIG", {"allow_overwrite": False}),
     (flags.DEFINE_string, "workdir", None, "the run's folder; by default a new one in runs/"),
-    (flags.DEFINE_bool, "plan", False, "print what would run and what was not checked, and stop"),
+    (flags.DEFINE_bool, "plan", False, "print the plan of the run, as adloco plan does, and stop"),
     (flags.DEFINE_bool, "memory", False, "with plan: compile, and print each program's memory"),
-    (flags.DEFINE_string, "device", None, "with plan: devices to compile for that are not here"),
-    (flags.DEFINE_string, "save", None, "with plan --device: also write it to a JSON file"),
+    (flags.DEFINE_string, "device", None, "with plan: compile for devices that are not here"),
+    (flags.DEFINE_string, "save", None, "with plan --device: also write the plan to a JSON file"),
     (flags.DEFINE_bool, "accept_config_change", False, "resume with changed settings"),
     (flags.DEFINE_bool, "accept_data_change", False, "resume with other data"),
-    (flags.DEFINE_bool, "distributed", False, "one of several processes, found by JAX"),
-    (flags.DEFINE_string, "coordinator", None, "HOST:PORT of process 0 of several"),
+    (flags.DEFINE_bool, "distributed", False, "several processes, started by a known launcher"),
+    (flags.DEFINE_string, "coordinator", None, "several processes: HOST:PORT of process 0"),
     (flags.DEFINE_integer, "num_processes", None, "number of processes", {"lower_bound": 1}),
     (flags.DEFINE_integer, "process_id", None, "index of this process", {"lower_bound": 0}),
     (flags.DEFINE_integer, "meeting_s", 300, "seconds to wait for the other processes (300)"),
-    (flags.DEFINE_bool, "help", False, "print this, and stop"),
+    (flags.DEFINE_bool, "help", False, "print this help, and stop"),
 )
 _OF_A_DATA_SET = ("data.path", "data.name", "data.split", "data.revision", "data.heldout_split")
 _MIN_ADDRESS_BYTES = 4 * 2**30
 
 
 def command() -> NoReturn:
-    """Runs `main` as a process of its own."""
+    """Run `main` as the main program of a process, and exit with its code."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
-        # Text or file names that the output's encoding lacks must not end a command.
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed stream is None
+        # A character that the output's encoding lacks must not end the command.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
     sys.unraisablehook = _unraisablehook
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     try:
         code = main()
-    except Exception:  # deliberately broad: reported as Python does, but JAX may block its exit
+    except Exception:  # deliberately broad: prints what Python prints, whose exit JAX may block
         print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
-    processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early mistake
+    processes = sys.modules.get("adloco_jax.run.processes")  # not imported after an early error
     together = processes is None or processes.all_end()
     # A library that ran out of files or memory may leave a thread that never ends.
     if code == ResourceError.exit_code or not together:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # the terminal has gone
+            with contextlib.suppress(OSError):  # the terminal may be closed
                 stream.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Silences writes of a failed checkpoint that call a closed event loop: it is reported."""
+    """Hide the error of a failed checkpoint's closed event loop; the failure is reported itself."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run a command line.
 
     Args:
-      argv: Arguments without the program's name; None takes those of the process.
+      argv: Arguments without the program's name. None: the arguments of the process.
 
     Returns:
-      The exit code: 0; that of a user error, whose lines are then on stderr; 130 after an
-      interrupt.
+      The exit code: 0 after success, the error's code after a `UserError` (its message is on
+      stderr), 130 after an interrupt.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error.filename}: {error.strerror}; name another", file=sys.stderr)
         return ConfigError.exit_code
     except (OSError, MemoryError, RuntimeError) as error:
-        # Limits of the machine; of JAX's errors only exhausted memory is one.
+        # These are limits of the machine. A RuntimeError is one only if JAX's memory is exhausted.
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(f"out of resources: {reason(error)}", file=sys.stderr)
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Prints what needs no command, or runs the one that is named."""
+    """Print the overview or the version, or run the named command."""
     first, *words = argv or ["--help"]
     if first in ("-h", "--help"):
         print(_overview())
@@ -158,8 +158,8 @@ def _run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Hides the messages of JAX and XLA about missing devices and about full ones."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which would look for others
+    """Hide messages of JAX and XLA about missing devices and about full devices."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, which looks for devices
     sys.stderr.flush()
     python, native = sys.stderr, os.dup(2)
     with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "w", buffering=1) as real:
@@ -174,10 +174,10 @@ def _without_native_messages() -> Iterator[None]:
 
 
 def _require_devices() -> None:
-    """Refuses a JAX_PLATFORMS of which there is no device here.
+    """Check that the devices that JAX_PLATFORMS names exist on this machine.
 
     Raises:
-      ConfigError: Names the platforms that JAX does find.
+      ConfigError: If they do not exist.
     """
     if not (wanted := os.environ.get("JAX_PLATFORMS")):
         return
@@ -193,7 +193,7 @@ def _require_devices() -> None:
 
 
 def _right_command(word: str, others: Sequence[str]) -> str:
-    """What to write in place of a first word that is no command."""
+    """Suggest what to write instead of a first word that is not a command."""
     if is_run(word):
         return f"write: adloco report {word}"
     with contextlib.suppress(ConfigError):
@@ -217,7 +217,7 @@ def _overview() -> str:
 
 
 def _train(argv: Sequence[str], *, is_plan: bool) -> int:
-    """Trains, resumes, or prints the plan or the options."""
+    """Train, resume, or print the plan or the options."""
     if is_plan and argv and argv[-1] == "--device":
         from adloco_jax.run.machines import kinds
 
@@ -235,7 +235,7 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
             f"the process may address {addresses} bytes (ulimit -v), need {_MIN_ADDRESS_BYTES}: "
             "with less, JAX aborts while it starts its threads"
         )
-    logging.set_verbosity(logging.FATAL)  # what a library logs on an error, it also raises
+    logging.set_verbosity(logging.FATAL)  # errors that libraries log are also raised
     varying = ("--coordinator=", "--num_processes=", "--process_id=")  # between processes
     shared = [word for word in argv if not word.startswith(varying)]
     command_line = without_secrets(shlex.join(["adloco", "train", *shared]))
@@ -244,7 +244,7 @@ def _train(argv: Sequence[str], *, is_plan: bool) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """The options, values of config keys as text, and the words that are none."""
+    """Parse options, with values of config keys as text; also return words that are not options."""
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # options may stand between other words
     for define, name, default, text, *limits in _FLAGS:
@@ -261,7 +261,7 @@ def _parse(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
 
 
 def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, ConfigDict]:
-    """The config file's path and its config with all overrides; raises all faults at once."""
+    """Load a config file and apply all overrides; a ConfigError lists all faults at once."""
     faults = [_unknown(word, options) for word in words]
     for folder in (options.config, options.workdir if options.config is None else None):
         if folder and is_run(folder):
@@ -274,7 +274,7 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
         faults.insert(0, str(error))
     values = {key: options[f"config.{key}"].value for key in KNOBS}
     if values["data.path"] is not None or values["data.source"] is not None:
-        # Other text than the config's: what the config says of its own does not hold for it.
+        # With another text, the config's settings of its own data set do not apply.
         defaults = {key: KNOBS[key].default for key in _OF_A_DATA_SET}
         values |= {key: defaults[key] for key in defaults if values[key] is None}
     for key, text in values.items():
@@ -294,7 +294,7 @@ def _configure(options: flags.FlagValues, words: Sequence[str]) -> tuple[Path, C
 
 
 def _unknown(word: str, options: flags.FlagValues) -> str:
-    """The line that refuses an unknown word."""
+    """Return the error line for an unknown word of the command line."""
     if key := re.match(r"--?(?:no)?config\.([^=]*)", word):
         if key[1] in KNOBS:
             return f"{key[1]}: no value given; must be {config.allowed(key[1])}"
@@ -309,7 +309,7 @@ def _unknown(word: str, options: flags.FlagValues) -> str:
 def _execute(
     options: flags.FlagValues, path: Path, made: ConfigDict, command_line: str, *, is_plan: bool
 ) -> None:
-    """Trains, resumes, or prints the plan."""
+    """Train, resume, or print the plan."""
     from adloco_jax.run import processes  # here, so that a config error is reported at once
     from adloco_jax.run.plan import plan
     from adloco_jax.run.resume import changes, finished
@@ -348,7 +348,7 @@ def _execute(
 
 
 def _plan_device(made: ConfigDict, device: str, save: str | None) -> None:
-    """Prints and saves what a run would hold on a described device."""
+    """Print, and optionally save, the plan of a run for devices that are not here."""
     from adloco_jax.run.device_plan import device_plan
 
     lines, record = device_plan(made, device)

@@ -1,4 +1,4 @@
-"""One run from its config to its report: builds the parts of a run, then calls `adloco`.
+"""Run an experiment from its config to its report: build the parts of a run, then call `adloco`.
 
 `train` runs what a config describes; `fit` does the same for the caller's own model and data.
 """
@@ -58,11 +58,11 @@ from adloco_jax.study import report
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """The result of a run."""
 
     workdir: Path
-    params: PyTree  # the consensus
-    loss: float  # its held-out loss, nats/token
+    params: PyTree  # parameters of the consensus model
+    loss: float  # held-out loss of the consensus model, nats/token
     state: State
 
     @property
@@ -72,7 +72,7 @@ class Result:
 
     @property
     def controller(self) -> Control:
-        """The host's half of the final state."""
+        """The host's part of the final state."""
         return self.state.control
 
 
@@ -84,31 +84,32 @@ def train(
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
-    """Run what a config describes, from text to a trained consensus, or resume such a run.
+    """Run the experiment that a config describes, or resume it from its folder.
 
-    At the end the closing table is printed, and the folder has the report in `report/` and the
-    consensus in `export/` (`run.export.write_consensus`).
+    The result is the consensus model: the best trainer or the average of all. At the end a table is
+    printed. The run's folder then has the report in `report/` and the consensus model in `export/`
+    (`run.export.write_consensus`).
 
     SIGTERM or SIGINT saves and raises `Preempted` after the current round. A second signal ends the
     process. Signals are handled only on the main thread.
 
     Args:
       config: From a file in `configs/`, or `default_config()` with changes.
-      workdir: The run's folder, created if missing; one that holds a run is resumed. None creates
-        `runs/train-<date>-<time>`.
-      command: Recorded in the ledger, for the report's caption.
+      workdir: The run's folder, created if missing. If it contains a run, this run is resumed. None
+        creates `runs/train-<date>-<time>`.
+      command: The command line, which is recorded in the ledger for the report's caption.
       accept_config_change: Whether a resumed run may continue with changed settings, such as
         another learning rate.
       accept_data_change: Whether a resumed run may continue with other data.
 
     Returns:
-      The consensus, its loss and the whole final state.
+      The consensus model, its loss and the whole final state.
 
     Raises:
-      ConfigError: If the config or the folder cannot be used; nothing is compiled or created then.
-      DataError: If the text or tokens cannot be used, or differ from those that the run began with;
-        nothing is compiled or created then.
-      CheckpointError: If the folder holds a run that cannot be read, or its checkpoints are deleted
+      ConfigError: If the config or the folder cannot be used. Nothing is compiled or created then.
+      DataError: If the text or tokens cannot be used, or have changed since the run began. Nothing
+        is compiled or created then.
+      CheckpointError: If the folder contains a run that cannot be read, or checkpoints are deleted
         while one is written.
       DivergedError: If the loss of every trainer is not finite.
       ResourceError: If memory or disk space is missing; saved files stay.
@@ -169,9 +170,9 @@ def fit(
     accept_config_change: bool = False,
     accept_data_change: bool = False,
 ) -> Result:
-    """Run AdLoCo on any model and rows of tokens, or resume such a run.
+    """Run AdLoCo on the caller's model and rows of tokens, or resume such a run.
 
-    Like `train`, it ends with the closing table, `report/` and `export/`.
+    As with `train`, a table is printed at the end, and the folder has `report/` and `export/`.
 
     Args:
       settings: From `validate`. The groups `model` and `data` are only recorded;
@@ -181,34 +182,33 @@ def fit(
       init_fn: Makes one trainer's parameters from a PRNG key.
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over int32 rows [B, L + 1].
       workdir: The run's folder; one that holds a run of these settings is resumed.
-      params: Initial parameters of all trainers, with the structure of `init_fn`'s; None draws
-        them.
-      num_classes: Number of classes, if rows begin with a class and a length (`data.labelled`).
-        The prediction of classes is then evaluated too. None for rows of text.
-      inner_tx: The workers' optimizer, instead of the one that `inner.tx` names, with learning rate
-        1: the config's rate, warm-up and schedule multiply its updates. A resumed run needs the
-        same optimizer.
-      outer_tx: The trainers' optimizer, instead of the one that `outer.tx` names, with learning
+      params: Initial parameters of all trainers, with the structure of `init_fn`'s result. None:
+        `init_fn` draws the parameters.
+      num_classes: Number of classes, if rows begin with a class and a length. Predicted classes are
+        then evaluated too. None for rows of text.
+      inner_tx: The workers' optimizer, which replaces the one of `inner.tx`. It must have learning
+        rate 1, because its updates are multiplied by the config's rate, warm-up and schedule. A
+        resumed run needs the same optimizer.
+      outer_tx: The trainers' optimizer, which replaces the one of `outer.tx`. It must have learning
         rate 1.
       loss_unit: Unit of the loss: "nats/token", for which perplexity is reported too,
         "nats/example", or other words. None: nats/example with `num_classes`, nats/token if the
         corpus knows its tokens per byte of text, else a plain number.
-      loss_of: Of a model whose layers can be rematerialised, `loss_fn` in each mode of
-        `run.choose`; None: `loss_fn` in all, without rematerialisation. `train` gives it.
-      command: Recorded in the ledger.
+      loss_of: `loss_of(mode) -> loss_fn`, for a model whose layers can be rematerialised; `mode` is
+        a `run.choose.Mode`. None: `loss_fn` is used in all modes, without rematerialisation.
+      command: The command line, which is recorded in the ledger.
       accept_config_change: Whether a resumed run may continue with changed settings.
       accept_data_change: Whether a resumed run may continue with other data.
 
     Returns:
-      The consensus, its loss and the whole final state.
+      The consensus model, its loss and the whole final state.
 
     Raises:
-      ConfigError: If arguments are unusable, or an optimizer is given here and also named in the
-        settings, with one line for each; if the folder cannot be used.
-      DataError: If there are too few held-out rows. At least one is needed, with several trainers
-        two; with classes, of each class. Also raised if `corpus.batch` gives two workers the same
-        rows.
-      UserError: As `train`, except for errors of reading text.
+      ConfigError: If arguments are invalid, if an optimizer is given here and also named in the
+        settings, or if the folder cannot be used. The message has one line for each fault.
+      DataError: If there are too few held-out rows: one trainer needs one row, several trainers
+        need two. Also raised if `corpus.batch` gives two workers the same rows.
+      UserError: In the other cases of `train`, except for errors of reading text.
     """
     check_arguments(settings, corpus, init_fn, loss_fn, params, workdir, inner_tx, outer_tx)
     if settings.engine.kind == "ray":
@@ -223,7 +223,7 @@ def fit(
         return evaluate.split_heldout(
             corpus.heldout_rows,
             num_sequences=settings.eval.num_sequences,
-            batch_size=settings.batching.initial_batch_size,  # replaced by the control's
+            batch_size=settings.batching.initial_batch_size,  # replaced later
             num_classes=num_classes,
             num_trainers=settings.ensemble.num_trainers,
         )
@@ -266,7 +266,7 @@ def fit(
 
 
 def _until_done(run: Run) -> Result:
-    """Runs the remaining rounds; after a failure runs again from the newest checkpoint."""
+    """Run the remaining rounds; after a failure continue from the newest checkpoint."""
     failures = Failures()
     with exclusive(run.workdir), processes.stop_requests() as stop, processes.ending_together():
         while True:
@@ -283,11 +283,11 @@ def _until_done(run: Run) -> Result:
 
 @dataclass(frozen=True)
 class Failures:
-    """Faults of the attempts so far, and the changes for the next attempt."""
+    """The failures of earlier attempts, and changes for the next attempt."""
 
-    faults: tuple[dict, ...] = ()  # to record
-    max_batch_size: int | None = None  # after memory ran out
-    round: int | None = None  # before which the last one failed
+    faults: tuple[dict, ...] = ()  # fields of `fault` lines of the ledger
+    max_batch_size: int | None = None  # a smaller limit, after memory ran out
+    round: int | None = None  # rounds completed before the last failure
 
 
 @dataclass
@@ -295,7 +295,7 @@ class Attempt:
     """A run that is ready to train."""
 
     state: State
-    ended: bool  # according to its ledger
+    ended: bool  # whether the ledger says that the run is finished
     recorder: observers.Recorder
     evaluator: observers.Evaluator
     checkpoints: observers.Checkpoints
@@ -304,13 +304,13 @@ class Attempt:
 def begin(
     run: Run, stack: contextlib.ExitStack, stop: threading.Event, failures: Failures
 ) -> Attempt:
-    """Restores the newest checkpoint, or starts from the beginning if there is none.
+    """Restore the newest checkpoint, or start from the beginning if there is none.
 
     Args:
-      run: What to run.
-      stack: Closes what is opened here.
-      stop: Set at a signal.
-      failures: Of the attempts before this one.
+      run: The run.
+      stack: Receives everything that is opened, to close it after the attempt.
+      stop: Is set when the process receives a signal.
+      failures: The failures of earlier attempts.
 
     Raises:
       UserError: See `train`.
@@ -368,7 +368,7 @@ def begin(
 
 
 def execute(run: Run, attempt: Attempt) -> State:
-    """Runs all remaining rounds; the observers then hold the consensus and its loss.
+    """Run all remaining rounds; `attempt` then has the consensus model and its loss.
 
     Raises:
       DivergedError: If every trainer's loss is not finite.
@@ -405,11 +405,11 @@ def execute(run: Run, attempt: Attempt) -> State:
 def after_failure(
     run: Run, attempt: Attempt, error: jax.errors.JaxRuntimeError | OSError, before: Failures
 ) -> Failures:
-    """Decides the records and changes of the next attempt.
+    """Decide whether to try again after a failure, and with which changes.
 
     Raises:
-      ResourceError: If memory is exhausted at a micro-batch of one sequence, or this process is one
-        of several, which all restart.
+      ResourceError: If memory is exhausted at a micro-batch of one sequence, or if the run has
+        several processes, which must all be restarted.
       Exception: The error itself, if the same round has failed before.
     """
     control = attempt.recorder.engine.underway
@@ -449,7 +449,7 @@ def after_failure(
 def _engine(
     run: Run, stack: contextlib.ExitStack, programs: Programs, heldout: evaluate.HeldOut
 ) -> observers.RunEngine:
-    """The engine that the settings name."""
+    """Make the engine that the settings name."""
     if run.settings.engine.kind == "local":
         return LocalEngine(run.settings, programs.spec, programs, run.corpus, heldout)
     engine = RayEngine(run, programs, heldout)

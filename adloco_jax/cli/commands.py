@@ -1,4 +1,4 @@
-"""The small commands on configs, runs and models; each imports what it needs when it is called."""
+"""Small commands on configs, runs and models; each imports its modules when it is called."""
 
 import argparse
 import ast
@@ -13,7 +13,7 @@ from adloco_jax.errors import ConfigError
 
 
 def configs(options: argparse.Namespace, command: str) -> None:
-    """Lists the shipped configs, those of runs first, with the first line of each card."""
+    """List the configs of the package, with the first line of each config's docstring."""
     cards = {
         path.stem: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
         for path in sorted(SHIPPED.glob("[!_]*.py"))
@@ -27,7 +27,7 @@ def configs(options: argparse.Namespace, command: str) -> None:
 
 
 def report(options: argparse.Namespace, command: str) -> None:
-    """Writes the report's page and prints its path; with --watch again until the runs end."""
+    """Write the report's page and print its path; with --watch repeat this until the runs end."""
     from adloco_jax.study.report import watch, write
 
     if options.out is None and len(options.run) > 1:
@@ -41,7 +41,7 @@ def report(options: argparse.Namespace, command: str) -> None:
 
 
 def export(options: argparse.Namespace, command: str) -> None:
-    """Turns a checkpoint of a run into a folder that `transformers` loads."""
+    """Turn a checkpoint of a run into a folder that `transformers` loads."""
     from adloco_jax import hf
     from adloco_jax.run.build import build_network
     from adloco_jax.run.export import read_trained
@@ -59,7 +59,7 @@ def export(options: argparse.Namespace, command: str) -> None:
 
 
 def gradients(options: argparse.Namespace, command: str) -> None:
-    """Measures the gradients at a checkpoint of a run, and prints the numbers."""
+    """Measure the gradients at a checkpoint of a run, and print the numbers."""
     from adloco_jax.study.gradients import analyse_run
     from adloco_jax.study.gradients_figure import describe
 
@@ -72,7 +72,7 @@ def gradients(options: argparse.Namespace, command: str) -> None:
 
 
 def generate(options: argparse.Namespace, command: str) -> None:
-    """Writes text with a Llama in Hugging Face layout, such as a run's export."""
+    """Write text with a Llama in Hugging Face layout, such as a run's export."""
     import jax
     import numpy as np
 

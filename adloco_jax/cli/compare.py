@@ -1,4 +1,4 @@
-"""Runs variants against each other and says what each loss has cost."""
+"""Run variants with several seeds, and report the cost of each loss."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from adloco_jax.training import train
 
 
 def compare(options: argparse.Namespace, command: str) -> int:
-    """Makes the runs that are left, then the tables and figures."""
+    """Make the runs that are not finished, then the tables and figures."""
     path = find_config(options.config)
     comparison = load_config(path, "get_comparison", comparisons.Comparison)
     folder = options.workdir or Path("runs") / path.stem
@@ -49,7 +49,7 @@ def compare(options: argparse.Namespace, command: str) -> int:
         codes = [other.wait() for other in others]
     finally:
         for other in others:
-            other.terminate()  # saves, and ends with the round
+            other.terminate()  # the process saves and ends after its current round
     if options.only_run:
         return 0
     if not (is_whole or make_runs()):  # another process may have ended since, or stopped
@@ -136,7 +136,7 @@ def execute(
 
 
 def _train(run: Trial, **how: Any) -> None:
-    """Makes a run, whose output goes to `output.txt` in its folder."""
+    """Train a run; its output goes to `output.txt` in the run's folder."""
     run.workdir.mkdir(parents=True, exist_ok=True)
     path = run.workdir / "output.txt"
     with (

@@ -1,6 +1,7 @@
-"""The grammar of all commands but `train` and `plan`, whose options are the keys of a config.
+"""Parse the options of all commands except `train` and `plan` (see `adloco_jax.main`).
 
-A command's words are parsed before its module is imported, so that no help waits for JAX.
+A command line is parsed before the command's module is imported, so that help does not wait for
+JAX.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from adloco_jax.settings import KNOBS
 
 
 def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words after a command, `--num_sequences` as `--num-sequences`.
+    """Parse the words after a command; `--num_sequences` is the same as `--num-sequences`.
 
     Raises:
-      ConfigError: For a mistake, with the command to write instead.
+      ConfigError: If a word is invalid. The message gives the command to write instead.
     """
     parser = Parser(command, words)
     _GRAMMAR[command](parser)
@@ -31,7 +32,7 @@ def parse(command: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command; a mistake is one line."""
+    """The options of a command; an invalid command line gives a one-line error."""
 
     def __init__(self, command: str, words: Sequence[str]):
         super().__init__(
@@ -43,36 +44,36 @@ class Parser(argparse.ArgumentParser):
         self.subject = self.example = ""
 
     def describe(self, example: str, card: str) -> None:
-        """Sets what --help prints above the options, and the command that a mistake shows."""
+        """Set the text that --help prints above the options, and the example in errors."""
         self.example, self.usage, self.description = example, f"{self.prog} {example}", card
 
     def about(self, subject: str, *names: str, text: str, nargs: str = "?") -> None:
-        """Adds the subject of the command, such as RUN; options of these names mean the same."""
+        """Add the command's main argument, such as RUN; the options in `names` set it too."""
         self.subject = subject.lower()
         self.add_argument(self.subject, nargs=nargs, metavar=subject, help=text)
         for name in names:
-            self.add_argument(name, dest="same", metavar=subject, help=f"as {subject}")
+            self.add_argument(name, dest="same", metavar=subject, help=f"same as {subject}")
 
     def option(self, name: str, default: str | float, text: str) -> None:
-        """Adds an option whose default gives its type and is named at the end of its help."""
+        """Add an option; its default determines its type, and is shown at the end of its help."""
         help_text = f"{text}; default: {default!r}"
         self.add_argument(name, type=type(default), default=default, help=help_text)
 
     def checkpoint(self) -> None:
-        """Adds the choice of a run, of its checkpoint, and of a trainer."""
+        """Add the arguments that select a run, a checkpoint and a trainer."""
         self.about("RUN", "--workdir", text="a run's folder")
         self.add_argument("--round", type=int, help="round of the checkpoint; default: the newest")
-        text = "id of a trainer in the ledger; default: the consensus"
+        text = "id of a trainer in the ledger; default: the consensus model"
         self.add_argument("--trainer", type=int, help=text)
         self.entries()
 
     def entries(self) -> None:
-        """Adds --config: nothing in a folder is executed."""
+        """Add --config for entries that a user has added, because code in folders is never run."""
         text = "the run's config file, if it adds an entry of a table that the run uses"
         self.add_argument("--config", metavar="FILE", help=text)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Merges the two ways to name the subject, and checks folders."""
+        """Merge the ways to give the main argument, and check folders."""
         if self.subject:
             value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
             given = (value if isinstance(value, list) else [value] * (value is not None)) + (
@@ -81,7 +82,7 @@ class Parser(argparse.ArgumentParser):
             if not given or (len(given) > 1 and not isinstance(value, list)):
                 self.error(f"name {'a' if not given else 'one'} {self.subject}")
             setattr(options, self.subject, given if isinstance(value, list) else given[0])
-            waits = getattr(options, "watch", False)  # for a run that has not begun
+            waits = getattr(options, "watch", False)  # the run may begin later
             for name in given if self.subject == "run" and not waits else ():
                 if not os.path.exists(name):
                     self.error(f"{name}: no such folder")
@@ -90,7 +91,7 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"--out {out}: exists already and is not empty; name another folder")
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError that shows the command to write, filled in as far as it can be."""
+        """Raise a ConfigError that shows the command to write, with known values filled in."""
         named = [word for word in self.words if not word.startswith("-")]
         folders = [word.partition("=")[2] or word for word in self.words]
         found = {
@@ -110,12 +111,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder holds a run."""
-    return os.path.isfile(Path(folder) / "ledger.jsonl")  # False for names that no file has
+    """Whether a folder contains a run."""
+    return os.path.isfile(Path(folder) / "ledger.jsonl")  # False also for invalid names
 
 
 def recorded_command(run: str | Path) -> str:
-    """The command that a run began with, as its ledger says."""
+    """The command that started a run, from its ledger."""
     with open(Path(run) / "ledger.jsonl", encoding="utf-8", errors="replace") as ledger:
         try:
             return str(json.loads(ledger.readline(2**16))["command"])
@@ -124,13 +125,13 @@ def recorded_command(run: str | Path) -> str:
 
 
 def newest_run() -> list[str]:
-    """The newest run in `runs/`, if there is one."""
+    """A list with the newest run in `runs/`; empty if there is none."""
     found = [path for path in Path("runs").glob("*") if is_run(path)]
     return [str(max(found, key=lambda run: run.stat().st_mtime))] if found else []
 
 
 def with_separator(word: str, separator: str) -> str:
-    """An option with hyphens or underscores in its name: `--num_rows` or `--num-rows`."""
+    """Write an option's name with hyphens or underscores: `--num-rows` or `--num_rows`."""
     name, equals, value = word.partition("=")
     spelled = re.sub("[-_]", separator, name[2:])
     return f"--{spelled}{equals}{value}" if name.startswith("--") else word
@@ -150,7 +151,7 @@ def _configs(parser: Parser) -> None:
 def _prepare(parser: Parser) -> None:
     parser.describe(
         "SOURCE --out FOLDER [--tokenizer NAME] [--sequence-length L]",
-        "Tokenises and packs text once, for runs to read as rows (data.source=tokens).\n\n"
+        "Tokenises and packs text into a folder of rows, which runs read by data.source=tokens.\n\n"
         "SOURCE is a file, folder or glob of C4 shards, JSON lines, parquet, CSV or text, a data"
         " set on\nthe Hugging Face hub (allenai/c4 --name en), or stdlib. The same command"
         " continues\na stopped preparation.",
@@ -159,7 +160,7 @@ def _prepare(parser: Parser) -> None:
     parser.add_argument(
         "--out", "--output", dest="output", type=Path, required=True, help="folder to make"
     )
-    text = "kind of text; default: by the endings of the files"
+    text = "kind of text; default: guessed from the endings of the files"
     parser.add_argument("--source", dest="kind", help=text)
     names = ("heldout_path", "name", "split", "revision", "heldout_split", "text_column")
     for name in (*names, "tokenizer", "sequence_length", "heldout_frac"):
@@ -172,22 +173,22 @@ def _prepare(parser: Parser) -> None:
 def _compare(parser: Parser) -> None:
     parser.describe(
         "CONFIG [--workdir FOLDER] [--processes 2]",
-        "Runs variants with several seeds, and reports what each loss costs.\n\n"
+        "Runs variants with several seeds, and reports the cost of each loss.\n\n"
         "The same command with the same --workdir (by default runs/CONFIG) continues a stopped\n"
         "comparison. Several processes, or several such commands, divide the runs.",
     )
     parser.about("CONFIG", "--config", text="a file with get_comparison(), or its name")
     parser.add_argument("--workdir", type=Path, help="the folder; a comparison in it is continued")
-    parser.option("--processes", 1, "processes that divide the runs")
+    parser.option("--processes", 1, "number of processes that divide the runs")
     text = "file with a JSON line for each finished run; the run's folder is deleted"
     parser.add_argument("--results", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--only-run", action="store_true", help="write no tables")
+    parser.add_argument("--only-run", action="store_true", help="do not write tables and figures")
 
 
 def _report(parser: Parser) -> None:
     parser.describe(
         "RUN [RUN ...] [--out FOLDER] [--labels LABEL ...] [--watch]",
-        "Draws the report on one run or several: a page that opens offline.\n\n"
+        "Draws a report on one or more runs: a page that a browser opens offline.\n\n"
         "Runs that differ only in the seed are drawn as one curve with a band. With --watch the"
         " page\nis redrawn until the runs end, and refreshes itself in a browser.",
     )
@@ -218,10 +219,10 @@ def _generate(parser: Parser) -> None:
     text = "a run's folder, a folder in Hugging Face layout, or a hub name"
     parser.about("MODEL", "--model", "--workdir", text=text)
     parser.option("--prompt", "", "beginning of the text")
-    parser.option("--tokens", 100, "tokens to write, at most what the model can read")
-    parser.option("--samples", 3, "texts to write")
+    parser.option("--tokens", 100, "number of tokens to write, limited by the model's context")
+    parser.option("--samples", 3, "number of texts to write")
     parser.option("--temperature", 0.8, "temperature of sampling; 0: the most likely token")
-    parser.option("--seed", 0, "seed of the draws")
+    parser.option("--seed", 0, "random seed")
     parser.entries()
 
 
@@ -234,9 +235,10 @@ def _gradients(parser: Parser) -> None:
     parser.option("--num-sequences", 512, "number of training sequences")
     text = "batch sizes in sequences, separated by commas; default: 4,16,64"
     parser.add_argument("--batch-sizes", type=_integers, default="4,16,64", help=text)
-    parser.option("--draws", 200, "random batches of each size")
-    parser.option("--seed", 0, "seed of the draws")
-    parser.add_argument("--pass-size", type=int, help="sequences per pass; default: as the run")
+    parser.option("--draws", 200, "number of random batches of each size")
+    parser.option("--seed", 0, "random seed")
+    text = "sequences per forward and backward pass; default: as in the run"
+    parser.add_argument("--pass-size", type=int, help=text)
     text = "a folder that is empty or does not exist; default: report in the run's folder"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
 

@@ -1,4 +1,4 @@
-"""Tokenises and packs text once, for training to read as rows: `data.source=tokens`."""
+"""Tokenise and pack text into a folder of rows, which runs read by `data.source=tokens`."""
 
 import argparse
 import shlex
@@ -17,7 +17,7 @@ _SOURCES = {
     **{"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet"},
     **{"csv": "hf", "tsv": "hf", "arrow": "hf"},
 }
-# Files that hold text among other things: as plain text a model would learn the rest, too.
+# Files that contain text among other data, which a model would learn too.
 _REFUSED = frozenset(
     "html htm xhtml xml xls xlsx ods ipynb feather orc avro npy npz pkl h5 db sqlite zip tar bz2 xz"
     " zst pdf docx odt rtf epub".split()
@@ -25,11 +25,11 @@ _REFUSED = frozenset(
 
 
 def guess_source(path: str) -> str:
-    """The source that a path most likely means: by the endings of its files, else the hub.
+    """Guess the source of a path from the endings of its files; a hub name is the source `hf`.
 
     Raises:
-      ConfigError: If its files are of several kinds, or of one that is not read by its ending.
-      DataError: If it leads to no file and is no name of a data set.
+      ConfigError: If the files are of several kinds, or of a kind that is not plain text.
+      DataError: If the path leads to no file and is not the name of a data set.
     """
     if path == "stdlib":
         return path
@@ -60,7 +60,7 @@ def _ending(name: str) -> str:
 
 
 def prepare(options: argparse.Namespace, command: str) -> None:
-    """Makes a folder of rows; says what is in it, and how to train on it."""
+    """Make a folder of rows; print its content, and the command to train on it."""
     data = dict(vars(options))
     path, output, source = (data.pop(key) for key in ("source", "output", "kind"))
     if source is None:
@@ -74,12 +74,12 @@ def prepare(options: argparse.Namespace, command: str) -> None:
     job = make_job(settings.data, encoder, num_heldout_rows=limit)
     output = Path(output).expanduser().absolute()
     if prepared.is_prepared(output):
-        print(f"{output}: there; compared with what is asked for")
+        print(f"{output}: exists; comparing its settings with the options")
     manifest = rows.prepare(job, output)
     arrays, length = prepared.open_rows(output, manifest), settings.data.sequence_length
     order = order_of(settings, len(arrays[0]), where=str(output))
     print(Corpus(*arrays, encoder, manifest, order, manifest.tokens_per_byte).describe())
-    keys = {  # that these rows decide
+    keys = {  # config keys that these rows determine
         "data.source": "tokens",
         "data.path": output,
         "data.tokenizer": data["tokenizer"],

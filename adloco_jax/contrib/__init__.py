@@ -1,9 +1,10 @@
-"""Rules of other papers, one file each: a rule and its entry in the table of `core`.
+"""Methods of other papers, one file each: a function, and its entry in a table of `core`.
 
-Streaming DiLoCo changes the form of a round, so it has no entry: `outer.fragments` chooses it.
+Streaming DiLoCo has no entry, because it changes the steps of a round; `outer.fragments` enables
+it.
 
-Each file is a template for your own rule: write a function with the table's signature, give it a
-name in the table, and import the file below. `adloco_jax.AGGREGATORS` and the other tables are
+Each file is a template for your own method: write a function with the table's signature, add it to
+the table under a name, and import the file below. `adloco_jax.AGGREGATORS` and the other tables are
 imported from here, so they have the entries of all files.
 """
 

@@ -19,7 +19,7 @@ def isotropic(
     """The weighted mean, with all singular values of each matrix replaced by their mean.
 
     The nuclear norm of a matrix does not change. On several devices each matrix is all-gathered for
-    its singular value decomposition, which is more bytes than the ledger accounts.
+    its singular value decomposition; the ledger does not count these bytes.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.

@@ -4,15 +4,15 @@ from adloco_jax.core.batching import ROUND_LENGTHS
 
 
 def linear(*, steps_per_round: int, max_steps_per_round: int, share_done: float) -> float:
-    """Steps that grow linearly from the base length to the largest over the run.
+    """Length of a round that grows linearly from the base length to the largest over the run.
 
     Args:
-      steps_per_round: The length of the first round.
-      max_steps_per_round: The length at the end.
-      share_done: From 0 to 1.
+      steps_per_round: The length of the first round, in inner steps.
+      max_steps_per_round: The length at the end of the run.
+      share_done: The fraction of the run that is done, from 0 to 1.
 
     Returns:
-      Steps, before the limit by the rest of the run.
+      Number of inner steps of the round, not yet limited by the rest of the run.
     """
     return steps_per_round + share_done * (max_steps_per_round - steps_per_round)
 

@@ -23,8 +23,8 @@ def muon(
     """Muon for each matrix of the hidden layers, and AdamW for all other parameters.
 
     A matrix's momentum (decay `beta1`, not Nesterov) is orthogonalised by five Newton-Schulz steps
-    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. It is the same for all
-    parameters, and so is the learning rate.
+    and multiplied by sqrt(fan_out / fan_in). Weight decay is decoupled. Weight decay and learning
+    rate are the same for all parameters.
 
     Args:
       inner: The settings' group `inner`.
@@ -46,7 +46,7 @@ def muon(
         if {*jax.tree.leaves(labels)} == {"other"}:
             raise ValueError(
                 "inner_tx: no parameter is labelled as a hidden layer's matrix, so muon has none to"
-                " update; give the Architecture its own label_params, or take inner.tx='adamw'"
+                " update; give the Architecture its own label_params, or set inner.tx='adamw'"
             )
         return labels
 

@@ -13,9 +13,9 @@ from adloco_jax.core.outer import OUTER_OPTIMIZERS
 def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
     """Nesterov momentum for rounds of unequal length.
 
-    A round with the length of p base rounds, for any p > 0, changes parameters and momentum as p
-    base rounds would, each with the pseudo-gradient divided by p. With momentum decay mu, momentum
-    m and pseudo-gradient D, the closed form is
+    A round that is as long as p base rounds (p > 0 need not be whole) changes parameters and
+    momentum as p base rounds would, each with the pseudo-gradient divided by p. With momentum decay
+    mu, momentum m and pseudo-gradient D, the closed form is
 
         n = (1 - mu^p) / (1 - mu)
         m <- mu^p m + n D / p
@@ -30,11 +30,11 @@ def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
       A transformation whose `update` takes p as the extra argument `interval`, float32 (); 1
       without it.
 
-    Source: AutoLoCo (arXiv 2609.36662), known to us second-hand, takes D / p and mu^p. The step
-      of p base rounds and its closed form are ours.
+    Source: AutoLoCo (arXiv 2609.36662, known only from citations) uses D / p and mu^p. The step of
+      p base rounds and its closed form are derived here.
     """
     mu = outer.momentum
-    log_mu = math.log(mu) if mu > 0 else -math.inf  # in float64: differences are divided
+    log_mu = math.log(mu) if mu > 0 else -math.inf  # in float64, because small differences divide
 
     def init(params):
         return optax.TraceState(jax.tree.map(jnp.zeros_like, params))

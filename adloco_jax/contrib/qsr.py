@@ -2,7 +2,7 @@
 
 from adloco_jax.core.batching import ROUND_LENGTHS
 
-ALPHA = 0.0175  # of the source, for ViT-B with AdamW
+ALPHA = 0.0175  # the paper's value for ViT-B with AdamW
 
 
 def quadratic(
@@ -13,7 +13,7 @@ def quadratic(
     warmup_updates: int,
     alpha: float = ALPHA,
 ) -> float:
-    """(alpha / learning rate)^2 steps; the base length during warm-up.
+    """Length of a round: (alpha / learning rate)^2 steps; during warm-up the base length.
 
     Args:
       steps_per_round: H_base, the shortest round.
@@ -24,13 +24,13 @@ def quadratic(
         `ROUND_LENGTHS["qsr_0.03"] = functools.partial(quadratic, alpha=0.03)`.
 
     Returns:
-      Steps, before the limit by the rest of the run.
+      Number of inner steps of the round, not yet limited by the rest of the run.
 
     Source: QSR (arXiv 2310.14423).
     """
     if updates < warmup_updates:
         return steps_per_round
-    rate = max(next_rate, 1e-9)  # at a schedule's very end it may be rounded to zero
+    rate = max(next_rate, 1e-9)  # at the end of a schedule the rate may be rounded to zero
     return max(steps_per_round, (alpha / rate) ** 2)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, PyTree
 from adloco_jax.core.outer import AGGREGATORS, labels_of, mean
 from adloco_jax.core.types import norms
 
-CANCELLED = 1e-6  # of a mean of unit vectors; a shorter mean is rounding error without a direction
+CANCELLED = 1e-6  # a mean of unit vectors that is shorter than this is only rounding error
 
 
 def radial_directional(
@@ -22,9 +22,9 @@ def radial_directional(
 ) -> PyTree:
     """The workers' mean direction at their mean length, tensor by tensor.
 
-    Differences of several workers are nearly orthogonal, so their mean is shorter than each of them
-    by the square root of their number. This rule keeps the length. If directions cancel, it returns
-    the mean.
+    Differences of several workers are nearly orthogonal, so their mean is shorter than a single
+    difference, by the square root of their number. This rule preserves the length of a single
+    difference. If directions cancel, the rule returns the plain mean.
 
     Args:
       difference_W: Leaves [W, ...] float32, the trainer's parameters minus each worker's.
@@ -56,7 +56,7 @@ def radial_directional(
 
 
 def _norm(leaf: Array, num_lead: int) -> Array:
-    """L2 norm over all axes after the leading ones, keeping these axes with length 1."""
+    """L2 norm over all axes after the leading ones; the reduced axes stay, with length 1."""
     lead = leaf.shape[:num_lead]
     norm_X = norms(leaf.reshape(math.prod(lead), -1))
     return norm_X.reshape(*lead, *(1,) * (leaf.ndim - num_lead))

@@ -1,13 +1,14 @@
-"""Streaming DiLoCo: a round that synchronises fragments of the parameters in turn.
+"""Streaming DiLoCo: a round synchronises fragments of the parameters one after another.
 
-It replaces `core.outer.outer_update`: each worker keeps its own parameters from round to round, and
-`fragment_steps` runs the inner steps that lead to the synchronisation of one fragment.
+This module replaces `core.outer.outer_update`. Each worker keeps its own parameters from round to
+round, and `fragment_steps` runs the inner steps before the synchronisation of one fragment.
 
-Fragments do not depend on the model. Take the first axis of a leaf, after the leading axis, that is
-at least F long: its entry i belongs to fragment i % F. For layers that are stacked for a scan these
-are strided groups of layers, as in the paper; for an embedding they are every F-th row. A leaf
-without such an axis is small and belongs to fragment 0. The index of a fragment is data, and all
-fragments have the same shapes, padded with zeros. So one program serves all fragments.
+The division into F fragments does not depend on the model. It uses the first axis of a leaf, after
+the leading axis, that has at least F entries: entry i belongs to fragment i % F. If layers are
+stacked for a scan, a fragment is a strided group of layers, as in the paper; of an embedding it is
+every F-th row. A leaf without such an axis is small and belongs to fragment 0. The index of a
+fragment is an array, and all fragments have the same shapes, padded with zeros. So one compiled
+program serves all fragments.
 
 F is the number of fragments here, and X a leaf's leading axis.
 
@@ -108,17 +109,17 @@ def outer_update_fragment(
     all_gather: Callable[[PyTree], PyTree] = lambda tree_M: tree_M,
     **how: Any,
 ) -> tuple[Ensemble, Float[Array, " M"]]:
-    """The trainers' half of a fragment's synchronisation: `outer_update` on its entries only.
+    """Synchronise one fragment: `outer_update` on the fragment's entries of the trainers.
 
-    All other entries of the parameters and the outer state do not change. The workers do not change
-    either (see `receive_fragment`). The workers' updates between sending and arrival are no input,
-    so a compiler can run both at once.
+    Other entries of the parameters and the outer state do not change. The workers do not change
+    either (see `receive_fragment`). This function does not depend on the workers' updates between
+    sending and arrival, so a compiler can run both at once.
 
     Args:
-      ensemble: The ensemble, with these entries as they were last synchronised.
-      sent_R: The fragment of each worker's parameters, from `take_fragment`, when it was sent.
+      ensemble: The ensemble in which this fragment was last synchronised.
+      sent_R: The fragment of each worker's parameters at the time of sending, by `take_fragment`.
       fragment: Index of the fragment; the last fragment ends the round.
-      num_fragments: F >= 1, synchronised in turn.
+      num_fragments: F >= 1, the number of fragments, synchronised one after another.
       outer_tx: Transformation of the pseudo-gradient. State that belongs to no single parameter,
         such as a count, is updated with every fragment.
       precision: Precision of differences and updates in communication: "float32", "bfloat16" or
@@ -186,15 +187,15 @@ def receive_fragment(
     num_fragments: int,
     mixing: float = 0.0,
 ) -> Workers:
-    """The workers' half of a fragment's synchronisation: they take their trainer's new entries.
+    """Copy a synchronised fragment from each trainer to its workers.
 
     Args:
       workers: The workers when the fragment arrives.
-      ensemble: From `outer_update_fragment`.
+      ensemble: The result of `outer_update_fragment`.
       fragment: Index of the fragment, from 0 to F - 1.
       num_fragments: F >= 1.
-      mixing: Share of its own entries that a worker keeps, from 0 to 1. A worker whose entries are
-        not finite keeps none.
+      mixing: Share of the worker's own entries in the mixture, from 0 to 1. If a worker's entries
+        are not finite, it takes the trainer's entries alone.
 
     Returns:
       The workers; their other entries and inner states do not change.
@@ -232,20 +233,21 @@ def fragment_steps(
     mixing: float = 0.0,
     **how: Any,
 ) -> tuple[Ensemble, Workers, PyTree, Float[Array, " M"]]:
-    """Inner steps that end with the synchronisation of one fragment; F of them make a round.
+    """Run inner steps, and synchronise one fragment at their end; F such calls make a round.
 
-    The fragment is sent `delay` micro-batches before the end. The updates after sending are no
-    input of the synchronisation, so a compiler can run both at once.
+    The fragment is sent `delay` micro-batches before the end. The synchronisation does not depend
+    on the updates after sending, so a compiler can run both at once.
 
     Args:
-      ensemble: As it was when the fragment was last synchronised; the workers' state is not needed.
+      ensemble: The ensemble in which this fragment was last synchronised. The workers' inner states
+        are not read.
       workers: Workers with their own parameters.
       inputs_T: The arguments of `steps` after the workers: a tuple of leaves [T, ...].
       fragment: Index of the fragment.
       steps: `inner_steps` with its loss and transformation bound.
-      num_fragments: F >= 1, synchronised in turn.
+      num_fragments: F >= 1, the number of fragments, synchronised one after another.
       delay: Micro-batches between sending and arrival of the fragment, from 0 to below T.
-      mixing: Share of its own entries that a worker keeps when the fragment arrives, in [0, 1].
+      mixing: Share of the worker's own entries in the mixture when the fragment arrives, in [0, 1].
       **how: Keyword arguments of `outer_update_fragment`, including `outer_tx`.
 
     Returns:
@@ -276,8 +278,8 @@ def fragment_steps(
 def flush_workers(ensemble: Ensemble, **how: Any) -> Ensemble:
     """Set every trainer and its workers to the mean of the workers' parameters.
 
-    Flushes unsynchronised worker updates before a merge and at the end of a run. It is no outer
-    step: momentum and the count of rounds do not change.
+    This flushes unsynchronised worker updates before a merge and at the end of a run. Momentum and
+    the count of rounds do not change.
 
     Args:
       ensemble: An ensemble whose workers have their own parameters.
