@@ -1,1 +1,1 @@
-"""The shipped configs. Your own config can use `from adloco_jax.configs import quickstart`."""
+"""The configs of the package. Your config can start from one by importing it from here."""

@@ -1,4 +1,4 @@
-"""BERT on movie reviews, the reference implementation's other experiment.
+"""BERT that classifies movie reviews, the second experiment of the paper's reference code.
 
 Command:   python -m adloco_jax.main --config configs/bert_imdb.py
            (model and reviews come from the Hugging Face hub; for your own files add
@@ -18,7 +18,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Classification of IMDB's reviews."""
+    """Classify the sentiment of IMDB's movie reviews."""
     config = default_config()
     config.num_rounds = 10  # our choice: about three epochs
 

@@ -3,7 +3,7 @@
 Command:   adloco compare compare_quick --processes 2
 Hardware:  two CPU cores, under 20 minutes
 Model:     a Llama of 75,600 parameters that reads bytes; four workers
-Text:      this Python's own standard library
+Text:      the standard library of the running Python
 Results:   docs/published.md
 """
 
@@ -89,7 +89,7 @@ def get_base() -> ConfigDict:
 
 
 def get_comparison() -> Comparison:
-    """What runs."""
+    """The comparison: its variants, seeds and target losses."""
     return Comparison(
         base=get_base(),
         variants={

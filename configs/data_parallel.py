@@ -12,9 +12,9 @@ from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart as one trainer whose rounds are single updates; as many updates in all."""
+    """The quickstart as one trainer whose rounds are single updates, with as many updates."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # it owns all workers
+    config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     config.outer.tx = "adamw"

@@ -2,7 +2,7 @@
 
 Command:   python -m adloco_jax.main --config configs/diloco.py
 Hardware:  two CPU cores
-Source:    Douillard et al. 2023 (AdamW inside, Nesterov outside)
+Source:    Douillard et al. 2023 (inner optimizer AdamW, outer optimizer Nesterov)
 """
 
 from ml_collections import ConfigDict
@@ -11,9 +11,9 @@ from adloco_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """The quickstart without what AdLoCo adds to DiLoCo."""
+    """The quickstart without AdLoCo's additions to DiLoCo."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # it owns all workers
+    config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     return config

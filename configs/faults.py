@@ -1,4 +1,4 @@
-"""The run that scripts/faults.py kills, starves and corrupts: all mechanisms in a few seconds.
+"""The run on which scripts/faults.py tests crashes and damage: all mechanisms in a few seconds.
 
 Command:   python -m adloco_jax.main --config configs/faults.py
 Hardware:  two CPU cores
@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
 
     config.ensemble.num_trainers = 2
     config.ensemble.num_workers = 4
-    config.ensemble.initial_workers = 2  # the others join after the first round
+    config.ensemble.initial_workers = 2  # other workers join after the first round
 
     config.inner.steps_per_round = 2
     config.inner.learning_rate = 1e-3

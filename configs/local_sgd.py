@@ -1,4 +1,4 @@
-"""LocalSGD on the quickstart's model and text: SGD inside, the workers' plain mean outside.
+"""LocalSGD on the quickstart's model and text: SGD steps, then the mean of the workers.
 
 Command:   python -m adloco_jax.main --config configs/local_sgd.py
 Hardware:  two CPU cores
@@ -13,7 +13,7 @@ from adloco_jax.configs import quickstart
 def get_config() -> ConfigDict:
     """The quickstart as one trainer with a fixed batch, and SGD for both optimizers."""
     config = quickstart.get_config()
-    config.ensemble.num_trainers = 1  # it owns all workers
+    config.ensemble.num_trainers = 1  # this trainer owns all workers
     config.batching.test = "constant"
     config.merge.policy = "none"
     config.inner.tx = "sgd"

@@ -1,4 +1,4 @@
-"""MicroLlama on C4, as in the paper's experiment.
+"""MicroLlama on C4, the experiment of the AdLoCo paper.
 
 Command:   python -m adloco_jax.main --config configs/microllama.py
            (model, tokenizer and text come from the Hugging Face hub; for your own files add
@@ -17,7 +17,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """The paper's run."""
+    """The settings of the paper's experiment."""
     config = default_config()
     config.num_rounds = 20  # table A.2, outer steps
 

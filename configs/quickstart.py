@@ -1,12 +1,12 @@
-"""AdLoCo on the text of this Python's own standard library: every mechanism in one short run.
+"""AdLoCo on the source text of Python's standard library: every mechanism in one short run.
 
 Command:   python -m adloco_jax.main --config configs/quickstart.py
 Hardware:  two CPU cores; no download, no accelerator
 Model:     a Llama of 125,000 parameters that reads bytes
 Shows:     three trainers whose batches grow from 4 sequences, one merge that leaves a single
            trainer with all three workers, and further growth by accumulation
-Expected:  about a minute, half of it compilation; 2.02 nats per byte on held-out text
-           with Python 3.11, 2.21 with 3.13, whose library is another text (uniform is 5.55)
+Expected:  about a minute, half of it compilation; on held-out text 2.02 nats per byte with the
+           library of Python 3.11, and 2.21 with that of 3.13 (a uniform guess has 5.55)
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +15,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """The demonstration run; the baselines beside it start from here."""
+    """The demonstration run; the configs of the baselines start from it."""
     config = default_config()
     config.num_rounds = 10
 

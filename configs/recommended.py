@@ -1,4 +1,4 @@
-"""The recommended method for your own text: one worker begins, the gradient noise adds others.
+"""The recommended method for your own text: one worker starts, others join with gradient noise.
 
 Command:   python -m adloco_jax.main --config configs/recommended.py
            --config.data.path='texts/*.jsonl.gz' --config.data.tokenizer=TOKENIZER
@@ -6,7 +6,7 @@ Hardware:  one GPU or more; `adloco plan` shows memory and communication first.
            configs/recommended_quick.py shows the same on a CPU
 Model:     a Llama of 35.2 M parameters with 32,000 tokens; replace it by your own model with
            its own learning rate
-Expected:  not run at this size; docs/RESULTS.md has the method's settings at 0.08 M parameters
+Expected:  not run at this size; docs/RESULTS.md has results of these settings at 0.08 M parameters
 See also:  docs/choosing.md says when another method is the better choice
 """
 
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     config.data.sequence_length = 512  # tokens
 
     config.ensemble.num_trainers = 1
-    config.ensemble.num_workers = 8  # the pool, once all of them take part
+    config.ensemble.num_workers = 8  # size of the whole pool
     config.ensemble.initial_workers = 1  # the noise of the gradient decides when others join
 
     config.inner.steps_per_round = 220  # as measured; use fewer if links are fast

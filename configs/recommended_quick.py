@@ -1,10 +1,10 @@
-"""The recommended settings on the quickstart's model and text: the pool grows with the noise.
+"""The recommended settings on the quickstart's model and text: workers join with gradient noise.
 
 Command:   python -m adloco_jax.main --config configs/recommended_quick.py
 Hardware:  two CPU cores; no download, no accelerator
 Model:     a Llama of 125,000 parameters that reads bytes
-Shows:     one worker that begins, three that join as the gradient noise grows, and outer momentum
-           from then on
+Shows:     one worker at the start; three more join as the gradient noise grows, and from then on
+           the outer optimizer has momentum
 Expected:  about a minute, half of it compilation
 See also:  docs/choosing.md, and the study in docs/RESULTS.md
 """

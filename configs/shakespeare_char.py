@@ -20,7 +20,7 @@ from adloco_jax.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """One worker, whose rounds change nothing: the outer step takes its parameters as they are."""
+    """Plain AdamW on one worker: the outer step only copies the worker's parameters."""
     config = default_config()
     config.num_rounds = 8  # 1,536,000 characters, about one and a half times the training text
 

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: sends half of the parameters at a time, while the workers continue.
+"""Streaming DiLoCo: half of the parameters are sent at a time, while workers continue training.
 
 Command:   python -m adloco_jax.main --config configs/streaming_diloco.py
 Hardware:  two CPU cores
@@ -11,7 +11,7 @@ from adloco_jax.configs import diloco
 
 
 def get_config() -> ConfigDict:
-    """DiLoCo, synchronised in fragments."""
+    """DiLoCo whose parameters are synchronised in two fragments."""
     config = diloco.get_config()
     config.outer.fragments = 2  # each one layer and every second row; the paper's: 3 layers
     config.outer.delay_updates = 1
