@@ -1,7 +1,7 @@
 """Charts as SVG, in a page or as files: one engine for reports, comparisons and documentation.
 
-Positions within a chart's box are percentages, so the box stretches while letters and lines keep
-their size. Colours and dashes are classes of `chart.css`; they have other values on a dark page.
+Positions in a chart's box are percentages, so the box can be stretched while text and lines keep
+their size. Colours and dashes are CSS classes of `chart.css`, with other colours on a dark page.
 """
 
 import math
@@ -24,22 +24,22 @@ STYLE = f"{_LIGHT}\n@media (prefers-color-scheme: dark) {{ {_DARK} }}\n{_RULES}"
 _NO_TEXT = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _UNITS = 4000  # range of a curve's coordinates, in both directions
-_MAX_BINS = 4000  # of all curves of a chart, each with up to four points
-_HUGE = 1e290  # drawn values are smaller; ten times this is beyond a float
-_MAX_TICKS = 5  # numbers with prefix and unit that fit a phone's width
-_MAX_LABEL = 22  # characters beside a curve
-_LABEL_PX = 14  # from one line of text to the next
+_MAX_BINS = 4000  # bins of all curves of a chart; a bin holds up to four points
+_HUGE = 1e290  # limit of drawn values, so that sums do not overflow
+_MAX_TICKS = 5  # number of ticks that fit a phone's width
+_MAX_LABEL = 22  # characters of a curve's label
+_LABEL_PX = 14  # distance between two lines of text
 
 NUM_COLORS, NUM_DASHES = 7, 6  # no common factor, so 42 curves look different
 
 
 def look(index: int) -> str:
-    """Classes of a curve by its number, the same in every chart."""
+    """The CSS classes of a curve by its number, the same in every chart."""
     return f"c{index % NUM_COLORS} d{index % NUM_DASHES}"
 
 
 def escaped(text: str) -> str:
-    """Text for HTML and SVG; characters that they do not allow become question marks."""
+    """Escape text for HTML and SVG; characters that these do not allow become question marks."""
     return escape(_NO_TEXT.sub("?", text))
 
 
@@ -72,7 +72,7 @@ def axis(
     margin: float = 0.0,
     max_ticks: int = _MAX_TICKS,
 ) -> Axis:
-    """An axis around all values.
+    """Make an axis that covers all values.
 
     Args:
       label: The quantity, with its unit unless `unit` gives it.
@@ -153,7 +153,7 @@ def points(
 
 
 def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of a value that is constant within each round; NaN between non-adjacent rounds."""
+    """Points of a step curve: constant within each round, NaN between non-adjacent rounds."""
     x, y = [], []
     for number, value in zip(rounds, values, strict=True):
         if x and x[-1] < number - 1:
@@ -169,7 +169,7 @@ def shortened(label: str) -> str:
 
 
 class Figure(str):
-    """An SVG file's text, which notebooks show as a picture."""
+    """The text of an SVG file, which notebooks show as a picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
@@ -186,7 +186,7 @@ class Panel(NamedTuple):
     classes: str = ""  # of the whole chart
 
     def html(self) -> str:
-        """The chart as a part of a page."""
+        """The chart as HTML, for a page."""
         return (
             f'<div class="chart{self.classes}"><p class="axis">{escaped(self.y_label)}</p>\n'
             f'<svg role="img" aria-label="{escaped(self.title)}" height="{self.height}">'
@@ -203,12 +203,12 @@ def chart(
     height: int = 190,
     label_px: int = _LABEL_PX,
 ) -> Panel:
-    """Curves over two axes, with labels at their ends that do not overlap.
+    """Draw curves over two axes, with labels at their ends that do not overlap.
 
     Args:
       x: Horizontal axis.
       y: Vertical axis.
-      curves: From back to front.
+      curves: The curves, from back to front.
       title: Title of the chart.
       height: Height of the box, in pixels.
       label_px: Distance between labels, in pixels.
@@ -239,7 +239,7 @@ def frame(
     y_label: str,
     classes: str = "",
 ) -> Panel:
-    """A box with grid, ticks and axis labels around a drawing.
+    """Draw a box with grid, ticks and axis labels around a drawing.
 
     Args:
       x: Horizontal axis.
@@ -263,9 +263,9 @@ def frame(
 
 
 def apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
-    """Positions between 0 and `high`, at least `gap` apart, in order and near the wanted ones."""
+    """Move positions so that they are at least `gap` apart, in order, between 0 and `high`."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[tuple[list[int], float]] = []  # members, and where the first of them stands
+    blocks: list[tuple[list[int], float]] = []  # members, and the position of the first one
     for index in order:
         members, first = [index], wanted[index]
         while True:
@@ -290,17 +290,17 @@ def document(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """An SVG file: panels in a grid, and a caption below them; see `svg`.
+    """Make an SVG file of panels in a grid with a caption below; see `svg`.
 
     Args:
-      panels: In rows, from the left.
+      panels: The panels, row by row from the left.
       title: Text for screen readers.
-      caption: What the figure shows, in words.
-      columns: Panels in a row.
-      width: Of the figure, in pixels.
-      right_px: Room for labels right of each box.
-      font_px: Size of the letters.
-      theme: As of `svg`.
+      caption: Text below the panels.
+      columns: Number of panels in a row.
+      width: Width of the figure, in pixels.
+      right_px: Room for labels to the right of each box, in pixels.
+      font_px: Size of the text, in pixels.
+      theme: As in `svg`.
     """
     em, top, parts = font_px, 0.0, []
     for row in (panels[first : first + columns] for first in range(0, len(panels), columns)):
@@ -337,16 +337,16 @@ def svg(
     font_px: int = 13,
     theme: str | None = None,
 ) -> Figure:
-    """An SVG file of these elements.
+    """Make an SVG file of SVG elements.
 
     Args:
-      width: In pixels.
-      height: In pixels.
+      width: Width in pixels.
+      height: Height in pixels.
       title: Text for screen readers.
       parts: SVG elements.
-      font_px: Size of the letters.
-      theme: "light" or "dark", without a background. None: with a background, in the theme that the
-        reader prefers.
+      font_px: Size of the text, in pixels.
+      theme: "light" or "dark": without a background. None: with a background, in the theme that the
+        reader's system prefers.
     """
     style = {None: STYLE, "light": _LIGHT + _RULES, "dark": _DARK + _RULES}[theme]
     paper = '<rect width="100%" height="100%" class="paper"/>' if theme is None else ""
@@ -365,7 +365,7 @@ def _end(curve: Curve, x: Axis, y: Axis) -> tuple[float, float] | None:
 
 
 def _label(curve: Curve, end: tuple[float, float], row: float) -> str:
-    """The text right of the box, with a thin line to it from the curve's end."""
+    """The label to the right of the box, with a thin line from the curve's end."""
     leader = [f"{100 * value:.1f}%" for value in (*end, row)]
     key = f'<tspan class="key">{escaped(curve.key)}</tspan> ' if curve.key else ""
     return (
@@ -390,7 +390,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
             for a, b in zip(low, high, strict=True)
         )
         area = f'<path class="band" d="{area}"/>'
-    # A single point is a line of no length, whose round ends make it a dot.
+    # A single point is drawn as a line of length zero; its round ends make a dot.
     line = "".join(_drawn(run) + ("h0" if len(run) == 1 else "") for run in points)
     return (
         f'<svg class="box" viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none">'
@@ -401,7 +401,7 @@ def _path(curve: Curve, x: Axis, y: Axis, num_bins: int) -> str:
 def _placed(
     xs: Iterable[float], ys: Iterable[float], x: Axis, y: Axis
 ) -> list[list[tuple[int, int]]]:
-    """Coordinates of the points, in a list for each stretch without a gap."""
+    """Coordinates of the points: one list for each part of a curve without a gap."""
     stretches: list[list[tuple[int, int]]] = [[]]
     for a, b in zip(xs, ys, strict=True):
         if not math.isfinite(b):
@@ -412,7 +412,7 @@ def _placed(
 
 
 def _thinned(points: Sequence[tuple[int, int]], num_bins: int) -> list[tuple[int, int]]:
-    """Of points that share a bin across, the first, the last, the lowest and the highest."""
+    """Thin out points: keep the first, last, lowest and highest point of each horizontal bin."""
     if len(points) <= 2 * num_bins:
         return [*points]
     bins: dict[int, list[int]] = {}

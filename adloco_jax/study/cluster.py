@@ -1,17 +1,17 @@
-"""The seconds that a recorded run would take on a cluster, in closed form from its ledger.
+"""Simulated time: the seconds that a recorded run would take on a cluster, from its ledger.
 
-Every worker has a device of its own. All devices compute at one rate, and one bandwidth and one
-latency hold between any two of them.
+Every worker has its own device. All devices compute at the same rate, and all pairs of devices have
+the same bandwidth and latency.
 
 - **Compute.** A round of a trainer takes 6 * parameters * tokens FLOPs (Kaplan et al. 2020, section
   2.1), divided among its workers.
 - **Synchronisation.** A ring all-reduce among the workers of a trainer: see `ring_s`. Its bytes are
   the ledger's. A fragment may travel while its workers compute: see `blocked_s`.
-- **Merge, refused merge, hand-over to workers that join.** The ledger's bytes over one link, and
-  one latency for each of its `syncs`. The members of a merge wait for one another; trainers wait
-  for nobody else. A merge's members wait for all bytes of its line, also for those that go to
+- **Merge, refused merge, parameters for workers that join.** The ledger's bytes over one link, and
+  one latency for each of the line's `syncs`. The members of a merge wait for one another; other
+  trainers do not wait. The members wait for all bytes of the merge's line, including bytes for
   workers of other trainers.
-- **Left out**: evaluation, checkpoints, the batch-size test (some 4 % of a round), the optimizer's
+- **Left out**: evaluation, checkpoints, the batch-size test (about 4 % of a round), the optimizer's
   update, quantisation, failures, and transfers that share a link.
 """
 
@@ -24,7 +24,7 @@ from adloco_jax.study.curves import SPENDING, last, lines
 
 @dataclass(frozen=True)
 class Cluster:
-    """A device for each worker, and equal links between the devices."""
+    """A simulated cluster with a device for each worker and equal links between all devices."""
 
     bandwidth: float = 10e9 / 8  # of a link, bytes/s
     latency_s: float = 0.03
@@ -47,10 +47,10 @@ class Cluster:
 
 
 def run_seconds(events: Sequence[dict], cluster: Cluster) -> dict[int, float]:
-    """Seconds from a run's start until every trainer had ended a round, by round.
+    """For each round, the seconds from the run's start until every trainer has ended the round.
 
     Args:
-      events: A ledger's lines, also of a resumed or unfinished run.
+      events: A ledger's lines; the run may be resumed or unfinished.
       cluster: The cluster for which the run is timed.
     """
     start = last(events, "start")
@@ -102,9 +102,9 @@ def blocked_s(
     Args:
       transfer_s: Seconds of all fragments' transfers together.
       round_s: Seconds in which the trainer's workers compute.
-      num_fragments: Fragments of equal size, synchronised in turn within the round.
-      hidden_frac: Part of the round that passes between sending a fragment and using it; a
-        fragment has arrived when the next one is sent, so that at most 1 / num_fragments counts.
+      num_fragments: Number of fragments of equal size, synchronised one after another in the round.
+      hidden_frac: Fraction of the round between sending and using a fragment. At most
+        1 / num_fragments counts, because a fragment has arrived before the next one is sent.
 
     Source: Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), sections 2.2 to 2.4.
     """

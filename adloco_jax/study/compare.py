@@ -1,7 +1,7 @@
-"""Comparisons: a declared set of variants and seeds, their runs, and the tables of the results.
+"""Comparisons: runs of several variants with several seeds, and tables of their results.
 
-All numbers come from the runs' ledgers, at the evaluations of the consensus. Communications and
-bytes are counted as in the report (`curves.heldout_points`).
+All numbers come from the runs' ledgers, at the evaluations of the consensus model. Communications
+and bytes are counted as in the report (`curves.heldout_points`).
 """
 
 import copy
@@ -44,7 +44,7 @@ CHARGED = (
     " refused attempts, each with the hand-over to workers that join a trainer; where the consensus"
     " is an average of trainers, gathering them is counted too (its time is not)."
 )
-_DECADES = 30  # the ratio from which an axis of the front is logarithmic
+_DECADES = 30  # ratio of largest to smallest value from which an axis is logarithmic
 # A panel of the front for each question: what is across and up.
 _QUESTIONS = {
     "What do fewer communications cost in tokens?": ("syncs", "tokens"),
@@ -55,7 +55,7 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs to make, and the losses to compare them at."""
+    """The runs of a comparison, and the losses at which their costs are compared."""
 
     base: ConfigDict
     variants: Mapping[str, Mapping[str, object]]
@@ -69,17 +69,17 @@ class Comparison:
 
 
 def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
-    """Checks a comparison, and lists its runs in the order in which they are made.
+    """Check a comparison, and list its runs in the order in which they are made.
 
     Args:
-      comparison: From a config file's `get_comparison()`.
-      folder: The folder of all runs: each is in `<folder>/<variant>/seed-<seed>`.
+      comparison: The result of a config file's `get_comparison()`.
+      folder: The folder of all runs; a run is in `<folder>/<variant>/seed-<seed>`.
 
     Returns:
       Every variant with every seed.
 
     Raises:
-      ConfigError: All faults at once, each with its variant.
+      ConfigError: If variants are invalid. The message lists all faults, each with its variant.
     """
     variants, seeds = comparison.variants, comparison.seeds
     faults, runs = [], []
@@ -112,7 +112,7 @@ def runs_of(comparison: Comparison, folder: str | Path) -> list[Trial]:
 
 
 def curve(events: Sequence[dict], simulated: Cluster) -> list[dict[str, float]]:
-    """Costs and loss of a run at each evaluation of its consensus.
+    """Costs and loss of a run at each evaluation of its consensus model.
 
     Args:
       events: The ledger's lines.
@@ -151,8 +151,8 @@ def tabulate(
 
     The budget of a measure is the smallest final cost of any run; for communications and bytes only
     runs that communicate count. "At equal" is the lowest loss that a run reached within the budget;
-    over tokens, updates and time the loss is interpolated between evaluations. "To reach" a loss is
-    the cost at the first evaluation with that loss.
+    over tokens, updates and time the loss is interpolated between evaluations. The cost "to reach"
+    a loss is the cost at the first evaluation with that loss or a lower one.
 
     Args:
       comparison: The comparison.
@@ -216,8 +216,8 @@ def markdown(table: dict) -> str:
       table: From `tabulate`.
 
     Returns:
-      Title, what ran on what, a conclusion and the figure `front.svg` in Markdown; then tables:
-      loss at equal cost, cost of the baseline's loss, cost of each target.
+      Markdown: title, a sentence on runs and devices, a conclusion, the figure `front.svg`, and
+      three tables: loss at equal cost, cost of the baseline's loss, cost of each target loss.
     """
     rows, shown = table["rows"], f"median of {len(table['seeds'])} seeds (range)"
     equal = [f"{MEASURES[m]} ({short(table['budgets'][m])})" for m in MEASURES]
@@ -252,7 +252,7 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
       The table.
 
     Raises:
-      DataError: From `tabulate`.
+      DataError: In the cases of `tabulate`.
     """
     table = tabulate(comparison, folder, results_file=results_file)
     text = json.dumps(table, indent=2, allow_nan=False)
@@ -262,7 +262,7 @@ def write(comparison: Comparison, folder: str | Path, *, results_file: Path | No
 
 
 def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
-    """What was run, when, and on what devices, from the ledgers' start lines."""
+    """Describe the number of runs, the dates and the devices, from the ledgers' start lines."""
     base = comparison.base
 
     def recorded(key: str) -> str:
@@ -279,7 +279,7 @@ def _ran(comparison: Comparison, starts: Sequence[dict]) -> str:
 
 
 def _conclusion(table: dict) -> str:
-    """Which variant reached the baseline's loss with the fewest communications, at what cost."""
+    """Name the variant that reached the baseline's loss with the fewest communications."""
     baseline, spent = table["baseline"], ("syncs", "bytes", "tokens", "time_s")
     costs = {
         name: {measure: row["to_baseline"][measure]["median"] for measure in spent}
@@ -346,7 +346,7 @@ def _spread(values: Sequence[float | None]) -> dict:
 
 
 def _cost_tables(costs: Mapping[str, dict]) -> Iterator[str]:
-    """A row per variant of which some seed reached the loss; the others are named below."""
+    """Make a row for each variant with a seed that reached the loss; name the others below."""
     reached = {name: cost for name, cost in costs.items() if cost["tokens"]["reached"]}
     rows = [
         [name, *(_described(cost[m], short) for m in MEASURES)]
@@ -372,11 +372,11 @@ _loss = "{:.3f}".format
 def figure(table: dict, *, command: str) -> Figure:
     """Draw the costs of each variant to a target loss, with a panel for each question.
 
-    The loss is the one that most variants reached; among several the lowest.
+    The target loss is the one that most variants reached; if there are several, the lowest.
 
     Args:
-      table: From `compare.tabulate`. If no variant reached a loss, there are no panels.
-      command: Command of the comparison, for the caption.
+      table: The result of `tabulate`. If no variant reached a target loss, there are no panels.
+      command: The command line of the comparison, for the caption.
 
     Returns:
       An SVG file.
@@ -423,7 +423,7 @@ def _caption(table: dict, loss: float, costs: dict[str, dict]) -> str:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto front, sorted by the first coordinate: points that no other beats in both."""
+    """The Pareto front, sorted by the first coordinate: points that no other point dominates."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -432,7 +432,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
-    """An axis from zero, because ratios matter; logarithmic if the values span decades."""
+    """Make an axis from zero, because ratios matter; it is logarithmic if values span decades."""
     values = [value for spread in spreads for value in _range(spread)]
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and max(positive) > _DECADES * min(positive)
@@ -450,6 +450,6 @@ def _axis(measure: str, spreads: Sequence[dict]) -> Axis:
 
 
 def _range(spread: dict) -> tuple[float, float, float]:
-    """Lowest, middle and highest value; the middle replaces a highest that a seed never reached."""
+    """Lowest, middle and highest value; if the highest is missing, the middle replaces it."""
     high = spread["median"] if spread["high"] is None else spread["high"]
     return spread["low"], spread["median"], high

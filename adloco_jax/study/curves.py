@@ -1,4 +1,4 @@
-"""Numbers from ledgers: reading and grouping runs, curves over costs, bands."""
+"""Read and group the ledgers of runs, and compute curves over costs and bands of several seeds."""
 
 import json
 import math
@@ -36,7 +36,7 @@ class RunRecord:
 
     @property
     def start(self) -> dict:
-        """The last start line, whose config holds for a resumed run."""
+        """The last start line of the ledger, which has the config of a resumed run."""
         return last(self.events, "start")
 
     @property
@@ -47,7 +47,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs whose configs differ in the seed alone."""
+    """Runs whose configs differ only in the seed."""
 
     label: str
     runs: list[RunRecord]
@@ -69,7 +69,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
       folder: The folder of a finished or running run.
 
     Raises:
-      DataError: If the folder holds no ledger, a damaged one, or one without a start line.
+      DataError: If the folder has no ledger, a damaged one, or one without a start line.
     """
     path = Path(folder) / "ledger.jsonl"
     run = RunRecord(Path(folder), ledger.read(path))
@@ -79,16 +79,16 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
 
 
 def variants(runs: Sequence[RunRecord], *, labels: Sequence[str] | None = None) -> list[Variant]:
-    """Group runs whose configs differ in `seed` alone, in the order of their first runs.
+    """Group runs whose configs differ only in `seed`, in the order of their first runs.
 
     Args:
-      runs: From `read_run`, each with a start line.
-      labels: One per run; a variant takes the label of its first run. By default the path of the
+      runs: The results of `read_run`.
+      labels: A label for each run; a variant has the label of its first run. None: the path of the
         run's folder below the deepest common folder.
 
     Raises:
-      ConfigError: If there are no runs, one is named twice, the number of labels is not the number
-        of runs, or runs of one label have different configs.
+      ConfigError: If there are no runs, a run is named twice, the numbers of labels and runs
+        differ, or runs with the same label have different configs.
     """
     folders = [run.folder.resolve() for run in runs]
     if not runs or len(set(folders)) < len(folders):
@@ -119,7 +119,7 @@ def last(events: Sequence[dict], name: str) -> dict:
 
 
 def by_trainer(events: Sequence[dict]) -> dict[int, list[dict]]:
-    """Group ledger lines by trainer id, in ascending order; the consensus's lines are left out."""
+    """Group ledger lines by trainer id, in ascending order, without lines of the consensus."""
     trainers = sorted({e["trainer"] for e in events if e["trainer"] != "consensus"})
     return {trainer: [e for e in events if e["trainer"] == trainer] for trainer in trainers}
 
@@ -138,7 +138,7 @@ def is_ended(run: RunRecord) -> bool:
 
 
 def is_evaluated(run: RunRecord) -> bool:
-    """Whether the held-out loss of the consensus is on record."""
+    """Whether the ledger has a held-out loss of the consensus model."""
     return any(e["trainer"] == "consensus" for e in lines(run.events, "eval"))
 
 
@@ -148,22 +148,22 @@ def loss_unit(run: RunRecord) -> str:
 
 
 def is_classifier(run: RunRecord) -> bool:
-    """Whether losses are per example, not per token, and accuracies are on record."""
+    """Whether the run trains a classifier: losses are per example, and there are accuracies."""
     return any("accuracy" in e for e in lines(run.events, "eval"))
 
 
 def heldout_points(
     events: Sequence[dict], *, trainer: int | str = "consensus", field: str = "loss"
 ) -> list[dict]:
-    """The evaluations of one trainer: round, value (NaN if not finite), and costs so far.
+    """The evaluations of a trainer: round, value (NaN if not finite), and costs so far.
 
-    If the consensus is an average of trainers, the cost of averaging them (`gathering`) is
-    included.
+    If the consensus model is an average of trainers, the costs include `gathering`, the cost of
+    averaging them.
 
     Args:
       events: A ledger's lines.
       trainer: A trainer's id, or "consensus".
-      field: What was measured: "loss" (nats) or "accuracy" (a fraction).
+      field: The value: "loss" (nats) or "accuracy" (a fraction).
     """
     gathered = gathering(events) if trainer == "consensus" else {}
     points = []
@@ -176,15 +176,16 @@ def heldout_points(
 
 
 def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
-    """The cost of gathering trainers for a consensus that is their average.
+    """The cost of gathering all trainers for a consensus model that is their average.
 
-    Gathering is paid once, if the average is to be used. The run's totals do not include it.
+    This cost occurs once, when the average is used. The run's totals do not include it.
 
     Args:
       events: A ledger's lines.
 
     Returns:
-      `syncs` and `bytes` by the evaluation's round; rounds without such an average are left out.
+      `syncs` and `bytes`, by the round of the evaluation. Rounds are left out if their consensus
+      model is not an average.
     """
     evaluations = lines(events, "eval")
     living = Counter(e["round"] for e in evaluations if e["trainer"] != "consensus")
@@ -197,7 +198,7 @@ def gathering(events: Sequence[dict]) -> dict[int, dict[str, int]]:
 
 
 def training_points(events: Sequence[dict], *, trainer: int | None = None) -> list[dict]:
-    """Training loss by round, of one trainer or averaged over all, and costs so far."""
+    """The training loss of each round, of a trainer or averaged over all, and the costs so far."""
     spending = lines(events, *SPENDING)
     rounds = [e["round"] for e in spending]
     costs = [[e.get(cost, 0) for e in spending] for cost in COSTS]
@@ -211,16 +212,16 @@ def training_points(events: Sequence[dict], *, trainer: int | None = None) -> li
 
 
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Band:
-    """Put curves on one grid, and take the median and the spread over them.
+    """Interpolate curves on a common grid, and compute their median and spread.
 
-    The grid has all points of all curves, within the interval that all curves cover. Between its
-    points a curve is a straight line. If it has several values at one x, the last value counts. The
-    spread is from minimum to maximum; with five curves or more it is from the first to the third
-    quartile.
+    The grid has all points of all curves, within the interval that all curves cover. A curve is
+    interpolated linearly between its points. If a curve has several values at one x, the last value
+    counts. The spread is from minimum to maximum; with five curves or more it is from the first to
+    the third quartile.
 
     Args:
-      curves: x and y of each curve. If x decreases (`gathering`), points are sorted by x. Where y
-        is NaN, the band is NaN too.
+      curves: x and y of each curve. If x decreases (because of `gathering`), points are sorted by
+        x. If y is NaN for one curve, the band is NaN there.
     """
     settled = [dict(sorted(dict(zip(x, y, strict=True)).items())) for x, y in curves]
     first, end = max(map(min, settled)), min(map(max, settled))

@@ -1,7 +1,7 @@
-"""Scatter of batch gradients about the full-data gradient at a checkpoint: numbers and a figure.
+"""Measure how batch gradients scatter about the full gradient at a checkpoint of a run.
 
-The n sequences examined are the population: their mean gradient G is exact, and so is the trace of
-their gradient covariance, tr(Sigma). A batch of b of them, drawn without replacement, has a
+The n measured sequences are the population: their mean gradient G is exact, and so is the trace of
+their gradient covariance, tr(Sigma). A batch of b sequences, drawn without replacement, has a
 gradient g_b with E|g_b - G|^2 = (1 - b/n) tr(Sigma) / b.
 """
 
@@ -35,15 +35,15 @@ from adloco_jax.study.gradients_figure import figure
 from adloco_jax.study.page import write_files
 
 MAX_COORDINATES = 100_000
-MAX_DEVIATIONS = 10_000_000  # over all draws of a batch size: 40 MB, and 160 MB in float64
-BIN_EDGES = np.linspace(-6.0, 6.0, 61)  # of the histograms, in root mean squares
+MAX_DEVIATIONS = 10_000_000  # stored coordinates of all draws of a batch size: 40 MB in float32
+BIN_EDGES = np.linspace(-6.0, 6.0, 61)  # edges of histograms, in units of the root mean square
 
-# Uses of a seed: no two of them share random numbers.
+# Purposes of a seed, so that no two of them use the same random numbers.
 _SEQUENCES, _COORDINATES, _BATCHES = range(3)
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
-    """Quotient of two values; None if one of them is missing, or `over` is not positive."""
+    """The quotient of two values; None if one is None, or if `over` is not positive."""
     return None if value is None or over is None or over <= 0 else value / over
 
 
@@ -56,8 +56,9 @@ def deviation_law(noise: float, batch_size: int, num_examples: int) -> float:
       num_examples: n, at least 2.
 
     Returns:
-      sqrt(tr(Sigma) / b) times sqrt(1 - b/n). That is the law sqrt(v / b) of independent draws, v
-      being the n examples' own variance (n - 1)/n tr(Sigma), times sqrt((n - b)/(n - 1)).
+      sqrt(tr(Sigma) / b) * sqrt(1 - b/n). Equivalently: independent draws have the law sqrt(v / b)
+      with the variance v = (n - 1)/n tr(Sigma) of the n examples; drawing without replacement
+      multiplies it by sqrt((n - b)/(n - 1)).
 
     Source: Cochran 1977, Sampling Techniques, theorem 2.2: the finite population correction.
     """
@@ -81,20 +82,20 @@ def measure(
     pass_size: int,
     on_sequences: Callable[[int], object] = lambda count: None,
 ) -> dict:
-    """Noise, signal, and the scatter of random batches about the full gradient.
+    """Measure noise, signal, and the scatter of random batch gradients about the full gradient.
 
-    Memory on the device is a few times the parameters, and for a loss function without gradient
-    taps `pass_size` times. 2 n + draws * (sum of the batch sizes) sequences are processed.
+    The device needs memory for a few copies of the parameters; if the loss function has no gradient
+    taps, for `pass_size` copies. 2 n + draws * (sum of the batch sizes) sequences are processed.
 
     Args:
       loss_fn: `loss_fn(params, rows) -> scalar`, the mean over rows; with gradient taps or without,
         see `core.gradstats`.
       params: Any pytree of arrays.
-      rows: [n, ...], the population.
-      batch_sizes: Distinct, each at least 1 and below n.
-      draws: Batches of each size, at least 2.
+      rows: The population, [n, ...].
+      batch_sizes: Distinct batch sizes, each at least 1 and below n.
+      draws: Number of batches of each size, at least 2.
       seed: Seed of batches and coordinates, at least 0.
-      pass_size: Most rows in one pass on the device.
+      pass_size: Largest number of rows in one pass on the device.
       on_sequences: Called with the number of rows of each pass, for a progress bar.
 
     Returns:
@@ -180,8 +181,8 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
     """Norms of the draws of one batch size, and kurtosis and histogram of single coordinates.
 
     Each coordinate is divided by its root mean square; coordinates that never deviate are left out.
-    Normal coordinates then have an excess kurtosis of -6 / (draws + 2). (Undivided, normal
-    coordinates of unequal variance would give a heavy-tailed whole.)
+    Normal coordinates then have an excess kurtosis of -6 / (draws + 2). Without the division,
+    normal coordinates of unequal variance would together have heavy tails.
 
     Source: excess kurtosis m_4 / m_2^2 - 3, Joanes and Gill 1998 (their g_2), about zero.
     """
@@ -205,21 +206,22 @@ def _scatter(batch_size: int, norms_S: np.ndarray, values_SC: np.ndarray, law: f
 def compare(
     events: Sequence[dict], *, round: int, trainer: int | None, noise: float, signal: float
 ) -> list[dict]:
-    """The estimates of the run's own tests around a checkpoint, over the measured values.
+    """Divide the estimates of the run's batch-size tests near a checkpoint by the measured values.
 
-    The test of round k is taken where round k begins. So the test of the round after the checkpoint
-    saw exactly the parameters of the checkpoint, and other sequences; a finished run has none.
+    A round's test is taken at the start of the round. So the test of the round after the checkpoint
+    used exactly the parameters of the checkpoint, with other sequences. A finished run has no such
+    round.
 
     Args:
       events: The ledger's lines.
-      round: The checkpoint's.
-      trainer: The trainer whose lines are compared; None for those of all trainers.
+      round: The round of the checkpoint.
+      trainer: The trainer whose tests are compared; None: all trainers.
       noise: tr(Sigma), as measured.
       signal: |G|^2, as measured.
 
     Returns:
-      A dict per trainer of the checkpoint's round and of the next, with the estimates of a single
-      test. The ratios are the test's over the measured. None: not tested, or not positive.
+      A dict for each trainer and for the checkpoint's round and the next one, with the estimates of
+      the test and their ratios to the measured values. None: not tested, or not positive.
     """
     measured = {"noise": noise, "signal": signal, "noise_scale": ratio(noise, signal)}
     found = []
@@ -249,24 +251,25 @@ def analyse_run(
     """Write `gradient_analysis.json` and `gradient_analysis.svg` for a checkpoint of a run.
 
     Args:
-      workdir: The run's folder; only `report/` in it is written.
-      round: The checkpoint's round; None is the newest.
-      trainer: A trainer's id; None is the consensus.
-      num_sequences: n, drawn at random from all the run's training rows.
-      batch_sizes: Each at least 1 and below n.
-      draws: Batches of each size, at least 2.
+      workdir: The run's folder; only its subfolder `report/` is written.
+      round: The round of the checkpoint; None: the newest checkpoint.
+      trainer: A trainer's id; None: the consensus model.
+      num_sequences: Number n of sequences, drawn at random from all training rows of the run.
+      batch_sizes: Batch sizes, each at least 1 and below n.
+      draws: Number of batches of each size, at least 2.
       seed: Seed of sequences, batches and coordinates, at least 0.
-      pass_size: Most sequences in one pass on the device; None takes the run's largest micro-batch.
-      out: Folder of the two files; None is `report` in the run's.
-      command: Recorded, and shown beneath the figure.
+      pass_size: Largest number of sequences in one pass on the device; None: the run's largest
+        micro-batch.
+      out: Folder of the two files; None: `report` in the run's folder.
+      command: The command line, which is recorded, and shown below the figure.
 
     Returns:
       The content of the JSON file.
 
     Raises:
       ConfigError: If an argument is out of range, or there is no such checkpoint or trainer.
-      CheckpointError: If the folder holds no run, or the checkpoint is damaged.
-      DataError: If the data are too few, unusable, or not those of the run.
+      CheckpointError: If the folder has no run, or the checkpoint is damaged.
+      DataError: If the data are too few or unusable, or have changed since the run.
       DivergedError: If the gradient is not finite.
       ResourceError: If the device's memory or the disk is too small.
     """
@@ -327,7 +330,7 @@ def _made(folder: Path) -> Path:
 def _drawn_rows(
     workdir: Path, settings: Settings, start: dict, num_sequences: int, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Random rows of those that the run was trained on, and how many these are."""
+    """Draw random training rows of the run; also return the number of its training rows."""
     corpus = load_data(settings)
     if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(

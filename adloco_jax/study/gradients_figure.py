@@ -1,4 +1,4 @@
-"""The figure and the printed lines of a gradient analysis, from its numbers (`study.gradients`)."""
+"""Make the figure and the printed lines of a gradient analysis (`study.gradients`)."""
 
 import numpy as np
 
@@ -11,13 +11,14 @@ _TEST = ("round", "trainer", "noise", "signal", "noise scale")
 
 
 def describe(result: dict) -> list[str]:
-    """The numbers as lines of text, in columns, at most 80 characters wide.
+    """Format the numbers as lines of text in columns, at most 80 characters wide.
 
     Args:
-      result: What `analyse_run` returns.
+      result: The result of `analyse_run`.
 
     Returns:
-      The measured noise, the scatter by batch size, and the run's own tests beside it.
+      Lines with the measured noise, the scatter by batch size, and the estimates of the run's own
+      tests.
     """
     unit, total = result["unit"], result["num_params"]
     source = SOURCES.get(result["source"], result["source"])
@@ -48,7 +49,7 @@ def figure(result: dict) -> Figure:
     """Draw histograms of single coordinates, and the norm against batch size.
 
     Args:
-      result: What `analyse_run` returns.
+      result: The result of `analyse_run`.
 
     Returns:
       An SVG file.
@@ -64,7 +65,7 @@ def figure(result: dict) -> Figure:
 
 
 def _histograms(result: dict) -> Panel:
-    """Densities by batch size, and the normal density of the same variance: 1, in these units."""
+    """Densities by batch size, and the normal density of the same variance, which is 1 here."""
     edges, lowest, curves = np.array(result["bin_edges"]), 1.0, []
     for index, batch in enumerate(result["batches"]):
         density = np.array(batch["counts"]) / (max(1, batch["num_deviations"]) * np.diff(edges))
@@ -82,7 +83,7 @@ def _histograms(result: dict) -> Panel:
 
 
 def _norms(result: dict) -> Panel:
-    """Norms of the deviations by batch size, beside their laws."""
+    """Norms of the deviations by batch size, with the norms that theory predicts."""
     batches, n = result["batches"], result["num_sequences"]
     sizes, mean, rms = (
         np.array([batch[name] for batch in batches])

@@ -1,4 +1,4 @@
-"""Loss (or accuracy) of runs over each cost."""
+"""Charts of the loss (or accuracy) of runs over each cost."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _COSTS = {
 
 
 def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
-    """Classes of the trainers' curves, with a label for trainers of the last round."""
+    """The CSS classes of the trainers' curves, with a label for trainers of the last round."""
     trainers = curves.by_trainer(curves.lines(run.events, "round"))
     last = max(rounds[-1]["round"] for rounds in trainers.values())
     return {
@@ -36,18 +36,19 @@ def trainer_looks(run: RunRecord) -> dict[int, tuple[str, str]]:
 
 
 def charts(variants: Sequence[Variant], *, field: str = "loss") -> dict[str, Panel]:
-    """A chart for each cost, by the name of the cost.
+    """Draw a chart for each cost, by the name of the cost.
 
     Args:
-      variants: A single run is drawn by trainer, with its consensus. Several runs are drawn as a
-        curve per variant, and several seeds of a variant as a median with a band.
+      variants: The runs by variant. A single run is drawn by trainer, with its consensus model.
+        Several runs are drawn as a curve per variant; several seeds of a variant are drawn as a
+        median with a band.
       field: "loss", or a classifier's "accuracy".
     """
     runs = [run for variant in variants for run in variant.runs]
     heldout = any(map(curves.is_evaluated, runs))
 
     def points(run: RunRecord, trainer: int | None = None) -> list[dict]:
-        """Evaluations of a run or a trainer, with the simulated time of each."""
+        """Evaluations of a run or a trainer, with the simulated time of each evaluation."""
         if heldout:
             who = "consensus" if trainer is None else trainer
             found = curves.heldout_points(run.events, trainer=who, field=field)
@@ -108,7 +109,7 @@ def _curve(
 
 
 def _without_start(shown: Sequence[Curve], x: Axis, label: str) -> tuple[list[Curve], str, float]:
-    """Curves without a steep start, which would fill the height; the label of y; its limit."""
+    """Cut a steep start off the curves; also return the label and the limit of the y axis."""
     points = [(x.at(a), b) for c in shown for a, b in zip(c.x, c.y, strict=True)]
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     later = [b for a, b in finite if a > _START]

@@ -27,13 +27,13 @@ def page(
     num_curves: int,
     refresh_s: int | None = None,
 ) -> str:
-    """The whole page.
+    """Make the whole web page.
 
     Args:
-      title: Its heading.
+      title: Heading of the page.
       lead: One sentence with the result.
-      screen_html: The first screen.
-      details_html: The folded parts below.
+      screen_html: HTML of the first screen.
+      details_html: HTML of the folded parts below.
       num_curves: Number of curves; a curve is highlighted while the pointer is on its table row.
       refresh_s: Seconds after which a browser reads the page again; None for never.
     """
@@ -54,7 +54,7 @@ def page(
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files by name into a folder, which is created; each replaces an older one in one move.
+    """Write files to a folder, which is created if missing; older files are replaced atomically.
 
     Characters that cannot be encoded, for instance in a file name, become question marks.
     """
@@ -70,12 +70,12 @@ def paragraph(text: str) -> str:
 
 
 def verbatim(text: str) -> str:
-    """Text that keeps its line breaks and columns, such as a command."""
+    """Preformatted text, such as a command, with its line breaks and columns."""
     return f"<pre>{escaped(text)}</pre>"
 
 
 def folded(summary: str, html: str, *, is_open: bool = False) -> str:
-    """A folded part that opens on a click, and is open in print."""
+    """A part of the page that opens on a click, and is open in print."""
     opened = " open" if is_open else ""
     return f"<details{opened}>\n<summary>{escaped(summary)}</summary>\n{html}\n</details>"
 
@@ -86,11 +86,11 @@ def figure(html: str, caption: str) -> str:
 
 
 def tabs(name: str, panels: Mapping[str, Panel]) -> str:
-    """Charts behind tabs; the first is shown at the beginning.
+    """Charts behind tabs; the first chart is shown at the beginning.
 
     Args:
-      name: Name of the group of tabs, letters alone and unique on the page.
-      panels: Each chart by the tab's text.
+      name: Name of the group of tabs: only letters, and unique on the page.
+      panels: The charts, each with the text of its tab as key.
     """
     parts = []
     for number, (text, panel) in enumerate(panels.items()):
@@ -112,7 +112,7 @@ def table(
       rows: Cells by heading (with unit), with the same headings in each row; at least one row. The
         first cell is the heading of the row.
       texts: Number of text columns, from the left.
-      is_legend: Whether each row is the legend of a curve, with its number and a piece of its line.
+      is_legend: Whether each row is the legend of a curve, with the curve's number and line style.
     """
     classes = [' class="text"'] * texts + [""] * (len(rows[0]) - texts)
     head = [
@@ -127,7 +127,7 @@ def table(
         named = _in_legend(number, first) if is_legend else first
         heading = f'<th{classes[0]} scope="row">{named}</th>'
         body.append(f"<tr{key}>{heading}{''.join(cells)}</tr>")
-    # A caption within the table would scroll away with it.
+    # The caption is outside the table, because otherwise it would scroll with the table.
     return (
         f'<p class="caption">{escaped(caption)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{''.join(head)}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n"
@@ -136,7 +136,7 @@ def table(
 
 
 def _in_legend(number: int, html: str) -> str:
-    """A curve's number, a piece of its line, and its name."""
+    """The legend of a curve: its number, a piece of its line, and its name."""
     return (
         f'<span class="swatch {chart.look(number)}"><b>{number + 1}</b><svg width="20" height="8"'
         f' aria-hidden="true"><path class="line" d="M1 4H19"/></svg><span>{html}</span></span>'

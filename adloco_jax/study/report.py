@@ -1,4 +1,4 @@
-"""The report on one run or several: a self-contained page, and the runs' totals."""
+"""Write the report on one or more runs: a self-contained page, and the runs' totals."""
 
 import json
 import os
@@ -43,20 +43,21 @@ def write(
 ) -> Path:
     """Write `index.html`, its first figure as `loss.svg`, and `summary.json` with the runs' totals.
 
-    Runs whose configs differ in the seed alone are one variant, drawn as a median with a band.
+    Runs whose configs differ only in the seed are one variant, drawn as a median with a band.
 
     Args:
-      runs: The runs' folders, also of unfinished runs.
-      folder: Output folder, created if it does not exist. Each file is replaced as a whole.
-      labels: One per run; a variant takes the label of its first run. Default: folders' names.
+      runs: The runs' folders; runs may be unfinished.
+      folder: Output folder, created if it does not exist. Each file is replaced atomically.
+      labels: A label for each run; a variant has the label of its first run. None: the folders'
+        names.
       refresh_s: Seconds after which a browser reads the page again; None for never.
 
     Returns:
       The path of `index.html`, which needs no other file.
 
     Raises:
-      ConfigError: If there are no runs, one is named twice, or the labels do not fit.
-      DataError: If a folder holds no ledger, a damaged one, or one without a finished round.
+      ConfigError: If there are no runs, a run is named twice, or the labels do not fit the runs.
+      DataError: If a folder has no ledger, a damaged one, or one without a finished round.
     """
     variants = _read(runs, labels)
     folder = Path(folder)
@@ -87,16 +88,16 @@ def watch(
 ) -> None:
     """Write the report again whenever a ledger grows, until all runs have ended.
 
-    The page refreshes itself in a browser meanwhile. It is first written when each run has a
-    finished round.
+    Until then the page refreshes itself in a browser. The page is written for the first time when
+    each run has a finished round.
 
     Args:
       runs: The runs' folders, which need not exist yet.
-      folder: As of `write`.
-      labels: As of `write`.
+      folder: As in `write`.
+      labels: As in `write`.
 
     Raises:
-      ConfigError: As of `write`.
+      ConfigError: In the cases of `write`.
       DataError: If a ledger is damaged.
     """
     ledgers, drawn, is_first = [Path(run) / "ledger.jsonl" for run in runs], [], True
@@ -115,15 +116,15 @@ def watch(
 
 
 def conclude(workdir: str | os.PathLike[str]) -> None:
-    """Prints the closing table of a run that has ended, and writes its report to `report/`.
+    """Print the final table of a finished run, and write its report to `report/` in its folder.
 
-    If the report cannot be written, a line on stderr says so; the run is finished and saved.
+    If the report cannot be written, a line on stderr says so; the run itself is saved.
 
     Args:
       workdir: The run's folder.
 
     Raises:
-      DataError: If it holds no ledger, or a damaged one.
+      DataError: If the folder has no ledger, or a damaged one.
     """
     print(summary.closing_table(workdir))
     try:
@@ -204,7 +205,7 @@ def _lead(variants: Sequence[Variant]) -> str:
 
 
 def _totals_table(variants: Sequence[Variant]) -> str:
-    """A row per variant. With several variants the rows are the legend of the curves.
+    """Make a table with a row per variant; if there are several, it is the legend of the curves.
 
     Columns without any value are left out.
     """
@@ -224,7 +225,7 @@ def _totals_table(variants: Sequence[Variant]) -> str:
 
 
 def _summary(variants: Sequence[Variant]) -> dict:
-    """Totals of a single run; with several runs a list of totals by variant."""
+    """The totals of a single run; for several runs, a list of totals by variant."""
     if len(variants) == len(variants[0].runs) == 1:
         return summary.totals(variants[0].runs[0].events)
     return {
@@ -237,14 +238,14 @@ def _summary(variants: Sequence[Variant]) -> dict:
 
 
 def _state(run: RunRecord) -> str:
-    """Why the run ended, or `unfinished`."""
+    """The reason why the run ended, or `unfinished`."""
     starts = len(curves.lines(run.events, "start"))
     state = curves.lines(run.events, "start", "end")[-1].get("reason", "unfinished")
     return f"{state}, resumed {starts - 1} ×" if starts > 1 else str(state)
 
 
 def _measures(run: RunRecord) -> dict:
-    """A run's totals, which include averaging trainers for the consensus."""
+    """A run's totals, including the cost of averaging trainers for the consensus model."""
     found = summary.totals(run.events)
     return found | {
         "syncs_total": found["syncs_total"] + found["consensus_syncs"],
@@ -281,7 +282,7 @@ def _runs_table(variants: Sequence[Variant], command: str) -> str:
 
 
 def _parts_of(run: RunRecord) -> dict[str, str]:
-    """The folded parts below a single run, by heading."""
+    """The folded parts of a single run's page, by heading."""
     parts = {"Batches and their test": run_figures.batches(run)}
     merges = [
         {

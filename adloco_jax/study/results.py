@@ -27,7 +27,7 @@ _NOTED = ("merge", "refusal", "spawn")
 
 
 class _Point(TypedDict):
-    """A run at an evaluation, as `compare.curve` has it."""
+    """The costs and the loss of a run at an evaluation, see `compare.curve`."""
 
     loss: float
     tokens: float
@@ -38,7 +38,7 @@ class _Point(TypedDict):
     rounds: float
 
 
-# What a line must hold, as `files.fault` reads it.
+# The fields of a line and their types, for `files.fault`.
 _LINE = {
     **{"variant": str, "seed": int, "config": str, "curve": list[_Point]},
     **{"start": dict.fromkeys(("time", "devices", "jax"), Maybe(str | None))},
@@ -55,9 +55,9 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Hash of a config's differences from the defaults, without paths; it identifies a line.
+    """Hash of a config's differences from the defaults, without paths, which identifies a line.
 
-    New knobs and other folders do not change the hash.
+    The hash does not change when the package gets new knobs or when folders differ.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != KNOBS[key].default}
@@ -70,7 +70,7 @@ def key(run: Trial) -> tuple[str, int, str]:
 
 
 def read(path: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """The lines of a results file by variant, seed and digest; none if there is no file.
+    """Read the lines of a results file by variant, seed and digest; empty if there is no file.
 
     Raises:
       DataError: If a line cannot be read.
@@ -104,7 +104,7 @@ def append(
     null where it is not finite).
 
     Args:
-      path: The results file, created with its folder if need be.
+      path: The results file; the file and its folder are created if missing.
       run: The run.
       changes: The keys in which the variant differs from the comparison's base.
       curve: Costs and held-out loss at each evaluation, see `compare.curve`.

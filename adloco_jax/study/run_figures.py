@@ -1,4 +1,4 @@
-"""The figures of one run, over its rounds: trainers, batches, the batch-size test, time, theory."""
+"""Figures of one run over its rounds: trainers, batches, batch-size test, time, theory."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ from adloco_jax.study.chart import Axis, Curve, escaped, steps
 from adloco_jax.study.curves import RunRecord
 from adloco_jax.study.page import figure
 
-_MAX_PARTS = 100  # of all lanes: a page of forty variants stays small
+_MAX_PARTS = 100  # parts of all lanes, so that a page of forty variants stays small
 
-# The meaning of marks in the trainers' lanes; a caption explains those that are there.
+# The meaning of marks in the trainers' lanes; a caption explains the marks that are used.
 _MARKS = {
     "merge": "the trainer with the filled dot absorbs those with hollow dots",
     "refusal": "dashed, a merge that the guard refused",
@@ -24,10 +24,10 @@ _MARKS = {
 
 
 def life(run: RunRecord) -> str:
-    """Each trainer from its first round to its last, with its batch and events.
+    """Draw each trainer from its first round to its last, with its batch and events.
 
     Args:
-      run: With at least one finished round.
+      run: A run with at least one finished round.
     """
     rounds = curves.lines(run.events, "round")
     by_trainer = curves.by_trainer(rounds)
@@ -72,7 +72,7 @@ def _concerned(event: dict) -> list[int]:
 
 
 def _sequences(e: dict) -> int:
-    """Sequences of a worker's update."""
+    """The number of sequences of a worker's update."""
     return e["micro_batch_size"] * e["num_accum_steps"]
 
 
@@ -81,7 +81,7 @@ def _batch(e: dict) -> int:
 
 
 def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
-    """An order in which no vertical line of a merge crosses a trainer that is still alive."""
+    """Order the lanes so that no vertical line of a merge crosses an active trainer."""
     order = list(trainers)
     for event in reversed(merged):  # earlier merges are moved later, and are closer
         for member in reversed(event["members"]):
@@ -94,7 +94,7 @@ def _lanes(trainers: Sequence[int], merged: Sequence[dict]) -> list[int]:
 def _lane(
     lines: Sequence[dict], x: Axis, middle: float, lane_px: int, num_lanes: int, most: int
 ) -> str:
-    """A trainer's bar, a part for each stretch of rounds with one batch and number of workers."""
+    """Draw a trainer's bar, with a part for each span of rounds of equal batch and workers."""
     changed = itertools.groupby(
         lines, lambda e: (e["workers"], e["micro_batch_size"], e["num_accum_steps"])
     )
@@ -123,7 +123,7 @@ def _lane(
 
 
 def _event(event: dict, x: Axis, lanes: Mapping[int, float]) -> str:
-    """The mark of a merge, a refused one, workers that were added, or a trainer that left."""
+    """Draw the mark of a merge, a refused merge, added workers, or a trainer that left."""
     number, name = event["round"], event["event"]
     across = f"{x.at(number):.2%}"
     rows = {t: f"{lanes[t]:.2%}" for t in sorted(_concerned(event), key=lambda t: lanes[t])}
@@ -211,10 +211,10 @@ _SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # of what happened to a 
 
 
 def learners(run: RunRecord) -> str:
-    """Each learner while it was present, what happened to it, and how many workers counted.
+    """Draw each learner while it was present, its events, and how many workers counted.
 
     Args:
-      run: Of `engine.kind=ray`, with at least one finished round.
+      run: A run with `engine.kind=ray` and at least one finished round.
     """
     rounds = curves.lines(run.events, "round")
     found = {e["learner"]: [] for e in curves.lines(run.events, "learner")}
@@ -284,7 +284,7 @@ def _present(events: Iterable[dict], last: int) -> Iterator[tuple[int, int]]:
 
 
 def _mark(event: dict, across: str, row: str) -> str:
-    """The sign of something that happened to a learner."""
+    """Draw the sign of an event of a learner."""
     title = f"round {event['round']}: learner {event['learner']} {event['what']}: {event['why']}"
     return (
         f'<g class="event"><title>{escaped(title)}</title><circle cx="{across}" cy="{row}" r="7"/>'
@@ -312,7 +312,7 @@ _THEORY: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 
 
 def theory_beside(run: RunRecord) -> str:
-    """Measured signal, batch growth and communications beside the paper's bounds.
+    """Draw measured signal, batch growth and communications beside the paper's bounds.
 
     Args:
       run: The run; bounds are drawn if its ledger determines their constants.

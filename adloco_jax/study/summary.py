@@ -17,16 +17,16 @@ SOURCES = {"only": "the trainer", "best": "the best trainer", "average": "the tr
 
 
 def closing_table(workdir: str | os.PathLike[str]) -> str:
-    """Closing table of a run: a line per trainer, then the totals.
+    """Make the table that is printed at the end of a run: a line per trainer, then the totals.
 
     Args:
-      workdir: The run's folder. For an interrupted or running run the table shows its state so far.
+      workdir: The run's folder. If the run has not finished, the table shows its present state.
 
     Returns:
-      Plain text of several lines, at most 80 columns for the usual magnitudes.
+      Plain text of several lines, usually at most 80 columns wide.
 
     Raises:
-      DataError: If the folder holds no ledger, or a damaged one.
+      DataError: If the folder has no ledger, or a damaged one.
     """
     events = read_run(workdir).events
     absorbed_by = {
@@ -55,7 +55,7 @@ def closing_table(workdir: str | os.PathLike[str]) -> str:
 
 
 def totals(events: Sequence[dict]) -> dict:
-    """A run's totals; None for values that the ledger lacks (yet), or that were not finite."""
+    """A run's totals; None for values that the ledger does not have or that were not finite."""
     rounds, programs, spent = (lines(events, *n) for n in (["round"], ["compile"], SPENDING))
     start, end = last(events, "start"), last(events, "end")
     final = last([e for e in events if e.get("trainer") == "consensus"], "eval")
@@ -86,7 +86,7 @@ def totals(events: Sequence[dict]) -> dict:
         "num_batch_growths": sum(e["next_batch_size"] > e["requested_batch_size"] for e in rounds),
         "first_accumulating_round": min(accumulating, default=None),
         **{f"learners_{what}": happened.count(what) for what in ("lost", "late", "rejected")},
-        # Rounds of workers in learners: those that were expected, and those that counted.
+        # Worker rounds in learners: the expected number, and the number that counted.
         "worker_rounds": expected,
         "worker_rounds_counted": counted,
         "participation": counted / expected if expected else None,
@@ -112,13 +112,13 @@ def totals(events: Sequence[dict]) -> dict:
 
 
 def goodput(events: Sequence[dict]) -> float | None:
-    """Counted tokens, as a share of what the learners' processes could have trained on while up.
+    """Goodput: counted tokens, divided by the tokens that the learners could have trained on.
 
-    It is tokens / (seconds up × rate). A process is up from when it is asked to start until it
-    ends; a round's line has the seconds of all processes since the line before (`up_s`). The rate,
-    in tokens per second of a process, is that of the rounds without a fault: every worker counted,
-    and meanwhile no learner joined or left, was lost, late or rejected. A trainer's first round
-    since a start compiles, and is left out of the rate.
+    Goodput is tokens / (seconds up × rate). A learner's process is up from the request to start it
+    until its end; a round's line has the seconds up of all processes since the previous line
+    (`up_s`). The rate is in tokens per second of a process, measured on rounds without a fault. In
+    such a round every worker counted, and no learner joined, left, was lost, late or rejected. A
+    trainer's first round after a start compiles, and is not used for the rate.
 
     Args:
       events: A run's ledger.
@@ -146,7 +146,7 @@ def goodput(events: Sequence[dict]) -> float | None:
 
 
 def _written_with(event: dict) -> tuple:
-    """Equal for lines that were written together."""
+    """A value that is equal for lines that were written together."""
     return event["event"], event.get("step_s")
 
 
@@ -213,13 +213,13 @@ def _heldout(t: dict) -> list[tuple[str, str]]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines of text, whose columns are flush on the right."""
+    """Format rows as lines of text with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def markdown(text: str) -> str:
-    """Text on one line, escaped for Markdown, HTML and mathematics."""
+    """Put text on one line, and escape it for Markdown, HTML and mathematics."""
     return re.sub(r"([\\`*_{}\[\]<>|$#~&])", r"\\\1", " ".join(text.split()))
 
 
@@ -230,25 +230,25 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A loss or a score to four decimals."""
+    """Format a loss or a score with four decimals."""
     return "not finite" if value is None else f"{value:.4f}" if value < 1e5 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
-    """A duration: in seconds below a minute, else in hours, minutes and seconds."""
+    """Format a duration: seconds below a minute, else hours, minutes and seconds."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
 
 
 def in_bytes(value: float) -> str:
-    """A number of bytes in the largest binary unit that it fills."""
+    """Format a number of bytes with the largest binary unit that is not larger than it."""
     power = min(4, max(0, int(value).bit_length() - 1) // 10)
     return f"{value / 1024**power:,.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def short(value: float, unit: str = "") -> str:
-    """A number in three digits, with a prefix from a thousand on: 2.5 M."""
+    """Format a number with three digits, and with a prefix from a thousand on: 2.5 M."""
     value = float(f"{value:.3g}")
     power = min(5, int(math.log10(abs(value)) // 3)) if abs(value) >= 1000 else 0
     return f"{value / 1000**power:g} {'kMGTP'[power - 1] if power else ''}{unit}".rstrip()

@@ -1,9 +1,9 @@
 """Bounds of the paper's theory (docs/algorithm.md, 5), with constants fitted to a run.
 
-The bounds are those of SGD on an L-smooth F with the exact norm test and step size
-1 / (L (1 + eta^2)). With the test exact, b_k = sigma^2 / (eta^2 |G_k|^2), all of them follow from
-Lemma 2: Theorem 1 by Jensen's inequality for 1/x, and the direct bound on communications since
-1 / b_k is |G_k|^2 times a constant. L and Delta0 enter as their product only.
+The bounds hold for SGD on an L-smooth F with the exact norm test and step size 1 / (L (1 + eta^2)).
+The exact test gives b_k = sigma^2 / (eta^2 |G_k|^2). All bounds then follow from Lemma 2: Theorem 1
+by Jensen's inequality for 1/x, and the direct bound on communications because 1 / b_k is |G_k|^2
+times a constant. The bounds depend on L and Delta0 only by their product.
 
 L is fitted such that Lemma 2 holds on the measured signal. So a measured curve crosses its bound
 only if the run departs from the theory's assumptions, see docs/algorithm.md, 5.
@@ -33,12 +33,12 @@ def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray
     Args:
       constants: L, Delta0, sigma^2 and eta.
       num_steps: N >= 1.
-      *shape: S, local steps between synchronisations, and Mi, workers of the trainer; 1 and 1 by
-        default.
+      *shape: Two numbers: S, local steps between synchronisations, and Mi, workers of the trainer.
+        Both are 1 by default.
 
     Returns:
-      2 L (S Mi + eta^2) Delta0 / (Mi N). With several workers or steps the rate is known up to a
-      constant; this 2 makes it Lemma 2's for S = Mi = 1.
+      2 L (S Mi + eta^2) Delta0 / (Mi N). With several workers or steps the rate is known only up to
+      a constant; the factor 2 makes the bound equal to Lemma 2 for S = Mi = 1.
 
     Source: AdLoCo, Lemma 2; Lemma 1 with several workers or steps.
     """
@@ -53,7 +53,7 @@ def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray)
     Args:
       constants: L, Delta0, sigma^2 and eta.
       num_steps: N >= 1.
-      *shape: As of `signal_bound`.
+      *shape: As in `signal_bound`.
 
     Returns:
       sigma^2 / (Mi eta^2 `signal_bound`), in sequences: linear in N.
@@ -69,20 +69,20 @@ def batch_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray)
 def bounds(
     found: Mapping[str, np.ndarray], constants: Constants, max_batch_size: int
 ) -> dict[str, np.ndarray]:
-    """The bounds of a run's measured values, after each round.
+    """The theory's bounds for a run's measured values, after each round.
 
     Args:
-      found: From `measured`.
+      found: The result of `measured`.
       constants: L, Delta0, sigma^2 and eta.
-      max_batch_size: Sequences that a device holds.
+      max_batch_size: Largest number of sequences in a micro-batch.
 
     Returns:
       `signal_bound`, from above (Lemma 2); `batch_bound` with the round's workers and steps, and
       `total_batch_bound`, from below (Lemma 1, Theorem 1); `communications_bound`, from above and
       the same for every N: 2 max_batch eta^2 L (1 + eta^2) Delta0 / sigma^2.
 
-    Source: docs/algorithm.md, 5. Of Theorem 2 the direct bound: 1 / b_k is eta^2 |G_k|^2 / sigma^2,
-    summed by Lemma 2.
+    Source: docs/algorithm.md, 5. Instead of Theorem 2 the direct bound is used: the sum of
+    1 / b_k = eta^2 |G_k|^2 / sigma^2 by Lemma 2.
     """
     num_steps = found["num_steps"]
     return {
@@ -104,8 +104,8 @@ def fit_constants(events: Sequence[dict]) -> Constants:
       lowest loss of all evaluations and of all training losses, averaged in the same way.
     - L: the smallest for which Lemma 2 holds after every round: the largest sum of measured |G|^2
       over the first N steps, divided by 2 (1 + eta^2) Delta0. A round's measured value is
-      used for all its steps. Negative values are included, because otherwise noise would add up to
-      signal. Rounds without a measurement are left out of the mean.
+      used for all its steps. Negative values are included, because without them the noise of the
+      measurements would look like signal. Rounds without a measurement are left out of the mean.
 
     Args:
       events: A ledger's lines.
@@ -114,7 +114,7 @@ def fit_constants(events: Sequence[dict]) -> Constants:
       The constants, all finite and above 0.
 
     Raises:
-      DataError: If the ledger does not determine one of them; the message says which and why.
+      DataError: If the ledger does not determine a constant. The message says which one and why.
     """
     batching = curves.last(events, "start")["config"]["batching"]
     test, found = batching["test"], measured(events)
