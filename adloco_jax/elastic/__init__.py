@@ -1,1 +1,4 @@
-"""Learners that come and go: workers run in processes of a Ray cluster, the loop in the driver."""
+"""The elastic engine: workers run in processes of a Ray cluster (learners), which may be lost.
+
+The training loop runs in one process, the driver.
+"""

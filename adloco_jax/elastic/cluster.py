@@ -1,6 +1,6 @@
-"""The transport: learners are actors of a Ray cluster. The rest of the room knows no Ray.
+"""The transport between driver and learners: learners are actors of a Ray cluster.
 
-Ray is imported only here. Its processes pickle for one another; a token keeps others out.
+Only this module imports Ray. Ray's processes exchange pickled data; a token keeps other users out.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ import jax
 
 from adloco_jax.errors import ConfigError, ResourceError, reason
 
-# Ends what a cluster has left once the driver has: reads until the pipe closes, however that ends.
+# A program that ends all processes of a cluster after the driver has ended, for whatever reason. It
+# reads from a pipe, which closes when the driver ends.
 _REAPER = """
 import os, shutil, signal, sys, time
 folder, spared = sys.argv[1], (os.getpid(), os.getppid())
@@ -59,7 +60,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-# By words of Ray's, which take several lines.
+# Short causes, by a part of Ray's message, which has several lines.
 _DEATHS = {
     "worker process has died": "its process has ended",
     "its node has died": "its node ended",
@@ -68,17 +69,17 @@ _DEATHS = {
 
 
 class Outcome(NamedTuple):
-    """How a call has ended."""
+    """The outcome of a call to a learner."""
 
-    value: Any  # None if it failed
-    error: str  # in one line; empty if it did not
+    value: Any  # the result; None if the call failed
+    error: str  # the error in one line; empty if the call did not fail
 
 
 def check_possible() -> None:
-    """Refuses a run in learners where Ray is missing, or where it has several processes besides.
+    """Check that a run can use learners: Ray is installed, and the run has only one process.
 
     Raises:
-      ConfigError: Says what to do.
+      ConfigError: If the run cannot use learners. The message says what to do.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -91,18 +92,18 @@ def check_possible() -> None:
 
 @contextlib.contextmanager
 def connected(address: str, num_learners: int) -> Iterator[None]:
-    """A cluster to start learners on: the one at an address, or one of our own on this machine.
+    """Connect to the Ray cluster at an address, or start a cluster on this machine.
 
-    One of our own has a token, no dashboard and no usage report, and keeps its files in a folder of
-    the run's own. At its end, also that of a killed driver, no process of it is left.
+    A started cluster has a token, no dashboard and no usage report, and a separate folder for its
+    files. When the driver ends, or is killed, all processes of the started cluster are ended.
 
     Args:
-      address: HOST:PORT of a running cluster; empty: starts one.
-      num_learners: For which one of our own has room.
+      address: HOST:PORT of a running cluster; empty: start a cluster.
+      num_learners: Number of learners for which a started cluster has room.
 
     Raises:
-      ConfigError: If there is no cluster at the address, or it refuses the token.
-      ResourceError: If none can be started.
+      ConfigError: If there is no cluster at the address, or the cluster refuses the token.
+      ResourceError: If a cluster cannot be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with contextlib.ExitStack() as stack:
@@ -134,9 +135,9 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         with os.fdopen(os.open(token, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(os.urandom(32).hex())
         changed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        # Else Ray puts the machine's address in the place of a loopback one, for other machines.
+        # Without this, Ray replaces the loopback address by an address that other machines see.
         changed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        # Functions that a run is given are found where the driver has found them.
+        # Learners import the user's functions from the same folders as the driver.
         changed["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_TOKEN")}
         stack.callback(_restore, before)
@@ -145,7 +146,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
         is_new = "ray" not in sys.modules
         import ray
 
-        if not is_new:  # it has read the environment before
+        if not is_new:  # Ray has already read the environment
             native: Any = ray._raylet
             native.Config.initialize("")
             native.AuthenticationTokenLoader.instance().reset_cache()
@@ -153,7 +154,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
             stack.callback(setattr, constants, "ENABLE_RAY_CLUSTER", constants.ENABLE_RAY_CLUSTER)
             constants.ENABLE_RAY_CLUSTER = False
         try:
-            with warnings.catch_warnings():  # of forks, after which its processes are others
+            with warnings.catch_warnings():  # about forks, which do no harm: Ray then runs exec
                 warnings.simplefilter("ignore", RuntimeWarning)
                 ray.init(
                     address="local",
@@ -172,7 +173,7 @@ def connected(address: str, num_learners: int) -> Iterator[None]:
 
 
 def _tame(ray: Any, at_sigterm: Any) -> None:
-    """Gives SIGTERM back to the run, and keeps what Ray prints on every death off the terminal."""
+    """Restore the run's SIGTERM handler, and hide Ray's messages about ended processes."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, at_sigterm)
     ray._private.worker.print_worker_logs = lambda *_: None  # whatever `log_to_driver` says
@@ -194,10 +195,10 @@ def _restore(before: dict[str, str | None]) -> None:
 
 
 def put(value: Any) -> Any:
-    """Sends a value once, for several calls; returns what stands for it.
+    """Send a value once, for use in several calls; return a reference to pass in the calls.
 
     Raises:
-      ConfigError: If it cannot be pickled.
+      ConfigError: If the value cannot be pickled.
     """
     import ray
 
@@ -211,12 +212,12 @@ def put(value: Any) -> Any:
 
 
 def start(kind: type, num_learners: int, *arguments: Any) -> Any:
-    """Starts a learner wherever there is room, at once or as soon as there is; returns its handle.
+    """Start a learner on any node with room, now or when there is room; return its handle.
 
     Args:
-      kind: The learner's class. Calls of `submit(..., aside=True)` are answered beside the others.
-      num_learners: Of the run, which share the cluster's GPUs.
-      *arguments: Of its constructor.
+      kind: The learner's class.
+      num_learners: Number of learners of the run, which share the cluster's GPUs.
+      *arguments: Arguments of the class's constructor.
     """
     import ray
 
@@ -224,7 +225,7 @@ def start(kind: type, num_learners: int, *arguments: Any) -> Any:
     options: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": max(int(gpus // num_learners), 1) if gpus else 0,
-        "max_restarts": 0,  # by Ray, which would run the constructor and lose the state
+        "max_restarts": 0,  # Ray must not restart a learner, because its state would be lost
         "max_task_retries": 0,
         "concurrency_groups": {"aside": 2},
         "scheduling_strategy": "SPREAD",
@@ -233,9 +234,9 @@ def start(kind: type, num_learners: int, *arguments: Any) -> Any:
 
 
 def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> Any:
-    """Calls a learner's method; returns what `poll` takes.
+    """Call a learner's method; return a reference to the call, for `poll`.
 
-    A learner answers its calls one after another, those that are `aside` beside the others.
+    A learner runs its calls one after another. Calls with `aside=True` run concurrently with them.
     """
     function = getattr(handle, method)
     if aside:
@@ -244,10 +245,10 @@ def submit(handle: Any, method: str, *arguments: Any, aside: bool = False) -> An
 
 
 def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
-    """The calls that have ended, after at most so many seconds.
+    """Wait for at most some seconds, and return the outcomes of the calls that have ended.
 
     Raises:
-      ResourceError: If the cluster itself is gone.
+      ResourceError: If the cluster is gone.
     """
     import ray
 
@@ -281,7 +282,7 @@ def _outcome(call: Any) -> Outcome:
 
 
 def kill(handle: Any, process: tuple[str, int] | None) -> None:
-    """Ends a learner; its process, `(machine, pid)`, too if it is on this machine and stopped."""
+    """End a learner; also kill its process `(machine, pid)` if it runs on this machine."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
@@ -293,7 +294,7 @@ def kill(handle: Any, process: tuple[str, int] | None) -> None:
 
 
 def machine_id() -> str:
-    """This boot of this machine; a process that has another cannot be ended from here."""
+    """Identify this machine and its boot; only processes with the same id can be ended here."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
     return os.uname().nodename

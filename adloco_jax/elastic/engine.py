@@ -1,9 +1,9 @@
-"""The elastic engine: workers run in learners, which may come, go, hang and die during a run.
+"""The elastic engine: workers run in learner processes, which may join, leave or fail.
 
-It implements `adloco.Engine`. The driver holds the trainers' parameters and outer states; inner
-states are with the learners, and here only where a worker has to be given one: at the start, after
-a merge, when it moves. Each trainer has a clock of its own: `ready` begins the rounds of all that
-may go on, and waits for the first to end.
+The engine implements `adloco.Engine`. The driver holds the trainers' parameters and outer states.
+Learners hold the workers' inner states; the driver sends an inner state only at the start, after a
+merge, and when a worker moves. Each trainer runs at its own pace: `ready` starts the rounds of all
+trainers that may continue, and waits until the first of these rounds ends.
 """
 
 import functools
@@ -35,13 +35,13 @@ from adloco_jax.loop.plans import learning_rates, planned, round_plans, test_cou
 from adloco_jax.run.build import Run
 from adloco_jax.settings import Settings
 
-_TRIES = 3  # of a trainer's round, without one answer, before the run ends
+_TRIES = 3  # attempts of a trainer's round without any answer, after which the run ends
 
 
 class UnderWay(NamedTuple):
-    """A round that learners have ended, for `finish`."""
+    """A round that learners have completed, for `finish`."""
 
-    trainers: list[int]  # positions
+    trainers: list[int]  # positions of the trainers
     lines: list[dict]
     outcomes: list[Outcome]
     step_s: float
@@ -51,12 +51,12 @@ class RayEngine:
     """Runs rounds in learners on a Ray cluster; see `adloco.Engine`."""
 
     def __init__(self, run: Run, programs: Programs, heldout: HeldOut):
-        """Connects to no cluster and starts no learner yet: `ready` does.
+        """Store the arguments; the first call of `ready` connects to a cluster and starts learners.
 
         Args:
-          run: What to run.
-          programs: Of the driver's own devices, which evaluate.
-          heldout: Its guard rows judge merges.
+          run: The run.
+          programs: Programs for evaluation on the driver's devices.
+          heldout: Held-out rows; merges are decided on its guard rows.
         """
         self.settings, self.spec, self.run = run.settings, run.spec, run
         self.programs, self.heldout = programs, heldout
@@ -65,8 +65,8 @@ class RayEngine:
         self.fleet = Fleet(run)
         self._states = InnerStates(run.spec, self.fleet, self._poll)
         self._finished_s = time.monotonic()  # when the last round ended
-        self._up_s = 0.0  # of the learners, until then
-        self._failures: dict[int, int] = {}  # rounds without an answer, by trainer's id
+        self._up_s = 0.0  # seconds that learners were up until the last round ended
+        self._failures: dict[int, int] = {}  # number of rounds without an answer, by trainer's id
         how = {"outer_tx": run.spec.outer_tx, "aggregate": run.spec.aggregate}
         how |= {"precision": run.spec.outer.precision, "skip_single": run.spec.outer.skip_single}
         self._apply = jax.jit(functools.partial(apply_differences, **how))
@@ -79,11 +79,11 @@ class RayEngine:
         return self.spec.state_bytes
 
     def ready(self, state: State) -> list[int]:
-        """The trainers whose rounds have ended, all of them where they must keep together.
+        """Wait for trainers whose rounds have ended; for all trainers if they must stay in step.
 
         Raises:
           ConfigError: If a learner has other data or versions than the driver.
-          ResourceError: If too few learners start, a round fails again and again, or the cluster is
+          ResourceError: If too few learners start, a round fails repeatedly, or the cluster is
             gone.
         """
         self.underway = control = state.control
@@ -105,12 +105,12 @@ class RayEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """The rounds that have ended, by the trainers' positions; their learners read the rows."""
+        """The rounds that have ended, by the trainers' positions; learners have read the rows."""
         trainers = state.control.trainers
         return {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
 
     def gradient_stats(self, state: State, batch: dict[int, Round]) -> Stats:
-        """The statistics that counted workers have sent."""
+        """The gradient statistics that the counted workers have sent."""
         stats: Stats = []
         for position, each in batch.items():
             tested = [a for a in each.counted(self.settings.engine).values() if a.num_tested]
@@ -124,7 +124,7 @@ class RayEngine:
         return stats
 
     def outer_step(self, state: State, batch: dict[int, Round]) -> tuple[State, UnderWay]:
-        """The outer updates of trainers whose rounds have ended."""
+        """Apply the outer updates of the trainers whose rounds have ended."""
         ensemble, control = state.ensemble.replace(inner_state_R=None), state.control
         lines, outcomes, counted = [], [], {}
         up_s, self._up_s = self.fleet.up_s() - self._up_s, self.fleet.up_s()
@@ -150,17 +150,17 @@ class RayEngine:
         )
         control.round = min(trainer.rounds for trainer in control.trainers)
         lines = [line | cost for line, cost in zip(lines, spent, strict=True)]
-        now_s = time.monotonic()  # a round's seconds that another has not had before
+        now_s = time.monotonic()  # seconds since the last round ended are counted once
         step_s = now_s - max(self._finished_s, min(each.start_s for each in batch.values()))
         self._finished_s = now_s
         ensemble = ensemble.replace(round=np.int32(control.round))
         return State(ensemble, control), UnderWay([*batch], lines, outcomes, step_s)
 
     def look_ahead(self, control: Control) -> None:
-        """Nothing: learners read their own rows, and compile their own programs."""
+        """Do nothing: learners read their own rows, and compile their own programs."""
 
     def finish(self, state: State, underway: UnderWay) -> tuple[State, Metrics, list[dict]]:
-        """Counts skipped updates and retires broken trainers; changes include the learners'."""
+        """Count skipped updates and remove broken trainers; also return changes of learners."""
         for line, outcome in zip(underway.lines, underway.outcomes, strict=True):
             line["skipped_updates"] = int(outcome.skipped_SR.sum())
         control, broken = count_skips(state.control, underway.outcomes, underway.trainers)
@@ -173,15 +173,15 @@ class RayEngine:
         return state, Metrics(underway.lines, underway.outcomes, underway.step_s, 0.0), changes
 
     def flush(self, state: State, trainers: Sequence[int]) -> tuple[State, list[dict]]:
-        """Nothing is left unsynchronised: fragments are refused."""
+        """Do nothing: all updates are synchronised, because fragments are refused."""
         return state, []
 
     def guard_losses(self, state: State) -> list[float]:
-        """Each trainer's loss on the guard's rows, nats/token."""
+        """Each trainer's loss on the guard rows, nats/token."""
         return guard_losses(state.ensemble, self.programs, self.heldout)
 
     def merged_loss(self, state: State, members: Sequence[int], weights: Sequence[float]) -> float:
-        """The loss that the merged trainer would have on the guard's rows, nats/token."""
+        """The loss that the merged trainer would have on the guard rows, nats/token."""
         return merged_loss(state.ensemble, members, weights, self.programs, self.heldout)
 
     def merge(
@@ -191,18 +191,18 @@ class RayEngine:
         weights: Sequence[float],
         owners: Sequence[int],
     ) -> Ensemble:
-        """`core.merge`, then `core.reassign`, with the inner states that learners hold."""
+        """Merge the members, then move workers, with the inner states that learners hold."""
         whole = self.complete(State(ensemble, self.underway))
         weights_n = np.asarray(weights, np.float32)
         return replace(merged, whole, weights_n, tuple(members), tuple(owners))
 
     def spawn(self, ensemble: Ensemble, trainer: int, num_workers: int) -> Ensemble:
-        """`core.spawn`, with the inner states that learners hold."""
+        """Add workers to a trainer, with the inner states that learners hold."""
         whole = self.complete(State(ensemble, self.underway))
         return replace(spawned, whole, trainer, num_workers)
 
     def complete(self, state: State) -> Ensemble:
-        """The ensemble with its workers' inner states, fetched from learners; waits."""
+        """Fetch the workers' inner states from the learners; return the complete ensemble."""
         ensemble, control = state
         if ensemble.inner_state_R is not None or self.spec.reset_inner_state:
             return self._states.with_fresh(ensemble)
@@ -211,13 +211,13 @@ class RayEngine:
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
 
     def close(self) -> None:
-        """Ends all learners, and a cluster of our own."""
+        """End all learners, and the cluster if this run started it."""
         self.fleet.close()
 
     # -- Rounds --------------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
-        """Begins the rounds of trainers that may go on and have a learner that is free."""
+        """Start the rounds of trainers that may continue and have a free learner."""
         control, settings, now_s = state.control, self.settings, time.monotonic()
         idle = [
             m
@@ -280,7 +280,7 @@ class RayEngine:
     def _outer_update(
         self, sub: Ensemble, by_worker: Mapping[int, Answer | None], each: Round
     ) -> tuple[Ensemble, np.ndarray]:
-        """One trainer's outer update, on the differences that have arrived."""
+        """Apply a trainer's outer update, with the differences that have arrived."""
         some = next(answer for answer in by_worker.values() if answer is not None)
         missing = jax.tree.map(np.zeros_like, some.differences)
         parts = [missing if a is None else a.differences for a in by_worker.values()]
@@ -297,7 +297,7 @@ class RayEngine:
     def _close(
         self, control: Control, position: int, each: Round, answers: Mapping[int, Answer]
     ) -> None:
-        """Notes who was not counted; what was counted is confirmed by the next round."""
+        """Record the workers that did not count; the next round confirms those that did."""
         trainer = control.trainers[position].id
         for stream in answers:
             self._states.seeds.pop(stream, None)
@@ -311,7 +311,7 @@ class RayEngine:
                 self.fleet.note(number, "rejected", cause, trainer)
 
     def _poll(self) -> None:
-        """Takes what learners have answered, and ends what those that are lost had to do."""
+        """Process answers of learners, and end the calls of lost learners."""
         for event in self.fleet.poll():
             if event.what == "states":
                 self._states.take(event)
@@ -321,23 +321,23 @@ class RayEngine:
                 self._do_without(event)
 
     def _take(self, event: Event) -> None:
-        """Takes a learner's answers of a round."""
+        """Add a learner's answers to its round."""
         learner, answers = event.learner, event.value
         learner.due_s = None
         done = sum(answer.num_sequences for answer in answers)
         learner.sequence_s = sum(answer.seconds for answer in answers) / done
-        if event.about in self.rounds:  # else too late: the round has ended
+        if event.about in self.rounds:  # otherwise the answer is too late: the round has ended
             self.rounds[event.about].take(learner.number, answers)
 
     def _do_without(self, event: Event) -> None:
-        """Goes on without a learner that is lost: its round ends, or is begun again."""
+        """Continue a round without a lost learner: the round ends, or is started again."""
         learner = event.learner
         if learner.joined:
             seeds = self._states.seeds
             self._states.lost.update(s for s in learner.streams if s not in seeds)
         for trainer, each in [*self.rounds.items()]:
             each.awaited.discard(learner.number)
-            if not (each.awaited or each.answers):  # begun again, once there is a learner
+            if not (each.awaited or each.answers):  # started again when there is a learner
                 del self.rounds[trainer]
                 self._failures[trainer] = self._failures.get(trainer, 0) + 1
                 if self._failures[trainer] >= _TRIES:
@@ -349,7 +349,7 @@ class RayEngine:
     # -- Membership ----------------------------------------------------------------------------
 
     def _divide(self, control: Control, idle: Sequence[int]) -> None:
-        """Gives the workers of trainers at a boundary to learners."""
+        """Assign the workers of trainers between two rounds to learners."""
         owners = zip(control.streams, control.owners, strict=True)
         trainers = {stream: control.trainers[owner].id for stream, owner in owners}
         busy = self.fleet.asked("play")
@@ -377,7 +377,7 @@ class RayEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """Fetches the workers of learners that were asked to stop, and lets those learners exit."""
+        """Fetch the inner states from learners that were asked to stop, and let these exit."""
         for number, learner in [*self.fleet.learners.items()]:
             if not (learner.leaving and learner.joined) or number in busy:
                 continue
@@ -385,14 +385,14 @@ class RayEngine:
             for worker, state in zip(workers, self._states.of(control, workers), strict=True):
                 self._states.seeds[control.streams[worker]] = state
             if self.fleet.learners[number] is not learner:
-                continue  # it was lost meanwhile
+                continue  # the learner was lost in the meantime
             self.fleet.note(number, "left", "asked to end")
             learner.streams = []
             self.fleet.start_again(number)
 
 
 def _may_begin(control: Control, position: int, settings: Settings) -> bool:
-    """Whether a trainer may go on: it waits for others before a merge, and at the end."""
+    """Whether a trainer may continue: it waits for the others before a merge and at the end."""
     rounds, every = control.rounds_of(position), settings.merge.every_rounds
     if _keep_together(settings):
         return rounds == control.round
@@ -402,5 +402,5 @@ def _may_begin(control: Control, position: int, settings: Settings) -> bool:
 
 
 def _keep_together(settings: Settings) -> bool:
-    """Whether trainers decide by what all of them have done, and so wait for one another."""
+    """Whether decisions need the results of all trainers, so that they wait for one another."""
     return settings.ensemble.initial_workers is not None or settings.num_tokens is not None

@@ -1,4 +1,4 @@
-"""The learners of a run together: their lives and calls, and what the ledger says of them."""
+"""All learners of a run: start them, call them, restart lost ones, record this in the ledger."""
 
 import contextlib
 import dataclasses
@@ -15,47 +15,47 @@ from adloco_jax.models.architectures import ARCHITECTURES
 from adloco_jax.run.build import Run
 from adloco_jax.run.resume import versions
 
-_POLL_S = 0.2  # between two looks at who is there
+_POLL_S = 0.2  # seconds to wait for answers between two checks of the learners
 
 
 class Call(NamedTuple):
-    """Something that a learner's present life has been asked for."""
+    """A call to the present process of a learner."""
 
     learner: int
     what: str  # "hello", "ping", "states" or "play"
-    about: Any  # of "play" the trainer's id; of "states" the workers
+    about: Any  # for "play" the trainer's id; for "states" the workers
 
 
 class Event(NamedTuple):
-    """An answer of a learner, or its loss."""
+    """An answer of a learner, or the loss of a learner."""
 
     what: str  # "play", "states" or "lost"
-    learner: members.Learner  # in the life that has answered or ended
-    about: Any  # as of the call
-    value: Any  # the answer; of a loss its cause
+    learner: members.Learner  # the learner's process that has answered or ended
+    about: Any  # as in the call
+    value: Any  # the answer, or the cause of a loss
 
 
 class Fleet:
-    """Starts learners, asks them, and starts those again that are lost."""
+    """Starts learners, calls them, and restarts lost learners."""
 
     def __init__(self, run: Run):
-        """Connects to no cluster and starts no learner yet: `start_all` does."""
+        """Store the arguments; `start_all` connects to a cluster and starts learners."""
         self._run, self._settings = run, run.settings
         self.learners: dict[int, members.Learner] = {}
-        self.control: Control  # at the newest boundary, which notes are of
-        self.changes: list[dict] = []  # ledger lines until the next boundary
+        self.control: Control  # the control after the newest round, to which ledger lines refer
+        self.changes: list[dict] = []  # ledger lines to write after the next round
         self._handles: dict[int, Any] = {}
         self._processes: dict[int, tuple[str, int]] = {}
         self._calls: dict[Any, Call] = {}
-        self._causes: dict[int, str] = {}  # of the last loss, by learner
+        self._causes: dict[int, str] = {}  # cause of the last loss, by learner
         self._cluster = contextlib.ExitStack()
         self._given: Any = None
-        self._count = 0  # of learners that there are to be
-        self._ended_up_s = 0.0  # of the lives that have ended
+        self._count = 0  # number of learners that the run needs
+        self._ended_up_s = 0.0  # seconds up of processes that have ended
         self._has_started = False
 
     def start_all(self, num_workers: int) -> None:
-        """Starts the learners, and waits for as many as there can be."""
+        """Start the learners, and wait for as many as the cluster has room for."""
         rule = self._settings.engine
         self._count = count = rule.max_learners or num_workers
         self._cluster.enter_context(cluster.connected(rule.address, count))
@@ -96,17 +96,17 @@ class Fleet:
         self._has_started = True
 
     def poll(self) -> list[Event]:
-        """What learners have answered, and which are lost; those are started again.
+        """Return answers and losses of learners; lost learners are started again.
 
         Raises:
-          ConfigError: If a learner of the start has other data or versions than the driver.
+          ConfigError: If, at the start, a learner has other data or versions than the driver.
           ResourceError: If the cluster is gone.
         """
         rule, events = self._settings.engine, []
         for call, outcome in cluster.poll([*self._calls], _POLL_S).items():
             asked = self._calls.pop(call, None)
             if asked is None:
-                continue  # of a life that has ended since
+                continue  # a call to a process that has ended
             learner = self.learners[asked.learner]
             if outcome.error:
                 events.append(self._lose(learner, outcome.error))
@@ -127,9 +127,9 @@ class Fleet:
         return events
 
     def up_s(self) -> float:
-        """Seconds so far in which learners were up, from when each was asked to start; in all.
+        """Total seconds that learners have been up, each counted from the request to start it.
 
-        Those that have not joined yet do not count: they may wait for room.
+        Learners that have not joined yet do not count, because they may be waiting for room.
         """
         now_s = time.monotonic()
         there = (each for each in self.learners.values() if each.joined)
@@ -139,7 +139,7 @@ class Fleet:
         return [n for n, learner in self.learners.items() if not learner.joined]
 
     def _start(self, number: int, life: int) -> None:
-        """Starts a learner's next life, which its workers wait for."""
+        """Start a learner's next process, for which its workers wait."""
         before, now_s = self.learners.get(number), time.monotonic()
         learner = self.learners[number] = members.Learner(number, life, now_s)
         if before is not None:
@@ -148,24 +148,24 @@ class Fleet:
         self.ask(number, "hello", about=None)
 
     def asked(self, what: str) -> set[int]:
-        """The learners that have not answered to this yet."""
+        """The learners that have not yet answered such a call."""
         return {call.learner for call in self._calls.values() if call.what == what}
 
     def ask(self, number: int, what: str, *arguments: Any, about: Any) -> None:
-        """Calls a learner; `poll` has the answer."""
+        """Call a learner; `poll` returns the answer later."""
         aside = what in ("ping", "states")
         call = cluster.submit(self._handles[number], what, *arguments, aside=aside)
         self._calls[call] = Call(number, what, about)
 
     def host(self, stream: int) -> int | None:
-        """The learner that has a worker and is there."""
+        """The present learner that hosts a worker."""
         for number, learner in self.learners.items():
             if stream in learner.streams:
                 return number if learner.joined else None
         return None
 
     def note(self, number: int, what: str, why: str, trainer: int | None = None) -> None:
-        """Adds a line for the ledger."""
+        """Add a line for the ledger."""
         if trainer is None and (streams := self.learners[number].streams):
             owners = zip(self.control.streams, self.control.owners, strict=True)
             owner = next((m for stream, m in owners if stream in streams), None)
@@ -174,7 +174,7 @@ class Fleet:
         self.changes.append({**line, "trainer": trainer, "what": what, "why": why})
 
     def _greet(self, learner: members.Learner, found: dict) -> list[Event]:
-        """Takes a learner in, unless it differs from the driver: then it is lost."""
+        """Accept a learner that has joined; one that differs from the driver counts as lost."""
         number = learner.number
         self._processes[number] = tuple(found["process"])
         here = {"fingerprint": self._run.corpus.fingerprint, "versions": versions()}
@@ -193,14 +193,14 @@ class Fleet:
         return []
 
     def _hear(self, learner: members.Learner, found: dict) -> None:
-        """Notes a sign of life."""
+        """Record a heartbeat."""
         learner.asked_s = None
         learner.leaving |= found["leaving"]
         if found["compiling"] and learner.due_s is not None:
             learner.due_s = max(learner.due_s, time.monotonic() + self._settings.engine.heartbeat_s)
 
     def _lose(self, learner: members.Learner, cause: str) -> Event:
-        """Ends a learner that is lost, and starts its next life."""
+        """End a lost learner, and start its next process."""
         number = learner.number
         if learner.joined or self._causes.get(number) != cause:
             self.note(number, "lost", cause)
@@ -209,7 +209,7 @@ class Fleet:
         return Event("lost", learner, None, cause)
 
     def start_again(self, number: int) -> None:
-        """Ends a learner's life, and starts the next one."""
+        """End a learner's process, and start the next one."""
         learner = self.learners[number]
         if learner.joined:
             self._ended_up_s += time.monotonic() - learner.started_s
@@ -217,7 +217,7 @@ class Fleet:
         self._start(number, learner.life + 1)
 
     def close(self) -> None:
-        """Ends all learners, and a cluster of our own."""
+        """End all learners, and the cluster if this run started it."""
         for number in [*self._handles]:
             self._kill(number)
         self._cluster.close()

@@ -1,8 +1,8 @@
-"""A learner: one process that runs workers' rounds on its own devices, for a driver elsewhere.
+"""A learner: a process that runs rounds of workers on its own devices, for the driver.
 
-It reads their rows by cursor and keeps their inner states, as they were before and after the last
-round. The driver confirms a round by asking for the next one, from where it ended. A round that it
-did not count is asked for again, and starts from the state before.
+A learner reads its workers' rows by their cursors. It keeps each worker's inner state from before
+and after the last round. If the driver counts a round, its next request starts at the cursor where
+the round ended. Otherwise the next request starts at the cursor before, with the earlier state.
 """
 
 import dataclasses
@@ -39,64 +39,64 @@ from adloco_jax.settings import Settings
 
 
 class Given(NamedTuple):
-    """A run, as a learner is given it."""
+    """The description of a run that the driver sends to a learner."""
 
     settings: Settings
-    spec: Spec  # for the machine of the driver, which it lacks
-    corpus: Rows | None  # None: read by the settings
-    commit: str  # of a data set on the hub
-    entries: dict[str, Any]  # of the tables that rows are read by, which a config file may add to
-    log: str  # folder of the learners' own logs
+    spec: Spec  # the driver's, without its devices
+    corpus: Rows | None  # None: the learner loads the configured corpus
+    commit: str  # commit of a data set on the hub
+    entries: dict[str, Any]  # entries of tables that reading rows needs, for a user's own entries
+    log: str  # folder of the learners' logs
 
 
 class Work(NamedTuple):
     """One worker's part of a round."""
 
     stream: int
-    start: int  # the sequence of its stream that it begins with
+    start: int  # position in the stream of the first sequence
     num_updates: int
-    num_tested: int  # of its first sequences, for the batch-size test
+    num_tested: int  # number of first sequences for the batch-size test
     rate_T: np.ndarray
-    inner_state: PyTree | None  # to begin with; None: the one that the learner has
+    inner_state: PyTree | None  # inner state at the start; None: the learner has the state
 
 
 class Order(NamedTuple):
-    """A trainer's round, as a learner is asked for it."""
+    """The driver's request to a learner for a trainer's round."""
 
-    trainer: int  # id
+    trainer: int  # id of the trainer
     round: int
     micro_batch_size: int
     num_accum_steps: int
-    is_single: bool  # whether its worker is the trainer's only one, which sends float32
+    is_single: bool  # whether the trainer has one worker, which then sends float32
     work: tuple[Work, ...]
 
 
 class Answer(NamedTuple):
-    """What a worker has done in a round."""
+    """The results of a worker's round, which a learner sends to the driver."""
 
     stream: int
     start: int
     num_updates: int
     num_sequences: int
-    differences: Differences  # of one worker, leaves [1, ...], NumPy
-    norm: float  # of its difference
+    differences: Differences  # the worker's difference, leaves [1, ...], NumPy
+    norm: float  # L2 norm of the difference
     loss_SR: np.ndarray  # R is 1
     skipped_SR: np.ndarray
     num_tested: int
     stats_R: Any  # GradientStats; None if nothing was tested
-    seconds: float  # without compilation
+    seconds: float  # duration without compilation
 
 
 class Learner:
     """Runs the rounds of its workers, one after another, each on all of its devices."""
 
     def __init__(self, number: int, life: int, given: Given):
-        """Reads the corpus, and watches for a signal and for the end of what started it.
+        """Read the corpus; watch for signals, and for the end of the parent process.
 
         Args:
-          number: The learner's.
-          life: Counts the times that this learner was started.
-          given: The run.
+          number: The learner's number.
+          life: How many times this learner has been started.
+          given: The description of the run.
 
         Raises:
           UserError: If the corpus cannot be read, or the devices cannot be shared as configured.
@@ -131,7 +131,7 @@ class Learner:
         self._note(pid=os.getpid(), learner=number, life=life)
 
     def hello(self) -> dict:
-        """Where the learner is, and what it reads and runs."""
+        """Describe the learner: its machine and process, its data and its versions."""
         return {
             "process": (machine_id(), os.getpid()),
             "fingerprint": self.corpus.fingerprint,
@@ -140,15 +140,15 @@ class Learner:
         }
 
     def ping(self) -> dict:
-        """A sign of life: whether the learner has been asked to end, or compiles."""
+        """Heartbeat; returns whether the learner has been asked to end, and whether it compiles."""
         return {"leaving": self.leaving, "compiling": self.compiling}
 
     def states(self, wanted: list[tuple[int, int, int]]) -> list[PyTree | None]:
-        """Inner states of workers, by trainer, stream and cursor; None for one it does not have."""
+        """Inner states by trainer, stream and cursor; None for states that are not here."""
         return [self.held.get(key) for key in wanted]
 
     def play(self, order: Order, params: PyTree) -> list[Answer]:
-        """Runs some of a trainer's workers through a round, from these parameters (NumPy)."""
+        """Run a round of some of a trainer's workers, from the trainer's parameters (NumPy)."""
         params_M = jax.tree.map(lambda leaf: leaf[None], params)
         return [self._play(order, work, params_M) for work in order.work]
 
@@ -223,8 +223,8 @@ class Learner:
         return self.programs.call(key, *arguments)
 
     def _note(self, **fields: int) -> None:
-        """Adds a line to the learner's own log: who it is, then the sequences that it has read."""
-        if self._log.parent.is_dir():  # not on a machine without the run's folder
+        """Add a line to the learner's log: its identity first, later the sequences it has read."""
+        if self._log.parent.is_dir():  # a machine may lack the run's folder
             with open(self._log, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
@@ -233,14 +233,14 @@ class Learner:
 
 
 def _end_with(parent: int) -> None:
-    """Ends the process once its parent has: a cluster that was killed leaves its actors."""
+    """End the process when its parent has ended, because a killed cluster leaves its actors."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _alone(params_M: PyTree) -> Ensemble:
-    """A trainer with one worker."""
+    """An ensemble of one trainer with one worker."""
     return Ensemble(params_M, None, None, (0,), jnp.zeros((), jnp.int32))
 
 

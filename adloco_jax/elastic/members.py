@@ -1,35 +1,35 @@
-"""Who is there: learners and their lives, which worker is where, when a round ends without some.
+"""Membership: which learners are present, which workers they host, when a round may end.
 
-Pure: times are arguments, in seconds of one clock. Workers are known by their streams, which are
-their permanent ids; learners by numbers, which a learner's next life keeps.
+All functions are pure: times are arguments, in seconds of one clock. A worker is identified by its
+stream, a permanent id. A learner is identified by its number, which stays when it is restarted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Times its own measured seconds, after which a learner at work is overdue. One that is stopped
-# gives no sign of life, and is lost sooner.
+# A working learner is overdue after this number times its measured seconds. A learner that is
+# stopped sends no heartbeat, and counts as lost sooner.
 SLOW = 5.0
 
 
 @dataclass
 class Learner:
-    """What the driver knows of a learner."""
+    """The driver's data about a learner."""
 
     number: int
-    life: int  # counts its starts
-    started_s: float
-    joined: bool = False
-    leaving: bool = False  # it has been asked to end
-    asked_s: float | None = None  # when it was asked for the sign that it has not given yet
-    next_s: float = 0.0  # when to ask again
+    life: int  # number of restarts
+    started_s: float  # when the process was started
+    joined: bool = False  # whether the process has answered its first call
+    leaving: bool = False  # whether the process has been asked to end
+    asked_s: float | None = None  # time of a heartbeat request without an answer yet
+    next_s: float = 0.0  # time of the next heartbeat request
     sequence_s: float | None = None  # measured seconds for a sequence
-    lost_s: float | None = None  # when its workers lost it; None: it is there, or has none to lose
-    due_s: float | None = None  # when the work that it has must be done; None: not known
-    streams: list[int] = field(default_factory=list)  # of the workers that it hosts
+    lost_s: float | None = None  # when a process with workers was lost; None: not lost
+    due_s: float | None = None  # time by which its present work must be done; None: unknown
+    streams: list[int] = field(default_factory=list)  # streams of the workers that it hosts
 
     def fault(self, now_s: float, *, heartbeat_s: float, restart_s: float) -> str:
-        """Why the learner counts as lost, in words; empty: it does not."""
+        """Say why the learner counts as lost; empty if it does not."""
         if not self.joined:
             is_late = now_s - self.started_s > restart_s
             return f"did not start within {restart_s:g} s" if is_late else ""
@@ -41,7 +41,7 @@ class Learner:
 
 
 def deadline(learner: Learner, sequences: int, now_s: float, *, heartbeat_s: float) -> float | None:
-    """When a learner must have computed so many sequences, by its own speed; None: not known."""
+    """The time by which a learner must have computed sequences, by its speed; None: unknown."""
     if learner.sequence_s is None:
         return None
     return now_s + SLOW * max(heartbeat_s, learner.sequence_s * sequences)
@@ -54,17 +54,17 @@ def assign(
     *,
     returning: Collection[int],
 ) -> dict[int, int]:
-    """Divide workers among the learners that are there, at the boundary of their trainers.
+    """Divide workers among the present learners, between two rounds of their trainers.
 
-    A worker stays with its learner. Those of a lost learner go to a spare, else they wait for its
-    next life, else they are divided. A learner that is left without one takes a worker from the
-    one that hosts the most, if these are at least two.
+    A worker stays with its learner. The workers of a lost learner go to a spare learner; without a
+    spare they wait if the learner may come back; otherwise they are divided among the others. A
+    learner without workers takes one from the learner with the most, if this has at least two.
 
     Args:
-      learners: Those that are there, with the workers that they host.
-      trainers: By stream of every worker, its trainer's id.
-      movable: Streams of the workers that may be given to a learner now.
-      returning: Of these, the workers whose learner may come back.
+      learners: The present learners, with the workers that they host.
+      trainers: Each worker's trainer: the trainer's id by the worker's stream.
+      movable: Streams of the workers that may be moved now.
+      returning: Those of the movable workers whose learner may come back.
 
     Returns:
       Each hosted worker's learner, by stream.
@@ -103,10 +103,10 @@ def is_over(
 
     Args:
       reported: Learners that have answered.
-      awaited: Learners that have not, and live.
-      quorum: How many answers are enough; None: all.
-      since_quorum_s: Seconds since they were enough; None: they are not.
-      grace_s: How long the others are waited for.
+      awaited: Present learners that have not answered.
+      quorum: Number of answers that is enough; None: all.
+      since_quorum_s: Seconds since the quorum was reached; None: it is not reached.
+      grace_s: Seconds to wait for the other learners after the quorum.
     """
     if not reported:
         return False
@@ -116,14 +116,14 @@ def is_over(
 
 
 def has_quorum(reported: int, awaited: int, quorum: int | None) -> bool:
-    """Whether so many answers are enough; where fewer learners live, these are the quorum."""
+    """Whether the answers are enough; the quorum is at most the number of present learners."""
     return reported >= min(quorum or reported + awaited, reported + awaited)
 
 
 def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -> dict[int, int]:
-    """Each worker's updates of a round, in proportion to its learner's speed; at least one.
+    """The number of updates of each worker in a round, in proportion to its learner's speed.
 
-    Workers of unknown speed run as many as the fastest.
+    Each worker makes at least one update. Workers of unknown speed make as many as the fastest.
 
     Source: DyLU of Async DiLoCo (arXiv 2401.09135).
     """
@@ -135,9 +135,9 @@ def updates_by_speed(num_updates: int, sequence_s: Mapping[int, float | None]) -
 
 
 def rejected(norms: Mapping[int, float], max_ratio: float | None) -> list[int]:
-    """Workers whose update is not finite, or longer than `max_ratio` times its peers' median.
+    """Workers whose update is not finite, or longer than `max_ratio` times the peers' median norm.
 
-    A median needs two peers.
+    The second rule applies only to workers with at least two peers.
     """
     finite = {worker: norm for worker, norm in norms.items() if norm < float("inf")}
     out = [worker for worker in norms if worker not in finite]

@@ -1,4 +1,4 @@
-"""A trainer's round in learners: who has answered, which answers count, and when it ends."""
+"""A trainer's round in learners: the answers so far, which answers count, when the round ends."""
 
 import time
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from adloco_jax.settings import Engine
 
 @dataclass
 class Round:
-    """A trainer's round under way."""
+    """A trainer's round that has started and has not ended."""
 
     plan: RoundPlan
-    order: Order  # without work
+    order: Order  # the request to learners, without the field `work`
     rate_T: np.ndarray
     start_s: float
     wire_bytes: int
     awaited: set[int] = field(default_factory=set)  # learners that have not answered
     reported: set[int] = field(default_factory=set)
     answers: dict[int, Answer] = field(default_factory=dict)  # by stream
-    quorum_s: float | None = None  # when there were answers enough
+    quorum_s: float | None = None  # when the quorum was reached
 
     def take(self, learner: int, answers: Sequence[Answer]) -> None:
-        """Takes a learner's answers, unless the round goes on without it."""
+        """Add a learner's answers, unless the round continues without this learner."""
         if learner not in self.awaited:
             return
         self.awaited.discard(learner)
@@ -48,7 +48,7 @@ class Round:
         return members.is_over(reported, awaited, **how)
 
     def counted(self, rule: Engine) -> dict[int, Answer]:
-        """The answers that count, by stream; all of them if none is usable."""
+        """The answers that count, by stream; all answers if none is usable."""
         norms = {stream: answer.norm for stream, answer in self.answers.items()}
         out = members.rejected(norms, rule.max_norm_ratio)
         kept = {stream: a for stream, a in self.answers.items() if stream not in out}
@@ -56,11 +56,11 @@ class Round:
 
 
 def outcome_of(answers: Sequence[Answer | None], plan: RoundPlan, norm: float) -> Outcome:
-    """Losses and skipped updates of a trainer's workers; of those not counted NaN, not skipped."""
+    """Losses and skipped updates of a trainer's workers; NaN and False if not counted."""
     shape = (plan.num_updates, len(answers))
     loss_SR, skipped_SR = np.full(shape, np.nan), np.zeros(shape, bool)
     for column, answer in enumerate(answers):
-        if answer is not None:  # its updates are the last ones
+        if answer is not None:  # a slower worker's updates are the last ones of the round
             loss_SR[-answer.num_updates :, column] = answer.loss_SR[:, 0]
             skipped_SR[-answer.num_updates :, column] = answer.skipped_SR[:, 0]
     return Outcome(loss_SR, skipped_SR, norm)

@@ -1,4 +1,4 @@
-"""Workers' inner states, which learners hold: to send them, to fetch them, to replace lost ones."""
+"""The workers' inner states in learners: send them, fetch them, replace lost ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,21 +15,21 @@ from adloco_jax.loop.control import Control
 
 
 class InnerStates:
-    """Where each worker's inner state is: here, to be sent; with its learner; or lost."""
+    """Tracks each worker's inner state: waiting to be sent, in a learner, or lost."""
 
     def __init__(self, spec: Spec, fleet: Fleet, poll: Callable[[], None]):
-        """The states of a fleet's workers; `poll` takes what learners have answered."""
+        """Track the states of a fleet's workers; `poll` processes the learners' answers."""
         self._spec, self._fleet, self._poll = spec, fleet, poll
-        self.seeds: dict[int, PyTree] = {}  # to send, by stream
-        self.lost: set[int] = set()  # streams whose inner state went with its learner
+        self.seeds: dict[int, PyTree] = {}  # states to send to learners, by stream
+        self.lost: set[int] = set()  # streams whose inner state was lost with a learner
         self._found: dict[tuple[int, int, int], PyTree | None] = {}  # answers of `states`
 
     def take(self, event: Event) -> None:
-        """Takes a learner's answer to `states`."""
+        """Store a learner's answer to a call of `states`."""
         self._found |= dict(zip(event.about, event.value, strict=True))
 
     def adopt(self, state: State) -> None:
-        """Takes the inner states of an ensemble that has some, to send them to the learners."""
+        """Take over the inner states of an ensemble, if it has any, to send them to learners."""
         inner_R = state.ensemble.inner_state_R
         if inner_R is None or self._spec.reset_inner_state:
             return
@@ -39,10 +39,10 @@ class InnerStates:
         self.lost.clear()
 
     def of(self, control: Control, workers: Sequence[int]) -> list[PyTree]:
-        """Workers' inner states: from here, from their learners, or those of their peers.
+        """Collect workers' inner states: from the driver, from learners, or from peers.
 
-        A state that is lost is the mean of its trainer's other workers', as of a worker that joins,
-        or a fresh one where there are none.
+        A lost state is replaced by the mean of the trainer's other workers, as for a joining
+        worker. If there are no others, it is replaced by a fresh state.
         """
         if self._spec.reset_inner_state:
             return [None for _ in workers]
@@ -67,7 +67,7 @@ class InnerStates:
         return self.seeds.get(key[1], self._found.get(key))
 
     def _fetch(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Asks learners for the states of workers, by trainer, stream and cursor; waits."""
+        """Fetch states of workers from learners, by trainer, stream and cursor; waits."""
         self._found.clear()
         asked = {}
         for key in keys:
@@ -84,10 +84,10 @@ class InnerStates:
         return jax.device_get(self._spec.inner_tx.init(zeros))
 
     def with_fresh(self, ensemble: Ensemble) -> Ensemble:
-        """The ensemble, with fresh inner states if it has none."""
+        """Add fresh inner states to an ensemble without inner states."""
         if ensemble.inner_state_R is not None:
             return ensemble
-        fresh = self._fresh()  # a round begins with one, whatever was saved
+        fresh = self._fresh()  # with inner.state=reset every round starts with a fresh state
         inner_R = jax.tree.map(lambda leaf: np.stack([leaf] * ensemble.num_workers), fresh)
         return ensemble.replace(inner_state_R=jax.tree.map(jnp.asarray, inner_R))
 

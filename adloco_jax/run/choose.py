@@ -1,4 +1,4 @@
-"""The choice of a run's mode and largest micro-batch, by compilation against a device's memory.
+"""Choose how a device's workers run (the mode) and the largest micro-batch, by compiling.
 
 docs/guides/devices.md has the table of modes.
 """
@@ -26,7 +26,7 @@ from adloco_jax.loop.adloco import Control, after_merge, choose_members, start
 from adloco_jax.loop.control import RoundPlan
 from adloco_jax.settings import Settings
 
-STEP_TOKENS = 16_384  # that keep a device busy
+STEP_TOKENS = 16_384  # number of tokens that keeps a device busy
 
 
 class Mode(NamedTuple):
@@ -44,7 +44,7 @@ MODES = (Mode(False, False), Mode(True, False), Mode(False, True), Mode(True, Tr
 
 
 class Tried(NamedTuple):
-    """A mode with its largest micro-batch, or the reason why it has none."""
+    """A mode with its largest micro-batch, or with the peaks that show why nothing fits."""
 
     mode: Mode
     max_batch_size: int | None  # None: none fits
@@ -87,19 +87,19 @@ def choose(
     allowed: Sequence[Mode] | None = None,
     on_compile: Callable[[Compiled], None] = lambda compiled: None,
 ) -> Choice:
-    """The first mode whose step keeps a device busy, with the micro-batch that it compiles for.
+    """Choose the first mode whose step keeps a device busy, and its micro-batch.
 
-    A mode's micro-batch is the set one, or else the largest bucket with which all programs of the
-    run fit the memory. The first mode wins whose step holds `STEP_TOKENS` tokens, or whose
-    micro-batch is the set one or the largest bucket. If there is no such mode, the mode with the
-    most tokens wins. On a CPU the first mode that fits wins. With a set micro-batch it is the first
-    mode, without compilation.
+    A mode's micro-batch is the configured one, or else the largest bucket with which all programs
+    of the run fit in memory. The first mode is chosen whose step has `STEP_TOKENS` tokens, or whose
+    micro-batch is the configured one or the largest bucket. If there is no such mode, the mode with
+    the most tokens is chosen. On a CPU the first mode that fits is chosen; with a configured
+    micro-batch this is the first mode, without compilation.
 
     Args:
-      settings: The run's.
+      settings: The run's settings.
       spec: The data that all programs share, except the mode.
-      loss_of: Gives the model's loss for a mode.
-      size: The set micro-batch, or the recorded one of a resumed run.
+      loss_of: Returns the model's loss function for a mode.
+      size: The configured micro-batch, or the recorded one of a resumed run.
       allowed: Modes to choose from; None: `modes`.
       on_compile: See `Programs`.
 
@@ -141,14 +141,14 @@ def choose(
 
 
 def tokens_of_a_row(spec: Spec, owners: tuple[int, ...]) -> int:
-    """Tokens that a device's step holds for each sequence of the micro-batch."""
+    """Number of tokens in a device's step for each sequence of the micro-batch."""
     mesh = placement(spec, ProgramKey("steps", owners)).mesh.shape
     at_once = len(owners) // (mesh["trainer"] * mesh["worker"])
     return spec.sequence_length * (1 if spec.in_turn else at_once)
 
 
 def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mode) -> Tried:
-    """The largest micro-batch of a mode that fits; compiles at most three."""
+    """Find the largest micro-batch of a mode that fits; compiles at most three sizes."""
     spec, batching = programs.spec, settings.batching
     machine, first = spec.machine, sizes[0]
     budget = machine.budget(batching.memory_frac)
@@ -182,7 +182,7 @@ def _try(settings: Settings, programs: Programs, sizes: Sequence[int], mode: Mod
 
 
 def max_batch_size(settings: Settings, programs: Programs) -> int:
-    """The set micro-batch, or the largest bucket with which all programs fit.
+    """The configured micro-batch, or the largest bucket with which all programs fit.
 
     Raises:
       ResourceError: If the initial batch does not fit.
@@ -200,7 +200,7 @@ def max_batch_size(settings: Settings, programs: Programs) -> int:
 def program_peaks(
     settings: Settings, programs: Programs, size: int, moves: dict[str, Peak]
 ) -> dict[str, Peak]:
-    """Bytes of a device while each program of the run runs, one of each kind at its largest."""
+    """Bytes of a device while a program runs: for each kind of program its largest case."""
     spec, control = programs.spec, start(settings, size, whole_pool=True)
     owners, trainers = tuple(control.owners), range(len(control.trainers))
     keys = first_keys(control, settings, spec, size, accumulates=accumulates(settings, size))
@@ -214,7 +214,7 @@ def program_peaks(
 
 
 def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
-    """Of the first merge and the last growth, which no micro-batch changes."""
+    """Peaks of the first merge and of the last spawn, which do not depend on the micro-batch."""
     control, peaks = start(settings, 1, whole_pool=True), {}
     owners, num_trainers = tuple(control.owners), len(control.trainers)
     shape = f"M={num_trainers} R={len(owners)}"
@@ -228,7 +228,7 @@ def _moves(settings: Settings, spec: Spec) -> dict[str, Peak]:
 
 
 def _unequal_peaks(settings: Settings, programs: Programs, control: Control) -> dict[str, Peak]:
-    """Of a round in which the last trainer runs another plan: the others are taken out."""
+    """Peaks of a round in which the last trainer has another plan than the others."""
     spec, size = programs.spec, control.max_batch_size
     plans = dict.fromkeys(
         range(len(control.trainers)), RoundPlan(size, 1, settings.inner.steps_per_round)
@@ -259,7 +259,7 @@ def first_keys(
 
 
 def accumulates(settings: Settings, size: int) -> bool:
-    """Whether a trainer may come to accumulate gradients of micro-batches of this size."""
+    """Whether a trainer may accumulate gradients at some time, with micro-batches of this size."""
     batching = settings.batching
     grows = batching.test != "constant" and size < batching.batch_cap
     return grows and settings.switch.mode != "clip"

@@ -1,6 +1,6 @@
-"""What a run would hold on devices that are not there: `adloco plan CONFIG --device h100x8`.
+"""Plan the memory of a run on devices that are not here: `adloco plan CONFIG --device h100x8`.
 
-Every program is compiled for the described device. None is run: nothing here says anything of time.
+Every program is compiled for the described device and not run, so the plan does not give times.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ from adloco_jax.settings import Settings
 
 
 def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
-    """Compiles a run's programs for a described device.
+    """Compile a run's programs for a described device, and describe their memory.
 
     Args:
       config: A config that `train` accepts; its data and weights are not read.
-      device: A name that `described` knows.
+      device: A name as in `machines.described`, such as `h100x8`.
 
     Returns:
-      Lines of Markdown, and the same as values for JSON. With `fits` False nothing fits the device.
+      Lines of Markdown, and the same data for JSON. If the field `fits` is False, no mode fits the
+      device.
 
     Raises:
       ConfigError: See `validate` and `described`.
@@ -67,7 +68,7 @@ def device_plan(config: ConfigDict, device: str) -> tuple[list[str], dict]:
 
 
 def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
-    """What was chosen, as lines and values."""
+    """Describe the chosen mode and micro-batch, as lines and as data."""
     spec, size = choice.programs.spec, choice.max_batch_size
     mode = Mode(spec.in_turn, spec.remat)
     reached = {key for c in _pools(settings, size) for key in reachable_keys(settings, spec, c)}
@@ -82,7 +83,7 @@ def _chosen(settings: Settings, choice: Choice) -> tuple[list[str], dict]:
 
 
 def _pools(settings: Settings, max_batch: int) -> list[Control]:
-    """The pools that a run passes through if trainers stay alike: growth, then merges."""
+    """The pools of a run if trainers grow equally: first growth, then merges."""
     whole = start(settings, max_batch, whole_pool=True)
     pools = [start(settings, max_batch)]
     while len(pools[-1].owners) < len(whole.owners):
@@ -109,7 +110,7 @@ def round_bytes(settings: Settings, spec: Spec) -> int:
 
 
 def _smallest_change(settings: Settings, spec: Spec, loss_of) -> str:
-    """The largest pool of workers, of whole trainers, that would fit."""
+    """Find the largest pool that would fit, with equally many workers for each trainer."""
     ensemble, batching = settings.ensemble, settings.batching
     for each in range((ensemble.num_workers - 1) // ensemble.num_trainers, 0, -1):
         pool = each * ensemble.num_trainers
@@ -134,7 +135,7 @@ def _record(tried: Tried) -> dict:
 
 
 def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
-    """The chosen mode's programs, or those of the last that was tried."""
+    """Make a table of the programs of the chosen mode, or of the last mode that was tried."""
     named = [t for t in tried if str(t.mode) == record.get("mode")] or tried[-1:]
     rows = [
         f"| {name} | {peak.program / 1e9:.2f} | {peak.beside / 1e9:.2f} | {peak.total / 1e9:.2f} |"
@@ -160,7 +161,7 @@ def _table(record: dict, tried: list[Tried], budget: int) -> list[str]:
 
 @contextlib.contextmanager
 def _progress(device: str) -> Iterator:
-    """Counts compilations on the terminal, if there is one."""
+    """Show the number of compilations on the terminal, if there is one."""
     with tqdm(desc=f"compiling for {device}", unit=" programs", leave=False, disable=None) as bar:
 
         def on_compile(compiled: Compiled) -> None:

@@ -1,7 +1,7 @@
-"""The machine that a run is for: this one, or one that is described by name and not there.
+"""The machine for which a run is compiled: this machine, or devices described by name.
 
-XLA compiles for a described device as it does for a real one. Nothing runs on it: what comes out is
-compiled, not run.
+XLA compiles for a described device as for a real one. Programs for a described device cannot be
+run.
 """
 
 import os
@@ -15,10 +15,10 @@ from adloco_jax.errors import ConfigError
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in a folder of the user's own.
+    """Cache compiled programs between runs, in the user's cache folder.
 
-    Does nothing where JAX has been given a folder already (`JAX_COMPILATION_CACHE_DIR`). Compiled
-    programs are code: the folder must not be one that others can write to.
+    Nothing is changed if JAX already has a cache folder (`JAX_COMPILATION_CACHE_DIR`). Compiled
+    programs are code, so the folder must not be writable by others.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
@@ -28,7 +28,7 @@ def use_compilation_cache() -> None:
 
 
 def here() -> Machine:
-    """The devices of this program, of all its processes."""
+    """The devices of this run, in all its processes."""
     local = jax.local_devices()
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # a CPU, whose emulated devices share the RAM
@@ -79,7 +79,7 @@ _TPUS = {
 
 
 def kinds() -> list[str]:
-    """A line for each kind of device that can be described: its memory and numbers of chips."""
+    """A line for each kind of device that can be described: memory, and numbers of chips."""
     gpus = [(name, memory, _GPU_COUNTS) for name, (memory, *_) in _GPUS.items()]
     tpus = [(name, memory, slices) for name, (memory, slices) in _TPUS.items()]
     return [
@@ -89,12 +89,12 @@ def kinds() -> list[str]:
 
 
 def described(name: str) -> Machine:
-    """Devices that are not there, to compile for: `h100x8`, `v5px4`; without a number one chip.
+    """Describe devices to compile for, such as `h100x8` or `v5px4`; without a number one chip.
 
     JAX must have been imported with JAX_PLATFORMS=cpu.
 
     Raises:
-      ConfigError: If there is no such kind or number of chips, or what compiles for it is missing.
+      ConfigError: If there is no such kind or number of chips, or the compiler is not installed.
     """
     from jax.experimental import topologies
 
