@@ -159,7 +159,7 @@ assert history[-1][1] * history[-1][2] > 1, "the noise has asked for a larger ba
 # ## Plain JAX, one device: exact statistics
 #
 # `gradient_stats` measures per-example gradients of any loss function (by `vmap`, a few examples at
-# a time). Here it looks at the first examples of a step, now and then.
+# a time). Here it measures some examples every few steps.
 
 # %%
 measure = jax.jit(

@@ -77,7 +77,7 @@ def loss_fn(x, z_B):
 
 
 def point(noise_scale):
-    """Where B_simple has this value; and |G|^2 and V there."""
+    """The point at which B_simple has this value, and |G|^2 and V there."""
     signal = noise / noise_scale
     x = np.sqrt(signal) * direction
     return jnp.asarray(x, jnp.float32), signal, x @ (eigenvalues * x)
@@ -223,7 +223,7 @@ eta = 0.8
 
 
 def true_stats(noise_scale):
-    """What `gradient_stats` would measure on an endless test batch."""
+    """The statistics that `gradient_stats` would measure on an infinite test batch."""
     zero, one = np.zeros(()), np.ones(())
     return al.GradientStats(
         scale=one,
@@ -240,7 +240,7 @@ def true_stats(noise_scale):
 
 
 def settles(noise_scale, batch_size, mode):
-    """The batch at which repeated tests come to rest, at an unchanging point."""
+    """The batch at which repeated tests at a fixed point stop growing."""
     for _ in range(100):
         wanted = al.norm_test(true_stats(noise_scale), eta=eta, mode=mode, batch_size=batch_size)
         before = batch_size
@@ -293,7 +293,7 @@ path = np.geomspace(2, 900, 200)
 
 
 def simulate(mode, decay, num_runs=100):
-    """Batches [test, run]."""
+    """Simulate runs; returns their batches, [test, run]."""
     random = np.random.default_rng(0)
     batch_R, history = np.full(num_runs, 8), []
     sums = np.zeros((4, num_runs))

@@ -139,12 +139,12 @@ def trainer_params(ensemble, m):
 
 
 def bucket(size):
-    """8, 32 or 64: few shapes, few compilations. The added examples are real ones."""
+    """Round a batch up to 8, 32 or 64, so that few shapes are compiled; added examples are real."""
     return 8 if size <= 8 else 32 if size <= 32 else 64
 
 
 def one_round(ensemble, m, batch_size, tests):
-    """Trains trainer m for a round; gives the ensemble, the next batch size, the samples used."""
+    """Train trainer m for a round; return ensemble, next batch size, number of samples."""
     plan = al.switch_mode(bucket(batch_size), max_batch_size=32)
     sub = al.take(ensemble, [m])
     per_update = plan.micro_batch_size * plan.num_accum_steps
@@ -250,11 +250,11 @@ chart.document(panels, title="AdLoCo and data parallel", columns=2, width=1120, 
 # Per sample data parallel is ahead: it makes more updates, and each serves all eight workers. Per
 # communication AdLoCo is ahead, by a factor of tens; data parallel ends lower, at a loss that
 # AdLoCo has not reached by then. Whether that is a good bargain depends on the links. One seed, and
-# learning rates tuned for neither: this shows the calls and is no verdict.
+# learning rates tuned for neither: this shows the calls; it is not a verdict.
 #
 # ## Save it, spread it
 #
-# The whole state is one pytree, so Orbax takes it as it is:
+# The whole state is one pytree, so Orbax saves it directly:
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "ensemble"
@@ -265,7 +265,7 @@ with ocp.StandardCheckpointer() as saver:
 jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), ensemble, restored))
 
 # %% [markdown]
-# To spread the workers over devices, place what belongs to a worker on a mesh: axis 1 of the batch,
+# To spread the workers over devices, shard the arrays of workers over a mesh: axis 1 of the batch,
 # axis 0 of the inner states. `jit` follows the placement.
 
 # %%

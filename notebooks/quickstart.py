@@ -72,8 +72,8 @@ HTML(f"<div>{frame}</div>")
 
 # %% [markdown]
 # The folder also holds the trained consensus in Hugging Face layout, which `transformers` loads as
-# it is. Here it goes on with a prompt. Half a minute of training on bytes teaches frequent letters
-# and some short words, not sense; `num_rounds` is the knob.
+# it is. Here it continues a prompt. Half a minute of training on bytes teaches frequent letters
+# and some short words, not sense; increase `num_rounds` for more.
 
 # %%
 import jax

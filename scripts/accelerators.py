@@ -1,9 +1,10 @@
-"""Compiles the shipped configs for GPUs and TPUs that are not there, and checks the programs.
+"""Compile the shipped configs for GPUs and TPUs that are not here, and check the programs.
 
-    python scripts/accelerators.py            all of it; the same command goes on where it stopped
+    python scripts/accelerators.py            all of it; the same command continues where it stopped
     python scripts/accelerators.py --short    the inner steps and statistics of a small model
 
-Needs the extra `plan`. Nothing runs on a device: the table of docs/GPU.md is of compiled programs.
+The script needs the extra `plan`. Nothing runs on a device: the table of compiled programs in
+docs/GPU.md comes from the compiler.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def float32_products(text: str) -> list[str]:
 
 
 def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> list[str]:
-    """What is wrong with a compiled program of inner steps or statistics."""
+    """Describe what is wrong with a compiled program of inner steps or statistics."""
     text, memory = compiled.as_text(), compiled.memory_analysis()
     at, faults = placement(spec, key), []
     names = ("fmhaSoftmax(", "fmhaSoftmaxBackward") if fused else ()
@@ -112,7 +113,7 @@ def faults_of(spec: Spec, key: ProgramKey, compiled: Any, *, fused: bool) -> lis
 
 
 def short() -> list[str]:
-    """The faults of the steps, with accumulation and without, and statistics of a small model."""
+    """Check the inner steps, with and without accumulation, and the statistics of a small model."""
     faults = []
     changes = TEXT | {"model.num_layers": 2, "model.remat": False}
     settings = validate(configured("recommended", changes))
@@ -156,7 +157,7 @@ def row(title: str, name: str, changes: dict[str, Any], device: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as a table in Markdown; what has not been compiled is not there."""
+    """Format the rows as a table in Markdown, without configs that have not been compiled."""
     lines = [
         "| config | devices | mode | micro-batch | attention | largest, GB | share of memory |",
         "|---|---|---|---|---|---|---|",
@@ -178,7 +179,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> int:
-    """Compiles what is missing, and writes the table."""
+    """Compile missing cases, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--minutes", type=float, default=60.0, help="to begin cases in")

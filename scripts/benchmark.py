@@ -1,11 +1,11 @@
-"""Benchmarks of what AdLoCo adds to plain training; each ends with one line of JSON.
+"""Benchmarks of the costs that AdLoCo adds to plain training; each ends with one line of JSON.
 
     python scripts/benchmark.py statistics | round | compile | trainers | owners | prepare | pytorch
                                 [--repeats N] [--shapes S ...] [--batches B ...] [--trainers M ...]
 
-Alternatives are timed alternately within one process, after compilation and a first call. Each call
-is waited for. Figures are medians with quartiles; ratios are ratios of medians.
-docs/BENCHMARKS.md keeps the figures with machine and date.
+Alternatives are timed alternately within one process, after compilation and a first call. The timer
+waits for each call. Figures are medians with quartiles; ratios are ratios of medians. The figures,
+with machine and date, are in docs/BENCHMARKS.md.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TINY = SMALL.model | {"width": 128, "mlp_width": 352, "num_layers": 2}
 
 
 def statistics(options: argparse.Namespace) -> dict:
-    """Per-example statistics against the plain gradient of the same batch."""
+    """Compare the time of per-example statistics with that of the batch's plain gradient."""
     result: dict = {"case": "statistics", "model": SMALL.model}
     for batch in (4, 8, 32):
         times, extra_mib = statistics_times(SMALL, batch, list(WAYS), options.repeats)
@@ -82,7 +82,7 @@ def statistics_times(
 
 
 def round_overhead(options: argparse.Namespace) -> dict:
-    """A whole round, batch-size test and host work included, against its bare inner steps."""
+    """Compare a whole round, with batch-size test and host work, with its inner steps alone."""
     shape, batch = Shape(TINY, 128, num_steps=50), 8
     times = round_times(shape, batch, rounds=-(-options.repeats // 4), blocks=4)
     report(f"S = {shape.num_steps}, batch {batch}", times)
@@ -113,7 +113,7 @@ def round_times(shape: Shape, batch: int, *, rounds: int, blocks: int) -> dict[s
 
 
 def fit_random(settings: Settings, workdir: str) -> list[dict]:
-    """The ledger of a run on random bytes, which prints nothing."""
+    """Run on random bytes without output; return the ledger."""
     init_fn, loss_fn = build_model(settings, here())
     rows = _RandomRows(settings.data.sequence_length)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -296,7 +296,7 @@ def _train_tokenizer(texts: list[str], path: str) -> str:
 
 
 def pytorch(options: argparse.Namespace) -> dict:
-    """The inner loop beside PyTorch's; see side_by_side.py."""
+    """Compare the inner loop with PyTorch's; see side_by_side.py."""
     return side_by_side(options.shapes, options.batches, options.trainers, options.repeats)
 
 
@@ -312,7 +312,7 @@ CASES = {
 
 
 def main() -> None:
-    """Runs one case."""
+    """Run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--repeats", type=int, default=15)

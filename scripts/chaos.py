@@ -1,4 +1,4 @@
-"""Kills, stops and slows learners of real runs on Ray, and measures what is left: RELIABILITY.md.
+"""Kill, stop and slow learners of real runs on Ray, and measure the results (RELIABILITY.md).
 
 python scripts/chaos.py single                90 faults of learners: all of them recovered from?
 python scripts/chaos.py nodes                 10 nodes lost, of a cluster of two
@@ -6,8 +6,8 @@ python scripts/chaos.py soak --seed 1         random deaths, hangs and a death o
 python scripts/chaos.py slow                  one learner of four, four times slower
 python scripts/chaos.py --scale short         a little of `single`, within two minutes
 
-Every trial is a line of `<folder>/results.jsonl`; stopped and started again, it goes on. Learners
-are found by the logs that they write themselves, and these alone say which sequences were read.
+Every trial is a line of `<folder>/results.jsonl`; the same command continues a stopped test. The
+logs of the learners give their processes and the sequences that they have read.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NODE = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1
 
 
 def logs(run: Path) -> dict[str, dict[tuple[int, int], list[dict]]]:
-    """By start of the driver, and by learner and life: who it is, then what it has read."""
+    """Read the learners' logs: identity, then sequences read, by driver start, learner and life."""
     found: dict = defaultdict(dict)
     for path in sorted(run.glob("learners/*/*.jsonl")):
         if lines := _lines(path, path.stat().st_size):
@@ -56,7 +56,7 @@ def logs(run: Path) -> dict[str, dict[tuple[int, int], list[dict]]]:
 
 @functools.lru_cache(4096)
 def _lines(path: Path, size: int) -> list[dict]:
-    """A log's lines; its size says whether they have been read before."""
+    """The lines of a log; its size shows whether they have been read before."""
     lines = []
     for text in path.read_text().splitlines():
         with contextlib.suppress(ValueError):  # the last line of one that was killed
@@ -65,7 +65,7 @@ def _lines(path: Path, size: int) -> list[dict]:
 
 
 def parts(run: Path) -> dict[tuple[str, int, int], list[dict]]:
-    """What has been read, by start of the driver, trainer and stream."""
+    """The parts of streams that have been read, by driver start, trainer and stream."""
     found = defaultdict(list)
     for attempt, lives in logs(run).items():
         for line in (line for lines in lives.values() for line in lines[1:]):
@@ -74,10 +74,11 @@ def parts(run: Path) -> dict[tuple[str, int, int], list[dict]]:
 
 
 def audit(run: Path) -> list[str]:
-    """Streams of which something was left out, or counted twice; by the learners' logs alone.
+    """Find streams of which a part was left out or counted twice, from the learners' logs alone.
 
-    A part counts if its stream goes on where it ends. Parts that count must follow one another
-    from the stream's beginning, or from where a checkpoint has it, to what was read last.
+    A part counts if the next part of its stream starts where it ends. Parts that count must follow
+    one another without a gap, from the stream's beginning (or a checkpoint's position) to the last
+    part that was read.
     """
     faults = []
     for (attempt, _, stream), lines in parts(run).items():
@@ -89,7 +90,7 @@ def audit(run: Path) -> list[str]:
 
 
 def first_counted_s(run: Path, stream: tuple[int, int], after_s: float) -> float | None:
-    """When the first part of a stream that counts was read after a time; None: not yet."""
+    """The time at which the first counted part of a stream was read after a time; None: not yet."""
     found = []
     for (_, *where), lines in parts(run).items():
         if tuple(where) == stream:
@@ -99,7 +100,7 @@ def first_counted_s(run: Path, stream: tuple[int, int], after_s: float) -> float
 
 
 def living(run: Path) -> dict[int, dict]:
-    """The processes of learners that are there, by number: pid, last stream, number of rounds."""
+    """The present processes of learners, by number: pid, last stream, number of rounds."""
     attempts = logs(run)
     lives = attempts[max(attempts)] if attempts else {}
     found = {}
@@ -119,12 +120,12 @@ def _is_there(pid: int) -> bool:
 
 
 def is_of(pid: int, run: Path) -> bool:
-    """Whether a process is of a cluster that the driver of a run has started."""
+    """Whether a process belongs to a cluster that a run's driver has started."""
     return cluster_folder(pid, run) is not None
 
 
 def cluster_folder(pid: int, run: Path) -> str | None:
-    """The folder of a run's cluster, if a process is of one."""
+    """The folder of a run's cluster, if a process belongs to one."""
     with contextlib.suppress(OSError):
         environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
         if f"CHAOS={run}" in environ:
@@ -134,7 +135,7 @@ def cluster_folder(pid: int, run: Path) -> str | None:
 
 
 def with_open_files(folder: str) -> list[int]:
-    """The processes that have files of a folder open, whatever their environment says."""
+    """The processes that have open files in a folder."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -145,7 +146,7 @@ def with_open_files(folder: str) -> list[int]:
 
 
 def left_running(run: Path) -> int:
-    """How many processes there are of clusters that the driver of a run has started."""
+    """The number of processes of clusters that a run's driver has started."""
     return sum(is_of(int(pid), run) for pid in os.listdir("/proc") if pid.isdecimal())
 
 
@@ -154,7 +155,7 @@ def left_running(run: Path) -> int:
 
 @contextlib.contextmanager
 def driver(run: Path, options: list[str]) -> Iterator[subprocess.Popen]:
-    """A run's process; it is ended at the end."""
+    """Start a run's process, and end it when the context ends."""
     name, *keys = [*RUN, *options]
     command = [sys.executable, "-m", "adloco_jax.main", "train", name, "--workdir", str(run)]
     command += [f"--config.{key}" for key in keys]
@@ -178,7 +179,7 @@ def events(run: Path, name: str) -> list[dict]:
 
 
 def wait_for(what, process: subprocess.Popen, seconds: float):
-    """What a function returns, once that is something; None if the run has ended or time is up."""
+    """Wait until a function returns a true value; None if the run ends or time is up."""
     until_s = time.time() + seconds
     while time.time() < until_s and process.poll() is None:
         if found := what():
@@ -199,7 +200,7 @@ def started_s(pid: int) -> float:
 
 
 def strike(kind: str, pid: int) -> None:
-    """A fault of a learner's process."""
+    """Cause a fault of a learner's process."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
@@ -220,7 +221,7 @@ def two_nodes() -> Any:
 
 
 def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
-    """Ends the second node of a cluster and its learners, and starts another; returns these."""
+    """End the second node of a cluster with its learners, start another; return the learners."""
     (node,) = cluster.worker_nodes
     raylet = node.all_processes["raylet"][0].process.pid
     lost = [number for number, each in there.items() if int(_stat(each["pid"])[0]) == raylet]
@@ -232,9 +233,9 @@ def lose_node(cluster: Any, there: dict[int, dict]) -> list[int]:
 
 
 def single(run: Path, kinds: list[str], rng: random.Random, options: list[str]) -> Iterator[dict]:
-    """Faults at random instants of one run, each after the last one was recovered from.
+    """Cause faults at random times of one run, each after the run has recovered from the last.
 
-    A node that is lost takes its learners with it, and another one joins.
+    A lost node takes its learners with it, and another node joins.
     """
     with contextlib.ExitStack() as stack:
         how, cluster = ["num_rounds=1000000", "inner.steps_per_round=10", *options], None
@@ -275,11 +276,11 @@ def _all_at_work(run: Path) -> bool:
 
 
 def ride(run: Path, how: list[str], tape: list, *, restart: bool, seconds: float) -> dict:
-    """A run under a tape of faults (seconds, learner or None for the driver, kind).
+    """Run under a list of faults (seconds, learner or None for the driver, kind).
 
-    A learner that is not there meets its fault when it is. With `restart` each fault ends the
-    driver and so all learners, a hang after 20 s; the same command goes on. What is counted of
-    learners' seconds begins with the starts of their processes.
+    The fault of an absent learner waits until the learner is present. With `restart` each fault
+    ends the driver and so all learners (a hang ends them after 20 s), and the same command
+    continues the run. A learner's seconds count from the start of its process.
     """
     tape, up, struck, starts, code = [*tape], {}, [], 0, 1
     begin_s, is_on = time.time(), False
@@ -326,7 +327,7 @@ def ride(run: Path, how: list[str], tape: list, *, restart: bool, seconds: float
 
 
 def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -> Iterator[dict]:
-    """Random deaths, one of them the driver's: without, with a spare, and restarting everything."""
+    """Random deaths, one of them the driver's: without a spare, with one, with full restarts."""
     how = [f"num_rounds={rounds}", f"seed={seed}", "checkpoint.every_rounds=5"]
     how += ["eval.every_rounds=5", "inner.steps_per_round=240", *options]
     before = {e["way"]: e for e in done if e["seed"] == seed}
@@ -347,7 +348,7 @@ def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -
 
 
 def tape_of(seed: int, rounds: int, round_s: float) -> list[tuple[float, int | None, str]]:
-    """Faults in the order of their seconds; a learner lives for twenty rounds in the mean."""
+    """Draw faults in order of time; a learner lives for twenty rounds on average."""
     rng = random.Random(seed)
     tape: list = [(rng.uniform(0.3, 0.7) * rounds * round_s, None, "driver")]
     for number in range(4):
@@ -364,7 +365,7 @@ def _losses(run: Path) -> list[tuple[int, float]]:
 
 
 def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
-    """One learner of four at a quarter of its speed: all waited for, a quorum, by speed."""
+    """Slow one of four learners to a quarter: wait for all, use a quorum, or updates by speed."""
     ways = {"all": "steps=equal", "quorum": "quorum=3", "by_speed": "steps=by_speed"}
     for name, key in ways.items():
         run = folder / f"slow-{name}"
@@ -386,7 +387,7 @@ def slow(folder: Path, rounds: int, options: list[str]) -> Iterator[dict]:
 
 
 def main() -> int:
-    """Runs the trials that a results file does not have; returns how many have failed."""
+    """Run the trials that a results file lacks; return the number of failed trials."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", default="single", choices=FAULTS)
     given = {"scale": "long", "folder": Path("chaos"), "rounds": 60, "seed": 0}

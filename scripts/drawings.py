@@ -1,4 +1,4 @@
-"""Draws the documentation's pictures as SVG files, each for a light and for a dark page.
+"""Draw the documentation's pictures as SVG files, each for light and for dark pages.
 
 python scripts/drawings.py
 
@@ -97,7 +97,7 @@ def line(points: Sequence[tuple[float, float]], classes: str, *, arrow: bool = F
 
 
 def trainer_round(x: float, y: float, workers: int, batch: int, micro: int, color: str) -> str:
-    """A trainer's round: a bar for each worker, as high as its batch, then the outer update."""
+    """Draw a round: a bar for each worker, as high as its batch, then the outer update."""
     width, gap, step = 56, 6, batch + 6
     top, end = y - (workers * step - gap) / 2, x + width + 16
     parts = []
@@ -220,7 +220,7 @@ DRAWINGS: dict[str, Callable[[str], str]] = {
 
 
 def main() -> None:
-    """Writes every drawing in both themes."""
+    """Write every drawing in both themes."""
     for name, drawing in DRAWINGS.items():
         for theme in ("light", "dark"):
             (OUT / f"{name}-{theme}.svg").write_text(drawing(theme), encoding="utf-8")

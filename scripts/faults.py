@@ -1,4 +1,4 @@
-"""Kills, starves and corrupts real runs, and checks that nothing is lost: docs/RELIABILITY.md.
+"""Kill runs, fill disks and damage files, and check that nothing is lost (docs/RELIABILITY.md).
 
 python scripts/faults.py --scale long     takes hours; the same command continues a stopped test
 python scripts/faults.py --rows K1,K6     some rows only
@@ -99,7 +99,7 @@ class Bench:
 
     @functools.cached_property
     def reference(self) -> tuple[dict, float]:
-        """The end of the uninterrupted run, and its seconds with warm programs."""
+        """The final state of the uninterrupted run, and its seconds with compiled programs."""
         for _ in range(2):
             workdir, start_s = self.fresh(), time.perf_counter()
             code, err = self.run(workdir)
@@ -109,7 +109,7 @@ class Bench:
 
     @functools.cached_property
     def reference_of_two(self) -> dict:
-        """The end of the uninterrupted run of two processes."""
+        """The final state of the uninterrupted run of two processes."""
         workdir = self.fresh()
         codes, text = self.ends_together(workdir)
         if codes != [0, 0]:
@@ -123,7 +123,7 @@ class Bench:
         return [process.returncode for process in group], "\n".join(said)
 
     def ends_alike(self, workdir: Path) -> str:
-        """Resumes the run to its end; returns the differences from the uninterrupted run."""
+        """Resume the run to its end; return the differences from the uninterrupted run."""
         code, err = self.run(workdir)
         if code or "Traceback" in err:
             return f"ended with {code}: {err.strip()[-300:]}"
@@ -133,7 +133,7 @@ class Bench:
     def together(
         self, workdir: Path, *, watchdog_s: float = 120, **how
     ) -> Iterator[list[subprocess.Popen]]:
-        """The run as two processes, which are killed where they are left."""
+        """Start the run as two processes, and kill them when the context ends."""
         words = [f"--config.checkpoint.watchdog_s={watchdog_s}", "--num_processes=2"]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ class Bench:
                 process.wait()
 
     def half_way(self) -> Path:
-        """A run killed after its fifth round, with two checkpoints; made once, then copied."""
+        """Copy a run that was killed after its fifth round, with two checkpoints."""
         base, copy = self.folder / "half", self.fresh()
         if not base.exists():
             self.run(base, ADLOCO_CRASH_AT="round.decided:5")
@@ -177,7 +177,7 @@ def state_of(workdir: Path) -> dict:
 
 
 def points() -> list[str]:
-    """Every named crash point in the package's source."""
+    """The names of all crash points in the package's source."""
     names = set()
     for path in (ROOT / "adloco_jax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -187,12 +187,12 @@ def points() -> list[str]:
 
 
 def differences(found: dict, expected: dict) -> str:
-    """Names of the differences between the ends of two runs; empty if there are none."""
+    """The names of the data that differ at the ends of two runs; empty if all are equal."""
     return ", ".join(name for name in expected if found[name] != expected[name])
 
 
 def verdict(difference: str, what: str) -> Trial:
-    """Passed if nothing differs."""
+    """A trial's result: it has passed if nothing differs."""
     return not difference, f"{what} : {difference}" if difference else what
 
 
@@ -229,7 +229,7 @@ def k2(bench: Bench, case: tuple[str, int]) -> Iterator[Trial]:
 
 
 def _with_fault(bench: Bench, variable: str, fault: str) -> tuple[Path, int, str]:
-    """Runs with a fault, from the middle if only a resumed run meets it: folder, code, stderr."""
+    """Run with a fault; return folder, exit code, stderr. Some faults need a resumed run."""
     workdir = bench.fresh()
     code, err = bench.run(workdir, **{variable: fault})
     if code == 0 and not _events(workdir, "fault"):
@@ -278,7 +278,7 @@ def k4(bench: Bench, _: int) -> Iterator[Trial]:
 
 
 def _unexpected(code: int, err: str, allowed: Sequence[int]) -> str:
-    """The fault of an exit code and its output; empty if there is none."""
+    """Describe an unexpected exit code or output; empty if both are as expected."""
     wrong = code not in allowed or "Traceback" in err
     return f" ended with {code}: {err.strip()[-300:]}" if wrong else ""
 
@@ -330,7 +330,7 @@ def k6_command(bench: Bench, file: str) -> Iterator[Trial]:
 
 
 def k7(bench: Bench, what: str) -> Iterator[Trial]:
-    """All checkpoints damaged or deleted: nothing starts over, nothing is written."""
+    """All checkpoints damaged or deleted: the run is not restarted, and nothing is written."""
     workdir = bench.half_way()
     for number in checkpoint.list_rounds(workdir / "checkpoints"):
         folder = workdir / "checkpoints" / str(number)
@@ -431,10 +431,10 @@ class Meeting:
 
     what: str
     codes: tuple[int, ...]
-    word: str = ""  # each says it
-    own: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # each one's options
-    late_s: float = 0  # between the two starts
-    without: int | None = None  # one that never comes
+    word: str = ""  # text that each process must print
+    own: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # further options of each process
+    late_s: float = 0  # seconds between the two starts
+    without: int | None = None  # a process that is not started
     take_port: bool = False
 
     def __str__(self):
@@ -464,7 +464,7 @@ def _meetings(bench: Bench) -> list[Meeting]:
 
 
 def p2(bench: Bench, meeting: Meeting) -> Iterator[Trial]:
-    """A process comes late or never, its port is taken, or its arguments differ."""
+    """A process starts late or never, its port is in use, or its arguments differ."""
     workdir, start_s = bench.fresh(), time.monotonic()
     there = bench.folder / "there"
     there.mkdir(exist_ok=True)
@@ -577,7 +577,7 @@ def _events(workdir: Path, name: str) -> list[dict]:
 
 
 def _await_starts(process: subprocess.Popen, workdir: Path, count: int) -> None:
-    """Waits until the ledger has so many `start` lines, or the process has ended."""
+    """Wait until the ledger has a number of `start` lines, or the process has ended."""
     while len(_events(workdir, "start")) < count and process.poll() is None:
         time.sleep(0.05)
 
@@ -604,7 +604,7 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 
 def damage(path: Path, kind: str, rng: random.Random, other: Path | None = None) -> bool:
-    """Damages a file, or swaps it with another; False if that leaves the files as they were."""
+    """Damage a file, or swap it with another; False if the content of the files is unchanged."""
     content = path.read_bytes()
     if kind == "delete":
         path.unlink()
@@ -620,7 +620,7 @@ def damage(path: Path, kind: str, rng: random.Random, other: Path | None = None)
 
 
 def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator[dict]:
-    """Lines of the trials of a row that its results lack, up to a number in all."""
+    """Run the trials that a row's results lack, up to a total number; yield a line for each."""
     of_row = [result for result in results if result["row"] == row]
     done, left = {result["case"] for result in of_row}, number - len(of_row)
     for case in ROWS[row].cases(bench):
@@ -633,7 +633,7 @@ def trials(bench: Bench, row: str, number: int, results: list[dict]) -> Iterator
 
 
 def table(results: list[dict]) -> str:
-    """A line per row: trials, passed, what it is."""
+    """Make a table with a line per row: number of trials, number passed, description."""
     lines = ["| row | trials | passed | |", "|---|---|---|---|"]
     for name, row in ROWS.items():
         passed = [result["passed"] for result in results if result["row"] == name]
@@ -644,7 +644,7 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    """Runs the rows asked for, as far as the results do not have them yet."""
+    """Run the selected rows, without the trials that the results already have."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", choices=("short", "long"), default="long")
     parser.add_argument("--rows", default=",".join(ROWS), help="names, separated by commas")

@@ -1,10 +1,10 @@
-"""Measures this engine on one GPU and writes the table of docs/GPU.md.
+"""Measure training on one GPU, and write the table of docs/GPU.md.
 
     python scripts/gpu.py [--minutes 20] [--peak FLOP/S] [--results runs/gpu/results.jsonl]
-    python scripts/gpu.py --size toy    all of it on a CPU; the figures mean nothing
+    python scripts/gpu.py --size toy    all parts on a CPU; the figures mean nothing
 
-Each part runs in a process of its own, for at most PART_LIMIT_S, and ends with a line in the
-results; the same command goes on with the parts that have none. Nothing is downloaded.
+Each part runs in a separate process, for at most PART_LIMIT_S, and ends with a line in the results
+file. The same command continues with the parts that have no line. Nothing is downloaded.
 """
 
 import argparse
@@ -79,8 +79,8 @@ class Size:
     changes: dict[str, object]
 
 
-# MicroLlama's run with every mechanism, on this Python's library; 2 of its layers, as what is
-# saved and compared grows with them.
+# MicroLlama's run with every mechanism, on Python's standard library, with 2 layers, so that the
+# saved and compared states are small.
 _SHORT_RUN = {"num_rounds": 4, "model.num_layers": 2, "data.source": "stdlib"}
 _SHORT_RUN |= {"model.init_from": ""}
 _SHORT_RUN |= dict.fromkeys(("data.path", "data.name", "data.heldout_split", "model.init_from"), "")
@@ -97,7 +97,7 @@ SIZES = {
 
 
 def speed(size: Size) -> dict:
-    """The inner steps and PyTorch's (compiled, with fused AdamW), timed alternately."""
+    """Time the inner steps and PyTorch's steps (compiled, with fused AdamW) alternately."""
     lacks = torch_lacks()
     figures = measure(size.shape, size.batch, 1, size.repeats, with_torch=not lacks)
     ours, compiled = figures["adloco_jax"], figures.get("compile")
@@ -114,7 +114,7 @@ def speed(size: Size) -> dict:
 
 
 def statistics(size: Size) -> dict:
-    """The time of per-example gradient statistics over that of the same batch's gradient."""
+    """Ratio of the time of per-example statistics to the time of the same batch's gradient."""
     times, extra_mib = statistics_times(size.shape, size.batch, ["taps"], size.repeats)
     report("statistics", times)
     figures = {"time": ratio(times, "taps", "plain"), "extra_mib": extra_mib["taps"]}
@@ -122,7 +122,7 @@ def statistics(size: Size) -> dict:
 
 
 def whole_round(size: Size) -> dict:
-    """The time of a round with batch-size test and host work over that of its inner steps."""
+    """Ratio of the time of a round, with batch-size test and host work, to its inner steps."""
     shape = dataclasses.replace(size.shape, num_steps=size.round_steps)
     times = round_times(shape, size.batch, rounds=size.repeats, blocks=1)
     report("round", times)
@@ -130,7 +130,7 @@ def whole_round(size: Size) -> dict:
 
 
 def trainers(size: Size) -> dict:
-    """The time of four stacked trainers over that of one trainer with as many updates."""
+    """Ratio of the time of four stacked trainers to that of one trainer with as many updates."""
     runs = {}
     for name, count in (("four", 4), ("one", 1)):
         shape = dataclasses.replace(size.shape, num_steps=size.shape.num_steps // count)
@@ -180,7 +180,7 @@ def memory(size: Size) -> dict:
 
 
 def programs(size: Size) -> dict:
-    """Each program's bytes by the compiler, and the device's peak once it has run on zeros."""
+    """Compare each program's bytes by the compiler with the device's peak after running it."""
     clip = {"num_rounds": 1, "inner.steps_per_round": 2, "switch.mode": "clip"}
     settings = settings_of(size.shape, **clip | {"batching.max_batch_size": size.batch})
     functions = build_model(settings, here())
@@ -206,7 +206,7 @@ def programs(size: Size) -> dict:
 
 
 def resume(size: Size) -> dict:
-    """A run that is stopped and resumed in another process, against an uninterrupted run."""
+    """Compare a run that is stopped and resumed in another process with an uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"
 
@@ -233,13 +233,13 @@ PARTS: dict[str, Callable[[Size], dict]] = {
     "programs": programs,
     "resume": resume,
 }
-# As runs have it; beside PyTorch, which takes memory from the same GPU, side_by_side.py says no.
+# As in runs. side_by_side.py sets this to false, because PyTorch uses the same GPU.
 _PREALLOCATE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
 _FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
 ENVIRONMENT = {name: _PREALLOCATE for name in PARTS if name != "speed"}
 ENVIRONMENT["resume"] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": _FLAGS}
 
-# What the table says: a line's name, its part, which of the part's figures, and how.
+# For each line of the table: its name, its part, the part's figures, and their format.
 ROWS = (
     ("MicroLlama, tokens/s", "speed", "tokens", "{median:,.0f} ({low:,.0f} to {high:,.0f})"),
     ("share of the bfloat16 peak", "speed", "share", "{share:.3f} of {tera:,.3g} TFLOP/s"),
@@ -283,7 +283,7 @@ def peak_of(kind: str, given: float | None) -> float | None:
 
 
 def table(lines: list[dict], peak: float | None) -> str:
-    """The lines of results as a table in Markdown, with a reason instead of a missing figure."""
+    """Format results as a table in Markdown; a missing figure is replaced by its reason."""
     last = {line["part"]: line for line in lines}
     rows = ["| | |", "|---|---|"]
     for name, part, key, form in ROWS:
@@ -309,14 +309,14 @@ def read_results(path: Path, size: str) -> list[dict]:
 
 
 def append(path: Path, line: dict) -> None:
-    """Adds a line to the results."""
+    """Add a line to the results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, default=float) + "\n")
 
 
 def measure_part(part: str, options: argparse.Namespace) -> None:
-    """Measures a part in this process and writes its line."""
+    """Measure a part in this process and write its line."""
     start_s = time.monotonic()
     figures = {} if part == "machine" else PARTS[part](SIZES[options.size])
     device = jax.devices()[0]
@@ -327,7 +327,7 @@ def measure_part(part: str, options: argparse.Namespace) -> None:
 
 
 def run_part(part: str, options: argparse.Namespace, limit_s: float) -> str:
-    """Measures a part in a process; returns one line with the fault, or nothing."""
+    """Measure a part in another process; return one line with its error, or an empty text."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(part, {})
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # one GPU, also where there are several
     if options.size == "toy":
@@ -354,7 +354,7 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float) -> str:
 
 
 def measure_all(options: argparse.Namespace) -> list[dict]:
-    """Measures what is missing in the results, and returns them all.
+    """Measure the parts that the results lack, and return all results.
 
     Raises:
       ConfigError: If there is no accelerator, or JAX does not start.
@@ -385,7 +385,7 @@ def measure_all(options: argparse.Namespace) -> list[dict]:
 
 
 def main() -> int:
-    """Measures, and writes the table."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="microllama")
     parser.add_argument("--results", type=Path, default=Path("runs/gpu/results.jsonl"))

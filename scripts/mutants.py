@@ -1,7 +1,7 @@
-"""Makes one mistake of scripts/mutants.toml at a time, and says whether its tests notice it.
+"""Make one mistake of scripts/mutants.toml at a time, and check that its tests notice it.
 
-python scripts/mutants.py                      all of them; started again, it goes on
-python scripts/mutants.py --only merge,cursor  those with such a word in their name or area
+python scripts/mutants.py                      all mistakes; the same command continues
+python scripts/mutants.py --only merge,cursor  mistakes with such a word in name or area
 
 The script makes each mistake in a temporary copy of the repository's tracked files, and runs the
 tests that the table names. A mistake is killed if a test fails or runs out of time. It survives if
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "scripts" / "mutants.toml"
 SCOPES = (ast.Module, ast.ClassDef)  # whose assignments are constants
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-# Half of a short test is importing what does not change: a server does so once, and forks.
+# Half of a short test's time is importing packages. A server imports them once, and forks.
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["jax.numpy", "flax.struct", "optax", "orbax.checkpoint", "hypothesis", "beartype"]
 
@@ -56,11 +56,11 @@ class Mutant:
 
     @property
     def test_files(self) -> list[str]:
-        """The files that the tests are in."""
+        """The files that contain the tests."""
         return [part.partition("::")[0] for part in shlex.split(self.tests) if ".py" in part]
 
     def apply(self, folder: Path) -> tuple[Path, str]:
-        """The file to change, and its text with the mistake.
+        """Return the file to change, and its text with the mistake.
 
         Raises:
           LookupError: If the place or the old code is not found exactly once.
@@ -129,7 +129,7 @@ class Results:
             self._known[line["name"], line["key"]] = line
 
     def once(self, name: str, inputs: list[str], run: Callable[[], dict]) -> dict:
-        """The verdict on these inputs: the recorded one, or else the result of a new run."""
+        """Return the recorded verdict on these inputs, or else the result of a new run."""
         key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
         if (name, key) not in self._known:
             line = self._known[name, key] = {"name": name, "key": key, **run()}
@@ -183,7 +183,7 @@ def _pytest(tests: str, folder: Path, log: Path) -> None:
 
 
 def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dict:
-    """The verdict on one mutant; restores the copy afterwards."""
+    """Judge one mutant, and restore the copy afterwards."""
     try:
         path, mutated = mutant.apply(folder)
         contents = [(folder / name).read_text() for name in mutant.test_files]
@@ -205,7 +205,7 @@ def judge(mutant: Mutant, folder: Path, results: Results, limit_s: float) -> dic
 
 
 def main() -> None:
-    """Judges the mutants asked for, and prints a table of the verdicts."""
+    """Judge the selected mutants, and print a table of the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="words, separated by commas")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")

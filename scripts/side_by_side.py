@@ -1,11 +1,11 @@
-"""The inner loop and PyTorch's: the same Llama, batch, length and optimizer, in one process.
+"""Compare the inner loop with PyTorch's: same Llama, batch, length and optimizer, in one process.
 
-A case of scripts/benchmark.py, for the `parity` extra. PyTorch trains `transformers`'
-LlamaForCausalLM with `torch.optim.AdamW`, fused, one model after the other; adloco_jax runs the
-inner steps of a round, its workers one after the other or at once as a run would choose. Both
-start from the same weights, a folder in Hugging Face layout (tests/parity_models_test.py holds the
-two models equal). The machine's own rate is that of a matrix product timed in the same turns, the
-better of the two libraries'.
+This is a case of scripts/benchmark.py, for the `parity` extra. PyTorch trains the LlamaForCausalLM
+of `transformers` with fused `torch.optim.AdamW`, one model after another. adloco_jax runs the inner
+steps of a round, its workers one after another or at once, as a run would choose. Both start from
+the same weights, a folder in Hugging Face layout (tests/parity_models_test.py checks that the two
+models are equal). The machine's rate is that of a matrix product, timed alternately with the rest,
+in the faster of the two libraries.
 """
 
 import dataclasses
@@ -72,13 +72,13 @@ class InnerSteps:
         *,
         parallelism: int | None = None,
     ):
-        """Compiles them.
+        """Compile the inner steps.
 
         Args:
           settings: The model, the optimizer and the learning rate.
-          tokens_SRBL: int32 [S, R, B, L + 1], what each call trains on.
+          tokens_SRBL: The tokens that each call trains on, int32 [S, R, B, L + 1].
           params: One model's parameters to start from; None draws them from key 0.
-          parallelism: How many workers compute as one batch; None: as a run does here.
+          parallelism: How many workers compute as one batch; None: as a run on this device.
         """
         init_fn, loss_fn = build_model(settings, here())
         inner_tx, num_workers = inner_transform(settings), tokens_SRBL.shape[1]
@@ -113,7 +113,7 @@ class InnerSteps:
         return needed_bytes(self._program)
 
     def __call__(self) -> list[float]:
-        """Runs the steps and waits for them; returns the last loss of each worker, nats/token."""
+        """Run the steps and wait for them; return the last loss of each worker, nats/token."""
         self._workers, loss_SR, _ = self._program(self._workers, *self._inputs)
         return jax.block_until_ready((loss_SR[-1].tolist(), self._workers))[0]
 
@@ -178,7 +178,7 @@ def measure(
 def _torch_calls(
     settings: Settings, tokens_SRBL: np.ndarray, folder: str, ours: Callable
 ) -> dict[str, Callable]:
-    """PyTorch's steps, eager and compiled, after a check that their losses equal ours."""
+    """PyTorch's steps, eager and compiled, after a check that their losses equal adloco_jax's."""
     eager = torch_steps(settings, tokens_SRBL, folder)
     compiled = torch_steps(settings, tokens_SRBL, folder, compiled=True)
     tolerance = 0.02 if settings.model.dtype == "bfloat16" else 1e-3
@@ -216,7 +216,7 @@ def config_of(shape: Shape, **overrides: object) -> ConfigDict:
 
 
 def settings_of(shape: Shape, **overrides: object) -> Settings:
-    """The same, checked."""
+    """The checked settings of `config_of`."""
     return validate(config_of(shape, **overrides))
 
 
@@ -227,7 +227,7 @@ def random_tokens(shape: Shape, batch: int, num_trainers: int) -> np.ndarray:
 
 
 def save_weights(settings: Settings, folder: str) -> PyTree:
-    """Writes the initial weights of all libraries; returns their shapes."""
+    """Write the initial weights, which all libraries load; return their shapes."""
     network = build_network(settings)
     params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     hf.save(params, folder, network=network)

@@ -1,4 +1,4 @@
-"""Timing alternatives against one another, and what they were timed on."""
+"""Time alternatives against one another, and describe the machine."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, `repeats` times, taken in turn; the first turn does not count."""
+    """Time calls alternately, `repeats` times; a first round of calls is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
@@ -23,7 +23,7 @@ def interleave(calls: dict[str, Callable], repeats: int) -> dict[str, list[float
 
 
 def report(title: str, times: dict[str, list[float]]) -> None:
-    """Prints a line per alternative: median and quartiles in milliseconds."""
+    """Print a line for each alternative: median and quartiles in milliseconds."""
     print(title)
     for name, seconds in times.items():
         low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
@@ -33,7 +33,7 @@ def report(title: str, times: dict[str, list[float]]) -> None:
 
 
 def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
-    """Median time of one alternative over that of another."""
+    """The ratio of the median times of two alternatives."""
     return round(float(np.median(times[name]) / np.median(times[base])), 3)
 
 
