@@ -331,7 +331,7 @@ def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -
     how = [f"num_rounds={rounds}", f"seed={seed}", "checkpoint.every_rounds=5"]
     how += ["eval.every_rounds=5", "inner.steps_per_round=240", *options]
     before = {e["way"]: e for e in done if e["seed"] == seed}
-    for way in [w for w in ("calm", "faults", "restart", "spare") if w not in before]:
+    for way in [w for w in ("calm", "faults", "spare", "restart") if w not in before]:
         calm, run, restart = before.get("calm"), folder / f"{way}-{seed}", way == "restart"
         tape = tape_of(seed, rounds, calm["round_s"]) if calm else []
         keys = [*how, "engine.max_learners=5"] if way == "spare" else how
@@ -349,7 +349,7 @@ def soak(folder: Path, seed: int, rounds: int, done: list, options: list[str]) -
 
 def tape_of(seed: int, rounds: int, round_s: float) -> list[tuple[float, int | None, str]]:
     """Draw faults in order of time; a learner lives for twenty rounds on average."""
-    rng = random.Random(seed)
+    rng = random.Random(f"faults {seed}")
     tape: list = [(rng.uniform(0.3, 0.7) * rounds * round_s, None, "driver")]
     for number in range(4):
         lives = (rng.expovariate(1 / (20 * round_s)) for _ in range(100))
