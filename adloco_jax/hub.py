@@ -167,7 +167,7 @@ class _Patience(logging.Handler):
 
 @contextlib.contextmanager
 def faults(where: str, repo: str) -> Iterator[_Patience]:
-    """Turn errors of the hub's libraries into `UserError`s, and their log lines into clear lines.
+    """Turn errors of the hub's libraries into `UserError`, and their log lines into clear lines.
 
     Args:
       where: Keys and values of the config, for messages.
