@@ -18,7 +18,7 @@ def _entry(key: str, name: str) -> Any:
 
 
 def _needs(source: str) -> Any:
-    """The keys that a data source needs."""
+    """The keys of the config that a data source needs."""
     return _entry("data.source", source).needs
 
 

@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config", metavar="FILE", help=text)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Merge the ways to give the main argument, and check folders."""
+        """Combine the different ways to give the main argument, and check that folders exist."""
         if self.subject:
             value, same = getattr(options, self.subject), options.__dict__.pop("same", None)
             given = (value if isinstance(value, list) else [value] * (value is not None)) + (

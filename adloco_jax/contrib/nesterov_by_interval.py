@@ -11,7 +11,7 @@ from adloco_jax.core.outer import OUTER_OPTIMIZERS
 
 
 def nesterov_by_interval(outer: Any) -> optax.GradientTransformationExtraArgs:
-    """Nesterov momentum for rounds of unequal length.
+    """Make an outer optimizer with Nesterov momentum for rounds of unequal length.
 
     A round that is as long as p base rounds (p > 0 need not be whole) changes parameters and
     momentum as p base rounds would, each with the pseudo-gradient divided by p. With momentum decay

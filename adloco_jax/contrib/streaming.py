@@ -41,7 +41,7 @@ from adloco_jax.core.types import (
 
 @on_any_mesh(lambda whole, _, tree_X, *args, **kwargs: tree_X)
 def take_fragment(tree_X: PyTree, fragment: int | Int[Array, ""], *, num_fragments: int) -> PyTree:
-    """One fragment of some parameters.
+    """Take one fragment out of a tree of parameters.
 
     Args:
       tree_X: Leaves [X, ...], such as trainers' or workers' parameters.

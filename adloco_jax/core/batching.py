@@ -1,8 +1,9 @@
-"""How large a batch each trainer should use and how long its round is: tests, caps, switch mode.
+"""Choose each trainer's batch size and round length: batch-size tests, caps, switch mode.
 
-The three tests are functions of `GradientStats` with one signature. They use only ratios of its
-sums. They accept NumPy arrays (float64 on the host, without a device) and JAX arrays (under `jit`
-and `vmap`). A run chooses a test or a schedule from the table `BATCH_TESTS` by name.
+The three batch-size tests are functions of `GradientStats` with the same signature. The tests use
+only ratios of the sums in these statistics. They accept NumPy arrays (float64 on the host, without
+a device) and JAX arrays (under `jit` and `vmap`). A run chooses a test or a schedule by its name in
+the table `BATCH_TESTS`.
 """
 
 import math
@@ -317,7 +318,7 @@ def _maximum(a, b):
 
 
 def fixed(*, steps_per_round: int) -> int:
-    """Every round has the base length."""
+    """Give every round the base length, `steps_per_round`."""
     return steps_per_round
 
 

@@ -42,7 +42,7 @@ class _Blocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Entries of a block, padding included; even."""
+        """Number of entries of a block with padding, an even number."""
         return self.positions * self.width + self.positions * self.width % 2
 
 
@@ -122,7 +122,7 @@ def packed_bytes(tree: PyTree, precision: Precision) -> int:
 
 
 def _blocks_of(shape: tuple[int, ...]) -> _Blocks:
-    """Divide a shape into blocks of at most `SCALE_BLOCK` entries, mostly more than half of it."""
+    """Decide how a leaf of this shape is divided into blocks of at most `SCALE_BLOCK` entries."""
     shape = shape or (1,)
     length = max([dim for dim in shape if dim % _EVEN_SHARES == 0] or shape)
     axis = max(d for d, dim in enumerate(shape) if dim == length)  # the last of equally long axes

@@ -130,7 +130,7 @@ def inner_steps(
 def _value_and_grad(
     loss_fn: LossFn, has_aux: bool, params: PyTree, inputs_B: tuple[PyTree, Array | None]
 ) -> tuple[tuple[Array, PyTree], PyTree]:
-    """((loss, aux), gradient of the floating-point parameters) of some examples."""
+    """Compute ((loss, aux), gradient of the floating-point parameters) on some examples."""
     batch_B, key_B = inputs_B
     key = {} if key_B is None else {"key": key_B[0]}
     loss_of = trainable_loss(loss_fn, params, has_aux=has_aux)
@@ -221,7 +221,7 @@ def _at_once(count: int, limit: int | None, name: str) -> int:
 def _map_workers(
     run: Callable, carry_R: PyTree, inputs_R: PyTree, parallelism: int | None
 ) -> tuple[PyTree, PyTree]:
-    """`run(carry, inputs) -> (carry, outputs)` for every worker, at most `parallelism` at once.
+    """Call `run(carry, inputs) -> (carry, outputs)` for all workers, `parallelism` at once.
 
     Workers that run one after another are updated in place; `lax.map` would hold all workers twice.
     """
@@ -261,7 +261,7 @@ def _count_grads(num_grads: Array, update_T: Array) -> tuple[Array, Array]:
 
 
 def _swap(tree: PyTree) -> PyTree:
-    """Leaves [T, R, ...] -> [R, T, ...]."""
+    """Swap the first two axes of all leaves: [T, R, ...] -> [R, T, ...]."""
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 
 

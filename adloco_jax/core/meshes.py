@@ -15,13 +15,14 @@ from jaxtyping import PyTree
 
 
 def on_any_mesh(shardings: Callable[..., PyTree]) -> Callable[[Callable], Callable]:
-    """Decorator: a function accepts arrays on explicit mesh axes; it runs on automatic axes.
+    """Decorate a function so that it accepts arrays on meshes with explicit axes.
 
-    With explicit axes each operation would have to name the sharding of its result. Instead,
-    `shardings(whole, result, *args, **kwargs)` returns the shardings of the function's results, as
-    a prefix of their tree. `whole` is the replicated sharding. `result` has the shapes of the
-    results. `args` and `kwargs` are the function's arguments, with each array replaced by its
-    sharding. An axis that does not divide over its devices is replicated.
+    With explicit axes each operation would have to name the sharding of its result. So the function
+    runs with automatic axes, and `shardings(whole, result, *args, **kwargs)` returns the shardings
+    of the function's results, as a prefix of their tree. `whole` is the replicated sharding.
+    `result` has the shapes of the results. `args` and `kwargs` are the function's arguments, with
+    each array replaced by its sharding. An axis that does not divide over its devices is
+    replicated.
     """
 
     def sharding_of(leaf):

@@ -94,10 +94,10 @@ def by_trainers(
     usable_R: Array,
     aggregate: Aggregator,
 ) -> tuple[PyTree, Array]:
-    """Aggregate each trainer's differences, [R, ...] -> [M, ...]; also: has it a usable worker?
+    """Aggregate each trainer's differences; leaves [R, ...] -> [M, ...].
 
     Only workers with a positive finite weight count. If a trainer has no such worker, its usable
-    workers count equally.
+    workers count equally. The second result, bool [M], says which trainers have a usable worker.
     """
     weights_R = jnp.ones(len(owners), jnp.float32) if weights_R is None else weights_R
 
@@ -517,7 +517,7 @@ def _are_finite(tree_X: PyTree) -> Array:
 def _send(
     tree_X: PyTree, single_X: np.ndarray, precision: Precision, move: Callable[[PyTree], PyTree]
 ) -> PyTree:
-    """`tree_X` after communication: quantised, except for entries of single-worker trainers."""
+    """Quantise, send and dequantise `tree_X`, except for entries of single-worker trainers."""
     arrived_X = unpack(move(pack(tree_X, precision)), tree_X, precision)
     if precision == "float32" or not single_X.any():
         return arrived_X
@@ -525,7 +525,7 @@ def _send(
 
 
 def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array:
-    """Keys [T, R, B], one per example: trainer, worker and index in the round are folded in."""
+    """Make a key for each example, [T, R, B]: `key` folded with trainer, worker and position."""
     num_T, num_R, num_B = jax.tree.leaves(batch_TRB)[0].shape[:3]
     position_TRB = np.arange(num_T * num_B).reshape(num_T, 1, num_B)
     return fold_in_each(
@@ -534,7 +534,7 @@ def _example_keys(key: Array, owners: Sequence[int], batch_TRB: PyTree) -> Array
 
 
 def _split_micro_batches(leaf: Array, num_accum_steps: int) -> Array:
-    """[S, R, A*B, ...] -> [S*A, R, B, ...]."""
+    """Split the batches of updates into micro-batches: [S, R, A*B, ...] -> [S*A, R, B, ...]."""
     num_updates, num_workers, examples = leaf.shape[:3]
     micro = examples // num_accum_steps
     leaf = leaf.reshape(num_updates, num_workers, num_accum_steps, micro, *leaf.shape[3:])

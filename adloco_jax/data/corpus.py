@@ -267,14 +267,14 @@ def is_on_hub(data: Data) -> bool:
 
 
 def where_of(data: Data, *, heldout: bool = False) -> str:
-    """For messages: "key=value" of the setting that names the source of text."""
+    """Return "key=value" of the setting that names the source of text, for messages."""
     if heldout and data.heldout_path:
         return f"data.heldout_path={data.heldout_path}"
     return f"data.path={data.path}" if data.path else f"data.source={data.source}"
 
 
 def find_sides(data: Data) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Training files and held-out files, by name; the latter are empty without `heldout_path`.
+    """Find the training files and, if `heldout_path` is set, the held-out files, by name.
 
     Args:
       data: The config's group `data`; a source that needs no path has no files.

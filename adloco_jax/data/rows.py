@@ -72,12 +72,12 @@ class Job:
 
     @property
     def row_length(self) -> int:
-        """Tokens in a packed row."""
+        """Number of tokens in a packed row."""
         return self.data.sequence_length + 1
 
     @property
     def key(self) -> str:
-        """Hash of the request."""
+        """Hash of `request`, which names the folder in the cache."""
         content = json.dumps(self.request, sort_keys=True).encode()
         return hashlib.sha256(content).hexdigest()[:32]
 
@@ -399,7 +399,7 @@ def _write_labelled(job: Job, kept: Kept, files: Sequence[BinaryIO], masks: Mask
 
 
 def _drawn(rows: np.ndarray, limit: int) -> np.ndarray:
-    """A random choice of at most `limit` rows, because files are often sorted by class."""
+    """Choose at most `limit` rows at random, because files are often sorted by class."""
     limit = min(limit, len(rows))
     drawn = permute(np.arange(limit), num_items=len(rows), key=np.zeros(1, np.uint64))
     return rows[np.sort(drawn)]

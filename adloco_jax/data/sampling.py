@@ -43,7 +43,7 @@ class RowOrder:
 
 
 def order_of(settings: Settings, num_rows: int, *, where: str) -> RowOrder:
-    """The order in which a run sees rows.
+    """Make the order in which a run sees rows.
 
     Args:
       settings: The run's settings; `seed`, `ensemble.num_workers` and `data.subset_frac` are read.
@@ -104,7 +104,7 @@ def stream_rows(
 
 
 def permute(index: np.ndarray, *, num_items: int, key: np.ndarray) -> np.ndarray:
-    """Images of `index` under a pseudo-random permutation of range(num_items).
+    """Apply a pseudo-random permutation of range(num_items) to the numbers in `index`.
 
     A Feistel network permutes the smallest power of two that holds the range. An image outside the
     range goes through the network again until it is inside (cycle walking), less than twice on
@@ -161,7 +161,7 @@ def interleave(labels: np.ndarray) -> np.ndarray:
 
 
 def _feistel(block: np.ndarray, num_bits: int, key: np.ndarray) -> np.ndarray:
-    """One bijection of range(2**num_bits); halves of unequal width are swapped every round."""
+    """Apply a Feistel network, a bijection of range(2**num_bits); halves may differ in width."""
     high, low = num_bits // 2, num_bits - num_bits // 2
     left, right = block >> low, block & (2**low - 1)
     for round_number in range(_NUM_ROUNDS):

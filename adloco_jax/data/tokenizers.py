@@ -186,7 +186,7 @@ def _transformers() -> Any:
 
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that `transformers` makes of a folder, a tokenizer.json or a .model file."""
+    """Load a tokenizer by `transformers` from a folder, a tokenizer.json or a .model file."""
     _require_sentencepiece(path)
     tokenizer: Any
     for file in path.iterdir() if path.is_dir() else [path]:
@@ -264,7 +264,7 @@ def _encode_fast(backend: Any) -> Callable[[Sequence[str]], list[np.ndarray]]:
 
 
 def _require_sentencepiece(path: Path) -> None:
-    """Raise ConfigError if only a SentencePiece model is there and its package is missing."""
+    """Raise ConfigError if a path has only a SentencePiece model and the package is missing."""
     files = list(path.iterdir()) if path.is_dir() else [path]
     is_model = any(file.suffix == ".model" for file in files)
     if any(file.name == "tokenizer.json" for file in files) or not is_model:

@@ -377,7 +377,7 @@ class RayEngine:
             )
 
     def _let_leave(self, control: Control, busy: set[int]) -> None:
-        """Fetch the inner states from learners that were asked to stop, and let these exit."""
+        """Fetch inner states from learners that were asked to stop, then let the learners exit."""
         for number, learner in [*self.fleet.learners.items()]:
             if not (learner.leaving and learner.joined) or number in busy:
                 continue

@@ -93,7 +93,7 @@ class InnerStates:
 
 
 def _mean(states: Sequence[PyTree]) -> PyTree:
-    """The mean of inner states, as `core.spawn` forms it: whole numbers are rounded."""
+    """The mean of inner states, with the rule of `core.spawn`: whole numbers are rounded."""
 
     def mean(*leaves: np.ndarray) -> np.ndarray:
         stack = np.stack(leaves)

@@ -28,7 +28,7 @@ class HeldOut:
     batch_size: int  # rows per call of the evaluation program
 
     def describe(self, num_classes: int | None = None) -> str:
-        """The numbers of reported rows and of guard rows; for labelled rows also by class."""
+        """Describe the numbers of reported rows and guard rows; for labelled rows also by class."""
         parts, counts = (self.report_EL, self.guard_EL), ["", ""]
         if num_classes is not None:
             of_classes = [np.bincount(part[:, 0], minlength=num_classes) for part in parts]
@@ -143,7 +143,7 @@ def merged_params(ensemble: Ensemble, members: tuple[int, ...], weights: tuple[f
 
 
 def guard_losses(ensemble: Ensemble, programs: Programs, heldout: HeldOut) -> list[float]:
-    """Each trainer's loss on the guard's rows, nats/token."""
+    """Each trainer's loss on the guard rows, nats/token."""
     trainers = range(ensemble.num_trainers)
     return [_guard_loss(trainer_params(ensemble, m), programs, heldout) for m in trainers]
 
@@ -155,7 +155,7 @@ def merged_loss(
     programs: Programs,
     heldout: HeldOut,
 ) -> float:
-    """The loss that the merged trainer would have on the guard's rows, nats/token."""
+    """The loss that the merged trainer would have on the guard rows, nats/token."""
     params = merged_params(ensemble, tuple(members), tuple(weights))
     return _guard_loss(params, programs, heldout)
 

@@ -62,7 +62,7 @@ class Rows(Protocol):
 
 
 class Group(NamedTuple):
-    """Trainers that share one program."""
+    """A group of trainers that run in one compiled program."""
 
     trainers: tuple[int, ...]  # positions of the trainers
     workers: tuple[int, ...]  # positions of their workers, in the order of the group's own stack

@@ -140,7 +140,7 @@ def spawn_bytes(spec: Spec, owners: tuple[int, ...]) -> Peak:
 
 
 def _replaced_bytes(spec: Spec, owners: tuple[int, ...], change: Any, *arguments: Any) -> Peak:
-    """Bytes of a device, at most, while `replace` changes a stack."""
+    """Largest number of bytes on a device while `replace` changes an ensemble."""
     at = placement(spec, ProgramKey("stats", owners))
     ensemble = ensemble_spec(spec, owners, at)
     leaves = jax.tree.leaves(ensemble.inner_state_R)

@@ -458,7 +458,7 @@ def _collectives(spec: Spec, at: Placement) -> dict[str, Any]:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device that a running program and its arguments need, by the compiler."""
+    """Bytes of a device that a running program and its arguments need, as the compiler reports."""
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler gives no memory analysis"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """A copy on every device."""
+        """The sharding of an array that is copied to every device."""
         return self.named()
 
     @property
@@ -150,7 +150,7 @@ class Placement:
         return "; ".join(parts)
 
     def draw(self, workers: Sequence[str]) -> list[str]:
-        """A line for each set of devices that share workers, with the workers' names."""
+        """Describe, in a line for each group of devices, the workers that run on the group."""
         size = self.mesh.shape
         groups = self.mesh.devices.reshape(size["trainer"] * size["worker"], -1)
         each = len(workers) // len(groups)

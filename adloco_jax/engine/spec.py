@@ -65,7 +65,7 @@ class Machine:
         return text + (f" in {self.num_processes} processes" if self.num_processes > 1 else "")
 
     def budget(self, memory_frac: float | None) -> int:
-        """Bytes of a device that a plan may use; the default is 0.92 of a GPU's memory, 0.8 of RAM.
+        """Bytes of a device's memory that a run may use; by default 0.92, on a CPU 0.8 of the RAM.
 
         Args:
           memory_frac: Share of the device's memory; None for the default.
@@ -126,7 +126,7 @@ class Spec:
 
     @property
     def state_bytes(self) -> StateBytes:
-        """Bytes that trainers and workers send when they merge or move."""
+        """Bytes that a trainer sends in a merge, and that a worker receives when it moves."""
         inner_bytes = 0 if self.reset_inner_state else _sent_bytes(self.inner_tx, self.params)
         return StateBytes(self.param_bytes, _sent_bytes(self.outer_tx, self.params), inner_bytes)
 

@@ -29,7 +29,7 @@ from adloco_jax.settings import Settings
 
 
 class State(NamedTuple):
-    """Everything that determines how a run continues, between two rounds."""
+    """The state of a run between two rounds: everything that determines how it continues."""
 
     ensemble: Ensemble
     control: Control

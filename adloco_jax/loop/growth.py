@@ -97,7 +97,7 @@ def _workers_for_tests(control: Control, settings: Settings) -> int:
 def grown(
     now: Size, request: float, settings: Settings, *, limit: int, free_workers: int = 0
 ) -> Size:
-    """Grow a trainer's size for a request: workers, rounds, batch, as `batching.growth` orders.
+    """Grow a trainer's workers, rounds and batch for a request, in the order of `batching.growth`.
 
     Each quantity grows up to its cap before the next one grows.
 
@@ -159,7 +159,7 @@ def _by_trainer(stats: Stats) -> dict[int, GradientStats]:
 
 
 def _request(control: Control, position: int, settings: Settings) -> Callable:
-    """The configured test as a function of the statistics alone, for one trainer."""
+    """The configured batch-size test of one trainer, as a function of its statistics only."""
     batching, trainer = settings.batching, control.trainers[position]
     num_workers = len(control.workers_of(position))
     available = {

@@ -17,7 +17,7 @@ AUTO_TEST_MIN, AUTO_TEST_MAX = 8, 256  # limits of the number of sequences of th
 
 
 def share_done(rounds: int, tokens: int, settings: Settings) -> float:
-    """The fraction of the run that is done, by rounds or tokens, the larger; 1 ends the run."""
+    """The fraction of the run that is done: the larger of rounds and tokens; 1 ends the run."""
     by_tokens = tokens / settings.num_tokens if settings.num_tokens else 0.0
     return max(rounds / settings.num_rounds, by_tokens)
 

@@ -79,7 +79,7 @@ class _MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """One layer, with the signature of `nn.scan`: carry in, (carry, None) out."""
+    """One transformer layer; as `nn.scan` requires, it returns the activations and None."""
 
     num_heads: int
     mlp_width: int

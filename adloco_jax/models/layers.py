@@ -174,7 +174,7 @@ def _take(tokens_BL: Array, table_VD: Array) -> Array:
 
 
 def _example_norms(weight_grad: Callable[..., Array], x_B: Array, dy_B: Array) -> Array:
-    """Squared norms, from all examples' gradients at once; these are as small as activations."""
+    """Squared norms of all examples' gradients at once; these gradients need little memory."""
     grads_B = jax.vmap(lambda x, dy: weight_grad(x[None], dy[None]))(x_B, dy_B)
     return jnp.sum(jnp.square(grads_B), axis=range(1, grads_B.ndim))
 

@@ -31,7 +31,7 @@ def check_arguments(
     inner_tx: optax.GradientTransformation | None,
     outer_tx: optax.GradientTransformation | None,
 ) -> None:
-    """Raise ConfigError if arguments of `fit` have wrong types, shapes or structures.
+    """Check the types, shapes and structures of the arguments of `fit`.
 
     Raises:
       ConfigError: With one line for each fault, which names the argument.

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """A checkpoint whose files differ from what was written; the message names the file."""
+    """Error: a checkpoint's files have changed since they were written. The message names one."""
 
 
 _FAULTS = (OSError, ValueError, Damaged)  # Orbax reports a full disk as ValueError

@@ -53,7 +53,7 @@ class Tried(NamedTuple):
 
 
 class NothingFits(ResourceError):
-    """No mode fits the device."""
+    """Error: no mode fits in the device's memory."""
 
     def __init__(self, tried: list[Tried]):
         super().__init__(tried[-1].fault)

@@ -175,7 +175,7 @@ class Evaluator:
         self.recorder.loss = loss
 
     def _given(self, params: PyTree) -> tuple[Programs, PyTree, np.ndarray, int]:
-        """The arguments with which functions of `evaluate` report on a model."""
+        """The arguments of functions in `evaluate` to report on a model."""
         engine = self.recorder.engine
         return engine.programs, params, engine.heldout.report_EL, engine.heldout.batch_size
 

@@ -97,7 +97,7 @@ def axis(
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Ticks of a linear axis, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     sizes = [power * factor for factor in (1, 2, 2.5, 5, 10, 20, 50)]
     for step in [size for size in sizes if size % 1 == 0] or [1.0] if whole else sizes:
@@ -108,7 +108,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
-    """Powers of the base: every n-th if there are many, with values between them if few."""
+    """Ticks of a logarithmic axis: powers of the base, fewer or more by the length of the axis."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     sets = [[float(base) ** p for p in powers if p % every == 0] for every in (1, 2, 3, 5, 10)]
     if base == 10:
@@ -134,7 +134,7 @@ class Curve(NamedTuple):
 def points(
     x: Iterable[Sequence[float]], y: Iterable[Sequence[float]], color: str, label: str = ""
 ) -> list[Curve]:
-    """Dots with bars over their ranges; the last dot has a label.
+    """Draw dots with bars over their ranges; the last dot has a label.
 
     Args:
       x: For each dot the lowest, middle and highest horizontal value; the dot is at the middle.
@@ -163,7 +163,7 @@ def steps(rounds: Sequence[int], values: Sequence[float]) -> tuple[list[float], 
 
 
 def shortened(label: str) -> str:
-    """A label shortened to fit beside a curve: its beginning and its end."""
+    """Shorten a label to fit beside a curve: its beginning and its end stay."""
     half = _MAX_LABEL // 2
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[1 - half :]}"
 

@@ -322,7 +322,7 @@ def _lowest(points: Sequence[dict], measure: str, budget: float) -> float | None
 
 
 def _costs(seeds: Mapping[int, Sequence[dict]], losses: Mapping[int, float]) -> dict[str, dict]:
-    """Costs of the seeds, by measure, when they first reached their losses."""
+    """For each measure, the costs at which the seeds first reached their target losses."""
     never = dict.fromkeys(MEASURES)
     first = [next((p for p in seeds[s] if p["loss"] <= losses[s]), never) for s in seeds]
     return _over_seeds(first)
@@ -333,7 +333,7 @@ def _over_seeds(found: Sequence[Mapping[str, float | None]], *others: str) -> di
 
 
 def _spread(values: Sequence[float | None]) -> dict:
-    """Median and range; a value that was not reached counts as larger than all."""
+    """Median and range of values; None (not reached) counts as larger than all others."""
     reached = sorted(value for value in values if value is not None)
     ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {

@@ -236,5 +236,5 @@ def _nan(value: float | None) -> float:
 
 
 def stalls(events: Sequence[dict]) -> Mapping[int, tuple[float, float]]:
-    """Seconds of each round in total, and seconds of these spent waiting for compilation."""
+    """The seconds of each round, and how many of them were spent waiting for compilation."""
     return {e["round"]: (e["step_s"] or 0.0, e["stall_s"] or 0.0) for e in lines(events, "round")}

@@ -162,7 +162,7 @@ _BATCHES: Mapping[str, tuple[int, Mapping[str, str]]] = {
 
 
 def batches(run: RunRecord) -> str:
-    """Batches, accumulation and the measurements of the batch-size test, by trainer and round."""
+    """Draw batches, accumulation and measurements of the batch-size test, by trainer and round."""
     looks, drawn = loss.trainer_looks(run), ""
     for label, (base, fields) in _BATCHES.items():
         lines = []
@@ -190,7 +190,7 @@ def batches(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Seconds of each round, and its seconds of waiting for compilation."""
+    """Draw the seconds of each round, and its seconds of waiting for compilation."""
     rounds = curves.stalls(run.events)
     drawn = []
     for index, look in enumerate([("c0", "round", "all"), ("c5 solid", "compiling", "comp.")]):

@@ -192,7 +192,7 @@ def described(totals: dict) -> list[tuple[str, str]]:
 
 
 def _heldout(t: dict) -> list[tuple[str, str]]:
-    """The last evaluation of the consensus, as text."""
+    """Describe the last evaluation of the consensus model."""
     if t["loss_round"] is None:
         return [("held-out loss", "not evaluated")]
     source = SOURCES.get(t["loss_source"], "consensus")
