@@ -225,7 +225,7 @@ def test_a_missing_path_of_data_is_a_line_and_never_a_traceback(source):
 
 def test_the_check_reads_no_text_and_finds_missing_paths_and_tokenizers(tmp_path):
     path = write_documents(tmp_path, [])
-    assert check_corpus(settings_of(path)) == [f"data.path={path}: what it holds"]
+    assert check_corpus(settings_of(path)) == [f"data.path={path}: its content"]
     with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has 257 ids.*vocab_size is 256"):
         check_corpus(settings_of(path, vocab_size=256))
     for key in ("heldout_path", "tokenizer"):

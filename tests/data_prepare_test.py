@@ -415,6 +415,6 @@ def test_the_command_reports_what_it_made_and_what_is_there(tmp_path, source, ca
     assert load_corpus(settings).rows.shape[1] == 16 and settings.model.vocab_size == 257
     before = content(tmp_path / "out")
     assert cli.main(["prepare", *words]) == 0
-    assert "compared with what is asked for" in capsys.readouterr().out
+    assert "exists; comparing its settings with the options" in capsys.readouterr().out
     assert content(tmp_path / "out") == before
     assert command.guess_source(str(source)) == "jsonl"

@@ -258,7 +258,7 @@ def test_arguments_out_of_range_are_named(run, changed, expected):
 def test_other_data_than_the_runs_are_refused(run):
     ledger = run / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace('"table"', '"another"'))
-    with pytest.raises(DataError, match="not those that this run was trained on"):
+    with pytest.raises(DataError, match="have changed since this run was trained"):
         analyse(run, None)
 
 

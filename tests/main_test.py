@@ -117,11 +117,11 @@ def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypa
 def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
     assert cli.main(["--config=quickstart", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--workdir " in out and "config.merge\n  Which trainers become one, and when" in out
+    assert "--workdir " in out and "config.merge\n  Which trainers are merged into one, and when" in out
     entries = out.split("  --config.")
     assert [entry.partition("\n")[0] for entry in entries[1:]] == list(KNOBS)
     by_key = {entry.partition("\n")[0]: " ".join(entry.split()) for entry in entries}
-    assert "Devices that share one worker's parameters" in by_key["ensemble.model_shards"]
+    assert "Devices over which one worker's parameters" in by_key["ensemble.model_shards"]
     assert "Largest micro-batch per worker" in by_key["batching.max_batch_size"]
     assert by_key["batching.eta"].endswith("a number in (0, 100] (default: 0.8)")
     assert by_key["inner.clip_norm"].endswith("(default: unset); unset with =none")

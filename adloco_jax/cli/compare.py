@@ -77,22 +77,22 @@ def execute(
     """Make the runs that are not finished, one after another.
 
     Runs that another process is making are skipped, so several processes may share a comparison.
-    The output of a run goes to `output.txt` in its folder. Programs that runs share are compiled
-    once: the compilation cache is on.
+    The output of a run goes to `output.txt` in its folder. Equal programs of several runs are
+    compiled once, because the compilation cache is enabled.
 
     Args:
-      comparison: What runs.
-      folder: Where; unfinished runs found there are resumed.
-      on_end: Called with each run, and whether it was made just now.
-      command: Recorded in the ledgers.
-      results_file: Gets a line of each finished run, whose folder is then deleted; a run that has
-        one already is not made again.
+      comparison: The comparison, with its variants and seeds.
+      folder: The folder of all runs; unfinished runs in it are resumed.
+      on_end: Called for each run with the run, and whether it was made now (or finished before).
+      command: The command line, which is recorded in the ledgers.
+      results_file: A file to which a line is added for each finished run; the run's folder is then
+        deleted. A run that already has a line is not made again.
 
     Returns:
-      Whether all are finished.
+      Whether all runs are finished.
 
     Raises:
-      UserError: From `train`; calling again resumes the comparison.
+      UserError: From `train`. A second call resumes the comparison.
     """
     is_whole = True
 
@@ -102,7 +102,7 @@ def execute(
     def keep(run: Trial) -> None:
         """Write the line of a finished run, and delete its folder.
 
-        A process killed between the two leaves them to the next, or to one that runs beside it.
+        If the process is killed between the two steps, another process completes them.
         """
         if results_file is None:
             return

@@ -244,7 +244,7 @@ def check_corpus(settings: Settings) -> list[str]:
     on_hub = source.is_hub and is_on_hub(data)
     if not on_hub:
         find_sides(data)
-    return [f"{where_of(data)}: {'whether the hub has it, and ' * on_hub}what it holds"]
+    return [f"{where_of(data)}: {'whether the hub has it, and ' * on_hub}its content"]
 
 
 def is_on_hub(data: Data) -> bool:

@@ -261,8 +261,8 @@ def poll(calls: Sequence[Any], timeout_s: float) -> dict[Any, Outcome]:
             ended, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
     except ray.exceptions.RayError as error:
         raise ResourceError(
-            f"the Ray cluster is gone ({reason(error, 200)}); the same command goes"
-            " on from the newest checkpoint"
+            f"the Ray cluster is gone ({reason(error, 200)}); the same command continues"
+            " from the newest checkpoint"
         ) from error
     return {call: _outcome(call) for call in ended}
 

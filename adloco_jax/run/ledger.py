@@ -240,7 +240,7 @@ def cut(path: str | os.PathLike[str], position: dict) -> None:
     content, end = _content(Path(path)), position["bytes"]
     if _position(content[:end]) != position:
         raise CheckpointError(
-            f"{path}: its first {end} bytes are not those that the checkpoint was written with;"
+            f"{path}: its first {end} bytes have changed since the checkpoint was written;"
             f" {_ADVICE}"
         )
     kept = b"".join(

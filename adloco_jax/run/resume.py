@@ -442,7 +442,7 @@ def restore(run: Run) -> tuple[Restored | None, list[str], dict | None]:
     if recorded and recorded["fingerprint"] != run.corpus.fingerprint:
         changes = shard_changes(recorded["shards"], list(run.corpus.shards))
         advice = (
-            f"{run.workdir}: the data are not those that this run began with; restore them, or"
+            f"{run.workdir}: the data have changed since this run began; restore them, or"
             " --accept-data-change to resume with these"
         )
         raise DataError("\n".join([*changes, advice]))

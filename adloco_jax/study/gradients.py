@@ -334,7 +334,7 @@ def _drawn_rows(
     corpus = load_data(settings)
     if corpus.fingerprint != start.get("data_fingerprint"):
         raise DataError(
-            f"{workdir}: the data are not those that this run was trained on, as its ledger records"
+            f"{workdir}: the data have changed since this run was trained, by its ledger's record"
             " them; restore both"
         )
     num_rows = len(corpus.rows)
