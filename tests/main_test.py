@@ -117,7 +117,10 @@ def test_a_config_imports_its_neighbours_by_folder(tmp_path, elsewhere, monkeypa
 def test_help_says_what_every_key_means_allows_and_how_to_unset_it(capsys):
     assert cli.main(["--config=quickstart", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "--workdir " in out and "config.merge\n  Which trainers are merged into one, and when" in out
+    assert (
+        "--workdir " in out
+        and "config.merge\n  Which trainers are merged into one, and when" in out
+    )
     entries = out.split("  --config.")
     assert [entry.partition("\n")[0] for entry in entries[1:]] == list(KNOBS)
     by_key = {entry.partition("\n")[0]: " ".join(entry.split()) for entry in entries}
