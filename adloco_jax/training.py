@@ -94,7 +94,7 @@ def train(
     process. Signals are handled only on the main thread.
 
     Args:
-      config: From a file in `configs/`, or `default_config()` with changes.
+      config: A config from a file in `configs/`, or `default_config()` with changes.
       workdir: The run's folder, created if missing. If it contains a run, this run is resumed. None
         creates `runs/train-<date>-<time>`.
       command: The command line, which is recorded in the ledger for the report's caption.
@@ -175,7 +175,7 @@ def fit(
     As with `train`, a table is printed at the end, and the folder has `report/` and `export/`.
 
     Args:
-      settings: From `validate`. The groups `model` and `data` are only recorded;
+      settings: The result of `validate`. The groups `model` and `data` are only recorded;
         `ArrayRows.ordered` lists the exceptions.
       corpus: Rows to train on and to hold out: `ArrayRows`, or an object with the methods of
         `engine.inputs.Rows`.

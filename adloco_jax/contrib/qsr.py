@@ -20,7 +20,7 @@ def quadratic(
       next_rate: Learning rate of the round's first update.
       updates: The trainer's inner updates so far.
       warmup_updates: Updates of the warm-up.
-      alpha: In units of the learning rate. For another value, add another entry to the table:
+      alpha: The rule's constant, in units of the learning rate. For another value, add an entry:
         `ROUND_LENGTHS["qsr_0.03"] = functools.partial(quadratic, alpha=0.03)`.
 
     Returns:

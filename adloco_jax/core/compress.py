@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 Precision: TypeAlias = Literal["float32", "bfloat16", "int4"]
 
 SCALE_BLOCK = 128  # the most entries that share a float32 scale
-LARGEST_CODE = 7  # of int4; -8 is not used
+LARGEST_CODE = 7  # largest int4 value in use; -8 is not used
 _EVEN_SHARES = 8  # an axis whose length is a multiple of it divides over 2, 4 or 8 devices
 
 

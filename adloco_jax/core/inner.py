@@ -61,7 +61,7 @@ def inner_steps(
     before `inner_tx`, because clipping would turn an infinity into a zero step or a NaN.
 
     Args:
-      workers: From `start_round` or an earlier call.
+      workers: The result of `start_round` or of an earlier call.
       batch_TRB: Pytree of leaves [T, R, B, ...].
       loss_fn: `loss_fn(params, micro_batch) -> scalar`, the mean over the examples.
       inner_tx: Transformation of a worker's gradients; `outer_step` lists those that are refused.

@@ -433,7 +433,7 @@ def apply_differences(
 
     Args:
       ensemble: The ensemble at the start of the round; inner states are not read.
-      differences: From one call of `pack_differences`, or from several calls, concatenated.
+      differences: The result of `pack_differences`, or the concatenated results of several calls.
       outer_tx: As in `outer_update`, like all arguments below.
       weights_R: Relative weights of the workers in their trainer's mean.
       aggregate: Computes a trainer's pseudo-gradient from its workers' differences.

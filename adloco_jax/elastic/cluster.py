@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.setsid()
 sys.stdin.buffer.read()
-def of_cluster(pid):  # by its environment; agents overwrite theirs, but have logs open
+def of_cluster(pid):  # tested by its environment, or for agents by their open log files
     with open(f"/proc/{pid}/environ", "rb") as file:
         if folder.encode() in file.read():
             return True

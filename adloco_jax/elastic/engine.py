@@ -105,7 +105,7 @@ class RayEngine:
             self._poll()
 
     def batch(self, state: State, plans: Mapping[int, RoundPlan]) -> dict[int, Round]:
-        """The rounds that have ended, by the trainers' positions; learners have read the rows."""
+        """Return the trainers' completed rounds by position; learners have read the rows."""
         trainers = state.control.trainers
         return {m: self.rounds.pop(trainers[m].id) for m in sorted(plans)}
 

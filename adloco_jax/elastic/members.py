@@ -76,7 +76,7 @@ def assign(
 
     homeless = sorted((s for s in movable if s not in hosts), key=lambda s: (trainers[s], s))
     spares = [each.number for each in learners if not load(each.number)]
-    if spares and homeless:  # in equal parts, a trainer's workers next to one another
+    if spares and homeless:  # divide equally; workers of a trainer stay together
         size = -(-len(homeless) // len(spares))
         for index, stream in enumerate(homeless):
             hosts[stream] = spares[index // size]

@@ -219,7 +219,7 @@ def find_max_batch(
     return max(size for size, need in peaks.items() if need <= budget)
 
 
-PART_BYTES = 2**30  # of inner states that are replaced at a time; at least one leaf
+PART_BYTES = 2**30  # limit of the inner states that are replaced at a time; at least one leaf
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

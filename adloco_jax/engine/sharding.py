@@ -242,7 +242,7 @@ def reshard(tree: PyTree, shardings: PyTree) -> PyTree:
     at = structure.flatten_up_to(shardings)
     placed = [_put(leaf, to) for leaf, to in zip(leaves, at, strict=True)]
     moving = [i for i, leaf in enumerate(placed) if leaf is None]
-    if moving:  # in one program
+    if moving:  # one program moves all these arrays
         moved = _move(tuple(at[i] for i in moving))([leaves[i] for i in moving])
         for i, leaf in zip(moving, moved, strict=True):
             placed[i] = leaf

@@ -42,7 +42,7 @@ def with_batch_sizes(
 
     Args:
       control: The control, with the round already counted.
-      stats: From the engine, without the trainers that were not tested.
+      stats: The engine's statistics, without trainers that were not tested.
       settings: The run's settings.
       trainers: Positions of the trainers that have completed a round. None: all trainers.
 

@@ -48,7 +48,7 @@ class Tried(NamedTuple):
 
     mode: Mode
     max_batch_size: int | None  # None: none fits
-    peaks: dict[str, Peak]  # by program; of the smallest micro-batch if none fits
+    peaks: dict[str, Peak]  # peak of each program; for the smallest micro-batch if none fits
     fault: str = ""
 
 

@@ -67,7 +67,7 @@ _GPUS = {
     "h200": (151397597184, "NVIDIA H200 141GB HBM3e", _HOPPER | {"bandwidth": 4800000000000}),
     "b200": (191514411008, "NVIDIA B200", _BLACKWELL | {"bandwidth": 7672320000000}),
 }
-_GPU_COUNTS = range(1, 9)  # of one host
+_GPU_COUNTS = range(1, 9)  # numbers of GPUs of one host
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4"}  # chips of a slice by their number
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}
 # Of each kind: bytes of memory that programs may use, and its slices.
@@ -89,7 +89,9 @@ def kinds() -> list[str]:
 
 
 def described(name: str) -> Machine:
-    """Describe devices to compile for, such as `h100x8` or `v5px4`; without a number one chip.
+    """Describe devices to compile for, such as `h100x8` or `v5px4`.
+
+    A name without a number means one chip.
 
     JAX must have been imported with JAX_PLATFORMS=cpu.
 

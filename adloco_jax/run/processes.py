@@ -279,7 +279,7 @@ def require_shared(folder: Path) -> None:
     """Check that all processes see the folder to which process 0 writes.
 
     Raises:
-      ConfigError: In every process, if one of them sees another folder of this name.
+      ConfigError: In every process, if one process sees another folder under this name.
       ResourceError: In every process, if process 0 cannot write there.
     """
     if jax.process_count() == 1:

@@ -125,9 +125,9 @@ class Curve(NamedTuple):
 
     x: Sequence[float] | np.ndarray
     y: Sequence[float] | np.ndarray
-    classes: str  # of `chart.css`
-    label: str = ""  # beside its end
-    key: str = ""  # in place of the label where there is little room
+    classes: str  # CSS classes of `chart.css`
+    label: str = ""  # text beside the curve's end
+    key: str = ""  # text that replaces the label if there is little room
     band: tuple[Sequence[float] | np.ndarray, ...] | None = None  # an area around it
 
 
@@ -180,10 +180,10 @@ class Panel(NamedTuple):
 
     title: str  # for screen readers; a file shows it
     body: str  # SVG elements, whose positions are percentages of the box
-    height: int  # of the box, in pixels
+    height: int  # height of the box, in pixels
     x_label: str
     y_label: str
-    classes: str = ""  # of the whole chart
+    classes: str = ""  # CSS classes of the whole chart
 
     def html(self) -> str:
         """The chart as HTML, for a page."""

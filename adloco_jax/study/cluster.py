@@ -26,9 +26,9 @@ from adloco_jax.study.curves import SPENDING, last, lines
 class Cluster:
     """A simulated cluster with a device for each worker and equal links between all devices."""
 
-    bandwidth: float = 10e9 / 8  # of a link, bytes/s
+    bandwidth: float = 10e9 / 8  # bandwidth of a link, bytes/s
     latency_s: float = 0.03
-    flops: float = 0.4 * 312e12  # of a device, as reached: 40 % of an A100's peak in bfloat16
+    flops: float = 0.4 * 312e12  # FLOP/s that a device reaches: 40 % of an A100's bfloat16 peak
     # The model that is timed with the run's schedule. None: the run's own model.
     num_params: int | None = None
     sequence_length: int | None = None  # tokens

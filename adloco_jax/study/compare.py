@@ -337,7 +337,7 @@ def _spread(values: Sequence[float | None]) -> dict:
     reached = sorted(value for value in values if value is not None)
     ranked = [*reached, *[None] * (len(values) - len(reached))]
     return {
-        "median": ranked[len(ranked) // 2],  # of an even number the higher one
+        "median": ranked[len(ranked) // 2],  # the higher one of the two middle values
         "low": ranked[0],
         "high": ranked[-1],
         "reached": len(reached),

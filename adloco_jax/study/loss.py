@@ -8,9 +8,9 @@ from adloco_jax.study.chart import Axis, Curve, Panel
 from adloco_jax.study.cluster import Cluster, run_seconds
 from adloco_jax.study.curves import RunRecord, Variant
 
-CLUSTER = Cluster()  # of the simulated time
+CLUSTER = Cluster()  # the cluster of the simulated time
 
-_START = 0.03  # of the axis: what may be cut off
+_START = 0.03  # fraction of the axis in which a steep start may be cut off
 _DECADE = 10  # the ratio of values from which an axis is logarithmic
 
 # By key of a point: the cost's short name, and the unit of its ticks.

@@ -17,7 +17,7 @@ from adloco_jax.study.page import Cell
 
 __all__ = ["conclude", "watch", "write"]
 
-_REFRESH_S = 3  # of a page that is watched
+_REFRESH_S = 3  # seconds between two refreshes of a watched page
 _MAX_OPEN = 4  # variants whose trainers are shown without a click
 
 # Columns of the table of totals: the name in `_measures`, and the format.
@@ -255,7 +255,7 @@ def _measures(run: RunRecord) -> dict:
 
 
 def _spread(values: Sequence, shown: Callable[[float], str]) -> Cell:
-    """Median, and the range below it; a dash where a run lacks the value."""
+    """Format the median, with the range on the next line; a dash if a run lacks the value."""
     if any(value is None for value in values):
         return "-"
     low, middle, high = map(shown, (min(values), statistics.median(values), max(values)))

@@ -55,9 +55,9 @@ class Trial(NamedTuple):
 
 
 def digest(config: ConfigDict) -> str:
-    """Hash of a config's differences from the defaults, without paths, which identifies a line.
+    """Hash of a config's differences from the defaults; it identifies a line of a results file.
 
-    The hash does not change when the package gets new knobs or when folders differ.
+    Paths are not hashed. The hash does not change when the package gets new knobs.
     """
     values = {key: operator.attrgetter(key)(config) for key in KNOBS.keys() - {*_PATHS}}
     changed = {key: v for key, v in values.items() if v != KNOBS[key].default}

@@ -118,7 +118,7 @@ def _lane(
             parts.append(
                 f'<text class="size" x="{left:.2%}" dx=".7em" y="{middle:.2%}">{text}</text>'
             )
-            free = left + 0.02 + 0.024 * len(text)  # of a phone's width
+            free = left + 0.02 + 0.024 * len(text)  # in fractions of a phone's width
     return "".join(parts)
 
 
@@ -207,7 +207,7 @@ def times(run: RunRecord) -> str:
     return figure(panel.html(), text)
 
 
-_SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # of what happened to a learner
+_SIGNS = {"lost": "✕", "late": "!", "rejected": "?"}  # signs of a learner's events
 
 
 def learners(run: RunRecord) -> str:

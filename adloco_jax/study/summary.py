@@ -104,7 +104,7 @@ def totals(events: Sequence[dict]) -> dict:
         "loss_unit": unit,
         "loss_round": final.get("round"),
         "loss_source": final.get("source"),
-        "chance_loss": math.log(guesses) if guesses else None,  # of a uniform guess
+        "chance_loss": math.log(guesses) if guesses else None,  # loss of a uniform guess
         **{name: final.get(name) for name in ("perplexity", "accuracy", "classes")},
         "nats_per_byte": nats_per_byte,
         "bits_per_byte": None if nats_per_byte is None else nats_per_byte / math.log(2),

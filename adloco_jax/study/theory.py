@@ -24,7 +24,7 @@ class Constants(NamedTuple):
     smoothness: float  # L, nats/token per squared distance of parameters
     gap: float  # Delta0 = F(x0) - F*, nats/token
     noise: float  # sigma^2, the trace of the covariance of single sequences' gradients
-    eta: float  # of the norm test
+    eta: float  # threshold of the norm test
 
 
 def signal_bound(constants: Constants, num_steps: np.ndarray, *shape: np.ndarray) -> np.ndarray:
@@ -140,7 +140,7 @@ def fit_constants(events: Sequence[dict]) -> Constants:
     return Constants(float(largest / (2 * (1 + eta**2) * gap)), float(gap), noise, eta)
 
 
-@np.errstate(all="ignore")  # of any size, and at first none
+@np.errstate(all="ignore")  # values of any size; the first means have no values
 def measured(events: Sequence[dict]) -> dict[str, np.ndarray]:
     """A run's signal, growth and communications after every round.
 
